@@ -1,0 +1,32 @@
+"""A training framework: one loop, one learning curve, any parallel strategy."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.data import Data as Data
+    from trainer.parallel.gather import gather as gather
+    from trainer.plan import Plan as Plan
+    from trainer.strategies.base import Strategy as Strategy
+    from trainer.task import Task as Task
+    from trainer.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+
+# Where each public name lives. They are imported when they are first asked for, so that the command line can refuse a
+# typo before it has paid for importing torch.
+_HOMES = {
+    "Data": "trainer.data",
+    "Plan": "trainer.plan",
+    "Strategy": "trainer.strategies.base",
+    "Task": "trainer.task",
+    "Trainer": "trainer.trainer",
+    "gather": "trainer.parallel.gather",
+}
+__all__ = ["Data", "Plan", "Strategy", "Task", "Trainer", "gather"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

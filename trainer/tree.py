@@ -1,0 +1,64 @@
+"""Nested dicts, tuples and lists of tensors: what a batch is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """Every tensor of a tree, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from tensors(value)
+
+
+def first_tensor(tree: Any) -> Tensor:
+    """The first tensor of a tree; its first dimension is the number of samples. ValueError where there is none."""
+    for tensor in tensors(tree):
+        return tensor
+    raise ValueError(f"a batch holds no tensor: {type(tree).__name__}")
+
+
+def changed(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same tree with `change` applied to every tensor; what is no tensor stays as it is."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: changed(value, change) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a namedtuple
+        return type(tree)(*(changed(value, change) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(changed(value, change) for value in tree)
+    return tree
+
+
+def rows(tree: Any, start: int, stop: int) -> Any:
+    """Samples `start` to `stop` of every tensor of a tree (lists of strings and the like are cut too)."""
+    if isinstance(tree, Mapping):
+        return {key: rows(value, start, stop) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)) and not any(True for _ in tensors(tree)):
+        return tree[start:stop]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(rows(value, start, stop) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(rows(value, start, stop) for value in tree)
+    return tree[start:stop] if isinstance(tree, Tensor) and tree.dim() else tree
+
+
+def moved(tree: Any, device: torch.device) -> Any:
+    """The same tree on a device; copies do not make the host wait."""
+    return changed(tree, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def floats_as(tree: Any, dtype: torch.dtype) -> Any:
+    """The same tree with its floating-point tensors in another precision; whole numbers stay."""
+    return changed(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
