@@ -1,0 +1,1 @@
+"""Images: classification, its networks and its data sets."""

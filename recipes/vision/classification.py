@@ -1,0 +1,48 @@
+"""One label an image, out of a fixed number of classes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recipes.vision.plans import torchvision_plan
+from trainer.plan import Plan
+from trainer.task import Task
+
+
+class Classification(Task):
+    """Cross entropy over classes; accuracy, and macro accuracy: the mean over classes of each one's own accuracy."""
+
+    best = "accuracy"
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        self.label_smoothing = label_smoothing
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean cross entropy over the samples; 0 where there are none."""
+        total = functional.cross_entropy(output, target, reduction="sum", label_smoothing=self.label_smoothing)
+        return total / max(target.shape[0], 1)
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """How many samples are right, and the confusion matrix: row = true class, column = class said."""
+        classes = torch.arange(output.shape[1], device=output.device)
+        said = output.argmax(1)
+        truth, answer = target[:, None] == classes, said[:, None] == classes  # (B, classes)
+        confusion = truth.double().T @ answer.double()
+        return {"correct": (said == target).sum(), "confusion": confusion}
+
+    def finish(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        """Loss, accuracy and macro accuracy over the whole set; classes that have no sample do not count."""
+        confusion = totals["confusion"].double()
+        samples = confusion.sum(1)
+        each = confusion.diagonal()[samples > 0] / samples[samples > 0]
+        return {
+            "loss": float(totals["loss"] / totals["weight"]),
+            "accuracy": float(totals["correct"] / totals["samples"]),
+            "macro_accuracy": float(each.mean()),
+        }
+
+    def plan(self, network: nn.Module) -> Plan:
+        """What the network says itself, else the plan that is known for torchvision's networks."""
+        return super().plan(network) if hasattr(network, "plan") else torchvision_plan(network)

@@ -1,0 +1,55 @@
+"""1,797 real handwritten digits, in the repository."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes.vision.images import Images
+from trainer.data import Data
+from trainer.refusal import Refusal
+from trainer.transforms import Augment, Random
+
+_SAMPLES, _EVALUATION, _SIDE, _WHITE = 1797, 360, 8, 16
+
+
+class Digits(Data):
+    """Handwritten digits (1, 8, 8) with values 0..16; the last 360, by other writers, are the evaluation set."""
+
+    def __init__(self, augment: Augment, file: str | None = None) -> None:
+        path = Path(file) if file else Path(__file__).with_name("digits.csv.gz")
+        self.images, self.labels = _read(path)
+        self._augment = augment
+
+    def train(self) -> Images:
+        """The first 1,437 digits of the file."""
+        return Images(self.images[:-_EVALUATION], self.labels[:-_EVALUATION])
+
+    def evaluation(self) -> Images:
+        """The last 360 digits of the file."""
+        return Images(self.images[-_EVALUATION:], self.labels[-_EVALUATION:])
+
+    def augment(self, inputs: Tensor, targets: Tensor, random: Random, training: bool) -> tuple[Any, Any]:
+        """Small changes of the images while training; normalisation always."""
+        return self._augment(inputs, random, training), targets
+
+
+def _read(path: Path) -> tuple[Tensor, Tensor]:
+    """Images (1797, 1, 8, 8) uint8 and labels (1797,) int64 from the csv file."""
+    expected = f"{_SAMPLES} lines of 64 values 0..{_WHITE} and a label 0..9, as gzipped csv"
+    try:
+        lines = gzip.decompress(path.read_bytes()).decode("ascii").split()
+        table = torch.tensor([[int(value) for value in line.split(",")] for line in lines])
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise Refusal(f"{path} cannot be read as digits ({error}); expected {expected}") from error
+    if table.shape != (_SAMPLES, _SIDE * _SIDE + 1):
+        raise Refusal(f"{path} holds a table of {' × '.join(map(str, table.shape))}; expected {expected}")
+    pixels, labels = table[:, :-1], table[:, -1]
+    if pixels.min() < 0 or pixels.max() > _WHITE or labels.min() < 0 or labels.max() > 9:
+        raise Refusal(f"{path} holds values out of range; expected {expected}")
+    return pixels.to(torch.uint8).view(-1, 1, _SIDE, _SIDE), labels.contiguous()

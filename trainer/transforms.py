@@ -1,0 +1,205 @@
+"""Augmentation of whole batches on their device, from random numbers that belong to the samples.
+
+Every number depends on (seed, epoch, sample index) alone, so a sample looks the same however the batches are cut, on
+whichever rank and in whatever order it arrives. The image functions keep that promise to the last bit: they copy bytes,
+work elementwise with exactly rounded operations, or sample each image by itself; nothing in them sees the batch's shape.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# SplitMix64 (Steele, Lea, Flood 2014): a counter that grows by _GOLDEN, and a mixing of its bits.
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = 2**64 - 1
+_POSITIVE = 2**63 - 1
+
+
+class Random:
+    """Random numbers for a batch: one counter-based stream a sample, the same bits on CPU and GPU.
+
+    Successive calls continue the streams: `uniform(B, 3)` gives the numbers of `uniform(B)` called three times.
+    """
+
+    def __init__(self, seed: int, epoch: int, indices: Tensor) -> None:
+        key = _mix_int(_mix_int(seed) + epoch * _GOLDEN)
+        self._state = _mix(indices * _signed(_GOLDEN) + _signed(key))  # (B,) int64
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Uniform float32 numbers in [0, 1), multiples of 2^-24; the first dimension is the batch."""
+        return (self._words(shape) >> 39).float().mul_(2.0**-24)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Standard normal float32 numbers; the first dimension is the batch.
+
+        The quantile function is a table with linear interpolation, because a device's own log and cos may differ in
+        their last bit. Cells halve towards the tail: 256 for each power of two of the probability, down to 2^-32.
+        """
+        words = self._words(shape)
+        tail, power = torch.frexp(((words >> 31) + 1).double())  # P(|z| > result) = tail · 2^power / 2^32
+        place = (tail - 0.5) * 512
+        cell = place.floor()
+        index = power.long() * 256 + cell.long()
+        table = _quantiles(words.device)
+        near, far = table[index], table[index + 1]
+        magnitude = near + (far - near) * (place - cell).float()
+        return magnitude * (1 - 2 * (words & 1)).float()
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """Int64 numbers in [low, high); the first dimension is the batch."""
+        if high <= low:
+            raise ValueError(f"integers in [{low}, {high}) do not exist")
+        return self._words(shape).remainder_(high - low).add_(low)
+
+    def _words(self, shape: tuple[int, ...]) -> Tensor:
+        """The next 63 random bits for each element of the shape."""
+        if not shape or shape[0] != self._state.shape[0]:
+            raise ValueError(f"shape {shape} must begin with the batch of {self._state.shape[0]}")
+        count = math.prod(shape[1:])
+        steps = torch.arange(1, count + 1, device=self._state.device) * _signed(_GOLDEN)
+        words = _mix(self._state[:, None] + steps).bitwise_and_(_POSITIVE)
+        self._state = self._state + _signed(count * _GOLDEN)
+        return words.view(shape)
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """The seed, 63 bits, for the ordinary generators around one sample of an item-by-item data set."""
+    key = _mix_int(_mix_int(seed) + epoch * _GOLDEN)
+    return _mix_int(key + index * _GOLDEN) & _POSITIVE
+
+
+def _mix_int(word: int) -> int:
+    word &= _WORD
+    word = ((word ^ (word >> 30)) * _FIRST) & _WORD
+    word = ((word ^ (word >> 27)) * _SECOND) & _WORD
+    return word ^ (word >> 31)
+
+
+def _mix(words: Tensor) -> Tensor:
+    """The same mixing of int64 words; the masks make the shifts logical."""
+    words = ((words >> 30).bitwise_and_(2**34 - 1).bitwise_xor_(words)).mul_(_signed(_FIRST))
+    words = ((words >> 27).bitwise_and_(2**37 - 1).bitwise_xor_(words)).mul_(_signed(_SECOND))
+    return (words >> 31).bitwise_and_(2**33 - 1).bitwise_xor_(words)
+
+
+def _signed(word: int) -> int:
+    """The same 64 bits as the int64 that torch understands."""
+    word &= _WORD
+    return word - 2**64 if word > _POSITIVE else word
+
+
+@cache
+def _quantiles(device: torch.device) -> Tensor:
+    """Half-normal quantiles at the probabilities (0.5 + cell / 512) · 2^(power - 32), at index power · 256 + cell."""
+    with torch.inference_mode(False):
+        cells = torch.arange(34 * 256 + 1, dtype=torch.float64)
+        probability = (0.5 + (cells % 256) / 512) * 2.0 ** (torch.floor(cells / 256) - 32)
+        return (-torch.special.ndtri(probability.clamp(max=1.0) / 2)).float().to(device)
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Random crop, flip and small affine changes of a batch of images while training; normalisation always.
+
+    Images are (B, C, H, W), uint8 or float; the result is float32. Zeros switch a part off. The affine amounts are the
+    largest ones; each image draws its own, uniformly up to them.
+    """
+
+    crop: int = 0  # pixels of black border to cut from: shifts by whole pixels, up to that many
+    flip: bool = False  # left-right, every other image
+    rotate: float = 0.0  # degrees
+    scale: float = 0.0  # 0.1: from 10 % smaller to 10 % larger
+    shear: float = 0.0  # slope: 0.1 moves a row by a tenth of its distance from the middle
+    shift: float = 0.0  # pixels, fractions too
+    mean: tuple[float, ...] = (0.5,)  # of each channel (or one for all), as a part of full_scale
+    std: tuple[float, ...] = (0.5,)
+    full_scale: float = 255.0  # the value of white
+
+    def __call__(self, images: Tensor, random: Random, training: bool) -> Tensor:
+        """Give the batch as the network shall see it."""
+        if training and (self.crop or self.flip):
+            images = crop(images, random, self.crop, self.flip)
+        if training and (self.rotate or self.scale or self.shear or self.shift):
+            images = affine(images, random, self.rotate, self.scale, self.shear, self.shift)
+        return normalise(images, tuple(self.mean), tuple(self.std), self.full_scale)
+
+
+def crop(images: Tensor, random: Random, padding: int, flip: bool = False) -> Tensor:
+    """Cut each image at a random place from itself with a black border; with `flip`, mirror every other one.
+
+    A cut-out is one contiguous window of the bordered batch, read with the border's row length: a memory copy an image.
+    """
+    batch, channels, height, width = images.shape
+    rows, columns = height + 2 * padding, width + 2 * padding
+    size, span = channels * rows * columns, 2 * padding + 1
+    bordered = images.new_zeros(2 if flip else 1, batch, channels, rows, columns)
+    inside = bordered[..., padding : padding + height, padding : padding + width]
+    inside[0].copy_(images)
+    if flip:
+        inside[1].copy_(images.flip(-1))
+    choice = random.integers(0, span * span * bordered.shape[0], batch)
+    mirrored, place = choice // (span * span), choice % (span * span)
+    sample = mirrored * batch + torch.arange(batch, device=images.device)
+    start = sample * size + (place // span) * columns + place % span
+    length = size - 2 * padding * (columns + 1)  # from the first pixel of the last possible cut-out to the batch's end
+    windows = bordered.as_strided((bordered.numel() - length + 1, length), (1, 1))
+    strides = (length, rows * columns, columns, 1)
+    return windows.index_select(0, start).as_strided((batch, channels, height, width), strides)
+
+
+def affine(
+    images: Tensor,
+    random: Random,
+    rotate: float = 0.0,
+    scale: float = 0.0,
+    shear: float = 0.0,
+    shift: float = 0.0,
+    border: str = "zeros",
+) -> Tensor:
+    """Rotate (degrees), scale, shear (slope) and shift (pixels) each image by its own amounts up to those given.
+
+    Bilinear; what comes from outside is black, or with border="border" the nearest edge. The angle is drawn as
+    tan(angle / 2), which for small angles is uniform too and needs no sine, whose bits depend on the device.
+    """
+    batch, _, height, width = images.shape
+    amounts = (math.tan(math.radians(rotate) / 2), scale, shear, shift, shift)
+    draws = (random.uniform(batch, 5) * 2 - 1).unbind(1)
+    half, larger, slope, right, down = (draw * amount for draw, amount in zip(draws, amounts, strict=True))
+    square = half * half
+    cosine, sine = (1 - square) / (1 + square), 2 * half / (1 + square)
+    zoom = 1 / (1 + larger)
+    # where output pixel (x, y), counted from the middle, is read from: turn · [[1, slope], [0, 1]] · zoom
+    xx, xy = cosine * zoom, (cosine * slope - sine) * zoom
+    yx, yy = sine * zoom, (sine * slope + cosine) * zoom
+    x = torch.arange(width, device=images.device, dtype=torch.float32) - (width - 1) / 2
+    y = torch.arange(height, device=images.device, dtype=torch.float32) - (height - 1) / 2
+
+    def source(of_x: Tensor, of_y: Tensor, offset: Tensor, pixels: int) -> Tensor:
+        column, row = of_x[:, None] * x + offset[:, None], of_y[:, None] * y  # (B, W), (B, H)
+        return (column[:, None, :] + row[:, :, None]) * (2 / pixels)  # (B, H, W), in -1..1
+
+    grid = torch.stack((source(xx, xy, right, width), source(yx, yy, down, height)), dim=-1)
+    return functional.grid_sample(images.float(), grid, mode="bilinear", padding_mode=border, align_corners=False)
+
+
+def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], full_scale: float = 255.0) -> Tensor:
+    """Give (image / full_scale - mean) / std as float32, the channels each with their own mean and std."""
+    factor = tuple(1 / (full_scale * deviation) for deviation in std)
+    offset = tuple(-average / deviation for average, deviation in zip(mean, std, strict=True))
+    # two exactly rounded passes: one fused multiply-add would round differently in a vector's tail
+    result = torch.empty(images.shape, dtype=torch.float32, device=images.device).copy_(images)
+    return result.mul_(_per_channel(factor, images.device)).add_(_per_channel(offset, images.device))
+
+
+@cache
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """(C, 1, 1) on the device; kept, because copying it there in every step would wait for the device."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
