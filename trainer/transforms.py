@@ -1,8 +1,8 @@
 """Augmentation of whole batches on their device, from random numbers that belong to the samples.
 
 Every number depends on (seed, epoch, sample index) alone, so a sample looks the same however the batches are cut, on
-whichever rank and in whatever order it arrives. The image functions keep that promise to the last bit: they copy bytes,
-work elementwise with exactly rounded operations, or sample each image by itself; nothing in them sees the batch's shape.
+whichever rank and in whatever order it arrives. The image functions keep that promise to the last bit: they copy
+bytes, work elementwise with exactly rounded operations, or sample each image by itself; none sees the batch's shape.
 """
 
 from __future__ import annotations

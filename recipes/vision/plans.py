@@ -10,8 +10,8 @@ from trainer.plan import Plan
 def torchvision_plan(network: nn.Module) -> Plan:
     """The plan of a torchvision network by its class; an empty one where none is known.
 
-    Of torchvision's VisionTransformer the MLPs are cut, two thirds of its weights. Its attention stays whole: the packed
-    projection of `nn.MultiheadAttention` cannot be cut.
+    Of torchvision's VisionTransformer the MLPs are cut, two thirds of its weights. Its attention stays whole: the
+    packed projection of `nn.MultiheadAttention` cannot be cut.
     """
     if type(network).__name__ != "VisionTransformer" or not type(network).__module__.startswith("torchvision."):
         return Plan()

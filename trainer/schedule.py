@@ -1,0 +1,107 @@
+"""The learning rate over time, as a factor that depends on the step alone."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trainer.refusal import Refusal
+
+
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """A factor of the learning rate for each optimizer step: a linear warm-up, then what the schedule says.
+
+    Steps count from 0. The horizon is the number of steps of the whole run; it may be None where it is not needed.
+    """
+
+    warmup: int = 0  # optimizer steps until the rate is full; the first of them takes 1 / warmup of it
+    reference_batch: int | None = None  # the global batch that the rate was written for; None: any
+
+    needs_horizon: ClassVar[bool] = True  # does another horizon give another curve?
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0:
+            raise Refusal(f"schedule.warmup is {self.warmup}; it counts optimizer steps, from 0 on")
+        if self.reference_batch is not None and self.reference_batch < 1:
+            raise Refusal(f"schedule.reference_batch is {self.reference_batch}; it counts samples, or is null")
+
+    def __call__(self, step: int, horizon: int | None) -> float:
+        """The factor for this step."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if not self.needs_horizon:
+            return self._factor(step, 0.0)
+        if horizon is None:
+            raise ValueError(f"{type(self).__name__} needs to know how many steps the run has")
+        left = horizon - self.warmup
+        return self._factor(step, min((step - self.warmup) / left, 1.0) if left > 0 else 1.0)
+
+    def scale(self, global_batch: int) -> float:
+        """The factor for this global batch, the same at every step."""
+        return global_batch / self.reference_batch if self.reference_batch else 1.0
+
+    @abstractmethod
+    def _factor(self, step: int, done: float) -> float:
+        """The factor after the warm-up; done: the part, 0..1, of the steps after it that has passed."""
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """The full rate throughout."""
+
+    needs_horizon: ClassVar[bool] = False
+
+    def _factor(self, step: int, done: float) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """From the full rate down to `final` of it along half a cosine."""
+
+    final: float = 0.0  # part of the full rate, 0..1
+
+    def _factor(self, step: int, done: float) -> float:
+        return self.final + (1 - self.final) * (1 + math.cos(math.pi * done)) / 2
+
+
+@dataclass(frozen=True)
+class Linear(Schedule):
+    """From the full rate straight down to `final` of it."""
+
+    final: float = 0.0  # part of the full rate, 0..1
+
+    def _factor(self, step: int, done: float) -> float:
+        return 1 - (1 - self.final) * done
+
+
+@dataclass(frozen=True)
+class Step(Schedule):
+    """The rate times `gamma` at each milestone."""
+
+    milestones: tuple[int, ...] = ()  # optimizer steps
+    gamma: float = 0.1
+    needs_horizon: ClassVar[bool] = False
+
+    def _factor(self, step: int, done: float) -> float:
+        return self.gamma ** sum(step >= milestone for milestone in self.milestones)
+
+
+@dataclass(frozen=True)
+class WSD(Schedule):
+    """Warm-up, stable, decay: the full rate, then straight down to `final` of it in the last part of the run."""
+
+    decay: float = 0.2  # part of the steps after the warm-up, 0..1
+    final: float = 0.0  # part of the full rate, 0..1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.decay <= 1:
+            raise Refusal(f"schedule.decay is {self.decay}; it is a part of the run, between 0 and 1")
+
+    def _factor(self, step: int, done: float) -> float:
+        into = max(done - (1 - self.decay), 0.0)
+        return 1 - (1 - self.final) * into / self.decay if into else 1.0
