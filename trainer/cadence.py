@@ -1,0 +1,46 @@
+"""When things happen: every so many steps, epochs or seconds, whichever comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+
+@dataclass(frozen=True)
+class Every:
+    """One rhythm; a part that is None never comes."""
+
+    steps: int | None = None
+    epochs: int | None = None
+    seconds: float | None = None
+
+
+class Due:
+    """Tells at each step whether any of several rhythms has come round. Steps and epochs need no clock.
+
+    What the clock says differs between ranks: `clock` is put to the vote of all, and the answer given to `now`.
+    """
+
+    def __init__(self, rhythms: Sequence[Every]) -> None:
+        self._rhythms = rhythms
+        self._seconds = min((every.seconds for every in rhythms if every.seconds is not None), default=None)
+        self.restart()
+
+    def restart(self) -> None:
+        """It has just happened: the clock begins anew."""
+        self._since = monotonic()
+
+    def clock(self) -> bool:
+        """Has this rank's clock run out?"""
+        return self._seconds is not None and monotonic() - self._since >= self._seconds
+
+    def now(self, step: int, epochs_done: int | None, clock: bool) -> bool:
+        """Is it due after this step? `epochs_done`: how many, if this step ended one, else None."""
+        if clock:
+            return True
+        return any(
+            (every.steps is not None and step % every.steps == 0)
+            or (every.epochs is not None and epochs_done is not None and epochs_done % every.epochs == 0)
+            for every in self._rhythms
+        )

@@ -1,0 +1,1 @@
+"""Functions over torch.distributed that strategies are made of."""

@@ -1,0 +1,93 @@
+"""A group of processes and what they can tell each other; a process alone is the neutral element."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Done:
+    """A collective that has nothing to wait for."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Waitable(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Block until the result stands in the tensor that was given."""
+
+
+class Ranks:
+    """One process alone: every collective is the identity."""
+
+    rank: int = 0
+    size: int = 1
+
+    def sum_(self, tensor: Tensor) -> Waitable:
+        """Collective: start adding up this tensor over the ranks, in place."""
+        return Done()
+
+    def largest_(self, tensor: Tensor) -> Waitable:
+        """Collective: start taking the largest of this tensor over the ranks, in place."""
+        return Done()
+
+    def send_from_first_(self, tensor: Tensor) -> None:
+        """Collective: every rank's tensor becomes the first rank's."""
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Collective: the tensors of all ranks, in rank order; shapes must agree."""
+        return [tensor]
+
+    def share(self, value: Any) -> list[Any]:
+        """Collective: the JSON values of all ranks, in rank order."""
+        return [value]
+
+    def barrier(self) -> None:
+        """Collective: return when every rank has arrived."""
+
+
+class Group(Ranks):
+    """The processes of one `torch.distributed` process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._first = dist.get_global_rank(group, 0)
+
+    def sum_(self, tensor: Tensor) -> Waitable:
+        """Collective: start adding up this tensor over the ranks, in place."""
+        return dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.group, async_op=True)
+
+    def largest_(self, tensor: Tensor) -> Waitable:
+        """Collective: start taking the largest of this tensor over the ranks, in place."""
+        return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def send_from_first_(self, tensor: Tensor) -> None:
+        """Collective: every rank's tensor becomes the first rank's."""
+        dist.broadcast(tensor, src=self._first, group=self.group)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Collective: the tensors of all ranks, in rank order; shapes must agree."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return parts
+
+    def share(self, value: Any) -> list[Any]:
+        """Collective: the JSON values of all ranks, in rank order; CPU tensors travel, no pickle."""
+        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        longest = torch.tensor([len(text)])
+        self.largest_(longest).wait()
+        padded = torch.full((int(longest),), ord(" "), dtype=torch.uint8)
+        padded[: len(text)] = text
+        return [json.loads(bytes(part.tolist())) for part in self.gather(padded)]
+
+    def barrier(self) -> None:
+        """Collective: return when every rank has arrived. A CPU tensor travels, so a GPU is not waited for."""
+        self.sum_(torch.zeros(1)).wait()

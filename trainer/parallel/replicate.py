@@ -1,0 +1,39 @@
+"""Averaging gradients over the ranks that hold the same parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.parallel.ranks import Ranks, Waitable
+
+
+def average(gradients: list[Tensor], ranks: Ranks, bucket_bytes: int) -> None:
+    """Collective: every gradient becomes its mean over the ranks, in place. All buckets are under way at once.
+
+    gradients: what this rank holds of each (local tensors), the same shapes in the same order on all of these ranks.
+    """
+    if ranks.size == 1:
+        return
+    under_way: list[tuple[list[Tensor], Tensor, Waitable]] = []
+    for bucket in _buckets(gradients, bucket_bytes):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        under_way.append((bucket, flat, ranks.sum_(flat)))  # the given ranks; every gradient travels once
+    for bucket, flat, work in under_way:
+        work.wait()
+        flat /= ranks.size
+        for gradient, mean in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def _buckets(gradients: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+    """Neighbours of one type, up to so many bytes each."""
+    buckets: list[list[Tensor]] = []
+    size = 0
+    for gradient in gradients:
+        if not buckets or buckets[-1][0].dtype != gradient.dtype or size + gradient.nbytes > bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(gradient)
+        size += gradient.nbytes
+    return buckets

@@ -1,0 +1,68 @@
+"""An optimizer's tensors by the names of the parameters they belong to: `optimizer/<parameter>/<key>`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PREFIX = "optimizer/"
+
+
+def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What the optimizer remembers, flat. TypeError where it is more than tensors: a checkpoint could not give it back."""
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    flat: dict[str, Tensor] = {}
+    for parameter, memory in optimizer.state.items():
+        for key, value in memory.items():
+            if value is None:  # SGD without momentum
+                continue
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}; only tensors can be saved")
+            flat[f"{PREFIX}{names[parameter]}/{key}"] = value
+    return flat
+
+
+def space_for_optimizer(network: nn.Module, stored: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors for every stored memory, cut as its parameter is; those of another shape (step counts) are whole.
+
+    ValueError where one belongs to no parameter of the network.
+    """
+    parameters = dict(network.named_parameters())
+    space: dict[str, Tensor] = {}
+    for name, parameter_name, _ in _memories(stored):
+        if parameter_name not in parameters:
+            raise ValueError(f"the checkpoint's {name} belongs to no parameter of this network")
+        parameter, fact = parameters[parameter_name], stored[name]
+        alike = tuple(fact.shape) == tuple(parameter.shape)
+        space[name] = (
+            torch.zeros_like(parameter, dtype=fact.dtype, requires_grad=False)
+            if alike
+            else torch.zeros(tuple(fact.shape), dtype=fact.dtype)
+        )
+    return space
+
+
+def restore_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
+    """Give the optimizer its memory back. Its groups and hyper-parameters stay those of the present configuration."""
+    memories: dict[str, dict[str, Tensor]] = {}
+    for name, parameter_name, key in _memories(state):
+        memories.setdefault(parameter_name, {})[key] = state[name]
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    # load_state_dict puts step counts where this optimizer wants them (the device if it is fused, else the CPU)
+    optimizer.load_state_dict(
+        {
+            "state": {index: memories[name] for index, name in enumerate(order) if name in memories},
+            "param_groups": optimizer.state_dict()["param_groups"],
+        }
+    )
+
+
+def _memories(names: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for name in names:
+        if name.startswith(PREFIX):
+            parameter_name, _, key = name.removeprefix(PREFIX).rpartition("/")
+            yield name, parameter_name, key

@@ -1,0 +1,114 @@
+"""Cutting a network's tensors over the ranks of one mesh axis, by its plan."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from trainer.parallel.ranks import Ranks
+from trainer.plan import Plan
+from trainer.refusal import Refusal, nearest
+
+ELSE = "strategy=ddp (or dp, single) needs no plan"
+
+
+def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
+    """Refuse a plan that is missing, names nothing, or cuts what does not divide by the degree."""
+    if not plan.tensor:
+        raise Refusal(
+            f"{type(network).__name__} has no tensor-parallel plan: give it a method plan(self) -> Plan, or let the task"
+            f" say one; {ELSE}"
+        )
+    for what, count in plan.divisible.items():
+        if count % degree:
+            raise Refusal(f"{count} {what} / {degree} tensor ranks is not whole; {_degrees(count)}; {ELSE}")
+    for key, style in plan.tensor.items():
+        matched = list(_matches(network, key))
+        if not matched:
+            names = [name for name, _ in network.named_modules() if name]
+            raise Refusal(f"the plan's {key!r} matches no module{nearest(key, names)}; {ELSE}")
+        for name, module in matched:
+            _refuse_size(name, module, style, degree)
+
+
+def cut(network: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    """Collective over the mesh: replace parameters that the plan names by this rank's part (DTensors), in place."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a key that matches nothing is a warning there
+        parallelize_module(network, mesh, dict(plan.tensor))
+
+
+def outside(network: nn.Module) -> dict[str, Tensor]:
+    """The parameters that no plan named: every rank holds and updates all of them."""
+    return {name: parameter for name, parameter in network.named_parameters() if not isinstance(parameter, DTensor)}
+
+
+@torch.no_grad()
+def refuse_drift(network: nn.Module, ranks: Ranks) -> None:
+    """Collective: RuntimeError, naming them, where parameters outside the plan are not equal on all tensor ranks."""
+    whole = outside(network)
+    if not whole:
+        return
+    sums = torch.stack([s for p in whole.values() for s in (p.double().sum(), p.double().square().sum())])
+    bounds = torch.cat([sums, -sums])
+    ranks.largest_(bounds).wait()  # the tensor ranks; four numbers a parameter: the largest, and minus the smallest
+    unequal = (bounds[: len(sums)] != -bounds[len(sums) :]).view(-1, 2).any(1).tolist()
+    names = [name for name, differs in zip(whole, unequal, strict=True) if differs]
+    if names:
+        raise RuntimeError(
+            f"parameters outside the tensor plan differ between its ranks: {', '.join(names[:8])}; the plan cuts what"
+            " flows through them (put them in the plan), or the network computes something else on each rank"
+        )
+
+
+def settle(parameters: Iterator[Tensor]) -> None:
+    """Collective: gradients that are still parts of a sum become what their parameter is, whole or cut.
+
+    torch 2.11 clips such gradients wrongly and silently; afterwards every version is right.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            if gradient.placements != parameter.placements:
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _matches(network: nn.Module, key: str) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose name fits a plan's key; `*` and the like stand within one level, as in parallelize_module."""
+    levels = [re.compile(_as_expression(level)) for level in key.split(".")]
+    for name, module in network.named_modules():
+        parts = name.split(".") if name else []
+        if len(parts) == len(levels) and all(level.fullmatch(part) for level, part in zip(levels, parts, strict=True)):
+            yield name, module
+
+
+def _as_expression(level: str) -> str:
+    """fnmatch's wildcards for one level of a name."""
+    return re.escape(level).replace(r"\*", ".*").replace(r"\?", ".").replace(r"\[", "[").replace(r"\]", "]")
+
+
+def _refuse_size(name: str, module: nn.Module, style: ParallelStyle, degree: int) -> None:
+    """Refuse a layer whose cut dimension is no multiple of the degree: it would fail in the middle of a forward."""
+    if isinstance(style, (ColwiseParallel, RowwiseParallel)) and not isinstance(module, (nn.Linear, nn.Embedding)):
+        raise Refusal(f"the plan cuts {name}, a {type(module).__name__}; only Linear and Embedding can be cut; {ELSE}")
+    sizes = {
+        (ColwiseParallel, nn.Linear): "out_features",
+        (RowwiseParallel, nn.Linear): "in_features",
+        (ColwiseParallel, nn.Embedding): "embedding_dim",
+        (RowwiseParallel, nn.Embedding): "num_embeddings",
+    }
+    for (kind, layer), attribute in sizes.items():
+        if isinstance(style, kind) and isinstance(module, layer):
+            size = getattr(module, attribute)
+            if size % degree:
+                raise Refusal(f"{name}.{attribute} {size} / {degree} tensor ranks is not whole; {_degrees(size)}; {ELSE}")
+
+
+def _degrees(size: int) -> str:
+    return "degrees that work: " + ", ".join(str(d) for d in range(1, min(size, 64) + 1) if size % d == 0)

@@ -1,0 +1,1 @@
+"""One strategy a file: how a step is spread over devices."""

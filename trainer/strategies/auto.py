@@ -1,0 +1,14 @@
+"""The strategy that needs no thought: one process is `single`, several are `ddp`; nothing cleverer."""
+
+from __future__ import annotations
+
+from trainer.strategies.base import Strategy
+from trainer.strategies.ddp import DDP
+from trainer.strategies.machine import Machine
+from trainer.strategies.single import Single
+
+
+def auto(machine: Machine, sync_bn: bool = False) -> Strategy:
+    """Choose by the number of processes alone."""
+    kind = Single if machine.launch.world_size == 1 else DDP
+    return kind(sync_bn=sync_bn, machine=machine)

@@ -1,0 +1,359 @@
+"""What a strategy is: the place where networks live, and one step of one network in that place.
+
+The base does everything for one device. A strategy in a file of its own says what it does differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+
+from trainer.parallel.batch_norm import average_statistics, synchronised
+from trainer.parallel.clip import clip_, global_norm
+from trainer.parallel.gather import gathering_over
+from trainer.parallel.ranks import Done, Ranks, Waitable
+from trainer.parallel.sampler import ShardSampler
+from trainer.parallel.state import optimizer_tensors, restore_optimizer, space_for_optimizer
+from trainer.parallel.totals import Totals
+from trainer.refusal import Refusal
+from trainer.seeds import mix, seed_torch
+from trainer.strategies.machine import Machine
+from trainer.strategies.scaler import NoScaler, Scaler
+from trainer.task import Task
+from trainer.tree import first_tensor, floats_as, rows
+
+
+@dataclass
+class Strategy:
+    """A place: devices, process groups and what every rank does there. It remembers no network.
+
+    Its fields are its configuration. The facts below hold inside `with strategy:`.
+    """
+
+    sync_bn: bool = False  # BatchNorm's statistics over the whole micro-batch of all data ranks
+    machine: Machine = field(default_factory=Machine)
+
+    device: torch.device = field(init=False, repr=False)  # where this rank computes
+    world: Ranks = field(init=False, repr=False)  # all ranks
+    data: Ranks = field(init=False, repr=False)  # the ranks that read different data
+
+    def data_ranks(self, world_size: int) -> int:
+        """Into how many slices this many processes cut the data. Refusal where the strategy cannot use them."""
+        if world_size > 1:
+            raise Refusal(f"strategy={self.name} uses one process, {world_size} were started; use strategy=ddp")
+        return 1
+
+    def check(self, task: Task, network: nn.Module, world_size: int) -> None:
+        """Refuse a network that this strategy cannot spread, before any process group."""
+
+    def notes(self, network: nn.Module) -> list[str]:
+        """What a user should know about this network in this place, one line each, for the start of the run."""
+        return []
+
+    @property
+    def name(self) -> str:
+        """The word that chose it."""
+        return type(self).__name__.lower()
+
+    def __enter__(self) -> Self:
+        self.device = self.machine.place()
+        self.world = self.data = Ranks()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave; never waits for anyone after an error."""
+
+    # Facts that follow.
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of the data this rank reads."""
+        return self.data.rank
+
+    @property
+    def data_size(self) -> int:
+        """Into how many slices the data is cut."""
+        return self.data.size
+
+    @property
+    def is_main(self) -> bool:
+        """Is this the one rank that prints and writes?"""
+        return self.world.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among all."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return self.world.size
+
+    # Collectives: every rank calls them, in the same order.
+
+    def barrier(self) -> None:
+        """Collective: every rank has arrived."""
+        self.world.barrier()
+
+    def share(self, value: Any) -> list[Any]:
+        """Collective: every rank's JSON value, in rank order."""
+        return self.world.share(value)
+
+    def vote(self, *flags: bool) -> Vote:
+        """Collective: start asking which of these flags any rank has raised (a stop, a clock); read the answer later.
+
+        The flags are CPU tensors and travel while the step computes: no GPU waits.
+        """
+        return Vote(flags, self.world)
+
+    def totals(self, sums: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Totals:
+        """Collective: start adding up these sums over the data ranks, each sample counted once; read them later.
+
+        `alike`: numbers that every rank has already, to arrive with them.
+        """
+        return Totals(sums, self.data, self.device, alike)
+
+    def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Collective: the same totals on every rank, each sample counted once, as CPU tensors."""
+        return self.totals(sums).read()
+
+    # Data and networks.
+
+    def sampler(self, order: Callable[[int], Tensor]) -> Sampler[int]:
+        """This rank's share of every epoch's order; has `set_epoch(epoch, start)`."""
+        return ShardSampler(order, self.data_rank, self.data_size)
+
+    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+        """Collective: put a network here. `example`: one small (inputs, targets), for those that must see a step."""
+        return Placed(self, task, network, example)
+
+
+class Vote:
+    """Flags on their way."""
+
+    def __init__(self, flags: tuple[bool, ...], ranks: Ranks) -> None:
+        self._raised = torch.tensor(flags, dtype=torch.uint8)
+        self._work = ranks.largest_(self._raised)  # all ranks; one byte a flag travels
+
+    def read(self) -> list[bool]:
+        """The flags that some rank had raised, the same on every rank."""
+        self._work.wait()
+        return [bool(flag) for flag in self._raised.tolist()]
+
+
+class Step(nn.Module):
+    """A network and how its task calls it, as one module: what a wrapper like DDP must wrap."""
+
+    def __init__(self, task: Task, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self._task = task
+
+    def forward(self, inputs: Any, targets: Any) -> Any:
+        """The task's forward over the network."""
+        return self._task.forward(self.network, inputs, targets)
+
+
+class Placed:
+    """One network in its place, with the verbs of a step. `network` keeps its own module and parameter names."""
+
+    def __init__(self, strategy: Strategy, task: Task, network: nn.Module, example: Any) -> None:
+        self.strategy, self.task, self.example = strategy, task, example
+        self._machine = strategy.machine
+        self.scaler = Scaler(strategy.device) if self._machine.resolved_precision == "fp16" else NoScaler()
+        network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
+        network = synchronised(network, strategy.data, strategy.device) if strategy.sync_bn else network
+        self.network = network.to(strategy.device)
+        for tensor in (*self.network.parameters(), *self.network.buffers()):
+            strategy.world.send_from_first_(tensor.detach())  # all ranks; one initialisation for all
+        self._plain = Step(task, self.network)
+        self._cut()
+        if self._machine.compile:
+            self.network.compile()
+        self._forward: Callable[[Any, Any], Any] = self._wrap(self._plain)
+
+    # What a strategy says differently.
+
+    def _cut(self) -> None:
+        """Edit the network in place: its parameters become what this rank holds."""
+
+    def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
+        """What a training forward must call: the step itself, or something around it."""
+        return step
+
+    def _sync(self, last: bool) -> Any:
+        """The context of one micro-batch: do gradients travel in it?"""
+        return self._computing()
+
+    def _computing(self) -> Any:
+        """The context of forward and backward of one micro-batch."""
+        return gathering_over(self.strategy.data)
+
+    def _settle_gradients(self) -> None:
+        """Collective: after the last micro-batch; afterwards `.grad` is the gradient of the global mean."""
+
+    def _whole(self, output: Any) -> Any:
+        """An output or a loss with nothing of it left on other ranks."""
+        return output
+
+    # The verbs of a step.
+
+    def forward_backward(self, batches: list[Any], step: int) -> dict[str, Tensor]:
+        """Run every micro-batch of one step; afterwards `.grad` is the gradient of the global weighted mean.
+
+        Returns this rank's part of the loss (and of each of its parts): summed over the data ranks it is the mean over
+        the global batch. The numbers stay on the device.
+        """
+        self._mode(training=True)
+        shares, pending = self._weigh(batches)
+        sums: dict[str, Tensor] = {}
+        for index, batch in enumerate(batches):
+            seed_torch(mix(self._machine.seed, step, index, self.strategy.data_rank), self.strategy.device)
+            with self._sync(last=index == len(batches) - 1):
+                parts = self._losses(self._forward, batch.inputs, batch.targets)
+                pending.wait()
+                share = shares(index)
+                # DDP and its like divide the summed gradients by the number of data ranks: undo it here
+                scaled = self.scaler.scale(parts["loss"] * (share * self.strategy.data_size))
+                scaled.backward()
+            for name, part in parts.items():
+                kept = part.detach() * share
+                sums[name] = sums[name] + kept if name in sums else kept
+        self._settle_gradients()
+        return sums
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
+        """Collective: unscale, clip to the true global norm, step, zero. Returns that norm; None for max_norm measures none.
+
+        An infinite max_norm measures the norm and clips nothing.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.scaler.unscale_(parameters)
+        norm = None
+        if max_norm is not None or self.scaler.needs_norm:
+            norm = global_norm([p.grad for p in parameters])
+            if max_norm is not None and max_norm != float("inf"):
+                clip_([p.grad for p in parameters], norm, max_norm)
+        self.scaler.step(optimizer, norm)
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor]:
+        """Sums over the first `valid` samples of a batch: loss times weight, weight, samples, and the task's metrics.
+
+        Where none is valid the sums are zeros of the same shape, so that the keys agree on all ranks.
+        """
+        self._mode(training=False)
+        with self._computing(), self._machine.autocast(self.strategy.device):
+            inputs, targets = self._cast(batch.inputs), self._cast(batch.targets)
+            output = self._whole(self._evaluation_forward(inputs, targets))
+            size = first_tensor(targets).shape[0]
+            cut = max(valid, 1)
+            output, targets = (output, targets) if cut == size else (rows(output, 0, cut), rows(targets, 0, cut))
+            loss = total_loss(self.task.loss(output, targets))
+            weight = torch.as_tensor(self.task.weight(targets), device=loss.device)
+            samples = torch.tensor(cut, device=loss.device)
+            sums = {"loss": loss.double() * weight, "weight": weight, "samples": samples}
+            sums |= self.task.metrics(output, targets)
+        return sums if valid else {name: torch.zeros_like(value) for name, value in sums.items()}
+
+    def after_step(self, step: int) -> None:
+        """Let the task change the network in place after an optimizer step."""
+        with torch.no_grad():
+            self.task.after_step(self.network, step)
+
+    def settle(self) -> None:
+        """Collective: BatchNorm's running statistics become the mean over the data ranks; before evaluating or saving."""
+        average_statistics(self.network, self.strategy.data)
+
+    # Optimizer and state.
+
+    def optimizer(
+        self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: Iterable[dict[str, Any]]
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer over what this rank owns."""
+        return make(list(groups))
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """What a checkpoint stores: flat, under the network's own names, DTensors where sharded."""
+        model = {name: value for name, value in self.network.state_dict().items() if isinstance(value, Tensor)}
+        return model | optimizer_tensors(self.network, optimizer) | self.scaler.state()
+
+    def space(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Tensors to read a checkpoint into, placed as this rank needs them; `stored`: name → what has shape and dtype.
+
+        ValueError where the checkpoint's names or shapes are not this network's.
+        """
+        own = {name: value for name, value in self.network.state_dict().items() if isinstance(value, Tensor)}
+        fits(own, stored)
+        model = {name: torch.empty_like(value) for name, value in own.items()}
+        optimizer_space = space_for_optimizer(self.network, stored)
+        scaler = {name: torch.empty_like(value) for name, value in self.scaler.state().items() if name in stored}
+        return model | optimizer_space | scaler
+
+    def load_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
+        """Take over a state, whichever strategy wrote it."""
+        model = {name: value for name, value in state.items() if not name.startswith(("optimizer/", "scaler/"))}
+        self.network.load_state_dict(model)
+        restore_optimizer(self.network, optimizer, state)
+        self.scaler.load({name: value for name, value in state.items() if name.startswith("scaler/")})
+
+    # Parts of the verbs.
+
+    def _mode(self, training: bool) -> None:
+        if self.network.training != training:
+            self.network.train(training)
+
+    def _evaluation_forward(self, inputs: Any, targets: Any) -> Any:
+        return self._plain(inputs, targets)
+
+    def _cast(self, tree: Any) -> Any:
+        return floats_as(tree, torch.float64) if self._machine.resolved_precision == "fp64" else tree
+
+    def _losses(self, forward: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> dict[str, Tensor]:
+        with self._machine.autocast(self.strategy.device):
+            inputs, targets = self._cast(inputs), self._cast(targets)
+            loss = self._whole(self.task.loss(forward(inputs, targets), targets))
+        return {**(loss if isinstance(loss, dict) else {}), "loss": total_loss(loss)}
+
+    def _weigh(self, batches: list[Any]) -> tuple[Callable[[int], Any], Waitable]:
+        """Each micro-batch's share of the step: its weight over the weight of all micro-batches of all data ranks."""
+        weights = [self.task.weight(batch.targets) for batch in batches]
+        if all(isinstance(weight, int) for weight in weights):  # equal on every rank: nothing needs to travel
+            total = max(sum(weights) * self.strategy.data_size, 1)
+            return lambda index: weights[index] / total, Done()
+        local = torch.stack([torch.as_tensor(w, device=self.strategy.device) for w in weights]).to(torch.float64)
+        summed = local.sum()
+        pending = self.strategy.data.sum_(summed)  # data ranks; 8 bytes travel, while the first forward computes
+        return lambda index: local[index] / summed.clamp(min=1), pending
+
+
+def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:
+    """The one number to minimise: a loss, or the sum of its parts."""
+    return torch.stack(list(loss.values())).sum() if isinstance(loss, dict) else loss
+
+
+def fits(own: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
+    """ValueError, naming at most ten, where a checkpoint's network is not this one."""
+    theirs = {name for name in stored if not name.startswith(("optimizer/", "scaler/"))}
+    wrong = [f"missing {name}" for name in own if name not in theirs]
+    wrong += [f"unknown {name}" for name in sorted(theirs - own.keys())]
+    wrong += [
+        f"{name} is {tuple(stored[name].shape)}, here {tuple(own[name].shape)}"
+        for name in own
+        if name in theirs and tuple(stored[name].shape) != tuple(own[name].shape)
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        raise ValueError(f"the checkpoint is of another network: {'; '.join(wrong[:10])}{more}")
+

@@ -1,0 +1,123 @@
+"""One full copy of the network per process; gradients are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.parallel.batch_norm import batch_norms
+from trainer.parallel.ranks import Group
+from trainer.parallel.world import join, leave
+from trainer.refusal import Refusal
+from trainer.strategies.base import Placed, Step, Strategy
+from trainer.task import Task
+
+COMPRESSION = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
+
+
+@dataclass
+class DDP(Strategy):
+    """One full copy of the network per process; gradients averaged while the last micro-batch's backward still runs."""
+
+    bucket_mb: int = 25  # MiB of gradients in one all-reduce; larger: fewer and later
+    static_graph: bool = False  # the same parameters are used in the same way in every step
+    find_unused_parameters: bool = False  # some parameters get no gradient in some steps; costs a walk of the graph
+    compress: Literal["fp16", "bf16"] | None = None  # the precision in which gradients travel; None: their own
+
+    def data_ranks(self, world_size: int) -> int:
+        """Every process reads its own slice."""
+        return world_size
+
+    def notes(self, network: nn.Module) -> list[str]:
+        """Say where the curve will depend on the number of processes."""
+        layers = 0 if self.sync_bn or self.data_size == 1 else len(batch_norms(network))
+        return [f"ddp: {layers} BatchNorm layers see their own rank's samples only (strategy.sync_bn=true)"] if layers else []
+
+    def __enter__(self) -> Self:
+        self.device = self.machine.place()
+        self.world = self.data = join(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leave(self.world, clean=error is None)
+
+    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+        """Collective: put a copy of the network on every rank."""
+        return _Placed(self, task, network, example)
+
+
+class _Placed(Placed):
+    strategy: DDP
+
+    def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
+        strategy = self.strategy
+        if not any(parameter.requires_grad for parameter in step.parameters()):
+            raise Refusal("strategy=ddp: the network has no trainable parameter, so no gradient to average")
+        assert isinstance(strategy.data, Group)
+        if not strategy.find_unused_parameters:
+            self._refuse_unused(step)
+        self._replica = DistributedDataParallel(
+            step,
+            process_group=strategy.data.group,
+            bucket_cap_mb=strategy.bucket_mb,
+            broadcast_buffers=False,  # running statistics are averaged before they are used, see Placed.settle
+            init_sync=False,  # Placed has sent rank 0's tensors already
+            gradient_as_bucket_view=True,
+            static_graph=strategy.static_graph,
+            find_unused_parameters=strategy.find_unused_parameters,
+        )
+        if strategy.compress:
+            self._replica.register_comm_hook(strategy.data.group, COMPRESSION[strategy.compress])
+        self._rehearse(self._replica)
+        return self._replica
+
+    def _sync(self, last: bool) -> Any:
+        stack = ExitStack()
+        stack.enter_context(self._computing())
+        if not last:
+            stack.enter_context(self._replica.no_sync())
+        return stack
+
+    def _refuse_unused(self, step: Step) -> None:
+        """Name the parameters that a step leaves without a gradient: DDP would only fail in the second one."""
+        names = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+        with self._leaving_no_trace():
+            loss = self._losses(step, *self.example)["loss"]
+            gradients = torch.autograd.grad(loss, list(names.values()), allow_unused=True)
+        unused = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+        if unused:
+            shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+            raise Refusal(f"these parameters get no gradient: {shown}; set strategy.find_unused_parameters=true")
+
+    def _rehearse(self, replica: DistributedDataParallel) -> None:
+        """Collective: one synchronised backward that changes nothing.
+
+        DDP sorts its buckets anew after the first backward, which changes in which order gloo adds up, and so the last
+        bits: without this a resumed run would differ from one that was never interrupted. A static graph needs its first
+        backward synchronised, too.
+        """
+        with self._leaving_no_trace():
+            self._losses(replica, *self.example)["loss"].backward()
+        replica.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def _leaving_no_trace(self) -> Iterator[None]:
+        """Compute in training mode and put every buffer and generator back."""
+        self._mode(training=True)
+        buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
+        devices = [self.strategy.device] if self.strategy.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), self._computing():
+            yield
+        with torch.no_grad():
+            for name, buffer in self.network.named_buffers():
+                buffer.copy_(buffers[name])

@@ -1,0 +1,85 @@
+"""Copies of a network that is cut: tensor ranks inside, data ranks outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from trainer.parallel.tensor import refuse_plan
+from trainer.parallel.batch_norm import batch_norms
+from trainer.parallel.ranks import Group
+from trainer.parallel.replicate import average
+from trainer.parallel.world import join, leave
+from trainer.refusal import Refusal
+from trainer.strategies.base import Placed, Strategy
+from trainer.strategies.tensor import PlacedTensor
+from trainer.task import Task
+
+
+@dataclass
+class DDPTP(Strategy):
+    """Every `tensor` neighbouring processes hold one copy of the network, cut by its plan; gradients are averaged over copies."""
+
+    tensor: int = 2  # processes that share one copy; keep them on one machine
+    bucket_mb: int = 25  # MiB of gradients in one all-reduce
+    mesh: DeviceMesh = field(init=False, repr=False)  # axes "replicate" (outer) × "tensor" (inner)
+
+    @property
+    def name(self) -> str:
+        """The word that chose it."""
+        return "ddp_tp"
+
+    def data_ranks(self, world_size: int) -> int:
+        """One slice a copy of the network. Refusal where the processes do not make up whole copies."""
+        if self.tensor < 1 or world_size % self.tensor:
+            fitting = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
+            raise Refusal(
+                f"{world_size} processes / strategy.tensor {self.tensor} is not whole; strategy.tensor can be {fitting}"
+            )
+        return world_size // self.tensor
+
+    def check(self, task: Task, network: nn.Module, world_size: int) -> None:
+        """Refuse a network without a plan, or one whose sizes do not divide."""
+        refuse_plan(network, task.plan(network), self.tensor)
+
+    def notes(self, network: nn.Module) -> list[str]:
+        """Say where the curve will depend on the number of copies."""
+        layers = 0 if self.sync_bn or self.data_size == 1 else len(batch_norms(network))
+        return [f"ddp_tp: {layers} BatchNorm layers see their own copy's samples only (strategy.sync_bn=true)"] if layers else []
+
+    def __enter__(self) -> Self:
+        self.device = self.machine.place()
+        self.world = join(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
+        shape = (self.data_ranks(self.world.size), self.tensor)
+        self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "tensor"))
+        self.data = Group(self.mesh.get_group("replicate"))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leave(self.world, clean=error is None)
+
+    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+        """Collective: put a cut copy of a network on every `tensor` ranks."""
+        return _Placed(self, task, network, example, self.mesh["tensor"])
+
+
+class _Placed(PlacedTensor):
+    strategy: DDPTP
+
+    def _settle_gradients(self) -> None:
+        """Average what each rank holds with its peers in the other copies.
+
+        DDP around cut parameters trains right but loses them from the state, hence an all-reduce of one's own: once a
+        step, whatever the number of micro-batches.
+        """
+        super()._settle_gradients()
+        gradients = [parameter.grad for parameter in self.network.parameters() if parameter.grad is not None]
+        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        average(local, self.strategy.data, self.strategy.bucket_mb * 2**20)

@@ -1,0 +1,64 @@
+"""One process, several GPUs: `nn.DataParallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.parallel.batch_norm import batch_norms
+from trainer.refusal import Refusal
+from trainer.strategies.base import Placed, Step, Strategy
+from trainer.task import Task
+
+
+@dataclass
+class DP(Strategy):
+    """One process drives every visible GPU: each micro-batch is dealt out, outputs come back to the first, the loss is there.
+
+    The network is copied to every GPU in every forward; `ddp` is faster. On fewer than two GPUs it is `single`.
+    """
+
+    def data_ranks(self, world_size: int) -> int:
+        """One slice: this one process reads everything."""
+        if world_size > 1:
+            raise Refusal(f"strategy=dp drives all GPUs from one process, {world_size} were started; use strategy=ddp")
+        return 1
+
+    def check(self, task: Task, network: nn.Module, world_size: int) -> None:
+        """Refuse what replicas in threads cannot do."""
+        if self.sync_bn:
+            raise Refusal("strategy=dp cannot synchronise BatchNorm over its replicas; use strategy=ddp strategy.sync_bn=true")
+
+    def notes(self, network: nn.Module) -> list[str]:
+        """Say on how many GPUs it really runs."""
+        count = len(self.devices())
+        if count < 2:
+            return [f"dp: {count} GPU(s) visible, nothing to deal out; training on {self.device} like strategy=single"]
+        layers = len(batch_norms(network))
+        return [f"dp: {layers} BatchNorm layers see 1/{count} of each micro-batch"] if layers else []
+
+    def devices(self) -> list[int]:
+        """The GPUs among which a micro-batch is dealt."""
+        return list(range(torch.cuda.device_count())) if self.device.type == "cuda" else []
+
+    def replicas(self, step: nn.Module) -> Callable[[Any, Any], Any]:
+        """What deals a micro-batch out and gathers the outputs on the first device."""
+        return nn.DataParallel(step, device_ids=self.devices()) if len(self.devices()) > 1 else step
+
+    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+        """Put a network on the first GPU; the others get copies of it in every forward."""
+        return _Placed(self, task, network, example)
+
+
+class _Placed(Placed):
+    strategy: DP
+
+    def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
+        return self.strategy.replicas(step)
+
+    def _evaluation_forward(self, inputs: Any, targets: Any) -> Any:
+        return self._forward(inputs, targets)

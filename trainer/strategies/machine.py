@@ -1,0 +1,74 @@
+"""What a strategy is told about the machine, beside its own configuration."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import ContextManager
+
+import torch
+
+from trainer.launch import Launch
+from trainer.refusal import Refusal
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run computes, in which precision, from which seed, and which of the launched processes this is."""
+
+    launch: Launch = field(default_factory=Launch)
+    device: str = "auto"  # auto, cpu, cuda
+    precision: str = "auto"  # auto, fp32, bf16, fp16, fp64
+    seed: int = 0
+    compile: bool = False
+    backend: str | None = None  # of torch.distributed; None: NCCL on GPUs, gloo on CPUs
+    timeout: timedelta = timedelta(minutes=30)  # of every collective
+
+    def check(self) -> None:
+        """Refuse a device that is not there, before any process group."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise Refusal("device=cuda: torch sees no GPU on this machine; use device=cpu (or auto)")
+        if self._on_gpu and self.launch.local_world_size > torch.cuda.device_count():
+            raise Refusal(
+                f"{self.launch.local_world_size} processes on this machine, but {torch.cuda.device_count()} GPU(s): one process"
+                f" a GPU; start with --nproc-per-node {torch.cuda.device_count()}, or use device=cpu"
+            )
+        if self.resolved_precision == "bf16" and self._on_gpu and not torch.cuda.is_bf16_supported():
+            raise Refusal("precision=bf16: this GPU has no bfloat16; use precision=fp16 or fp32")
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device != "cpu" and torch.cuda.is_available()
+
+    def place(self) -> torch.device:
+        """The device of this process, made the current one."""
+        if not self._on_gpu:
+            return torch.device("cpu")
+        device = torch.device("cuda", self.launch.local_rank)
+        torch.cuda.set_device(device)  # so that nothing lands on GPU 0 by accident
+        return device
+
+    @property
+    def resolved_precision(self) -> str:
+        """The precision that `auto` stands for: bf16 where the GPU has it, else fp32."""
+        if self.precision != "auto":
+            return self.precision
+        return "bf16" if self._on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """What weights are held in: fp64 for proofs, else fp32 (bf16 and fp16 are for the arithmetic only)."""
+        return torch.float64 if self.resolved_precision == "fp64" else torch.float32
+
+    def autocast(self, device: torch.device) -> ContextManager:
+        """The context of a forward pass in the resolved precision."""
+        dtype = _AUTOCAST.get(self.resolved_precision)
+        return torch.autocast(device.type, dtype) if dtype else nullcontext()
+
+    def devices_seen(self) -> int:
+        """How many devices of the kind in use this machine has (a CPU counts its cores)."""
+        return torch.cuda.device_count() if self._on_gpu else (os.cpu_count() or 1)

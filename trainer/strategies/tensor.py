@@ -1,0 +1,94 @@
+"""One network cut over all processes: each holds a part of every large layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from trainer.parallel.ranks import Group, Ranks
+from trainer.parallel.tensor import cut, refuse_drift, refuse_plan, settle
+from trainer.parallel.world import join, leave
+from trainer.strategies.base import Placed, Strategy
+from trainer.task import Task
+from trainer.tree import changed
+
+
+@dataclass
+class TP(Strategy):
+    """One network cut over all processes by its plan; all of them read the same data, activations travel in every layer."""
+
+    mesh: DeviceMesh = field(init=False, repr=False)  # one axis, "tensor"
+
+    def data_ranks(self, world_size: int) -> int:
+        """One slice: tensor ranks read the same samples."""
+        return 1
+
+    def check(self, task: Task, network: nn.Module, world_size: int) -> None:
+        """Refuse a network without a plan, or one whose sizes do not divide."""
+        refuse_plan(network, task.plan(network), world_size)
+
+    def __enter__(self) -> Self:
+        self.device, self.data = self.machine.place(), Ranks()
+        self.world = join(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
+        self.mesh = init_device_mesh(self.device.type, (self.world.size,), mesh_dim_names=("tensor",))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leave(self.world, clean=error is None)
+
+    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+        """Collective: cut a network over all ranks."""
+        return PlacedTensor(self, task, network, example, self.mesh)
+
+
+class PlacedTensor(Placed):
+    """A network cut over the ranks of a mesh axis named "tensor"."""
+
+    def __init__(self, strategy: Strategy, task: Task, network: nn.Module, example: Any, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._tensor_ranks = Group(mesh.get_group())
+        super().__init__(strategy, task, network, example)
+
+    def _cut(self) -> None:
+        cut(self.network, self._mesh, self.task.plan(self.network))
+        refuse_drift(self.network, self._tensor_ranks)
+
+    def _computing(self) -> Any:
+        stack = ExitStack()
+        stack.enter_context(super()._computing())
+        stack.enter_context(loss_parallel())  # for outputs that the plan leaves cut by class; others are untouched
+        return stack
+
+    def _settle_gradients(self) -> None:
+        settle(self.network.parameters())
+
+    def _whole(self, output: Any) -> Any:
+        return changed(output, lambda part: part.full_tensor() if isinstance(part, DTensor) else part)
+
+    def optimizer(
+        self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: Iterable[dict[str, Any]]
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer; cut and whole parameters stand in groups of their own, for its kernels take no mixture."""
+        return make([part for group in groups for part in _unmixed(group)])
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """What a checkpoint stores, after a look whether the whole parameters are still the same everywhere."""
+        refuse_drift(self.network, self._tensor_ranks)
+        return super().state(optimizer)
+
+
+def _unmixed(group: dict[str, Any]) -> list[dict[str, Any]]:
+    parts = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
+    wholes = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
+    return [{**group, "params": alike} for alike in (parts, wholes) if alike]

@@ -1,0 +1,204 @@
+"""The loop: when to step, log, evaluate, save and stop. What a step is, and where it runs, others know."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from time import monotonic
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.cadence import Due
+from trainer.checkpoint import Checkpoints, Found
+from trainer.log import Log
+from trainer.meter import Meter, PendingLine
+from trainer.schedule import Schedule
+from trainer.strategies.base import Placed, Strategy
+from trainer.stream import Batch, EvaluationStream, Stream
+from trainer.task import Task
+
+
+class Stop(Protocol):
+    """Says whether somebody asked this process to stop."""
+
+    @property
+    def raised(self) -> bool:
+        """True from the moment it was asked."""
+
+
+class Reporter(Protocol):
+    """Takes note of how far the run is."""
+
+    def status(self, state: str, *, step: int) -> None:
+        """Write it where others can read it."""
+
+
+@dataclass
+class Progress:
+    """How far training is: all that a resumed run must know beside tensors."""
+
+    step: int = 0  # optimizer steps done
+    epoch: int = 0  # the epoch that the next step belongs to
+    position: int = 0  # samples of that epoch's order that are done
+    samples: int = 0  # samples trained on since the start, over all ranks
+
+
+@dataclass
+class Trainer:
+    """Trains one network to a number of steps. Everything it needs is given; it holds no configuration."""
+
+    strategy: Strategy
+    placed: Placed
+    task: Task
+    optimizer: Optimizer
+    schedule: Schedule
+    stream: Stream
+    evaluation: EvaluationStream | None
+    checkpoints: Checkpoints
+    log: Log
+    status: Reporter
+    stop: Stop
+    steps: int  # where training ends
+    horizon: int  # where the schedule ends
+    max_norm: float | None  # clip gradients to this global norm; None: never
+    log_due: Due
+    eval_due: Due
+    save_due: Due
+    facts: dict[str, Any] = field(default_factory=dict)  # goes into every checkpoint: configuration, world, precision
+    stop_after: float | None = None  # seconds; then as if somebody had asked to stop
+    progress: Progress = field(default_factory=Progress)
+
+    def fit(self, start: Found | None) -> bool:
+        """Train to the end, from a checkpoint where there is one; False: stopped as asked, and saved."""
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._meter = Meter(self.strategy, self.stream.global_batch)
+        self._pending: PendingLine | None = None
+        self._stopped, self._log_clock = False, False
+        self._deadline = math.inf if self.stop_after is None else monotonic() + self.stop_after
+        if start is not None:
+            self.resume(start)
+        self.rehearse()
+        self._meter.resume()
+        while not self.finished:
+            for batches in self.stream.epoch(self.progress.epoch, self.progress.position):
+                self.train_step(batches)
+                if self.finished or self._stopped:
+                    break
+            if self._stopped:
+                break
+        self._write_pending()
+        return self.finished
+
+    @property
+    def finished(self) -> bool:
+        """Has the last step been done?"""
+        return self.progress.step >= self.steps
+
+    def resume(self, found: Found) -> None:
+        """Collective: take over a checkpoint, whoever wrote it."""
+        tensors = self.placed.space(self.optimizer, found.tensors)
+        self.checkpoints.read(found, tensors)
+        self.placed.load_state(self.optimizer, tensors)
+        self.progress = Progress(**found.state["progress"])
+
+    def rehearse(self) -> None:
+        """Collective: evaluate one batch, so that what is wrong there shows now and not after an epoch."""
+        if self.evaluation is not None:
+            self.task.finish(self._totals(most=1))
+
+    def train_step(self, batches: list[Batch]) -> None:
+        """Collective: one optimizer step, and what is due after it."""
+        step, epoch = self.progress.step, self.progress.epoch
+        ended = self._advance()
+        log_now = self.finished or self.log_due.now(step + 1, ended, self._log_clock)
+        rate = self._set_rate(step)
+        parts = self.placed.forward_backward(batches, step)
+        vote = self.strategy.vote(
+            self.stop.raised or monotonic() >= self._deadline,
+            self.log_due.clock(),
+            self.eval_due.clock(),
+            self.save_due.clock(),
+        )
+        self._write_pending()  # of the step before: its numbers have arrived by now
+        limit = self.max_norm if self.max_norm is not None or not log_now else math.inf
+        norm = self.placed.optimizer_step(self.optimizer, limit)
+        self.placed.after_step(step + 1)
+        self._meter.add(parts)
+        if step == 0:
+            self.log.images("inputs", batches[0].inputs, step)
+        if log_now:
+            known = {"step": step + 1, "epoch": epoch, "lr": rate, "samples": self.progress.samples}
+            self._pending = self._meter.line(batches, norm, known)
+            self.log_due.restart()
+        self._stopped, self._log_clock, eval_clock, save_clock = vote.read()
+        figures = None
+        if self.evaluation is not None and (self.finished or self.eval_due.now(step + 1, ended, eval_clock)):
+            figures = self.evaluate(epoch)
+        save_now = self.finished or self._stopped or self.save_due.now(step + 1, ended, save_clock)
+        if save_now or self.checkpoints.is_best(figures):
+            self.save(figures)
+
+    def evaluate(self, epoch: int) -> dict[str, float]:
+        """Collective: figures over the whole evaluation set, every sample counted once. RuntimeError if not."""
+        assert self.evaluation is not None
+        self._write_pending()
+        self.placed.settle()
+        totals = self._totals(most=None)
+        samples = int(totals["samples"])
+        if samples != self.evaluation.size:
+            raise RuntimeError(f"evaluated {samples} samples of a set of {self.evaluation.size}")
+        figures = self.task.finish(totals)
+        self.log.eval({"step": self.progress.step, "epoch": epoch, "samples": samples, **figures})
+        self.eval_due.restart()
+        self._meter.resume()
+        return figures
+
+    def save(self, figures: dict[str, float] | None) -> None:
+        """Collective: keep all that a run needs to go on from here. FloatingPointError instead of a broken network."""
+        self._write_pending()
+        if not self._meter.finite():
+            raise FloatingPointError(f"the loss stopped being a number before step {self.progress.step}; nothing saved")
+        self.placed.settle()
+        state = {"progress": asdict(self.progress), "horizon": self.horizon, **self.facts}
+        self.checkpoints.save(self.progress.step, self.placed.state(self.optimizer), state, figures)
+        self.status.status("running", step=self.progress.step)
+        self.save_due.restart()
+        self._meter.resume()
+
+    def _advance(self) -> int | None:
+        """Count a step; how many epochs are done, if it ends one."""
+        progress, batch = self.progress, self.stream.global_batch
+        progress.step += 1
+        progress.samples += batch
+        progress.position += batch
+        if progress.position + batch <= self.stream.length:
+            return None
+        progress.epoch, progress.position = progress.epoch + 1, 0
+        return progress.epoch
+
+    def _set_rate(self, step: int) -> float:
+        factor = self.schedule(step, self.horizon)
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+        return self._rates[0] * factor
+
+    def _totals(self, most: int | None) -> dict[str, Tensor]:
+        """Collective: the sums over (at most so many batches of) the evaluation set."""
+        assert self.evaluation is not None
+        sums: dict[str, Tensor] = {}
+        for batch, valid in self.evaluation.batches(most):
+            for name, part in self.placed.evaluate(batch, valid).items():
+                sums[name] = sums[name] + part if name in sums else part
+        return self.strategy.reduce(sums)
+
+    def _write_pending(self) -> None:
+        """Write the last training line, if its numbers have not been read yet. FloatingPointError if its loss is none."""
+        if self._pending is None:
+            return
+        line, self._pending = self._pending.read(), None
+        self.log.train(line)
+        self.status.status("running", step=int(line["step"]))
+        if not math.isfinite(float(line["loss_mean"])):
+            raise FloatingPointError(f"the loss at step {line['step']} is {line['loss']}, not a number; training stops")
