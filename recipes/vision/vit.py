@@ -124,7 +124,7 @@ class VisionTransformer(nn.Module):
 
 
 def patch_for(image_size: int) -> int:
-    """The patch size that divides the image and comes nearest to 8 patches a side; 14 a side for more than 96 pixels."""
+    """The patch size that divides the image and comes nearest to 8 patches a side (above 96 pixels: 14)."""
     wanted = 8 if image_size <= 96 else 14
     return min(_patches(image_size), key=lambda patch: abs(image_size // patch - wanted))
 

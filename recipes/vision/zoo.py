@@ -55,16 +55,10 @@ def _try(name: str, arguments: dict[str, object], channels: int, image_size: int
 
 def _fit_channels(network: nn.Module, channels: int) -> nn.Module:
     """Give the first convolution, in place, as many input channels as the images have."""
-    if channels == 3:
-        return network
-    name, old = next((name, module) for name, module in network.named_modules() if isinstance(module, nn.Conv2d))
-    new = nn.Conv2d(
-        channels, old.out_channels, old.kernel_size, old.stride, old.padding, old.dilation, bias=old.bias is not None
-    )
-    with torch.no_grad():
-        spread = float(old.weight.std()) if not old.weight.is_meta else 1.0
-        new.weight.normal_(0, spread * math.sqrt(old.in_channels / channels))
-        if old.bias is not None and new.bias is not None:
-            new.bias.copy_(old.bias)
-    network.set_submodule(name, new)
+    first = next(module for module in network.modules() if isinstance(module, nn.Conv2d))
+    if channels != first.in_channels:
+        old = first.weight
+        spread = 1.0 if old.is_meta else float(old.detach().std()) * math.sqrt(first.in_channels / channels)
+        first.in_channels = channels
+        first.weight = nn.Parameter(old.new_empty(old.shape[0], channels, *old.shape[2:]).normal_(0, spread))
     return network

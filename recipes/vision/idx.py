@@ -1,0 +1,45 @@
+"""The idx format of the MNIST family: arrays of bytes behind a header of big-endian sizes."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer.refusal import Refusal
+
+_UNSIGNED_BYTE = 8
+
+
+def read_idx(path: Path, *sizes: int) -> Tensor:
+    """The uint8 array in a gzipped idx file, its first dimension free, the others as given."""
+    magic = _UNSIGNED_BYTE << 8 | len(sizes) + 1
+    shape = " × ".join(["N", *map(str, sizes)])
+    expected = f"expected a gzipped idx file of bytes, {shape} (magic number 0x{magic:08x})"
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except FileNotFoundError as error:
+        raise Refusal(f"{path} is missing; {expected}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise Refusal(f"{path} is damaged or cut short ({error}); {expected}") from error
+    header = 4 * (len(sizes) + 2)
+    if len(content) < header or (found := struct.unpack(">I", content[:4])[0]) != magic:
+        begins = f"begins with 0x{found:08x}" if len(content) >= header else f"holds {len(content)} bytes"
+        raise Refusal(f"{path} {begins}; {expected}")
+    count, *rest = struct.unpack(f">{len(sizes) + 1}I", content[4:header])
+    if tuple(rest) != sizes:
+        raise Refusal(f"{path} holds {' × '.join(map(str, [count, *rest]))} values; {expected}")
+    body, needed = len(content) - header, count * math.prod(sizes)
+    if body != needed:
+        raise Refusal(f"{path} holds {body} bytes behind its header, which announces {needed}; {expected}")
+    # the array's own memory: a view of bytes could not be written to
+    return (
+        torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).view(count, *sizes)
+        if count
+        else (torch.empty(0, *sizes, dtype=torch.uint8))
+    )
