@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 # Words that show something and train nothing: one process is enough to answer.
-SHOWING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+SHOWING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # Groups that say what is trained: whoever names one of them does not mean the experiment below.
 CHOOSING = {"experiment", "data", "model", "task", "optimizer", "schedule"}
 

@@ -116,7 +116,7 @@ def set_up(goal: str) -> None:
 
 def check_venv_module() -> None:
     """Debian splits the venv module off; say so before anything is written."""
-    if find_spec("venv") is None or find_spec("ensurepip") is None:
+    if not all((spec := find_spec(name)) and spec.origin for name in ("venv", "ensurepip")):
         package = "python{}.{}-venv".format(*sys.version_info)
         say(
             f"this Python ({sys.executable}) comes without its venv module; "
@@ -140,8 +140,8 @@ def install(extras: list[str]) -> None:
     """Install the checkout itself, editable, with the exact versions of constraints.txt."""
     product = f".[{','.join(extras)}]" if extras else "."
     quiet = [] if sys.stderr.isatty() else ["--quiet"]  # pip's progress is for eyes
-    pip = [str(PYTHON), "-I", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *quiet]
-    run(*pip, "--constraint", "constraints.txt", "--editable", product)
+    pip = [str(PYTHON), "-I", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--use-pep517"]
+    run(*pip, *quiet, "--constraint", "constraints.txt", "--editable", product)
 
 
 def run(*command: str) -> None:

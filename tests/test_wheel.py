@@ -35,7 +35,9 @@ def tracked(folder: str) -> set[str]:
     return {str(path.relative_to(CHECKOUT)) for path in paths if path.is_file() and "__pycache__" not in path.parts}
 
 
-@pytest.mark.parametrize(("folder", "place"), [("trainer", ""), ("conf", "trainer/_bundle/"), ("recipes", "trainer/_bundle/")])
+@pytest.mark.parametrize(
+    ("folder", "place"), [("trainer", ""), ("conf", "trainer/_bundle/"), ("recipes", "trainer/_bundle/")]
+)
 def test_every_file_travels(wheel: ZipFile, folder: str, place: str) -> None:
     files = tracked(folder)
     assert files

@@ -1,0 +1,257 @@
+"""scripts/train and scripts/test: set up once, start the processes, end as the run did."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+
+
+def load(name: str) -> ModuleType:
+    spec = spec_from_file_location(f"scripts_{name}", SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+launch, setup = load("launch"), load("setup")
+
+
+# --- the words
+
+
+@pytest.mark.parametrize(
+    ("words", "whole"),
+    [
+        ("", "experiment=digits strategy=ddp"),
+        ("seed=1", "experiment=digits strategy=ddp seed=1"),
+        ("optimizer.lr=1 strategy=tp", "experiment=digits optimizer.lr=1 strategy=tp"),
+        ("model=resnet18", "strategy=ddp model=resnet18"),
+        ("+experiment=mine", "strategy=ddp +experiment=mine"),
+        ("--config-dir lab/conf model=unet", "--config-dir lab/conf strategy=ddp model=unet"),
+        ("--cfg job", "--cfg job experiment=digits strategy=ddp"),
+        ("strategy.bucket_mb=1", "experiment=digits strategy=ddp strategy.bucket_mb=1"),
+    ],
+)
+def test_what_the_words_leave_open_is_filled_in(words: str, whole: str) -> None:
+    assert launch.with_defaults(words.split()) == whole.split()
+
+
+@pytest.mark.parametrize(
+    ("nproc", "words", "processes"),
+    [(None, [], 2), ("3", [], 3), (None, ["strategy=single"], 1), ("2", ["strategy=single"], 2), ("4", ["--help"], 1)],
+)
+def test_how_many_processes(
+    monkeypatch: pytest.MonkeyPatch, nproc: str | None, words: list[str], processes: int
+) -> None:
+    monkeypatch.delenv("NPROC", raising=False)
+    if nproc:
+        monkeypatch.setenv("NPROC", nproc)
+    assert launch.processes(words) == processes
+
+
+@pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5"])
+def test_no_number_of_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nproc: str
+) -> None:
+    monkeypatch.setenv("NPROC", nproc)
+    with pytest.raises(SystemExit, match="2"):
+        launch.processes([])
+    assert f"NPROC={nproc}" in capsys.readouterr().err
+
+
+# --- how a run ended
+
+STAND_IN = """
+import os, signal, sys
+from pathlib import Path
+
+main, word = os.environ["RANK"] == "0", sys.argv[-1]
+if word == "ending=stopped":                    # as a preempted run: exit code 0, and the meaning in the file
+    signal.sigwait({signal.SIGTERM})
+    if main:
+        Path(os.environ["TRAINER_EXIT_FILE"]).write_text("75")
+elif word == "ending=killed":
+    os.kill(os.getpid(), signal.SIGKILL) if main else signal.sigwait({signal.SIGTERM})
+else:
+    sys.exit(int(word.removeprefix("ending=")))
+"""
+
+
+def start(cwd: Path, word: str) -> subprocess.Popen[str]:
+    """Launch a stand-in for the run: `python -m trainer` finds the folder that it is started in first."""
+    (cwd / "trainer").mkdir()
+    blocked = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\nprint('up', flush=True)\n"
+    (cwd / "trainer" / "__main__.py").write_text(blocked + STAND_IN)
+    command = [sys.executable, "-P", str(SCRIPTS / "launch.py"), word]
+    env = {name: value for name, value in os.environ.items() if name != "NPROC"}
+    return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("word", "code", "said"), [("0", 0, ""), ("2", 2, ""), ("killed", 1, "ended by SIGKILL")])
+def test_the_exit_code_is_the_runs_own(tmp_path: Path, word: str, code: int, said: str) -> None:
+    process = start(tmp_path, f"ending={word}")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == code, errors
+    assert said in errors
+    assert len(errors.splitlines()) <= 1  # nothing of the launcher's own after the run's last words
+
+
+@pytest.mark.slow
+def test_a_stopped_run_ends_with_75(tmp_path: Path) -> None:
+    process = start(tmp_path, "ending=stopped")
+    assert process.stdout is not None
+    assert [process.stdout.readline(), process.stdout.readline()] == ["up\n", "up\n"]
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (75, "")
+
+
+# --- the set-up, with a product that needs nothing from the network
+
+BACKEND = """
+from pathlib import Path
+from zipfile import ZipFile
+
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    info = "tiny-1.0.dist-info"
+    with ZipFile(Path(folder) / "tiny-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\\nName: tiny\\nVersion: 1.0\\nProvides-Extra: test\\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return "tiny-1.0-py3-none-any.whl"
+
+build_wheel = build_editable
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout that sets up in seconds, in a path with a space; training prints its words."""
+    folder = tmp_path / "a checkout"
+    shutil.copytree(SCRIPTS, folder / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "scripts" / "launch.py").write_text("import sys\nprint(sys.prefix, *sys.argv[1:])\n")
+    build = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    (folder / "pyproject.toml").write_text(build)
+    (folder / "constraints.txt").touch()
+    (folder / "backend.py").write_text(BACKEND)
+    return folder
+
+
+def bare() -> dict[str, str]:
+    """The environment of a bare machine: a Python on the PATH, and nothing active."""
+    base = Path(os.path.realpath(sys.executable))
+    folder = base.parent
+    return {"PATH": f"{folder}:/usr/bin:/bin", "HOME": "/nonexistent", "PIP_NO_INDEX": "1"}
+
+
+def train(checkout: Path, *words: str) -> subprocess.Popen[str]:
+    command = [str(checkout / "scripts" / "train"), *words]
+    return subprocess.Popen(
+        command, cwd="/", env=bare(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return out, errors
+
+
+@pytest.mark.slow
+def test_set_up_once_for_all_who_call(checkout: Path) -> None:
+    both = [train(checkout, "a word"), train(checkout, "a word")]
+    outputs = [finish(process) for process in both]
+    assert [out for out, _ in outputs] == [f"{checkout / '.venv'} a word\n"] * 2
+    assert sum("set up in" in errors for _, errors in outputs) == 1
+    before = (checkout / ".venv" / "ready.json").stat()
+    assert finish(train(checkout)) == (f"{checkout / '.venv'}\n", "")
+    assert (checkout / ".venv" / "ready.json").stat() == before
+
+
+@pytest.mark.slow
+def test_an_interrupted_set_up_starts_anew(checkout: Path) -> None:
+    backend = (checkout / "backend.py").read_text()
+    (checkout / "backend.py").write_text("import os, signal\nos.kill(os.getpgid(0) * -1, signal.SIGKILL)\n")
+    process = train(checkout)
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    assert (checkout / ".venv" / "unfinished").exists()
+    (checkout / ".venv" / "half a package").touch()
+
+    (checkout / "backend.py").write_text(backend)
+    finish(train(checkout))
+    assert not (checkout / ".venv" / "half a package").exists()
+    assert not (checkout / ".venv" / "unfinished").exists()
+
+
+@pytest.mark.slow
+def test_a_checkout_that_was_moved_sets_up_again(checkout: Path) -> None:
+    (checkout / ".venv").mkdir()
+    facts = {"fingerprint": setup.fingerprint(), "extras": [], "home": ["/elsewhere/.venv", "/usr/bin/python3"]}
+    (checkout / ".venv" / "ready.json").write_text(json.dumps(facts))
+    (checkout / ".venv" / "names the old place").touch()
+    out, errors = finish(train(checkout))
+    assert out == f"{checkout / '.venv'}\n"
+    assert "set up in" in errors
+    assert not (checkout / ".venv" / "names the old place").exists()
+
+
+def test_a_failing_step_says_which(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["setup.py", "train"])
+    with pytest.raises(SystemExit, match="1"):
+        setup.run("false", "words")
+    assert "set-up failed: false words ended with 1" in capsys.readouterr().err
+
+
+def test_a_change_of_requirements_asks_for_a_set_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, path in {
+        "CHECKOUT": "",
+        "VENV": ".venv",
+        "PYTHON": "python",
+        "READY": "ready",
+        "UNFINISHED": "un",
+    }.items():
+        monkeypatch.setattr(setup, name, tmp_path / path)
+    for name in ("pyproject.toml", "constraints.txt", "python"):
+        (tmp_path / name).touch()
+    ready = {"fingerprint": setup.fingerprint(), "extras": [], "home": setup.home()}
+    (tmp_path / "ready").write_text(json.dumps(ready))
+    assert setup.is_ready("train")
+    assert not setup.is_ready("test")
+    (tmp_path / "constraints.txt").write_text("torch==2.15.0\n")
+    assert not setup.is_ready("train")
+
+
+def test_no_venv_module_names_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(setup, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "train"])
+    with pytest.raises(SystemExit, match="2"):
+        setup.check_venv_module()
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "python3-venv" in sentence
+
+
+def test_no_python_that_is_new_enough(tmp_path: Path) -> None:
+    for tool in ("sh", "readlink", "dirname"):
+        found = shutil.which(tool)
+        assert found is not None
+        (tmp_path / tool).symlink_to(found)
+    (tmp_path / "python3").write_text("#!/bin/sh\n[ $1 = --version ] && echo Python 3.9.2\n")
+    (tmp_path / "python3").chmod(0o755)
+    shutil.copytree(SCRIPTS, tmp_path / "checkout" / "scripts")
+    command = [tmp_path / "checkout" / "scripts" / "test"]
+    process = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert process.stderr == "scripts/test: needs Python 3.11 or newer as python3 on the PATH, found: Python 3.9.2.\n"
