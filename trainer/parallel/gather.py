@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,15 @@ from torch import Tensor
 
 from trainer.parallel.ranks import Ranks
 
-_data_ranks: ContextVar[Ranks] = ContextVar("data_ranks", default=Ranks())  # noqa: B039 (it holds no state)
+@dataclass(frozen=True)
+class _Place:
+    """Whom to collect from; in evaluation also how many rows of this rank count."""
+
+    ranks: Ranks
+    valid: int | None = None
+
+
+_place: ContextVar[_Place] = ContextVar("place", default=_Place(Ranks()))  # noqa: B039 (it holds no state)
 
 
 def gather(x: Tensor) -> Tensor:
@@ -22,18 +31,28 @@ def gather(x: Tensor) -> Tensor:
     batch are dealt to the ranks in turn, so this is their own order. With several micro-batches the result holds the rows
     of the present one only. On one rank it is the identity.
     """
-    ranks = _data_ranks.get()
-    return x if ranks.size == 1 else _Gather.apply(x, ranks)
+    place = _place.get()
+    if place.ranks.size == 1:
+        return x
+    return _Gather.apply(x, place.ranks) if place.valid is None else _gather_valid(x, place.ranks, place.valid)
 
 
 @contextmanager
-def gathering_over(ranks: Ranks) -> Iterator[None]:
-    """Within this context `gather` collects from these ranks."""
-    token = _data_ranks.set(ranks)
+def gathering_over(ranks: Ranks, valid: int | None = None) -> Iterator[None]:
+    """Within this context `gather` collects from these ranks; `valid`: the last batch of an evaluation may be ragged."""
+    token = _place.set(_Place(ranks, valid))
     try:
         yield
     finally:
-        _data_ranks.reset(token)
+        _place.reset(token)
+
+
+def _gather_valid(x: Tensor, ranks: Ranks, valid: int) -> Tensor:
+    """Rows of an evaluation batch, of which later ranks may have one less than earlier ones, or none."""
+    counts = [int(count) for count in ranks.gather(torch.tensor([valid]))]  # data ranks; how many rows each has
+    padded = x.new_zeros(max(counts), *x.shape[1:])
+    padded[:valid] = x[:valid]
+    return torch.stack(ranks.gather(padded), dim=1).flatten(0, 1)[: sum(counts)]
 
 
 class _Gather(torch.autograd.Function):

@@ -194,9 +194,9 @@ class Placed:
         """The context of one micro-batch: do gradients travel in it?"""
         return self._computing()
 
-    def _computing(self) -> Any:
-        """The context of forward and backward of one micro-batch."""
-        return gathering_over(self.strategy.data)
+    def _computing(self, valid: int | None = None) -> Any:
+        """The context of one micro-batch's forward and backward, or of an evaluation batch's valid samples."""
+        return gathering_over(self.strategy.data, valid)
 
     def _settle_gradients(self) -> None:
         """Collective: after the last micro-batch; afterwards `.grad` is the gradient of the global mean."""
@@ -254,7 +254,7 @@ class Placed:
         Where none is valid the sums are zeros of the same shape, so that the keys agree on all ranks.
         """
         self._mode(training=False)
-        with self._computing(), self._machine.autocast(self.strategy.device):
+        with self._computing(valid), self._machine.autocast(self.strategy.device):
             inputs, targets = self._cast(batch.inputs), self._cast(batch.targets)
             output = self._whole(self._evaluation_forward(inputs, targets))
             size = first_tensor(targets).shape[0]

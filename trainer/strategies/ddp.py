@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -20,6 +21,10 @@ from trainer.refusal import Refusal
 from trainer.strategies.base import Placed, Step, Strategy
 from trainer.task import Task
 
+# Running statistics are averaged before they are used (Placed.settle), not overwritten by rank 0's in every forward.
+# torch 2.15 has a new name for that and deprecates the old one.
+_RENAMED = "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
+BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 COMPRESSION = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
@@ -70,11 +75,11 @@ class _Placed(Placed):
             step,
             process_group=strategy.data.group,
             bucket_cap_mb=strategy.bucket_mb,
-            broadcast_buffers=False,  # running statistics are averaged before they are used, see Placed.settle
             init_sync=False,  # Placed has sent rank 0's tensors already
             gradient_as_bucket_view=True,
             static_graph=strategy.static_graph,
             find_unused_parameters=strategy.find_unused_parameters,
+            **BUFFERS_STAY,
         )
         if strategy.compress:
             self._replica.register_comm_hook(strategy.data.group, COMPRESSION[strategy.compress])

@@ -64,9 +64,9 @@ class PlacedTensor(Placed):
         cut(self.network, self._mesh, self.task.plan(self.network))
         refuse_drift(self.network, self._tensor_ranks)
 
-    def _computing(self) -> Any:
+    def _computing(self, valid: int | None = None) -> Any:
         stack = ExitStack()
-        stack.enter_context(super()._computing())
+        stack.enter_context(super()._computing(valid))
         stack.enter_context(loss_parallel())  # for outputs that the plan leaves cut by class; others are untouched
         return stack
 

@@ -1,0 +1,78 @@
+"""Four processes that stay, so that a test of a strategy costs a rendezvous and not a launch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.launch import Launch
+
+MOST = 4
+PATIENCE = 120.0  # seconds until a group that does not answer is given up
+
+
+class Processes:
+    """Runs a function on 1 to 4 ranks and returns what each of them returned."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        self._pipes: list[Connection] = []
+        self._members = []
+        self._cases = count()
+        for _ in range(MOST):
+            ours, theirs = context.Pipe()
+            member = context.Process(target=_serve, args=(theirs,), daemon=True)
+            member.start()
+            self._pipes.append(ours)
+            self._members.append(member)
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(launch, *args)` on so many ranks; what they returned, in rank order. AssertionError if one fails."""
+        case = f"case-{next(self._cases)}"
+        for rank in range(size):
+            launch = Launch(rank, size, rank, size, 0, case, f"127.0.0.1:{self._store.port}", hosted=True)
+            self._pipes[rank].send((launch, function, args))
+        answers: dict[int, Any] = {}
+        while len(answers) < size:
+            ready = wait([pipe for rank, pipe in enumerate(self._pipes[:size]) if rank not in answers], PATIENCE)
+            assert ready, f"ranks {sorted(set(range(size)) - answers.keys())} of {function.__name__} did not answer"
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = (False, "the process is gone; what it said last stands on stderr")
+        failed = [f"rank {rank}:\n{answer}" for rank, (fine, answer) in sorted(answers.items()) if not fine]
+        assert not failed, "\n".join(failed)
+        return [answers[rank][1] for rank in range(size)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        for member in self._members:
+            member.join(10)
+            if member.is_alive():
+                member.kill()
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while (job := pipe.recv()) is not None:
+        launch, function, args = job
+        try:
+            pipe.send((True, function(launch, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():  # an error inside `with strategy` leaves the group to the end of the process
+                dist.destroy_process_group()

@@ -1,0 +1,194 @@
+"""What a strategy is: everything here holds for each of them, measured against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import Processes
+from tests.strategies.toys import Case, Net, run
+
+# name → (processes, the case)
+SPREAD = {
+    "dp": (1, Case("dp")),
+    "ddp on 1": (1, Case("ddp")),
+    "ddp on 2": (2, Case("ddp")),
+    "ddp on 3": (3, Case("ddp")),
+    "ddp on 4": (4, Case("ddp")),
+    "tp on 2": (2, Case("tp")),
+    "tp on 3": (3, Case("tp")),
+    "ddp_tp on 4": (4, Case("ddp_tp", {"tensor": 2})),
+    "ddp_tp on 2, nothing cut": (2, Case("ddp_tp", {"tensor": 1})),
+}
+everywhere = pytest.mark.parametrize("where", SPREAD)
+_done: dict[str, list[dict[str, Any]]] = {}
+
+
+@pytest.fixture
+def train(processes: Processes) -> Any:
+    """Run a case on so many ranks; one that ran before is remembered, unless it touches files."""
+
+    def remembered(size: int, case: Case) -> list[dict[str, Any]]:
+        key = f"{size} {case}"
+        if key not in _done or case.folder:
+            _done[key] = processes.run(size, run, case)
+        return _done[key]
+
+    return remembered
+
+
+def apart(one: list[float], other: list[float]) -> list[float]:
+    assert len(one) == len(other)
+    return [abs(a - b) for a, b in zip(one, other, strict=True)]
+
+
+@everywhere
+def test_losses_norms_and_weights_equal_those_of_one_process(train: Any, where: str) -> None:
+    size, case = SPREAD[where]
+    (reference,), ranks = train(1, case.but(strategy="single", fields={})), train(size, case)
+    for rank in ranks:
+        assert max(apart(rank["losses"], reference["losses"])[:8]) < 1e-5
+        assert max(apart(rank["losses"], reference["losses"])) < 1e-3
+        assert max(apart(rank["norms"], reference["norms"])[:8]) < 1e-4
+        assert rank["digests"] == reference["digests"]
+
+
+@everywhere
+@pytest.mark.parametrize("task", ["plain", "weighted"])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_in_double_precision_every_curve_is_the_same_curve(
+    train: Any, where: str, task: str, micro_batches: int
+) -> None:
+    size, case = SPREAD[where]
+    case = case.but(precision="fp64", task=task)
+    (reference,) = train(1, case.but(strategy="single", fields={}))
+    for rank in train(size, case.but(micro_batches=micro_batches)):
+        assert max(apart(rank["losses"], reference["losses"])) < 1e-10
+        assert max(apart(rank["norms"], reference["norms"])) < 1e-10
+        for name, weights in reference["weights"].items():
+            assert _furthest(rank["weights"][name], weights) < 1e-10
+
+
+@everywhere
+def test_evaluation_counts_every_sample_once(train: Any, where: str) -> None:
+    size, case = SPREAD[where]
+    (reference,) = train(1, case.but(strategy="single", fields={}, precision="fp64"))
+    for rank in train(size, case.but(precision="fp64")):
+        assert rank["samples"] == 101  # a prime: it divides by no number of ranks
+        assert rank["figures"] == pytest.approx(reference["figures"], abs=1e-9)
+
+
+@everywhere
+def test_names_are_the_networks_own(train: Any, where: str) -> None:
+    size, case = SPREAD[where]
+    own = Net()
+    for rank in train(size, case):
+        assert rank["names"] == [name for name, _ in own.named_parameters()]
+        assert {name for name in rank["state"] if not name.startswith("optimizer/")} == set(own.state_dict())
+        assert {name.split("/")[1] for name in rank["state"] if name.startswith("optimizer/")} == set(rank["names"])
+
+
+@everywhere
+def test_data_slices_make_up_an_epoch_once_and_change_with_it(train: Any, where: str) -> None:
+    size, case = SPREAD[where]
+    ranks = train(size, case)
+    epochs: dict[int, list[int]] = {}
+    for rank in ranks[:: size // _data_size(size, case)]:  # one of each that read the same
+        for epoch, indices in rank["indices"]:
+            epochs.setdefault(epoch, []).extend(indices)
+    for indices in epochs.values():
+        assert len(indices) == len(set(indices)) == 4 * 48  # floor(220 / 48) steps
+    assert len({frozenset(indices) for indices in epochs.values()}) == len(epochs)  # another tail left out each time
+
+
+@everywhere
+def test_the_same_command_twice_gives_the_same_bits(processes: Processes, train: Any, where: str) -> None:
+    size, case = SPREAD[where]
+    once, again = train(size, case), processes.run(size, run, case)
+    assert [rank["losses"] for rank in once] == [rank["losses"] for rank in again]
+    assert [rank["weights"] for rank in once] == [rank["weights"] for rank in again]
+
+
+@everywhere
+def test_a_run_that_was_stopped_goes_on_with_the_same_bits(train: Any, where: str, tmp_path: Path) -> None:
+    size, case = SPREAD[where]
+    unbroken = train(size, case)
+    train(size, case.but(folder=str(tmp_path), save=10, steps=10))  # in the middle of the third epoch
+    for rank, whole_run in zip(train(size, case.but(folder=str(tmp_path), start=10)), unbroken, strict=True):
+        assert rank["losses"] == whole_run["losses"][10:]
+        assert rank["digests"] == whole_run["digests"][10:]
+        assert rank["weights"] == whole_run["weights"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("target", ["single", "ddp on 3", "tp on 2", "ddp_tp on 4", "dp"])
+@pytest.mark.parametrize("source", ["single", "ddp on 2", "tp on 2", "ddp_tp on 4"])
+def test_saved_under_one_strategy_it_goes_on_under_another(
+    train: Any, source: str, target: str, optimizer: str, tmp_path: Path
+) -> None:
+    where = {"single": (1, Case()), **SPREAD}
+    (size_a, a), (size_b, b) = where[source], where[target]
+    (reference,) = train(1, Case(optimizer=optimizer))
+    train(size_a, a.but(folder=str(tmp_path), save=6, steps=6, optimizer=optimizer))
+    for rank in train(size_b, b.but(folder=str(tmp_path), start=6, steps=14, optimizer=optimizer)):
+        assert max(apart(rank["losses"], reference["losses"][6:14])) < 1e-5
+        assert rank["digests"] == reference["digests"][6:14]
+
+
+def test_sequence_and_loss_parallel_are_exact_where_the_plan_asks(train: Any) -> None:
+    case = Case(network="sequence", task="steps", precision="fp64")
+    (reference,) = train(1, case)
+    for size, spread in ((2, case.but(strategy="tp")), (4, case.but(strategy="ddp_tp", fields={"tensor": 2}))):
+        for rank in train(size, spread):
+            assert max(apart(rank["losses"], reference["losses"])) < 1e-10
+            assert max(apart(rank["norms"], reference["norms"])) < 1e-10
+            assert rank["figures"] == pytest.approx(reference["figures"], abs=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_loss_over_gathered_rows_is_the_loss_of_one_process(train: Any, size: int) -> None:
+    case = Case(task="contrast", precision="fp64")
+    (reference,) = train(1, case)
+    for rank in train(size, case.but(strategy="ddp")):
+        assert max(apart(rank["losses"], reference["losses"])) < 1e-10
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_synchronised_batch_norm_is_that_of_one_process(train: Any, size: int) -> None:
+    case = Case(network="batch_norm", precision="fp64", optimizer="sgd")  # Adam would amplify a bias without gradient
+    (reference,) = train(1, case)
+    for rank in train(size, case.but(strategy="ddp", fields={"sync_bn": True})):
+        assert max(apart(rank["losses"], reference["losses"])) < 1e-10
+        for name in reference["weights"]:
+            assert _furthest(rank["weights"][name], reference["weights"][name]) < 1e-10
+
+
+def test_without_it_running_statistics_are_averaged_before_use(train: Any) -> None:
+    ranks = train(2, Case("ddp", network="batch_norm"))
+    assert ranks[0]["weights"]["1.running_mean"] == ranks[1]["weights"]["1.running_mean"]
+    assert ranks[0]["figures"] == ranks[1]["figures"]
+
+
+def test_dropout_differs_over_data_ranks_and_agrees_over_tensor_ranks(train: Any) -> None:
+    case = Case(network="dropout", precision="fp64")
+    (one,) = train(1, case)
+    for rank in train(2, case.but(strategy="tp")):  # the masks are those of one process
+        assert max(apart(rank["losses"], one["losses"])) < 1e-10
+    two = train(2, case.but(strategy="ddp"))
+    four = train(4, case.but(strategy="ddp_tp", fields={"tensor": 2}))
+    assert max(apart(two[0]["losses"], four[0]["losses"])) < 1e-10  # two data ranks each
+    assert min(apart(two[0]["losses"], one["losses"])) > 0
+
+
+def _data_size(size: int, case: Case) -> int:
+    if case.strategy in ("tp", "dp"):
+        return 1
+    return size // case.fields.get("tensor", 1)
+
+
+def _furthest(one: Any, other: Any) -> float:
+    if isinstance(one, list):
+        return max((_furthest(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
+    return abs(one - other)

@@ -1,0 +1,262 @@
+"""Networks, data and tasks small enough to prove a strategy with, and one run of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer import Data, Plan, Task, gather
+from trainer.checkpoint import Checkpoints
+from trainer.launch import Launch
+from trainer.reader import Loading
+from trainer.strategies.base import Strategy
+from trainer.strategies.ddp import DDP
+from trainer.strategies.ddp_tensor import DDPTP
+from trainer.strategies.dp import DP
+from trainer.strategies.machine import Machine
+from trainer.strategies.single import Single
+from trainer.strategies.tensor import TP
+from trainer.stream import EvaluationStream, Stream, digest
+
+STRATEGIES: dict[str, type[Strategy]] = {"single": Single, "dp": DP, "ddp": DDP, "tp": TP, "ddp_tp": DDPTP}
+WIDTH, CLASSES, BATCH = 12, 4, 48
+
+
+class Net(nn.Module):
+    """Two cut layers, a whole norm between them and an unplanned head; no dropout, no batch statistics."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 24)
+        self.down = nn.Linear(24, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dropout(self.norm(x + self.down(F.gelu(self.up(x)))))) * self.scale
+
+    def plan(self) -> Plan:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        return Plan(tensor={"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+class BatchNormNet(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+class SequenceNet(nn.Module):
+    """A norm on cut sequences, and a head whose output stays cut by class. x: (B, WIDTH) read as (B, 6, 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.last = nn.LayerNorm(8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.embed(x.unflatten(1, (6, 2))))
+        x = self.last(x + self.down(F.gelu(self.up(x))))
+        return self.head(x)
+
+    def plan(self) -> Plan:
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            PrepareModuleOutput,
+            RowwiseParallel,
+            SequenceParallel,
+        )
+
+        return Plan(
+            tensor={
+                "embed": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+                "norm": SequenceParallel(use_local_output=False),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+                "last": SequenceParallel(),
+                "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+            }
+        )
+
+
+NETWORKS = {"net": Net, "batch_norm": BatchNormNet, "sequence": SequenceNet, "dropout": lambda: Net(dropout=0.3)}
+
+
+class Rows:
+    """Samples in memory, in whole batches; the target holds the class and whether the sample counts."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(size, WIDTH, generator=generator)
+        self.y = (self.x @ torch.randn(WIDTH, CLASSES, generator=generator)).argmax(1)
+        self.counts = torch.rand(size, generator=generator) < 0.7
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": self.x[index]}, (self.y[index], self.counts[index])
+
+    def batch(self, indices: Tensor) -> Any:
+        return {"x": self.x[indices]}, (self.y[indices], self.counts[indices])
+
+
+class ToyData(Data):
+    def train(self) -> Any:
+        return Rows(220, 1)
+
+    def evaluation(self) -> Any:
+        return Rows(101, 2)
+
+    def augment(self, inputs: Any, targets: Any, random: Any, training: bool) -> Any:
+        noise = 0.1 * random.normal(*inputs["x"].shape) if training else 0.0
+        return {"x": inputs["x"] + noise}, targets
+
+
+class Plain(Task):
+    """Every sample weighs the same."""
+
+    def forward(self, network: nn.Module, inputs: Any, targets: Any) -> Tensor:
+        return network(inputs["x"])
+
+    def loss(self, output: Tensor, target: Any) -> Any:
+        return F.cross_entropy(output, target[0])
+
+    def metrics(self, output: Tensor, target: Any) -> dict[str, Tensor]:
+        cells = target[0] * CLASSES + output.argmax(-1)
+        return {"confusion": torch.bincount(cells, minlength=CLASSES**2), "correct": (output.argmax(-1) == target[0]).sum()}
+
+    def finish(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        table = totals["confusion"].view(CLASSES, CLASSES).double()
+        macro = (table.diagonal() / table.sum(1).clamp(min=1)).mean()
+        mean = totals["loss"] / totals["weight"]
+        return {"loss": float(mean), "perplexity": float(mean.exp()), "macro": float(macro)}
+
+
+class Weighted(Plain):
+    """Samples that do not count; how many do differs between micro-batches and ranks."""
+
+    def loss(self, output: Tensor, target: Any) -> Any:
+        each = F.cross_entropy(output, target[0], reduction="none") * target[1]
+        mean = each.sum() / target[1].sum().clamp(min=1)
+        return {"entropy": mean, "decay": 0.1 * mean}
+
+    def weight(self, target: Any) -> Tensor:
+        return target[1].sum()
+
+
+class Steps(Plain):
+    """One class for every place of a sequence."""
+
+    def loss(self, output: Tensor, target: Any) -> Any:
+        return F.cross_entropy(output.flatten(0, 1), target[0].repeat_interleave(6))
+
+    def metrics(self, output: Tensor, target: Any) -> dict[str, Tensor]:
+        return super().metrics(output.mean(1), target)
+
+
+class Contrast(Plain):
+    """Every sample against every other of the global batch."""
+
+    def loss(self, output: Tensor, target: Any) -> Any:
+        likeness = gather(output) @ gather(output).T
+        return F.cross_entropy(likeness, torch.arange(len(likeness), device=output.device))
+
+
+TASKS = {"plain": Plain, "weighted": Weighted, "steps": Steps, "contrast": Contrast}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a toy under a strategy."""
+
+    strategy: str = "single"
+    fields: dict[str, Any] = field(default_factory=dict)
+    network: str = "net"
+    task: str = "plain"
+    precision: str = "fp32"
+    micro_batches: int = 1
+    steps: int = 24
+    start: int = 0  # resume from the checkpoint in `folder`, which is of this step
+    save: int | None = None  # save to `folder` after this step
+    folder: str = ""
+    seed: int = 3
+    optimizer: str = "adamw"
+
+    def but(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+
+def make_optimizer(kind: str) -> Any:
+    if kind == "adamw":
+        return lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True)
+    return lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def run(launch: Launch, case: Case) -> dict[str, Any]:
+    """Train a toy: its losses, gradient norms and sample digests by step, its evaluation, its weights."""
+    torch.manual_seed(case.seed)
+    network, task, data = NETWORKS[case.network](), TASKS[case.task](), ToyData()
+    machine = Machine(launch=launch, device="cpu", precision=case.precision, seed=case.seed)
+    strategy = STRATEGIES[case.strategy](machine=machine, **case.fields)
+    strategy.data_ranks(launch.world_size)
+    strategy.check(task, network, launch.world_size)
+    seen: dict[str, Any] = {"losses": [], "norms": [], "digests": [], "indices": [], "parts": []}
+    with strategy:
+        stream = Stream(data, data.train(), strategy, BATCH, case.micro_batches, Loading())
+        evaluation = EvaluationStream(data, data.evaluation(), strategy, 32, Loading())
+        placed = strategy.build(task, network, stream.example())
+        optimizer = placed.optimizer(make_optimizer(case.optimizer), [{"params": list(placed.network.parameters())}])
+        checkpoints = Checkpoints(Path(case.folder), strategy, keep=3) if case.folder else None
+        if case.start:
+            found = checkpoints.newest()
+            assert found is not None and found.step == case.start
+            tensors = placed.space(optimizer, found.tensors)
+            checkpoints.read(found, tensors)
+            placed.load_state(optimizer, tensors)
+        step, epoch, position = case.start, *divmod(case.start, stream.steps_per_epoch)
+        while step < case.steps:
+            for batches in stream.epoch(epoch, position * BATCH):
+                parts = placed.forward_backward(batches, step)
+                norm = placed.optimizer_step(optimizer, 1.0)
+                indices = torch.cat([batch.indices for batch in batches])
+                totals = strategy.reduce({**parts, "digest": digest(indices)})
+                seen["losses"].append(float(totals["loss"]))
+                seen["parts"].append({name: float(value) for name, value in totals.items() if name != "digest"})
+                seen["norms"].append(float(norm))
+                seen["digests"].append(int(totals["digest"]))
+                seen["indices"].append((epoch, indices.tolist()))
+                step += 1
+                if step == case.save:
+                    checkpoints.save(step, placed.state(optimizer), {})
+                if step == case.steps:
+                    break
+            epoch, position = epoch + 1, 0
+        placed.settle()
+        sums: dict[str, Tensor] = {}
+        for batch, valid in evaluation.batches():
+            for name, part in placed.evaluate(batch, valid).items():
+                sums[name] = sums.get(name, 0) + part
+        totals = strategy.reduce(sums)
+        seen["samples"], seen["figures"] = int(totals["samples"]), task.finish(totals)
+        seen["names"] = [name for name, _ in placed.network.named_parameters()]
+        seen["state"] = sorted(placed.state(optimizer))
+        seen["weights"] = {name: whole(value) for name, value in placed.network.state_dict().items()}
+    return seen
+
+
+def whole(value: Tensor) -> list[Any]:
+    """A parameter as nested lists, whoever holds its parts. Collective."""
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).tolist()
