@@ -25,6 +25,7 @@ VENV = CHECKOUT / ".venv"
 PYTHON = VENV / "bin" / "python"
 READY = VENV / "ready.json"
 UNFINISHED = VENV / "unfinished"
+STDERR = 2  # where pip may talk; stdout is for the run
 EXTRAS = {"train": [], "test": ["test"]}
 
 
@@ -146,7 +147,7 @@ def install(extras: list[str]) -> None:
 
 def run(*command: str) -> None:
     """Run one step of the set-up; its own words have said why where it fails."""
-    status = subprocess.run(command, cwd=CHECKOUT, stdout=sys.stderr, close_fds=False).returncode
+    status = subprocess.run(command, cwd=CHECKOUT, stdout=STDERR, close_fds=False).returncode
     if status:
         say(f"set-up failed: {' '.join(command)} ended with {status}; run this again when that is mended")
         sys.exit(1)

@@ -127,7 +127,7 @@ from zipfile import ZipFile
 def build_editable(folder, config_settings=None, metadata_directory=None):
     info = "tiny-1.0.dist-info"
     with ZipFile(Path(folder) / "tiny-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\\nName: tiny\\nVersion: 1.0\\nProvides-Extra: test\\n")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\\nName: tiny\\nVersion: 1.0\\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
         wheel.writestr(f"{info}/RECORD", "")
     return "tiny-1.0-py3-none-any.whl"

@@ -1,0 +1,150 @@
+"""The house rules: who may import whom, and what must not be written at all."""
+
+import ast
+import io
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+PRODUCT = sorted(path for name in ("trainer", "recipes") for path in (CHECKOUT / name).rglob("*.py"))
+CONCRETE = {"Single", "DP", "DDP", "TP", "DDPTP"}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module or name that a file imports, also inside functions, as `package.module.name`."""
+    package = path.relative_to(CHECKOUT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def starts(name: str, *modules: str) -> bool:
+    """Is the name one of these modules, or inside one?"""
+    return any(name == module or name.startswith(module + ".") for module in modules)
+
+
+def strangers(folder: str, allowed: tuple[str, ...]) -> list[str]:
+    """The product's own names that files of this folder import and should not."""
+    return [
+        f"{path.relative_to(CHECKOUT)}: {name}"
+        for path in PRODUCT
+        if path.is_relative_to(CHECKOUT / folder)
+        for name in imports(path)
+        if starts(name, "trainer", "recipes") and not starts(name, *allowed)
+    ]
+
+
+def test_the_walk_sees_imports(tmp_path: Path) -> None:
+    assert len(PRODUCT) > 20
+    assert {"trainer.plan.Plan", "trainer.task.Task"} <= set(imports(CHECKOUT / "recipes/vision/classification.py"))
+    assert strangers("recipes", ()) != []
+
+
+def test_the_framework_never_imports_the_recipes() -> None:
+    assert strangers("trainer", ("trainer",)) == []
+
+
+def test_recipes_see_only_the_open_side_of_the_framework() -> None:
+    modules = ("task", "plan", "data", "transforms", "refusal")
+    names = ("Data", "Plan", "Task", "gather")
+    assert strangers("recipes", ("recipes", *(f"trainer.{name}" for name in (*modules, *names)))) == []
+
+
+def test_strategies_know_neither_loop_nor_configuration() -> None:
+    allowed = ("parallel", "strategies", "task", "plan", "refusal", "launch", "seeds", "tree")
+    assert strangers("trainer/strategies", tuple(f"trainer.{name}" for name in allowed)) == []
+
+
+def test_parallel_functions_know_no_strategy() -> None:
+    allowed = ("parallel", "plan", "refusal", "launch", "seeds", "tree")
+    assert strangers("trainer/parallel", tuple(f"trainer.{name}" for name in allowed)) == []
+
+
+def test_nobody_but_the_strategies_names_one() -> None:
+    named = [
+        f"{path.name}: {name}"
+        for path in PRODUCT
+        if not path.is_relative_to(CHECKOUT / "trainer/strategies")
+        for name in imports(path)
+        if starts(name, "trainer.strategies") and not starts(name, "trainer.strategies.base")
+    ]
+    assert named == []
+
+
+def test_no_strategy_inherits_from_another() -> None:
+    for path in (CHECKOUT / "trainer/strategies").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                assert not CONCRETE & {ast.unparse(base) for base in node.bases}, f"{path.name}: {node.name}"
+
+
+def test_the_checkpoint_has_never_heard_of_strategies() -> None:
+    for name in ("checkpoint", "folder", "log", "signals"):
+        assert not [found for found in imports(CHECKOUT / f"trainer/{name}.py") if starts(found, "trainer.strategies")]
+
+
+def words(path: Path) -> set[str]:
+    """The words in a file's names: `data_rank` holds data and rank; comments and strings are prose."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    names = {token.string for token in tokens if token.type == tokenize.NAME}
+    return names | {word for name in names for word in name.split("_")}
+
+
+def test_the_loop_has_no_word_of_parallelism() -> None:
+    parallel = {"rank", "world", "mesh", "dist", "distributed", "replica", "replicate", "shard"}
+    wrapped = {"isinstance", "hasattr", "getattr", "unwrap", "wrap", "wrapper", "module", "enabled"}
+    types = {"DataParallel", "DistributedDataParallel", "DTensor", "FSDP", *CONCRETE, "ddp", "dp", "tp", "fsdp"}
+    assert words(CHECKOUT / "trainer/trainer.py") & (parallel | wrapped | types) == set()
+
+
+# Hydra and OmegaConf end here: below these a function takes its arguments, not a configuration.
+DOOR = {"__main__", "compose", "config", "build", "resolved", "values", "lab"}
+
+
+def test_configuration_stops_at_the_door() -> None:
+    inside = [path for path in PRODUCT if not (path.parent.name == "trainer" and path.stem in DOOR)]
+    for path in inside:
+        assert not [name for name in imports(path) if starts(name, "hydra", "omegaconf")], path
+        assert "cfg" not in words(path), path
+
+
+def test_one_place_calls_what_the_configuration_names() -> None:
+    callers = [path.name for path in PRODUCT if any(starts(name, "hydra.utils.instantiate") for name in imports(path))]
+    assert callers in ([], ["build.py"])
+
+
+FORBIDDEN = ["unwrap_model", "cfg.get(", "pickle.load", "weights_only=False", "strategy.name ==", "@register"]
+
+
+@pytest.mark.parametrize("text", FORBIDDEN)
+def test_nowhere(text: str) -> None:
+    assert [path.name for path in PRODUCT if text in path.read_text()] == []
+
+
+def test_nobody_asks_whether_a_network_is_wrapped() -> None:
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {"hasattr", "getattr"}:
+                assert "'module'" not in [ast.unparse(argument) for argument in node.args[1:]], path
+
+
+def test_no_file_is_named_for_nothing() -> None:
+    assert {path.stem for path in PRODUCT} & {"utils", "util", "helpers", "common", "misc"} == set()
+
+
+@pytest.mark.parametrize(
+    "module", ["trainer", "trainer.bundle", "trainer.refusal", "trainer.launch", "trainer.compose"]
+)
+def test_a_typo_is_refused_before_torch_is_paid_for(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'torchvision', 'tensorboard'}} & set(sys.modules)))"
+    process = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (0, "[]\n"), process.stderr
