@@ -1,0 +1,36 @@
+"""Writing so that whoever reads sees the old file or the new one, after a crash too."""
+
+import os
+from pathlib import Path
+
+
+def replace_file(path: Path, data: bytes | str, sync: bool = True) -> None:
+    """Put a file in the place of another in one step; `sync`: it also survives a power cut."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(data.encode() if isinstance(data, str) else data)
+        if sync:
+            sync_file(draft)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    if sync:
+        sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the bytes of a file are on the disk, whoever wrote them."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk: a rename counts only then."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,73 @@
+"""Tensors to safetensors files and back, through torch.distributed.checkpoint: whole ones and sharded ones alike."""
+
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
+
+from trainer.safetensors_header import TensorFact
+
+# Names in a checkpoint that are not the network's: they lie in a file of their own.
+APART = ("optimizer/", "scaler/")
+
+
+def writable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same values as safetensors takes them: rows in order (channels_last is not), no two on one memory."""
+    seen: set[tuple[torch.device, int]] = set()
+    ready: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        where = (local.device, local.data_ptr())
+        if not local.is_contiguous() or (local.numel() and where in seen):
+            local = local.clone(memory_format=torch.contiguous_format)
+            tensor = _resembling(tensor, local) if isinstance(tensor, DTensor) else local
+        seen.add(where)
+        ready[name] = tensor
+    return ready
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor], alone: bool) -> None:
+    """Write `writable` tensors into a folder. Collective where some are DTensors, else for one process."""
+    parts = {name: 2 if name.startswith(APART) else 1 for name in tensors}
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=parts, save_distributed=True)
+    with torch.no_grad(), warnings.catch_warnings():
+        _silence_one_process()
+        dcp.save(dict(tensors), storage_writer=writer, no_dist=alone)
+
+
+def read_into(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Fill tensors in place from a verified folder. No communication: each rank reads what it holds."""
+    with torch.no_grad(), warnings.catch_warnings():
+        _silence_one_process()
+        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+def misfits(stored: dict[str, TensorFact], wanted: dict[str, Tensor]) -> list[str]:
+    """What keeps a checkpoint from filling these tensors, a line each; of the network's own names none may be left."""
+    lines = [f"{name}: missing in the checkpoint" for name in wanted if name not in stored]
+    lines += [f"{name}: only in the checkpoint" for name in stored if name not in wanted and not name.startswith(APART)]
+    for name in wanted.keys() & stored.keys():
+        tensor, fact = wanted[name], stored[name]
+        if tuple(tensor.shape) != fact.shape:
+            lines.append(f"{name}: {list(fact.shape)} in the checkpoint, {list(tensor.shape)} here")
+        elif tensor.dtype.is_floating_point != fact.dtype.is_floating_point:
+            lines.append(f"{name}: {fact.dtype} in the checkpoint, {tensor.dtype} here")
+    return sorted(lines)
+
+
+def _resembling(tensor: DTensor, local: Tensor) -> DTensor:
+    """A DTensor cut like another, around another local part."""
+    shape = torch.empty(tensor.shape, device="meta")  # for the strides of rows in order
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape.shape, stride=shape.stride()
+    )
+
+
+def _silence_one_process() -> None:
+    """torch remarks that it works without a process group, which is what was asked for."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
