@@ -1,0 +1,407 @@
+"""The run folder: names that stay inside, one run at a time, the same folder after a restart, a truthful status."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from trainer import lock as lock_module
+from trainer.durable import replace_file
+from trainer.folder import RunFolder, agree, generated_name
+from trainer.launch import Launch
+from trainer.refusal import Refusal
+from trainer.resume import (
+    changes,
+    completed,
+    has_checkpoint,
+    learning_changes,
+    read_config,
+    refuse_changes,
+    start_path,
+)
+from trainer.status import mark_failed, read_status
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Stored(Launch):
+    """A launch with a store in this process."""
+
+    kept: object = None
+
+    def store(self):
+        return self.kept
+
+
+def open_folder(root, name=None, dir=None, resume="auto", launch=None):
+    return RunFolder.open(str(root), name, None if dir is None else str(dir), resume, launch or Launch(), "cnn_ddp")
+
+
+def commit(folder, step=1):
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text("{}")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(lock_module, "PATIENCE", 0.1)
+
+
+# ------------------------------------------------------------------------------------------------------------ its name
+
+
+def test_a_name_is_made_from_the_time_and_the_label(tmp_path):
+    first, second = open_folder(tmp_path), open_folder(tmp_path)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_cnn_ddp", first.path.name)
+    assert second.path != first.path
+    assert generated_name("a/b c", 0.0).endswith("_a_b_c")
+
+
+def test_all_ranks_and_all_restarts_agree_on_a_generated_name(tmp_path):
+    store = dist.HashStore()
+    main = open_folder(tmp_path, launch=Stored(rank=0, world_size=2, kept=store))
+    other = open_folder(tmp_path, launch=Stored(rank=1, world_size=2, kept=store))
+    assert other.path == main.path
+    assert not main.restarted
+    main.close()
+    again = open_folder(tmp_path, launch=Stored(rank=0, world_size=2, attempt=1, kept=store))
+    assert again.path == main.path
+    assert again.restarted
+    assert open_folder(tmp_path, launch=Stored(rank=1, world_size=2, attempt=1, kept=store)).restarted
+
+
+def test_a_refusal_of_the_main_rank_is_everybodys(tmp_path):
+    store = dist.HashStore()
+    for rank in (0, 1):
+        with pytest.raises(Refusal, match="a name has 1 to 128"):
+            open_folder(tmp_path, "../x", launch=Stored(rank=rank, world_size=2, kept=store))
+
+
+def test_agreeing_needs_no_store_for_one_process():
+    assert agree(Launch(), None, "key", lambda: {"a": 1}) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/etc/x", "a/../../b", "a\0b", "~", "..", ".", "", "n" * 300, "a b", "link"]
+)
+def test_a_name_never_leads_out_of_the_root(tmp_path, name):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "link").symlink_to(outside)
+    with pytest.raises(Refusal, match=r"run\.name"):
+        open_folder(tmp_path / "runs", name)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["link", "outside", "runs"]
+
+
+@pytest.mark.parametrize("dir", ["r e ü 目录=,", "deep/er"])
+def test_run_dir_may_be_any_path(tmp_path, dir):
+    folder = open_folder(tmp_path / "unused", dir=tmp_path / dir)
+    folder.write_start("a: 1\n", [], {})
+    assert (tmp_path / dir / "config.yaml").is_file()
+    assert not (tmp_path / "unused").exists()
+
+
+@pytest.mark.parametrize("dir", ["file/x", "n" * 300, "a\0b", "full"])
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, dir, monkeypatch):
+    (tmp_path / "file").write_text("")
+    if dir == "full":  # as on a disk without space: folders can be made, bytes cannot be written
+        monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(Refusal, match="cannot be written to") as caught:
+        open_folder(tmp_path, dir=tmp_path / dir)
+    assert str(tmp_path / dir) in str(caught.value)
+    assert not list(tmp_path.rglob(".probe-*"))
+
+
+# ------------------------------------------------------------------------------------------------------- one at a time
+
+HOLDING = """
+import sys
+from trainer.folder import RunFolder
+from trainer.launch import Launch
+folder = RunFolder.open(sys.argv[1], "a", None, "auto", Launch(), "")
+print("locked", "torch" in sys.modules, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_in_use_is_refused_and_a_dead_runs_lock_is_gone(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDING, str(tmp_path)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout.readline() == "locked False\n"  # and torch was not imported for it
+    with pytest.raises(Refusal, match=rf"in use by another run \(host {os.uname().nodename}, pid {holder.pid}\)"):
+        open_folder(tmp_path, "a")
+    holder.kill()
+    holder.communicate()
+    open_folder(tmp_path, "a").close()
+
+
+def test_a_child_does_not_keep_the_lock(tmp_path):
+    folder = open_folder(tmp_path, "a")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    os.close(reader)
+    folder.close()
+    open_folder(tmp_path, "a").close()
+    os.close(writer)
+    os.waitpid(child, 0)
+
+
+# ----------------------------------------------------------------------------------------------------- what it contains
+
+
+def test_earlier_configurations_stay_one_an_attempt(tmp_path):
+    for number in (1, 2, 3):
+        folder = open_folder(tmp_path, "a")
+        assert folder.last_config == ({"n": number - 1} if number > 1 else None)
+        assert folder.last_environment == ({"attempt": number - 1} if number > 1 else {})
+        folder.write_start(f"n: {number}\n", ["a=1", 'b="x: y"'], {"attempt": number})
+        folder.close()
+    texts = {path.name: path.read_text() for path in (tmp_path / "a").glob("config*.yaml")}
+    assert texts == {"config.1.yaml": "n: 1\n", "config.2.yaml": "n: 2\n", "config.yaml": "n: 3\n"}
+    import yaml
+
+    assert yaml.safe_load((tmp_path / "a" / "overrides.yaml").read_text()) == ["a=1", 'b="x: y"']
+
+
+def test_fresh_moves_the_old_folder_aside_but_not_on_a_restart(tmp_path):
+    for number in (1, 2, 3):
+        store = dist.HashStore()
+        folder = open_folder(tmp_path, "a", resume="fresh", launch=Stored(world_size=2, kept=store))
+        folder.write_start(f"n: {number}\n", [], {})
+        folder.close()
+        again = open_folder(tmp_path, "a", resume="fresh", launch=Stored(world_size=2, attempt=1, kept=store))
+        assert (again.path / "config.yaml").read_text() == f"n: {number}\n"
+        again.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.1", "a.2"]
+    assert (tmp_path / "a.1" / "config.yaml").read_text() == "n: 1\n"
+
+
+def test_fresh_in_a_folder_in_use_moves_nothing(tmp_path):
+    folder = open_folder(tmp_path, "a")
+    lines = (folder.path / ".lock").read_text()
+    with pytest.raises(Refusal, match="in use"):
+        open_folder(tmp_path, "a", resume="fresh")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (folder.path / ".lock").read_text() == lines
+
+
+def test_what_resume_may_name(tmp_path):
+    assert start_path("auto") is None
+    assert start_path("fresh") is None
+    commit(tmp_path / "old")
+    assert start_path(str(tmp_path / "old")) == tmp_path / "old"
+    assert start_path(str(tmp_path / "old/checkpoints/step-00000001")).name == "step-00000001"
+    for path in ("none", "old/checkpoints"):
+        with pytest.raises(Refusal, match=r"run\.resume"):
+            open_folder(tmp_path, "a", resume=str(tmp_path / path))
+    assert not (tmp_path / "a").exists()
+
+
+def test_only_a_finished_checkpoint_counts_as_one(tmp_path):
+    folder = open_folder(tmp_path, "a")
+    (folder.checkpoints / "step-00000001").mkdir()
+    (folder.checkpoints / ".tmp-step-2").mkdir()
+    (folder.checkpoints / ".tmp-step-2" / "manifest.json").touch()
+    assert not folder.has_checkpoint
+    commit(folder.path, 2)
+    assert folder.has_checkpoint
+    assert has_checkpoint(folder.path)
+
+
+# --------------------------------------------------------------------------------------------------------------- status
+
+
+def write(folder, state, step, resume_step, **others):
+    folder.status(state, step=step, resume_step=resume_step, world_size=2, strategy="ddp", **others)
+    return read_status(folder.path)
+
+
+def test_status_counts_attempts_and_the_steps_of_all_of_them(tmp_path):
+    folder = open_folder(tmp_path, "a")
+    assert folder.last_status is None
+    assert write(folder, "running", 0, 0)["goodput"] == 1.0
+    said = write(folder, "running", 40, 0)
+    assert (said["attempt"], said["step"], said["state"], said["reason"], said["root_rank"]) == (
+        1,
+        40,
+        "running",
+        None,
+        None,
+    )
+    folder.close()  # killed after step 40, its last checkpoint is that of step 30
+
+    folder = open_folder(tmp_path, "a")
+    said = write(folder, "preempted", 60, 30, reason="SIGTERM")
+    assert (said["attempt"], said["resume_step"], said["goodput"]) == (2, 30, round(60 / 70, 4))
+    assert folder.last_status["step"] == 40
+    folder.close()
+
+    folder = open_folder(tmp_path, "a")
+    said = write(folder, "completed", 100, 60)
+    assert (said["attempt"], said["goodput"], said["reason"]) == (3, round(100 / 110, 4), None)
+    assert {
+        "state",
+        "reason",
+        "root_rank",
+        "step",
+        "resume_step",
+        "world_size",
+        "strategy",
+        "attempt",
+        "goodput",
+    } <= said.keys()
+
+
+def test_a_run_that_began_from_another_ones_checkpoint_counts_its_own_steps(tmp_path):
+    folder = open_folder(tmp_path, "a")
+    write(folder, "running", 500, 500)
+    assert write(folder, "running", 510, 500)["goodput"] == 1.0
+    folder.close()
+    folder = open_folder(tmp_path, "a")
+    assert write(folder, "completed", 520, 500)["goodput"] == round(20 / 30, 4)
+
+
+def test_another_rank_may_say_that_the_run_failed(tmp_path):
+    folder = open_folder(tmp_path, "a")
+    write(folder, "running", 7, 0)
+    mark_failed(folder.path, "ValueError: no", 1)
+    said = read_status(folder.path)
+    assert (said["state"], said["reason"], said["root_rank"], said["step"]) == ("failed", "ValueError: no", 1, 7)
+    mark_failed(tmp_path / "nowhere", "no", 1)
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_start("a: 1\n", [], {})
+    folder.status("running", step=1, resume_step=0, world_size=2, strategy="ddp")
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    replace_file(tmp_path / "a", "old")
+    with pytest.raises(TypeError):
+        replace_file(tmp_path / "a", 5)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    replace_file(tmp_path / "a", b"new", sync=False)
+    assert (tmp_path / "a").read_text() == "new"
+
+
+# ------------------------------------------------------------------------------------------------------------- resuming
+
+
+def test_a_completed_run_says_what_extends_it():
+    done = {"state": "completed", "step": 100}
+    assert "loop.epochs" in completed(done, 100)
+    assert "loop.steps" in completed(done, 50)
+    assert completed(done, 101) is None
+    assert completed({"state": "preempted", "step": 100}, 100) is None
+    assert completed(None, 100) is None
+
+
+CONFIG = {
+    "model": {"_target_": "a.Net", "width": 8},
+    "data": {"_target_": "a.Data", "root": "/data"},
+    "optimizer": {"lr": 1.0, "betas": [0.9, 0.99]},
+    "schedule": {"warmup": 0},
+    "strategy": {"bucket_mb": 25},
+    "loop": {"global_batch": 128, "micro_batches": 1, "epochs": 3},
+    "loader": {"workers": 0},
+    "run": {"name": "a", "resume": "auto"},
+    "precision": "auto",
+    "seed": 0,
+}
+
+
+def altered(**keys):
+    config = json.loads(json.dumps(CONFIG))
+    for key, value in keys.items():
+        group, _, name = key.partition("__")
+        if name:
+            config[group][name] = value
+        else:
+            config[group] = value
+    return config
+
+
+def test_what_differs_is_listed_by_key():
+    new = altered(optimizer__lr=0.5, optimizer__betas=[0.9, 0.999], model__depth=2, run__name="b", seed=0.0)
+    assert [str(one) for one in changes(CONFIG, new)] == [
+        "model.depth: absent → 2",
+        "optimizer.betas: [0.9, 0.99] → [0.9, 0.999]",
+        "optimizer.lr: 1 → 0.5",
+    ]
+    assert changes(CONFIG, altered()) == []
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        {"model__width": 9},
+        {"task": {"_target_": "b"}},
+        {"data__root": "/other"},
+        {"seed": 1},
+        {"optimizer__lr": 0.5},
+        {"schedule__warmup": 5},
+        {"loop__global_batch": 64},
+        {"precision": "bf16"},
+    ],
+)
+def test_what_changes_the_learning_is_refused_with_the_way_out(tmp_path, new):
+    found = learning_changes(changes(CONFIG, altered(**new)))
+    assert len(found) == 1
+    with pytest.raises(Refusal, match="accept_changes=true") as caught:
+        refuse_changes(found, tmp_path)
+    assert str(found[0]) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        {"strategy": {"tensor": 2}},
+        {"device": "cpu"},
+        {"loop__micro_batches": 4},
+        {"loader__workers": 2},
+        {"loop__epochs": 5},
+    ],
+)
+def test_what_does_not_is_free(tmp_path, new):
+    refuse_changes(learning_changes(changes(CONFIG, altered(**new))), tmp_path)
+
+
+def test_resolved_precision_and_horizon_decide_not_the_words():
+    words = changes(CONFIG, altered(precision="fp32"))
+    assert learning_changes(words, precision=("fp32", "fp32")) == []
+    assert [str(one) for one in learning_changes([], precision=("bf16", "fp32"))] == ["precision: bf16 → fp32"]
+    assert len(learning_changes([], horizon=(100, 200), needs_horizon=True)) == 1
+    assert learning_changes([], horizon=(100, 200), needs_horizon=False) == []
+    assert learning_changes([], horizon=(200, 100), needs_horizon=True) == []
+
+
+def test_a_bomb_in_config_yaml_is_refused():
+    assert read_config("a: {b: [1, x]}\n") == {"a": {"b": [1, "x"]}}
+    bomb = "a: &a [x, x]\n" + "".join(
+        f"{chr(98 + n)}: &{chr(98 + n)} [*{chr(97 + n)}, *{chr(97 + n)}]\n" for n in range(20)
+    )
+    for text in (bomb, "a: !!python/object/apply:os.system [true]", "[1]", "a: [", "[" * 5000):
+        with pytest.raises(ValueError):
+            read_config(text)

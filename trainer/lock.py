@@ -1,0 +1,59 @@
+"""One process at a time in a folder. The kernel releases the lock when the process ends, however it ends."""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+from trainer.refusal import Refusal
+
+PATIENCE = 2.0  # seconds; a run that was just stopped may still be leaving
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_held: set[int] = set()
+
+
+def lock(folder: Path) -> int:
+    """Make a folder and take it for this process; what is returned goes to `unlock`. Refusal names who has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    _held.add(descriptor)
+    deadline = time.monotonic() + PATIENCE
+    while not _taken(descriptor):
+        if time.monotonic() > deadline:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "an unknown process"
+            unlock(descriptor)
+            raise Refusal(f"{folder} is in use by another run ({holder}); stop that one or give another run.name")
+        time.sleep(0.05)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def unlock(descriptor: int) -> None:
+    """Give the folder back."""
+    _held.discard(descriptor)
+    os.close(descriptor)
+
+
+def _taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        logging.getLogger(__name__).warning("this file system has no locks: two runs in one folder would go unnoticed")
+    return True
+
+
+def _forget() -> None:
+    """In a forked child: a decoding process that outlives its parent must not keep the lock."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_forget)
