@@ -1,0 +1,37 @@
+"""Counting what travels in one step: the number and the bytes of collectives, whoever starts them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.strategies.toys import BATCH, NETWORKS, STRATEGIES, TASKS, Case, ToyData, make_optimizer
+from trainer.launch import Launch
+from trainer.reader import Loading
+from trainer.strategies.machine import Machine
+from trainer.stream import Stream
+
+
+def collectives_of_a_step(launch: Launch, case: Case) -> list[tuple[str, int]]:
+    """(name, bytes) of every collective of one training step, the third, in order. DDP starts its own from C++."""
+    torch.manual_seed(case.seed)
+    network, task, data = NETWORKS[case.network](), TASKS[case.task](), ToyData()
+    with STRATEGIES[case.strategy](machine=Machine(launch=launch, device="cpu"), **case.fields) as strategy:
+        stream = Stream(data, data.train(), strategy, BATCH, case.micro_batches, Loading())
+        placed = strategy.build(task, network, stream.example())
+        optimizer = placed.optimizer(make_optimizer("adamw"), [{"params": list(placed.network.parameters())}])
+        for step, batches in zip(range(3), stream.epoch(0), strict=False):
+            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+                placed.forward_backward(batches, step)
+                placed.optimizer_step(optimizer, None)
+    return sorted(
+        (event.name, _bytes(event.input_shapes)) for event in recorded.events() if event.name.startswith("gloo:")
+    )
+
+
+def _bytes(shapes: list[Any]) -> int:
+    """Float32 elements of the tensors that an event was given."""
+    return 4 * sum(math.prod(shape) for shape in shapes if shape and all(isinstance(size, int) for size in shape))

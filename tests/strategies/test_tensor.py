@@ -1,0 +1,89 @@
+"""Tensor parallelism's words before it starts, and its watch over what is not cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from tests.processes import Processes
+from tests.strategies.toys import Net
+from trainer import Plan, Task
+from trainer.launch import Launch
+from trainer.refusal import Refusal
+from trainer.strategies.ddp_tensor import DDPTP
+from trainer.strategies.machine import Machine
+from trainer.strategies.tensor import TP
+
+
+class Planned(Net):
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def plan(self) -> Plan:
+        return self._plan
+
+
+@pytest.mark.parametrize(
+    ("network", "degree", "said"),
+    [
+        (nn.Linear(3, 3), 2, ["Linear has no tensor-parallel plan", "strategy=ddp"]),
+        (Planned(Plan(tensor={"upp": ColwiseParallel()})), 2, ["'upp' matches no module", "did you mean 'up'"]),
+        (Planned(Plan(tensor={"up": ColwiseParallel()})), 5, ["up.out_features 24 / 5", "1, 2, 3, 4, 6"]),
+        (Planned(Plan(tensor={"down": RowwiseParallel()})), 7, ["down.in_features 24 / 7", "strategy=ddp"]),
+        (Planned(Plan(tensor={"norm": ColwiseParallel()})), 2, ["norm, a LayerNorm", "only Linear and Embedding"]),
+        (Planned(Plan(tensor={"up": ColwiseParallel()}, divisible={"heads": 3})), 2, ["3 heads / 2", "1, 3"]),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_before_it_starts(network: nn.Module, degree: int, said: list[str]) -> None:
+    with pytest.raises(Refusal) as refused:
+        TP().check(Task(), network, degree)
+    assert all(part in str(refused.value) for part in said), str(refused.value)
+
+
+def test_wildcards_stand_within_one_level() -> None:
+    deep = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    TP().check(_Says({"*.0": ColwiseParallel()}), deep, 2)
+    with pytest.raises(Refusal, match="matches no module"):
+        TP().check(_Says({"*.*.0": ColwiseParallel()}), deep, 2)
+
+
+class _Says(Task):
+    """A task that says how a network of others is cut."""
+
+    def __init__(self, styles: dict[str, Any]) -> None:
+        self._styles = styles
+
+    def plan(self, network: nn.Module) -> Plan:
+        return Plan(tensor=self._styles)
+
+
+def test_processes_that_make_up_no_whole_copies_are_refused_with_degrees_that_do() -> None:
+    with pytest.raises(Refusal, match=r"4 processes / strategy.tensor 3 is not whole; strategy.tensor can be 1, 2, 4"):
+        DDPTP(tensor=3).data_ranks(4)
+
+
+def drifting(launch: Launch) -> tuple[bool, str]:
+    """Build from unequal weights, then let one rank's norm drift."""
+    torch.manual_seed(launch.rank)  # a network that was not seeded: rank 0's weights must become everyone's
+    with TP(machine=Machine(launch=launch, device="cpu")) as strategy:
+        placed = strategy.build(Task(), Net(), None)
+        first = placed.network.head.weight.detach().clone()
+        shared = strategy.world.gather(first)
+        with torch.no_grad():
+            placed.network.norm.weight[0] += 0.1 * launch.rank
+        try:
+            placed.state(placed.optimizer(torch.optim.SGD, [{"params": list(placed.network.parameters()), "lr": 0.1}]))
+        except RuntimeError as error:
+            return torch.equal(shared[0], shared[1]), str(error)
+    return False, ""
+
+
+def test_parameters_outside_the_plan_are_made_equal_and_watched(processes: Processes) -> None:
+    for equal, said in processes.run(2, drifting):
+        assert equal
+        assert "norm.weight" in said and "head" not in said
