@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from trainer import checkpoint as checkpoint_module
 from trainer.checkpoint import Checkpoints, FailedSave, open_checkpoint
 from trainer.manifest import CorruptCheckpoint, decode, encode, read_manifest, write_manifest
-from trainer.ranks import Alone
 from trainer.retention import committed
+from trainer.together import Alone
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,7 +67,7 @@ def names(folder):
 
 
 def test_what_was_saved_is_read_bit_for_bit(tmp_path):
-    store, tensors = checkpoints(tmp_path), some_tensors(3)
+    store, tensors = checkpoints(tmp_path, facts={"strategy": "single"}), some_tensors(3)
     state = {
         "epoch": 2,
         "seen": 2**53 + 1,
@@ -76,7 +76,7 @@ def test_what_was_saved_is_read_bit_for_bit(tmp_path):
         "name": "é 目",
         "no": None,
     }
-    path = store.save(100, tensors, state, {"strategy": "single"}, {"loss": 0.5, "accuracy": 0.25})
+    path = store.save(100, tensors, state, {"loss": 0.5, "accuracy": 0.25})
     found = checkpoints(tmp_path).newest()
     into = zeros_like(tensors)
     store.read(found, into)
@@ -341,7 +341,7 @@ def test_the_newest_few_and_the_best_stay(tmp_path):
     store = checkpoints(tmp_path, keep=2, best="accuracy")
     for step, accuracy in [(1, 0.5), (2, 0.9), (3, 0.7), (4, None), (5, float("nan")), (6, 0.9)]:
         figures = None if accuracy is None else {"accuracy": accuracy}
-        better = figures is not None and store.is_best(figures)
+        better = store.is_best(figures)
         assert better == (step in (1, 2))
         store.save(step, some_tensors(step), {}, figures=figures)
     assert names(tmp_path) == ["step-00000002", "step-00000005", "step-00000006"]
@@ -417,7 +417,7 @@ LIMITED = """
 import resource, signal, sys, torch
 from pathlib import Path
 from trainer.checkpoint import Checkpoints, FailedSave
-from trainer.ranks import Alone
+from trainer.together import Alone
 store = Checkpoints(Path(sys.argv[1]), Alone())
 store.save(1, {"weight": torch.ones(1000)}, {})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -455,7 +455,7 @@ SAVING = """
 import os, sys, torch
 from pathlib import Path
 from trainer.checkpoint import Checkpoints
-from trainer.ranks import Alone
+from trainer.together import Alone
 
 def save_for_ever():
     store = Checkpoints(Path(sys.argv[1]), Alone(), keep=2)
@@ -503,7 +503,7 @@ TRACED = """
 import sys, torch
 from pathlib import Path
 from trainer.checkpoint import Checkpoints
-from trainer.ranks import Alone
+from trainer.together import Alone
 Checkpoints(Path(sys.argv[1]), Alone()).save(1, {"weight": torch.ones(9), "optimizer/weight/m": torch.ones(9)}, {})
 """
 
@@ -594,9 +594,9 @@ def exchange(folder, ranks):
     one.read(one.newest(), split)
     assert equal(split, whole)
 
-    two = Checkpoints(folder / "two", ranks)
+    two = Checkpoints(folder / "two", ranks, facts={"strategy": "tp"})
     for step in (1, 2):
-        two.save(step, split, {"step": step}, {"strategy": "tp"}, {"loss": 1.0})
+        two.save(step, split, {"step": step}, {"loss": 1.0})
     assert len(list((folder / "two" / "step-00000002").glob("shard-00002-*"))) >= 1  # both ranks wrote
     assert two.newest().facts == {"world_size": 2, "strategy": "tp"}
     again = split_tensors(zeros_like(whole))

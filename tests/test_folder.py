@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainer import lock as lock_module
 from trainer.durable import replace_file
-from trainer.folder import RunFolder, agree, generated_name
+from trainer.folder import RunFolder, generated_name
 from trainer.launch import Launch
 from trainer.refusal import Refusal
 from trainer.resume import (
@@ -83,10 +83,6 @@ def test_a_refusal_of_the_main_rank_is_everybodys(tmp_path):
     for rank in (0, 1):
         with pytest.raises(Refusal, match="a name has 1 to 128"):
             open_folder(tmp_path, "../x", launch=Stored(rank=rank, world_size=2, kept=store))
-
-
-def test_agreeing_needs_no_store_for_one_process():
-    assert agree(Launch(), None, "key", lambda: {"a": 1}) == {"a": 1}
 
 
 @pytest.mark.parametrize(

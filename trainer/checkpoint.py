@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from trainer import manifest as paper
 from trainer.durable import sync_file, sync_folder
 from trainer.manifest import CorruptCheckpoint, FileFact, Manifest
-from trainer.ranks import Alone, Ranks, together
 from trainer.retention import DRAFT, candidates, committed, discard, folder_name, put_in_place, score, surplus, sweep
 from trainer.safetensors_header import TensorFact, read_tensors
 from trainer.tensor_files import misfits, read_into, writable, write_tensors
+from trainer.together import Alone, Ranks, together
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,11 @@ class Found:
 class Checkpoints:
     """The checkpoints/ folder of a run, which this run alone writes to."""
 
-    def __init__(self, folder: Path, ranks: Ranks, keep: int = 3, best: str = "-loss"):
+    def __init__(
+        self, folder: Path, ranks: Ranks, keep: int = 3, best: str = "-loss", facts: dict[str, Any] | None = None
+    ):
         self.folder, self.ranks, self.keep, self.best = folder, ranks, keep, best
+        self.facts = {"world_size": ranks.world_size, **(facts or {})}  # of every manifest: strategy, …
         self._rejected: set[Path] = set()  # found corrupt; they count for nothing when others are removed
         self._record = score(None, best)
         if ranks.is_main:
@@ -59,7 +62,6 @@ class Checkpoints:
         step: int,
         tensors: dict[str, Tensor],
         state: dict[str, Any],
-        facts: dict[str, Any] | None = None,
         figures: dict[str, float] | None = None,
     ) -> Path:
         """Write one checkpoint; it has its name once it is whole. Collective; FailedSave on all ranks or none."""
@@ -73,7 +75,7 @@ class Checkpoints:
             parts = self._together(step, tensors, lambda: {name: _sealed(draft / name) for name in mine})
             files = {name: FileFact(*fact) for part in parts for name, fact in part.items()}
             target = self.folder / folder_name(step)
-            said = Manifest(target, step, {"world_size": self.ranks.world_size, **(facts or {})}, figures or {}, files)
+            said = Manifest(target, step, self.facts, figures or {}, files)
             self._together(step, tensors, lambda: self._commit(draft, said))
         finally:
             if self.ranks.is_main:
@@ -92,7 +94,7 @@ class Checkpoints:
         self._record = self.ranks.share(max((score(one, self.best) for one in figures), default=self._record))[0]
         return found
 
-    def is_best(self, figures: dict[str, float]) -> bool:
+    def is_best(self, figures: dict[str, float] | None) -> bool:
         """Are these figures better than those of every checkpoint so far? The same answer on every rank."""
         return score(figures, self.best) > self._record
 

@@ -8,10 +8,10 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.agreement import decided_by_main
 from trainer.durable import replace_file
 from trainer.launch import Launch
 from trainer.lock import lock, unlock
@@ -49,7 +49,7 @@ class RunFolder:
             kept.append(_enter(path, fresh=resume == "fresh" and not restarted, restarted=restarted))
             return {"path": str(path), "restarted": restarted}
 
-        verdict = agree(launch, store, "folder", decide)
+        verdict = decided_by_main(launch, "folder", decide)
         return kept[0] if kept else cls(Path(verdict["path"]), restarted=verdict["restarted"])
 
     @property
@@ -123,24 +123,6 @@ class RunFolder:
         if self._held is not None:
             unlock(self._held)
             self._held = None
-
-
-def agree(launch: Launch, store: Store | None, key: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The main rank decides, all ranks learn it; its Refusal is everybody's. One process just decides."""
-    if store is None:
-        return decide()
-    if launch.is_main:
-        try:
-            verdict = decide()
-        except Refusal as refusal:
-            store.set(launch.once(key), json.dumps({"refusal": str(refusal)}))
-            raise
-        store.set(launch.once(key), json.dumps({"verdict": verdict}))
-        return verdict
-    said = json.loads(store.get(launch.once(key)))  # waits for the main rank
-    if "refusal" in said:
-        raise Refusal(said["refusal"])
-    return said["verdict"]
 
 
 def generated_name(label: str, now: float) -> str:
