@@ -1,0 +1,100 @@
+"""What each word of the command line asks for: an option of a group, the value of a key, or nothing that exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from trainer.config import GROUPS
+from trainer.refusal import nearest
+from trainer.typos import paths, unknown
+
+SINGLE = ("job", *(group for group in GROUPS if group != "log"))  # groups of which one option is chosen
+
+
+def assort(
+    overrides: list[Override], places: list[Path], problems: list[str]
+) -> tuple[list[str], list[Override], list[Override]]:
+    """Words that choose a group's option; words that change a key; words about Hydra itself."""
+    chosen, changes, of_hydra = [], [], []
+    for each in overrides:
+        if re.match(r"hydra\b", each.key_or_group):
+            of_hydra.append(each)
+        elif _is_group(each.key_or_group, places) and not isinstance(each.value(), dict):
+            wrong = None if each.is_delete() else _no_option(each, places)
+            if wrong:
+                problems.append(wrong)
+            elif not (each.key_or_group == "experiment" and each.value() is None):
+                chosen.append(line(each))
+        else:
+            changes.append(each)
+    return chosen, changes, of_hydra
+
+
+def _is_group(name: str, places: list[Path]) -> bool:
+    return bool(re.fullmatch(r"\w[\w/-]*", name)) and any((place / name).is_dir() for place in places)
+
+
+def _no_option(override: Override, places: list[Path]) -> str | None:
+    group, value = override.key_or_group, override.value()
+    if value is None and group == "experiment":
+        return None
+    options = sorted({file.stem for place in places for file in (place / group).glob("*.yaml")})
+    listed = ", ".join(options[:30]) or "none"
+    if isinstance(value, list) and group in SINGLE:
+        return f"{line(override)}: expected one of {listed}, not a list"
+    for option in value if isinstance(value, list) else [value]:
+        if not isinstance(option, str):
+            return f"{line(override)}: expected one of {listed}"
+        if not any((place / group / f"{option.removesuffix('.yaml')}.yaml").is_file() for place in places):
+            return f"{group}={option}: there is no such option{nearest(option, options) or '.'} There are: {listed}"
+    return None
+
+
+def misnamed(override: Override, known: list[str]) -> list[str]:
+    """What is wrong with the key of a word, given the paths of everything there is."""
+    path = re.sub(r"\[['\"]?([^]'\"]*)['\"]?\]", r".\1", override.key_or_group)
+    names = set(known)
+    if override.is_force_add() or (override.is_add() and path not in names):
+        return []
+    if override.is_add() and not isinstance(override.value(), dict | list):
+        return [f"{line(override)}: {path} is there already; leave out the +"]
+    if override.is_delete() and path in names and path.split(".")[0] not in GROUPS:
+        return [f"{line(override)}: the framework reads this key; it cannot be taken away"]
+    value = override.value()
+    inside = paths(value, f"{path}.") if isinstance(value, dict) and not override.is_add() else []
+    return [unknown(each, known) for each in (path, *inside) if each not in names]
+
+
+def harmless(override: Override, base: DictConfig, problems: list[str]) -> bool:
+    """Hydra's own keys do nothing here, but for its help's; many could name code that Hydra would run."""
+    path, choices = override.key_or_group, base.hydra.runtime.choices
+    plain = override.is_add() or override.is_force_add() or override.is_delete()
+    if path.startswith(("hydra.help.", "hydra.hydra_help.")):
+        return True
+    known = [each for each in choices if each.startswith("hydra/")]
+    own = paths(OmegaConf.to_container(base.hydra, resolve=False))
+    known += [f"hydra.{each}" for each in own if not each.startswith("runtime.")]
+    if path not in known and not plain:
+        problems.append(unknown(path, known))
+    elif plain or override.value() != (choices[path] if path in choices else _scalar(base, path)):
+        hint = "start one run for each value" if path == "hydra.mode" else "the files of a run go to run.dir"
+        problems.append(f"{line(override)}: this would have no effect, the framework does not run under Hydra; {hint}")
+    return False
+
+
+def _scalar(base: DictConfig, path: str) -> Any:
+    value = OmegaConf.to_container(base, resolve=False)
+    for part in path.split("."):
+        value = value[part]  # type: ignore[call-overload, index]
+    return getattr(value, "name", value)  # hydra.mode is an enumeration
+
+
+def line(override: Override) -> str:
+    """The word as it was typed."""
+    assert override.input_line is not None
+    return override.input_line

@@ -1,0 +1,89 @@
+"""A configuration with its interpolations resolved: for reading, with everything; for writing, without secrets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from trainer.refusal import Refusal
+
+UNRESOLVED = object()  # stands where a value could not be had; what is wrong with it is already in the list of problems
+BUDGET = 100_000  # values in a resolved configuration; interpolations of interpolations could make any number of them
+
+
+def resolved(cfg: DictConfig) -> tuple[dict[str, Any], list[str]]:
+    """The configuration as plain dicts, lists and scalars, and one line for each value that cannot be resolved."""
+    problems: list[str] = []
+
+    def missing(path: str, written: Any, error: OmegaConfBaseException | None) -> Any:
+        problems.append(f"{path}=???: a value must be given" if error is None else _unresolvable(path, written, error))
+        return UNRESOLVED
+
+    return _plain(cfg, missing), problems
+
+
+def written(cfg: DictConfig) -> str:
+    """The configuration as yaml, resolved, but for what depends on the environment: secrets stay `${oc.env:NAME}`."""
+
+    def as_written(path: str, written: Any, error: OmegaConfBaseException | None) -> Any:
+        return written
+
+    with _environment_sealed():
+        return yaml.safe_dump(_plain(cfg, as_written), sort_keys=False, allow_unicode=True, width=120)
+
+
+@contextmanager
+def _environment_sealed() -> Iterator[None]:
+    """Let every interpolation fail that asks for an environment variable, directly or through others."""
+
+    def sealed(*_: Any) -> str:
+        raise InterpolationResolutionError("the environment is not written down")
+
+    OmegaConf.register_new_resolver("oc.env", sealed, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+Fallback = Callable[[str, Any, OmegaConfBaseException | None], Any]
+
+
+def _plain(cfg: DictConfig, fallback: Fallback) -> Any:
+    seen = 0
+
+    def walk(node: Any, path: str) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen > BUDGET or path.count(".") > 100:
+            raise Refusal(f"{path.split('.')[0]}: its interpolations contain themselves, or more than {BUDGET} values")
+        if isinstance(node, DictConfig):
+            return {str(key): leaf(node, key, f"{path}.{key}" if path else str(key)) for key in node}
+        if isinstance(node, ListConfig):
+            return [leaf(node, index, f"{path}.{index}") for index in range(len(node))]
+        return node
+
+    def leaf(parent: Any, key: Any, path: str) -> Any:
+        if OmegaConf.is_missing(parent, key) and not OmegaConf.is_interpolation(parent, key):
+            return fallback(path, "???", None)
+        try:
+            value = parent[key]
+        except OmegaConfBaseException as error:
+            return fallback(path, OmegaConf.to_container(parent, resolve=False)[key], error)  # type: ignore[call-overload]
+        return walk(value, path)
+
+    return walk(cfg, "")
+
+
+def _unresolvable(path: str, written: Any, error: OmegaConfBaseException) -> str:
+    reason = str(error).splitlines()[0].split("raised while resolving interpolation: ")[-1].strip("\"'")
+    # An interpolation may be put together from the environment: only names that stand in it literally are repeated.
+    known = all(name in str(written) for name in re.findall(r"'([^']*)'", reason))
+    return f"{path}={written}: {reason if known else 'this interpolation cannot be resolved'}"

@@ -1,0 +1,131 @@
+"""The command line taken apart: flags as Hydra writes them, folders of labs, and words that change a key."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from trainer.refusal import Refusal, nearest
+
+# The time that Hydra's grammar takes grows with the square of these in one word: 4,000 take a second.
+MARKS, LONGEST = 4_000, 200_000
+
+
+@dataclass(frozen=True)
+class Words:
+    """A command line. `flags` is what Hydra itself must be given when it is to answer (--help, --cfg, …)."""
+
+    overrides: tuple[str, ...]
+    folders: tuple[Path, ...]
+    config_name: str
+    flags: tuple[str, ...]  # empty: a run is asked for
+    composes: bool = True  # does the answer depend on the overrides?
+
+
+def read(argv: Sequence[str]) -> Words:
+    """Take a command line apart. Refusal for a flag that is unknown, or that this program does not take."""
+    found = _parser().parse_intermixed_args(list(argv))
+    if found.multirun:
+        raise Refusal("-m (--multirun) is not there yet: start one run for each value")
+    if found.experimental_rerun:
+        raise Refusal("--experimental-rerun reads a pickle, which this program never does; give the words again")
+    if found.config_path:
+        raise Refusal(f"--config-path would replace the framework's own conf/; use --config-dir {found.config_path}")
+    if found.resolve and not (found.cfg or found.help):
+        raise Refusal("--resolve goes with --cfg job or --help")
+    flags = [flag for flag in ("help", "hydra_help", "version", "shell_completion", "resolve") if getattr(found, flag)]
+    spelled = tuple("--" + flag.replace("_", "-") for flag in flags)
+    for flag, value in (("--cfg", found.cfg), ("--package", found.package), ("--info", found.info)):
+        spelled += (flag, value) if value else ()
+    return Words(
+        overrides=tuple(found.overrides),
+        folders=tuple(_folder(name) for name in found.config_dir),
+        config_name=found.config_name,
+        flags=spelled,
+        composes=not (found.shell_completion or found.hydra_help or found.version),
+    )
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        strange = message.rpartition("unrecognized arguments: ")[2].split()
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        raise Refusal(f"{message}{nearest(strange[0], flags) if strange else ''} --help shows what there is")
+
+
+def _parser() -> ArgumentParser:
+    """Hydra's flags (hydra 1.3: `_internal/utils.py`), with errors in our words and any number of --config-dir."""
+    parser = _Parser(prog="trainer", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    for short, long in (("-h", "--help"), ("-r", "--run"), ("-m", "--multirun"), ("-sc", "--shell-completion")):
+        parser.add_argument(short, long, action="store_true")
+    for long in ("--hydra-help", "--version", "--resolve"):
+        parser.add_argument(long, action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--package", "-p")
+    infos = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    parser.add_argument("--info", "-i", const="all", nargs="?", choices=infos)
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--config-name", "-cn", default="config")
+    parser.add_argument("--config-dir", "-cd", action="append", default=[])
+    parser.add_argument("--experimental-rerun")
+    return parser
+
+
+def _folder(name: str) -> Path:
+    folder = Path(name.removeprefix("file://")).expanduser().resolve()
+    if not folder.is_dir():
+        beside = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
+        raise Refusal(f"--config-dir {name}: there is no folder {folder}{nearest(folder.name, beside)}")
+    return folder
+
+
+def parse(words: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """The words in Hydra's grammar, and one line for each that cannot be read."""
+    parser = OverridesParser.create()
+    overrides, problems = [], []
+    for word in words:
+        try:
+            overrides.append(_parsed(parser, word))
+        except Refusal as refusal:
+            problems.append(str(refusal))
+    return overrides, problems
+
+
+def _parsed(parser: OverridesParser, word: str) -> Override:
+    brief = word if len(word) <= 60 else word[:57] + "..."
+    if len(word) > LONGEST or sum(word.count(mark) for mark in ",[{(") > MARKS:
+        raise Refusal(f"{brief}: too long for the command line; put it into a yaml file of a --config-dir")
+    try:
+        override = parser.parse_override(word)
+    except (HydraException, RecursionError):
+        hint = "write KEY=VALUE" if "=" not in word else "quote values with spaces or signs: \"KEY='a b'\""
+        raise Refusal(f"{brief}: this cannot be read; {hint}") from None
+    if not override.key_or_group or not word.lstrip("+~").split("=")[0].strip():
+        raise Refusal(f"{brief}: there is no key before the =")
+    if override.is_sweep_override():
+        raise Refusal(f"{brief}: several values would be several runs, and -m is not there yet; a list is [a,b]")
+    return override
+
+
+def take_searchpath(words: Words, overrides: list[Override]) -> tuple[Words, list[Override]]:
+    """Read `hydra.searchpath=[lab/conf]` as what it means here: one more --config-dir for each entry."""
+    others, folders = [], list(words.folders)
+    for override in overrides:
+        if override.key_or_group != "hydra.searchpath" or override.is_delete():
+            others.append(override)
+            continue
+        value = override.value()
+        entries = value if isinstance(value, list) else [value]
+        for entry in map(str, entries):
+            if "://" in entry and not entry.startswith("file://"):
+                raise Refusal(f"hydra.searchpath: {entry} would import Python to look for yaml; give a folder")
+            folders.append(_folder(entry))
+    return replace(words, folders=tuple(dict.fromkeys(folders))), others
