@@ -1,0 +1,193 @@
+"""The stream of data: one global order, whoever reads it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from trainer import Data
+from trainer.order import Order, size_of
+from trainer.parallel.ranks import Ranks
+from trainer.parallel.sampler import ShardSampler
+from trainer.reader import Loading, Seeded, make_reader
+from trainer.refusal import Refusal
+from trainer.strategies.base import Strategy
+from trainer.strategies.machine import Machine
+from trainer.stream import EvaluationStream, Stream, digest
+
+
+class Numbers(Dataset):
+    """Item i is ({"x": i}, [i, "name"]); random items add what the three global generators say."""
+
+    def __init__(self, size: int, noisy: bool = False) -> None:
+        self.size, self.noisy = size, noisy
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        noise = random.random() + numpy.random.rand() + float(torch.rand(())) if self.noisy else 0.0
+        return {"x": torch.tensor([index + noise], dtype=torch.float64)}, index
+
+
+class InMemory(Numbers):
+    def batch(self, indices: Tensor) -> Any:
+        return {"x": indices.unsqueeze(1).double()}, indices.clone()
+
+
+class NumberData(Data):
+    def __init__(self, dataset: Any, order: Any = None) -> None:
+        self.dataset, self.own_order = dataset, order
+
+    def order(self, epoch: int, generator: torch.Generator) -> Tensor | None:
+        return self.own_order(epoch, generator) if self.own_order else None
+
+    def augment(self, inputs: Any, targets: Any, random: Any, training: bool) -> Any:
+        return {"x": inputs["x"] + (random.uniform(len(targets), 1) if training else 0)}, targets
+
+
+class Slice(Ranks):
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def stream(data: Data, dataset: Any, rank: int = 0, size: int = 1, slices: int = 1, workers: int = 0) -> Stream:
+    strategy = Strategy(machine=Machine(seed=5, device="cpu"))
+    strategy.__enter__()
+    strategy.data = Slice(rank, size)
+    return Stream(data, dataset, strategy, 12, slices, Loading(workers=workers))
+
+
+def read(one: Stream, epoch: int = 0, start: int = 0) -> list[list[Any]]:
+    return [
+        [(i, float(x)) for batch in batches for i, x in zip(batch.indices.tolist(), batch.inputs["x"], strict=True)]
+        for batches in one.epoch(epoch, start)
+    ]
+
+
+@pytest.mark.parametrize("kind", [Numbers, InMemory])
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_every_step_holds_the_same_samples_with_the_same_augmentation(kind: type, size: int, slices: int) -> None:
+    data = NumberData(kind(50))
+    alone = read(stream(data, data.dataset))
+    shared = [read(stream(data, data.dataset, rank, size, slices)) for rank in range(size)]
+    assert len(alone) == 4  # floor(50 / 12); two samples are left out
+    for step, whole in enumerate(alone):
+        assert sorted(pair for part in shared for pair in part[step]) == sorted(whole)
+
+
+def test_epochs_differ_and_leave_out_other_samples() -> None:
+    data = NumberData(InMemory(50))
+    one, other = (read(stream(data, data.dataset), epoch) for epoch in (0, 1))
+    assert one != other
+    left = [set(range(50)) - {i for step in epoch for i, _ in step} for epoch in (one, other)]
+    assert [len(rest) for rest in left] == [2, 2] and left[0] != left[1]
+
+
+def test_the_middle_of_an_epoch_goes_on_where_it_stopped() -> None:
+    data = NumberData(InMemory(50))
+    for size in (1, 2):
+        assert read(stream(data, data.dataset, 0, size), 3, start=24) == read(stream(data, data.dataset, 0, size), 3)[2:]
+
+
+def test_the_digest_notices_a_set_epoch_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = NumberData(InMemory(50))
+
+    def digests() -> list[int]:
+        one = stream(data, data.dataset)
+        return [int(digest(batches[0].indices)) for epoch in (0, 1) for batches in one.epoch(epoch)]
+
+    honest = digests()
+    assert len(set(honest)) == 8
+    monkeypatch.setattr(ShardSampler, "set_epoch", lambda self, epoch, start=0: setattr(self, "_share", self._order(0)))
+    assert len(set(digests())) == 4
+
+
+def test_the_digest_is_a_sum_in_which_a_sample_counts_twice_if_it_is_drawn_twice() -> None:
+    one = digest(torch.tensor([3, 9, 4]))
+    assert one == digest(torch.tensor([4, 3, 9])) == digest(torch.tensor([3])) + digest(torch.tensor([9, 4]))
+    assert one != digest(torch.tensor([3, 9, 4, 4]))
+    assert len({int(digest(torch.tensor([i]))) for i in range(10_000)}) == 10_000
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_items_depend_on_seed_epoch_and_index_alone(workers: int) -> None:
+    data = NumberData(Numbers(50, noisy=True))
+    alone = {pair for step in read(stream(data, data.dataset)) for pair in step}
+    shared = [read(stream(data, data.dataset, rank, 2, 1, workers)) for rank in range(2)]
+    assert {pair for part in shared for step in part for pair in step} == alone
+    assert {pair for step in read(stream(data, data.dataset), 1) for pair in step}.isdisjoint(alone)
+
+
+def test_in_the_main_process_generators_are_put_back_after_each_item() -> None:
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), numpy.random.rand(), float(torch.rand(()))
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    assert Seeded(Numbers(3, noisy=True), 0)[0, 1] != Seeded(Numbers(3, noisy=True), 0)[1, 1]
+    assert (random.random(), numpy.random.rand(), float(torch.rand(()))) == expected
+
+
+def test_a_loader_draws_nothing_from_the_global_generator() -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    reader = make_reader(Numbers(8), Data().collate, 0, Loading(workers=0), pin=False)
+    list(reader.read(0, [torch.arange(4), torch.arange(4, 8)]))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", [Numbers, InMemory])
+@pytest.mark.parametrize("count", [1, 3, 7, 24, 25])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_evaluation_gives_every_sample_once_in_as_many_calls_on_every_rank(kind: type, count: int, size: int) -> None:
+    seen, calls = [], set()
+    for rank in range(size):
+        strategy = Strategy(machine=Machine(seed=5, device="cpu"))
+        strategy.__enter__()
+        strategy.data = Slice(rank, size)
+        batches = list(EvaluationStream(NumberData(None), kind(count), strategy, 8, Loading(workers=0)).batches())
+        calls.add(tuple(len(batch.indices) for batch, _ in batches))
+        seen += [int(i) for batch, valid in batches for i in batch.inputs["x"][:valid]]
+    assert sorted(seen) == list(range(count))
+    assert len(calls) == 1
+
+
+def test_an_order_of_ones_own_may_repeat_samples_and_decides_the_length() -> None:
+    data = NumberData(InMemory(10), lambda epoch, generator: torch.randint(0, 10, (37,), generator=generator))
+    one = stream(data, data.dataset)
+    assert (one.steps_per_epoch, one.left_out) == (3, 1)
+    assert read(one) == read(stream(data, data.dataset)) != read(one, 1)
+
+
+@pytest.mark.parametrize("indices", [torch.tensor([0, 10]), torch.tensor([-1]), torch.tensor([[1]])])
+def test_an_order_that_is_none_is_refused(indices: Tensor) -> None:
+    with pytest.raises(Refusal, match=r"NumberData.order\(0\) must be a list of indices in 0..9"):
+        Order(NumberData(None, lambda epoch, generator: indices), Numbers(10), 0)
+
+
+def test_an_order_must_stay_as_long() -> None:
+    order = Order(NumberData(None, lambda epoch, generator: torch.arange(10 - epoch)), Numbers(10), 0)
+    with pytest.raises(ValueError, match=r"order\(1\) has 9"):
+        order(1)
+
+
+class Flow(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Endless(Dataset):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(("dataset", "said"), [(Flow(), "iterable only"), (Endless(), "no len")])
+def test_data_that_cannot_be_indexed_is_refused_in_words(dataset: Any, said: str) -> None:
+    with pytest.raises(Refusal, match=said):
+        size_of(dataset)
