@@ -1,0 +1,299 @@
+"""metrics.jsonl is never torn and never says a step twice; people and TensorBoard see the same figures."""
+
+import contextlib
+import json
+import math
+import os
+import pty
+import re
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.console import Console, duration, evaluation_words, number, training_words
+from trainer.log import Log, Sink, TensorBoard
+
+ROOT = Path(__file__).parents[1]
+TRAIN = {"loss": 0.21344, "loss_mean": 0.3, "loss_hex": "3e5a8f0c", "lr": 0.1, "samples_per_s": 12345.6, "step_s": 0.01}
+
+
+def train_line(step, **others):
+    return {"step": step, "epoch": 0, **TRAIN, "samples": step * 128, "time": 1e9 + step, **others}
+
+
+def eval_line(step, **others):
+    return {"step": step, "epoch": 0, "samples": 360, "loss": 0.125, "accuracy": 0.978, **others}
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(folder, kind="train"):
+    return [line["step"] for line in lines(folder) if line["kind"] == kind]
+
+
+class Kept:
+    """A sink that remembers its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, verb):
+        return lambda *values: self.calls.append((verb, *values))
+
+
+# ------------------------------------------------------------------------------------------------------- metrics.jsonl
+
+
+def test_lines_go_to_the_file_and_to_every_sink(tmp_path):
+    sinks = [Kept(), Kept()]
+    log = Log(tmp_path, sinks, is_main=True)
+    log.rewind(0, 100, 3)
+    log.start(["a fact"])
+    log.train(train_line(10, bad=math.nan))
+    log.eval(eval_line(10))
+    log.images("inputs", torch.zeros(2, 1, 4, 4), 0)
+    log.images("inputs", torch.zeros(2, 7), 0)  # no images
+    log.text("config", "a: 1")
+    log.flush()
+    log.close()
+    log.close()
+    assert [call[0] for call in sinks[0].calls] == [
+        "open",
+        "start",
+        "train",
+        "eval",
+        "images",
+        "text",
+        "flush",
+        "close",
+    ]
+    assert sinks[1].calls[0] == ("open", tmp_path, 0, 100, 3)
+    train, evaluation = lines(tmp_path)
+    assert list(train)[:3] == ["kind", "step", "epoch"]
+    assert (train["kind"], evaluation["kind"], train["loss_hex"]) == ("train", "eval", "3e5a8f0c")
+    assert math.isnan(train["bad"])
+    words = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d a fact", words[0])
+    assert "loss 0.2134" in words[1]
+    assert "eval  step 10" in words[2]
+
+
+def test_other_ranks_are_silent(tmp_path, capsys):
+    sink = Kept()
+    log = Log(tmp_path, [sink, Console()], is_main=False)
+    log.rewind(0, 100, 3)
+    log.start(["a fact"])
+    log.train(train_line(1))
+    log.eval(eval_line(1))
+    log.images("inputs", torch.zeros(2, 1, 4, 4), 0)
+    log.text("config", "")
+    log.flush()
+    log.close()
+    assert list(tmp_path.iterdir()) == sink.calls == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_rewind_drops_later_steps_and_a_torn_line(tmp_path):
+    log = Log(tmp_path, [], is_main=True)
+    log.rewind(0)
+    for step in (10, 20, 30):
+        log.train(train_line(step))
+        log.eval(eval_line(step))
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 1')
+    log = Log(tmp_path, [], is_main=True)
+    log.rewind(20)
+    log.train(train_line(21))
+    assert steps(tmp_path) == [10, 20, 21]
+    assert steps(tmp_path, "eval") == [10, 20]
+    log.close()
+    Log(tmp_path, [], is_main=True).rewind(0)
+    assert lines(tmp_path) == []
+
+
+def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path):
+    log = Log(tmp_path, [], is_main=True)
+    log.train(train_line(1))
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="no space left for a line"):
+            log.train(train_line(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert steps(tmp_path) == [1]
+
+
+WRITING = """
+import sys
+from pathlib import Path
+from trainer.log import Log
+log = Log(Path(sys.argv[1]), [], is_main=True)
+step = 0
+while True:
+    step += 1
+    log.train({"step": step, "loss": 0.5, "padding": "x" * 2000})
+    if step == 100:
+        print("going", flush=True)
+"""
+
+
+def test_a_kill_tears_no_line(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", WRITING, str(tmp_path)], env=environment, stdout=subprocess.PIPE)
+    assert process.stdout.readline()
+    process.kill()
+    process.communicate()
+    found = steps(tmp_path)
+    assert found == list(range(1, len(found) + 1))
+
+
+# ------------------------------------------------------------------------------------------------------- the console
+
+
+def test_plain_lines_have_no_colour_codes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    console: Sink = Console()
+    console.start("[bold]a fact[/bold] as it is")
+    console.open(tmp_path, 0, 4200, 30)
+    console.train(train_line(360, epoch=2))
+    console.eval(eval_line(360))
+    console.train(train_line(370, epoch=2, step_s=1.0))
+    console.close()
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "[bold]a fact[/bold] as it is"
+    assert out[1] == "epoch  3/30  step  360/4200  loss 0.2134     12,346 samples/s  0:38 left"
+    assert out[2] == "eval  step 360  loss 0.1250  accuracy  97.8 %"
+    assert re.fullmatch(
+        r"epoch  3/30  step  370/4200  loss 0.2134  accuracy  97.8 %     12,346 samples/s  \S+ left", out[3]
+    )
+    assert len(out) == 4
+
+
+def test_words_say_what_is_known_and_no_more():
+    assert training_words({"step": 5, "loss": math.nan}) == "step 5  loss nan"
+    assert evaluation_words({"step": 5, "loss": 1e-7, "perplexity": 12345.678, "ema_accuracy": 1.0}) == (
+        "eval  step 5  loss 1e-07  perplexity 1.235e+04  ema_accuracy 100.0 %"
+    )
+    assert [number(value) for value in (0.0, 1.0, math.inf, -0.5, 9999.0)] == [
+        "0.0000",
+        "1.0000",
+        "inf",
+        "-0.5000",
+        "9999.0000",
+    ]
+    assert [duration(value) for value in (0.4, 41, 61, 600, 3723, 90000)] == [
+        "0:00",
+        "0:41",
+        "1:01",
+        "10:00",
+        "1:02:03",
+        "1 day, 1:00:00",
+    ]
+
+
+ON_SCREEN = """
+from pathlib import Path
+from trainer.console import Console
+console = Console()
+console.start("a fact")
+console.open(Path("."), 0, 100, 1)
+console.train({"step": 10, "epoch": 0, "loss": 0.5, "samples_per_s": 100.0, "step_s": 0.1})
+console.eval({"step": 10, "loss": 0.25, "accuracy": 0.5})
+console.train({"step": 20, "epoch": 0, "loss": 0.4, "samples_per_s": 100.0, "step_s": 0.1})
+breakpoint()
+console.close()
+"""
+
+
+def on_terminal(code, answers, **environment):
+    """Run code on a pseudo terminal; all that it showed there."""
+    master, slave = pty.openpty()
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", **environment}
+    process = subprocess.Popen([sys.executable, "-c", code], env=surroundings, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    os.write(master, answers)
+    shown = b""
+    while True:
+        part = b""
+        with contextlib.suppress(OSError):  # EIO: the other end is closed
+            part = os.read(master, 65536)
+        if not part:
+            break
+        shown += part
+    os.close(master)
+    assert process.wait(timeout=30) == 0, shown
+    return shown.decode()
+
+
+def test_a_terminal_shows_one_line_that_is_redrawn_and_a_debugger_works(tmp_path):
+    shown = on_terminal(ON_SCREEN, b"p 6 * 7\nc\n", TERM="xterm-256color")
+    assert "\r\x1b[2K" in shown
+    assert "━" in shown  # the bar
+    assert "step  10/100  loss 0.5000" in shown
+    assert "eval  step 10  loss 0.2500  accuracy  50.0 %\r\n" in shown
+    assert "(Pdb) " in shown
+    assert "42" in shown
+    assert "\x1b[?25l" not in shown  # the cursor was never hidden
+    assert shown.endswith("left\r\n")
+    assert re.search(r"\x1b\[3\dm|\x1b\[38", shown)
+    plain = on_terminal(ON_SCREEN, b"c\n", TERM="xterm-256color", NO_COLOR="1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9;]*m", plain)
+
+
+# ------------------------------------------------------------------------------------------------------- TensorBoard
+
+
+def scalars(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    events.Reload()
+    return events, {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_has_the_same_figures_and_a_resumed_run_is_one_curve(tmp_path):
+    for first in (0, 20):  # the second attempt starts from step 20
+        log = Log(tmp_path, [TensorBoard()], is_main=True)
+        log.rewind(first, 40, 1)
+        log.text("config", "a: 1\nb: 2")
+        log.images("inputs", torch.randn(40, 3, 8, 8), first)
+        for step in (first + 10, first + 20):
+            log.train(train_line(step, loss=float(step + first)))
+            log.eval(eval_line(step))
+        if first == 0:
+            log.train(train_line(30, loss=math.nan))  # lost with the first attempt
+        log.close()
+    events, curves = scalars(tmp_path / "tensorboard")
+    assert curves["loss"] == [(10, 10.0), (20, 20.0), (30, 50.0), (40, 60.0)]
+    assert {"lr", "samples_per_s", "loss_mean"} <= curves.keys()
+    assert not {"samples", "time", "loss_hex", "epoch"} & curves.keys()
+    assert events.Tags()["images"] == ["inputs"]
+    assert "config/text_summary" in events.Tags()["tensors"]
+    assert scalars(tmp_path / "tensorboard" / "eval")[1]["loss"] == [(step, 0.125) for step in (10, 20, 30, 40)]
+
+
+def test_nan_is_drawn_as_nan_and_odd_channels_are_shown(tmp_path):
+    sink = TensorBoard()
+    sink.close()  # never opened
+    sink.open(tmp_path, 0, None, None)
+    sink.train(train_line(1, loss=math.nan))
+    for channels in (1, 2, 3, 5):
+        sink.images(f"of{channels}", torch.full((2, channels, 4, 4), 0.5, dtype=torch.bfloat16), 0)
+    events, curves = scalars(tmp_path / "tensorboard")  # flushed: it is there before the file is closed
+    assert math.isnan(curves["loss"][0][1])
+    assert len(events.Tags()["images"]) == 4
+    sink.close()
