@@ -80,6 +80,7 @@ class VisionTransformer(nn.Module):
             )
         if width % heads:
             raise Refusal(f"width {width} ÷ heads {heads} is not whole; width {-(-width // heads) * heads} would work")
+        self.heads = heads
         self.embed = nn.Conv2d(channels, width, patch, stride=patch)
         self.position = nn.Parameter(torch.empty(1, (image_size // patch) ** 2, width))
         self.dropout = nn.Dropout(dropout)
@@ -109,7 +110,7 @@ class VisionTransformer(nn.Module):
             "blocks.*.mlp.up": ColwiseParallel(),
             "blocks.*.mlp.down": RowwiseParallel(),
         }
-        return Plan(tensor=tensor, shard=("blocks.*",), cuts=(f"blocks.{len(self.blocks) // 2}",))
+        return Plan(tensor, {"heads": self.heads}, shard=("blocks.*",), cuts=(f"blocks.{len(self.blocks) // 2}",))
 
     def _initialise(self) -> None:
         """Small normal weights, zero biases; what is added to the stream starts smaller the deeper the network is."""
@@ -119,7 +120,7 @@ class VisionTransformer(nn.Module):
                 spread = module.in_features**-0.5 / ((2 * len(self.blocks)) ** 0.5 if added else 1.0)
                 nn.init.trunc_normal_(module.weight, std=spread)
                 nn.init.zeros_(module.bias)
-        nn.init.trunc_normal_(self.position, std=0.02)
+        nn.init.trunc_normal_(self.position, std=0.5)  # as large as embedded patches: place tells as much as content
         nn.init.zeros_(self.head.weight)
 
 

@@ -202,7 +202,7 @@ class Case:
 def make_optimizer(kind: str) -> Any:
     if kind == "adamw":
         return lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True)
-    return lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    return lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, fused=True)
 
 
 def run(launch: Launch, case: Case) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Scaler(NoScaler):
         """Update the weights unless a gradient overflowed; adapt the scale."""
         assert norm is not None, "fp16 decides by the norm"
         overflow = (~torch.isfinite(norm)).to(torch.float32)
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if all(group.get("fused") for group in optimizer.param_groups):
             optimizer.grad_scale, optimizer.found_inf = None, overflow  # type: ignore[attr-defined]
             optimizer.step()
         elif not bool(overflow):

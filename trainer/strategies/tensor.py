@@ -21,6 +21,8 @@ from trainer.strategies.base import Placed, Strategy
 from trainer.task import Task
 from trainer.tree import changed
 
+TAKES_CUT = (torch.optim.Adam, torch.optim.AdamW)  # whose fused step knows DTensors, on torch 2.11 to 2.15
+
 
 @dataclass
 class TP(Strategy):
@@ -80,7 +82,11 @@ class PlacedTensor(Placed):
         self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: Iterable[dict[str, Any]]
     ) -> torch.optim.Optimizer:
         """Build the optimizer; cut and whole parameters stand in groups of their own, for its kernels take no mixture."""
-        return make([part for group in groups for part in _unmixed(group)])
+        parts = [part for group in groups for part in _unmixed(group)]
+        optimizer = make(parts)
+        if not optimizer.defaults.get("fused") or isinstance(optimizer, TAKES_CUT):
+            return optimizer
+        return make([{**part, "fused": False} for part in parts])
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What a checkpoint stores, after a look whether the whole parameters are still the same everywhere."""

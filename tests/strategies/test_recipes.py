@@ -1,0 +1,96 @@
+"""The product's own networks under the strategies that change most about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recipes.vision.classification import Classification
+from recipes.vision.resnet import resnet18
+from recipes.vision.vit import VisionTransformer
+from tests.processes import Processes
+from tests.strategies.toys import STRATEGIES
+from trainer import Data
+from trainer.launch import Launch
+from trainer.reader import Loading
+from trainer.strategies.machine import Machine
+from trainer.stream import Stream
+
+
+class Pictures:
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(64, 3, 16, 16, generator=generator)
+        self.y = torch.randint(0, 10, (64,), generator=generator)
+
+    def __len__(self) -> int:
+        return 64
+
+    def batch(self, indices: Tensor) -> Any:
+        return self.x[indices], self.y[indices]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index]
+
+
+def own_transformer() -> nn.Module:
+    return VisionTransformer(num_classes=10, channels=3, image_size=16, patch_size=4, width=48, depth=2, heads=12)
+
+
+def torchvisions_transformer() -> nn.Module:
+    from torchvision.models import VisionTransformer as Theirs
+
+    network = Theirs(16, 4, 2, 2, 32, 64, num_classes=10)
+    nn.init.normal_(network.heads.head.weight, std=0.02)  # theirs starts at zero, where nothing flows back
+    return network
+
+
+def small_resnet() -> nn.Module:
+    return resnet18(num_classes=10, channels=3, image_size=16)
+
+
+def losses(
+    launch: Launch, make: Any, strategy: str, fields: dict[str, Any], precision: str, steps: int, slices: int = 1
+) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    network, task, data = make(), Classification(), Data()
+    machine = Machine(launch=launch, device="cpu", precision=precision)
+    chosen = STRATEGIES[strategy](machine=machine, **fields)
+    chosen.check(task, network, launch.world_size)
+    with chosen:
+        stream = Stream(data, Pictures(), chosen, 16, slices, Loading())
+        placed = chosen.build(task, network, stream.example())
+        optimizer = placed.optimizer(
+            lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9, fused=True),
+            [{"params": list(placed.network.parameters())}],
+        )
+        seen, norms, step = [], [], 0
+        while step < steps:
+            for batches in stream.epoch(step // stream.steps_per_epoch):
+                parts = placed.forward_backward(batches, step)
+                norms.append(float(placed.optimizer_step(optimizer, 1.0)))
+                seen.append(float(chosen.reduce(parts)["loss"]))
+                step += 1
+                if step == steps:
+                    break
+    return seen, norms
+
+
+@pytest.mark.parametrize("make", [own_transformer, torchvisions_transformer])
+@pytest.mark.parametrize(("size", "strategy", "fields"), [(2, "tp", {}), (4, "ddp_tp", {"tensor": 2})])
+def test_transformers_are_cut_exactly(
+    processes: Processes, make: Any, size: int, strategy: str, fields: dict[str, Any]
+) -> None:
+    (reference,) = processes.run(1, losses, make, "single", {}, "fp64", 8)
+    for rank in processes.run(size, losses, make, strategy, fields, "fp64", 8):
+        for own, theirs in zip(rank, reference, strict=True):
+            assert max(abs(a - b) for a, b in zip(own, theirs, strict=True)) < 1e-10
+
+
+def test_a_residual_network_with_synchronised_statistics_learns_the_curve_of_one_process(processes: Processes) -> None:
+    (reference,) = processes.run(1, losses, small_resnet, "single", {}, "fp32", 12)
+    for rank in processes.run(2, losses, small_resnet, "ddp", {"sync_bn": True}, "fp32", 12):
+        assert max(abs(a - b) for a, b in zip(rank[0], reference[0], strict=True)) < 1e-3
