@@ -149,7 +149,7 @@ def crop(images: Tensor, random: Random, padding: int, flip: bool = False) -> Te
     sample = mirrored * batch + torch.arange(batch, device=images.device)
     start = sample * size + (place // span) * columns + place % span
     length = size - 2 * padding * (columns + 1)  # from the first pixel of the last possible cut-out to the batch's end
-    windows = bordered.as_strided((bordered.numel() - length + 1, length), (1, 1))
+    windows = bordered.as_strided((max(bordered.numel() - length + 1, 0), length), (1, 1))
     strides = (length, rows * columns, columns, 1)
     return windows.index_select(0, start).as_strided((batch, channels, height, width), strides)
 

@@ -28,18 +28,17 @@ def read_idx(path: Path, *sizes: int) -> Tensor:
     except (OSError, EOFError, zlib.error) as error:
         raise Refusal(f"{path} is damaged or cut short ({error}); {expected}") from error
     header = 4 * (len(sizes) + 2)
-    if len(content) < header or (found := struct.unpack(">I", content[:4])[0]) != magic:
-        begins = f"begins with 0x{found:08x}" if len(content) >= header else f"holds {len(content)} bytes"
-        raise Refusal(f"{path} {begins}; {expected}")
+    if content[:4] != magic.to_bytes(4, "big"):
+        raise Refusal(f"{path} begins with 0x{content[:4].hex()}; {expected}")
+    if len(content) < header:
+        raise Refusal(f"{path} ends within its header; {expected}")
     count, *rest = struct.unpack(f">{len(sizes) + 1}I", content[4:header])
     if tuple(rest) != sizes:
         raise Refusal(f"{path} holds {' × '.join(map(str, [count, *rest]))} values; {expected}")
     body, needed = len(content) - header, count * math.prod(sizes)
     if body != needed:
         raise Refusal(f"{path} holds {body} bytes behind its header, which announces {needed}; {expected}")
-    # the array's own memory: a view of bytes could not be written to
-    return (
-        torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).view(count, *sizes)
-        if count
-        else (torch.empty(0, *sizes, dtype=torch.uint8))
-    )
+    if not count:
+        return torch.empty(0, *sizes, dtype=torch.uint8)
+    # of a bytearray, because a tensor may be written to and bytes may not
+    return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).view(count, *sizes)

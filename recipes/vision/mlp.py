@@ -10,7 +10,7 @@ from torch import Tensor, nn
 class MLP(nn.Sequential):
     """Hidden layers with ReLU between the flattened pixels and the classes."""
 
-    def __init__(self, num_classes: int, channels: int, image_size: int, width: int = 256, depth: int = 2) -> None:
+    def __init__(self, num_classes: int, channels: int, image_size: int, width: int = 512, depth: int = 3) -> None:
         sizes = [channels * image_size * image_size] + [width] * depth
         layers: list[nn.Module] = [nn.Flatten()]
         for inputs, outputs in pairwise(sizes):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from trainer.refusal import Refusal, nearest
 
@@ -21,9 +23,17 @@ def torchvision_model(name: str, num_classes: int, channels: int, image_size: in
     names = models.list_models(module=models)
     if name not in names:
         raise Refusal(f"torchvision has no classifier {name!r}{nearest(name, names)}")
-    arguments: dict[str, object] = {"num_classes": num_classes, **_special(name, image_size)}
-    _try(name, arguments, channels, image_size)
-    return _fit_channels(models.get_model(name, **arguments), channels)
+    try:
+        network = models.get_model(name, num_classes=num_classes, **_special(name, image_size))
+        _fit_channels(network, channels)
+        _try(network, channels, image_size)
+    except (RuntimeError, ValueError, AssertionError, ZeroDivisionError) as error:
+        images = f"images of {channels} × {image_size} × {image_size}"
+        reason = (str(error).splitlines() or [type(error).__name__])[0].strip(" .")
+        raise Refusal(
+            f"torchvision's {name} cannot take {images} ({reason}); larger ones, model=cnn or model=resnet18 would work"
+        ) from error
+    return network
 
 
 def _special(name: str, image_size: int) -> dict[str, object]:
@@ -37,28 +47,22 @@ def _special(name: str, image_size: int) -> dict[str, object]:
     return {}
 
 
-def _try(name: str, arguments: dict[str, object], channels: int, image_size: int) -> None:
-    """Refuse images that the network cannot take, found out without memory or arithmetic."""
-    from torchvision import models
-
-    try:
-        with torch.device("meta"), torch.no_grad():
-            network = _fit_channels(models.get_model(name, **arguments), channels).eval()
-            network(torch.empty(2, channels, image_size, image_size))
-    except (RuntimeError, ValueError, AssertionError, ZeroDivisionError) as error:
-        images = f"images of {channels} × {image_size} × {image_size}"
-        reason = str(error).splitlines()[0].strip(" .") if str(error) else type(error).__name__
-        raise Refusal(
-            f"torchvision's {name} cannot take {images} ({reason}); larger ones, model=cnn or model=resnet18 would work"
-        ) from error
-
-
-def _fit_channels(network: nn.Module, channels: int) -> nn.Module:
+def _fit_channels(network: nn.Module, channels: int) -> None:
     """Give the first convolution, in place, as many input channels as the images have."""
     first = next(module for module in network.modules() if isinstance(module, nn.Conv2d))
     if channels != first.in_channels:
-        old = first.weight
-        spread = 1.0 if old.is_meta else float(old.detach().std()) * math.sqrt(first.in_channels / channels)
-        first.in_channels = channels
+        old = first.weight.detach()
+        spread = float(old.std()) * math.sqrt(first.in_channels / channels)
         first.weight = nn.Parameter(old.new_empty(old.shape[0], channels, *old.shape[2:]).normal_(0, spread))
-    return network
+        first.in_channels = channels
+
+
+def _try(network: nn.Module, channels: int, image_size: int) -> None:
+    """Run the network on shapes alone, which shows images that it cannot take."""
+    shapes = {
+        name: tensor.detach().to("meta") for name, tensor in chain(network.named_parameters(), network.named_buffers())
+    }
+    network.eval()
+    with torch.no_grad():
+        functional_call(network, shapes, torch.empty(2, channels, image_size, image_size, device="meta"))
+    network.train()

@@ -1,0 +1,69 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from recipes.vision.classification import Classification
+from trainer.plan import Plan
+
+
+def outputs(batch=12, classes=4):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, classes, generator=generator), torch.arange(batch) % 3
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_the_mean_over_samples(smoothing):
+    output, target = outputs()
+    task = Classification(label_smoothing=smoothing)
+    expected = functional.cross_entropy(output, target, label_smoothing=smoothing)
+    assert torch.allclose(task.loss(output, target), expected)
+    assert task.weight(target) == 12
+
+
+def test_the_loss_of_nothing_is_zero_and_has_a_gradient():
+    output = torch.zeros(0, 4, requires_grad=True)
+    loss = Classification(label_smoothing=0.1).loss(output, torch.zeros(0, dtype=torch.long))
+    loss.backward()
+    assert loss.item() == 0
+
+
+def test_figures_do_not_depend_on_the_batches():
+    output, target = outputs()
+    task = Classification()
+
+    def figures(parts):
+        totals = {"loss": torch.tensor(6.0), "weight": torch.tensor(12), "samples": torch.tensor(12)}
+        for part in parts:
+            for name, value in task.metrics(output[part], target[part]).items():
+                totals[name] = totals.get(name, 0) + value
+        return task.finish(totals)
+
+    whole = figures([torch.arange(12)])
+    assert figures([torch.arange(5), torch.arange(0), torch.arange(5, 12)]) == whole
+    right = output.argmax(1) == target
+    assert whole["loss"] == 0.5
+    assert whole["accuracy"] == pytest.approx(right.double().mean().item())
+    # class 3 has no sample and does not count
+    assert whole["macro_accuracy"] == pytest.approx(
+        sum(right[target == c].double().mean().item() for c in range(3)) / 3
+    )
+
+
+def test_the_confusion_matrix_has_the_truth_in_its_rows():
+    output = functional.one_hot(torch.tensor([1, 1, 2]), 3).float()
+    confusion = Classification().metrics(output, torch.tensor([0, 1, 1]))["confusion"]
+    assert confusion.tolist() == [[0, 1, 0], [0, 1, 1], [0, 0, 0]]
+
+
+def test_the_best_checkpoint_is_the_most_accurate():
+    assert Classification.best == "accuracy"
+
+
+def test_the_plan_is_the_networks_own_or_none():
+    class Planned(nn.Module):
+        def plan(self):
+            return Plan(cuts=("here",))
+
+    assert Classification().plan(Planned()).cuts == ("here",)
+    assert Classification().plan(nn.Linear(2, 2)) == Plan()
