@@ -60,7 +60,7 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
 
 
 def test_strategies_know_neither_loop_nor_configuration() -> None:
-    allowed = ("parallel", "strategies", "task", "plan", "refusal", "launch", "seeds", "tree")
+    allowed = ("parallel", "strategies", "task", "plan", "refusal", "launch", "machine", "seeds", "tree")
     assert strangers("trainer/strategies", tuple(f"trainer.{name}" for name in allowed)) == []
 
 
@@ -106,8 +106,8 @@ def test_the_loop_has_no_word_of_parallelism() -> None:
     assert words(CHECKOUT / "trainer/trainer.py") & (parallel | wrapped | types) == set()
 
 
-# Hydra and OmegaConf end here: below these a function takes its arguments, not a configuration.
-DOOR = {"__main__", "compose", "config", "build", "resolved", "values", "lab"}
+# Hydra and OmegaConf end at these: below them a function takes its arguments, not a configuration.
+DOOR = {"__main__", "compose", "config", "build", "choices", "lab", "resolved", "typed", "typos", "words"}
 
 
 def test_configuration_stops_at_the_door() -> None:

@@ -76,6 +76,8 @@ STAND_IN = """
 import os, signal, sys
 from pathlib import Path
 
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+os.write(1, b"up\\n")                           # in one piece, whoever else writes
 main, word = os.environ["RANK"] == "0", sys.argv[-1]
 if word == "ending=stopped":                    # as a preempted run: exit code 0, and the meaning in the file
     signal.sigwait({signal.SIGTERM})
@@ -91,8 +93,7 @@ else:
 def start(cwd: Path, word: str) -> subprocess.Popen[str]:
     """Launch a stand-in for the run: `python -m trainer` finds the folder that it is started in first."""
     (cwd / "trainer").mkdir()
-    blocked = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\nprint('up', flush=True)\n"
-    (cwd / "trainer" / "__main__.py").write_text(blocked + STAND_IN)
+    (cwd / "trainer" / "__main__.py").write_text(STAND_IN)
     command = [sys.executable, "-P", str(SCRIPTS / "launch.py"), word]
     env = {name: value for name, value in os.environ.items() if name != "NPROC"}
     return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
