@@ -65,7 +65,7 @@ def test_strategies_know_neither_loop_nor_configuration() -> None:
 
 
 def test_parallel_functions_know_no_strategy() -> None:
-    allowed = ("parallel", "plan", "refusal", "launch", "seeds", "tree")
+    allowed = ("parallel", "plan", "refusal", "launch", "machine", "seeds", "tree")
     assert strangers("trainer/parallel", tuple(f"trainer.{name}" for name in allowed)) == []
 
 
