@@ -1,0 +1,156 @@
+"""The networks: shapes, names, initialisation, what they say of being split, and what they refuse."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from recipes.vision.classification import Classification
+from recipes.vision.cnn import CNN
+from recipes.vision.mlp import MLP
+from recipes.vision.resnet import resnet18, resnet50
+from recipes.vision.vit import Attention, VisionTransformer, patch_for
+from recipes.vision.zoo import torchvision_model
+from trainer.refusal import Refusal
+
+OWN = {"cnn": CNN, "mlp": MLP, "vit": VisionTransformer, "resnet18": resnet18, "resnet50": resnet50}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(("channels", "side"), [(1, 8), (1, 28), (3, 32), (3, 64)])
+def test_each_network_takes_images_of_each_data_set(name, channels, side):
+    network = OWN[name](num_classes=7, channels=channels, image_size=side).eval()
+    with torch.no_grad():
+        assert network(torch.randn(2, channels, side, side)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_seed_decides_the_weights(name):
+    def weights(seed):
+        torch.manual_seed(seed)
+        return OWN[name](num_classes=3, channels=1, image_size=8).state_dict()
+
+    first, again, other = weights(0), weights(0), weights(1)
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not all(torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", ["cnn", "mlp", "vit"])
+def test_own_networks_have_neither_batch_statistics_nor_dropout(name):
+    """Their learning curve is the same under every strategy."""
+    network = OWN[name](num_classes=3, channels=1, image_size=8)
+    kinds = nn.modules.batchnorm._BatchNorm
+    assert not any(isinstance(module, kinds) for module in network.modules())
+    assert not any(isinstance(module, nn.Dropout) and module.p > 0 for module in network.modules())
+
+
+@pytest.mark.parametrize("build", [resnet18, resnet50])
+def test_the_stem_suits_the_size_of_the_images(build):
+    small, large = build(10, 1, 64), build(10, 3, 65)
+    assert (small.conv1.kernel_size, small.conv1.stride, small.conv1.in_channels) == ((3, 3), (1, 1), 1)
+    assert isinstance(small.maxpool, nn.Identity)
+    assert (large.conv1.kernel_size, large.conv1.stride) == ((7, 7), (2, 2))
+    assert isinstance(large.maxpool, nn.MaxPool2d)
+
+
+@pytest.mark.parametrize(("side", "patch"), [(8, 2), (28, 4), (32, 4), (64, 8), (96, 12), (224, 16), (384, 24), (7, 7)])
+def test_patches_suit_the_size_of_the_images(side, patch):
+    assert patch_for(side) == patch
+
+
+def test_a_transformer_that_does_not_divide_is_refused():
+    with pytest.raises(Refusal, match=r"28 pixels do not divide into patches of 16; \[2, 4, 7, 14, 28\]"):
+        VisionTransformer(10, 1, 28, patch_size=16)
+    with pytest.raises(Refusal, match="width 100 ÷ heads 12 is not whole; width 108"):
+        VisionTransformer(10, 1, 28, width=100)
+
+
+def test_attention_is_packed_head_after_head():
+    """Rows of the fused projection that belong to some heads make an attention of those heads: what a cut relies on."""
+    torch.manual_seed(0)
+    whole, x = Attention(24, heads=4), torch.randn(2, 5, 24)
+    half = Attention(24, heads=4)
+    half.qkv, half.out = nn.Linear(24, 36), nn.Linear(12, 24)
+    parts = []
+    with torch.no_grad():
+        for rank in range(2):
+            half.qkv.weight.copy_(whole.qkv.weight.chunk(2)[rank])
+            half.qkv.bias.copy_(whole.qkv.bias.chunk(2)[rank])
+            half.out.weight.copy_(whole.out.weight.chunk(2, dim=1)[rank])
+            half.out.bias.zero_()
+            parts.append(half(x))
+        assert torch.allclose(parts[0] + parts[1] + whole.out.bias, whole(x), atol=1e-6)
+
+
+def test_a_transformer_sees_where_its_patches_are():
+    network = VisionTransformer(5, 1, 8, width=24, heads=2, depth=1)
+    nn.init.normal_(network.head.weight)
+    images = torch.randn(3, 1, 8, 8)
+    assert not torch.allclose(network(images), network(images.roll(2, dims=-1)), atol=1e-4)
+
+
+def names_of(network, pattern):
+    head, tail = pattern.split("*")
+    return [name for name, _ in network.named_modules() if name.startswith(head) and name.endswith(tail)]
+
+
+def test_the_plan_of_the_transformer_names_its_modules():
+    network = VisionTransformer(10, 1, 8)
+    plan = network.plan()
+    assert all(len(names_of(network, pattern)) == 6 for pattern in plan.tensor)
+    assert plan.divisible == {"heads": 12}
+    assert plan.shard == ("blocks.*",)
+    assert plan.cuts == ("blocks.3",)
+    assert Classification().plan(network).tensor.keys() == plan.tensor.keys()
+
+
+def test_the_plan_of_torchvisions_transformer_names_its_mlps():
+    network = torchvision_model("vit_b_16", num_classes=4, channels=3, image_size=32)
+    plan = Classification().plan(network)
+    matched = [name for pattern in plan.tensor for name in names_of(network, pattern)]
+    assert len(matched) == 24
+    assert all(isinstance(network.get_submodule(name), nn.Linear) for name in matched)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "efficientnet_b0", "squeezenet1_0", "googlenet"])
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_torchvisions_networks_take_any_number_of_channels(name, channels):
+    network = torchvision_model(name, num_classes=6, channels=channels, image_size=40)
+    assert network.training
+    names = network.state_dict().keys()
+    assert network(torch.randn(2, channels, 40, 40)).shape == (2, 6)
+    from torchvision import models
+
+    plain = {"aux_logits": False, "init_weights": True} if name == "googlenet" else {}
+    assert names == models.get_model(name, **plain).state_dict().keys()
+
+
+def test_the_new_first_convolution_keeps_the_size_of_its_outputs():
+    torch.manual_seed(0)
+    grey, colour = (torchvision_model("resnet18", 2, channels, 40).conv1 for channels in (1, 3))
+    images = torch.randn(4, 3, 40, 40)
+    with torch.no_grad():
+        assert grey(images[:, :1]).std().item() == pytest.approx(colour(images).std().item(), rel=0.2)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    with pytest.raises(Refusal, match="torchvision has no classifier 'resnet19'; did you mean 'resnet1"):
+        torchvision_model("resnet19", 10, 3, 32)
+
+
+@pytest.mark.parametrize("name", ["vit_b_16", "alexnet"])
+def test_images_that_a_network_cannot_take_are_refused(name):
+    with pytest.raises(Refusal, match=f"{name} cannot take images of 1 × 8 × 8 .*model=cnn"):
+        torchvision_model(name, num_classes=10, channels=1, image_size=8)
+
+
+def test_nothing_slow_is_imported_before_it_is_needed():
+    modules = ["classification", "cnn", "digits", "fashion_mnist", "mlp", "plans", "resnet", "synthetic", "vit", "zoo"]
+    program = (
+        f"import sys, importlib; [importlib.import_module('recipes.vision.' + name) for name in {modules}];"
+        "print([name for name in ('torchvision', 'torch.distributed.tensor', 'torch._dynamo') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
