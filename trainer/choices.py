@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainer.config import GROUPS
 from trainer.refusal import nearest
+from trainer.resolved import as_written
 from trainer.typos import paths, unknown
 
+LISTED = ("job", *GROUPS, "experiment")  # in config.yaml's defaults: +experiment=x can only mean experiment=x
 SINGLE = ("job", *(group for group in GROUPS if group != "log"))  # groups of which one option is chosen
 
 
@@ -29,7 +31,7 @@ def assort(
             if wrong:
                 problems.append(wrong)
             elif not (each.key_or_group == "experiment" and each.value() is None):
-                chosen.append(line(each))
+                chosen.append(line(each).lstrip("+") if each.key_or_group in LISTED else line(each))
         else:
             changes.append(each)
     return chosen, changes, of_hydra
@@ -77,7 +79,7 @@ def harmless(override: Override, base: DictConfig, problems: list[str]) -> bool:
     if path.startswith(("hydra.help.", "hydra.hydra_help.")):
         return True
     known = [each for each in choices if each.startswith("hydra/")]
-    own = paths(OmegaConf.to_container(base.hydra, resolve=False))
+    own = paths(as_written(base.hydra))
     known += [f"hydra.{each}" for each in own if not each.startswith("runtime.")]
     if path not in known and not plain:
         problems.append(unknown(path, known))
@@ -88,9 +90,9 @@ def harmless(override: Override, base: DictConfig, problems: list[str]) -> bool:
 
 
 def _scalar(base: DictConfig, path: str) -> Any:
-    value = OmegaConf.to_container(base, resolve=False)
+    value: Any = as_written(base)
     for part in path.split("."):
-        value = value[part]  # type: ignore[call-overload, index]
+        value = value[part]
     return getattr(value, "name", value)  # hydra.mode is an enumeration
 
 

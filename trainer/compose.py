@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 import trainer
 from trainer.bundle import root
@@ -25,6 +25,7 @@ from trainer.choices import assort, harmless, line, misnamed
 from trainer.config import GROUPS, examine
 from trainer.lab import LabSource
 from trainer.refusal import Refusal, nearest
+from trainer.resolved import as_written
 from trainer.typed import mistyped
 from trainer.typos import paths, unread
 from trainer.words import Words, parse, read, take_searchpath
@@ -97,7 +98,7 @@ def _composed(
     """The configuration without Hydra's own part, and the words that made it; appends what is wrong to the problems."""
     chosen, changes, of_hydra = assort(overrides, places, problems)
     base = _load(words, chosen, places)
-    known = [path for path in paths(OmegaConf.to_container(base, resolve=False)) if not path.startswith("hydra.")]
+    known = [path for path in paths(as_written(base)) if not path.startswith("hydra.")]
     accepted = [line(each) for each in of_hydra if harmless(each, base, problems)]
     for each in changes:
         wrong = misnamed(each, known)
@@ -127,7 +128,7 @@ def _astray(own: DictConfig, base: DictConfig, cfg: DictConfig) -> list[str]:
     loggers = set(own.hydra_logging or {}) | set(own.job_logging or {})
     if own.callbacks or loggers - {"version", "root", "disable_existing_loggers"}:
         problems.append("hydra: a yaml sets its callbacks or logging, but the framework does not run under Hydra")
-    if OmegaConf.to_container(base, resolve=False).get("trust"):  # type: ignore[union-attr]
+    if as_written(base).get("trust"):
         problems.append("trust: only the command line can say which packages to trust, and here a yaml does")
     problems += [f"{group}: choose one, {group}=NAME" for group in GROUPS if not isinstance(cfg.get(group), DictConfig)]
     return problems
@@ -140,7 +141,7 @@ def _without_experiment(
     if not choices.get("experiment"):
         return base
     kept = [word for word in chosen if word.lstrip("+~").split("=")[0] not in ("experiment", *choices)]
-    picked = [f"{group}={option}" for group, option in choices.items() if _is_choice(group, option)]
+    picked = [f"{group}={option}" for group, option in as_written(choices).items() if _is_choice(group, option)]
     try:
         return _load(words, kept + picked, places)
     except Refusal:  # a choice that only exists below the experiment

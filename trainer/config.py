@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainer.cadence import Every
 from trainer.refusal import Refusal
-from trainer.resolved import UNRESOLVED, resolved
+from trainer.resolved import UNRESOLVED, as_written, resolved
 from trainer.values import (
     Reader,
     Unexpected,
@@ -140,7 +140,7 @@ def settings(cfg: DictConfig) -> Settings:
 def examine(cfg: DictConfig) -> tuple[Settings | None, list[str]]:
     """The framework keys, or what is wrong with them, one line each."""
     values, problems = resolved(cfg)
-    written = OmegaConf.to_container(cfg, resolve=False)  # what messages show: never a resolved secret
+    written = as_written(cfg)  # what messages show: never a resolved secret
     read: dict[str, Any] = {}
     for name, section in SECTIONS.items():
         read[name] = _section(section, values.get(name), written.get(name), f"{name}.", problems)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from omegaconf.resolvers import oc
@@ -29,14 +29,21 @@ def resolved(cfg: DictConfig) -> tuple[dict[str, Any], list[str]]:
     return _plain(cfg, missing), problems
 
 
+def as_written(cfg: DictConfig) -> dict[str, Any]:
+    """The configuration as plain dicts, lists and scalars, with its interpolations left as they are."""
+    plain = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
 def written(cfg: DictConfig) -> str:
     """The configuration as yaml, resolved, but for what depends on the environment: secrets stay `${oc.env:NAME}`."""
 
-    def as_written(path: str, written: Any, error: OmegaConfBaseException | None) -> Any:
+    def kept(path: str, written: Any, error: OmegaConfBaseException | None) -> Any:
         return written
 
     with _environment_sealed():
-        return yaml.safe_dump(_plain(cfg, as_written), sort_keys=False, allow_unicode=True, width=120)
+        return yaml.safe_dump(_plain(cfg, kept), sort_keys=False, allow_unicode=True, width=120)
 
 
 @contextmanager
@@ -65,7 +72,7 @@ def _plain(cfg: DictConfig, fallback: Fallback) -> Any:
         if seen > BUDGET or path.count(".") > 100:
             raise Refusal(f"{path.split('.')[0]}: its interpolations contain themselves, or more than {BUDGET} values")
         if isinstance(node, DictConfig):
-            return {str(key): leaf(node, key, f"{path}.{key}" if path else str(key)) for key in node}
+            return {key: leaf(node, key, f"{path}.{key}".lstrip(".")) for key in map(str, node)}
         if isinstance(node, ListConfig):
             return [leaf(node, index, f"{path}.{index}") for index in range(len(node))]
         return node
@@ -76,7 +83,8 @@ def _plain(cfg: DictConfig, fallback: Fallback) -> Any:
         try:
             value = parent[key]
         except OmegaConfBaseException as error:
-            return fallback(path, OmegaConf.to_container(parent, resolve=False)[key], error)  # type: ignore[call-overload]
+            plain: Any = OmegaConf.to_container(parent, resolve=False)
+            return fallback(path, plain[key], error)
         return walk(value, path)
 
     return walk(cfg, "")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainer.config import GROUPS, shown
-from trainer.resolved import UNRESOLVED, resolved
+from trainer.resolved import UNRESOLVED, as_written, resolved
 
 
 def mistyped(cfg: DictConfig, base: DictConfig) -> list[str]:
     """One line for each value that is of another type than the one which its group's yaml gives this key."""
     values, expected = resolved(cfg)[0], resolved(base)[0]
-    written, before = OmegaConf.to_container(cfg, resolve=False), OmegaConf.to_container(base, resolve=False)
-    assert isinstance(written, dict)
-    assert isinstance(before, dict)
+    written, before = as_written(cfg), as_written(base)
     problems: list[str] = []
     for group in GROUPS:
         if group in values and group in expected:

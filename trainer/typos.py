@@ -8,9 +8,10 @@ from dataclasses import fields
 from difflib import SequenceMatcher
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainer.config import GROUPS, SECTIONS, Settings
+from trainer.resolved import as_written
 
 
 def paths(node: Any, prefix: str = "") -> list[str]:
@@ -49,8 +50,7 @@ def unread(cfg: DictConfig, known: list[str]) -> list[str]:
 
     A key that an interpolation refers to is read by that: a lab may write a number once and use it twice.
     """
-    plain = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(plain, dict)
+    plain = as_written(cfg)
     referred = set(re.findall(r"[$.\w]+", " ".join(re.findall(r"\$\{[^}]*\}?", str(plain)))))
     own = {each.name for each in fields(Settings)} - {"decay", "fused"} | set(GROUPS)
     problems = []

@@ -1,0 +1,242 @@
+"""From the nodes of a configuration to objects: the only place where a configuration calls anything.
+
+Hydra's own `instantiate` is not used. It would look the name up again after it has been checked here, would call what
+is nested without asking of which kind it is, and hides an error of the callee behind one of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from trainer import signature
+from trainer.data import Data
+from trainer.names import Names, real_name
+from trainer.refusal import Refusal, nearest
+from trainer.task import Task
+
+# What a data set's yaml says for models to interpolate. It is not passed to a Data that does not name it.
+FACTS = ("num_classes", "channels", "image_size", "vocab_size")
+
+# What may stand inside a node, from packages that were not written for this. torchvision's older transforms are plain
+# classes, which is why their module is named.
+INNER = (nn.Module, Task, Data, Dataset, ParallelStyle)
+INNER_MODULES = ("torchvision.transforms.", "trainer.transforms", "trainer.schedule", "recipes.")
+
+# Functions of others that give a network and, in the versions that people have, do not say so.
+FACTORIES = ("timm.models._factory.create_model",)
+
+
+class Call(NamedTuple):
+    """A call that has passed every check and has not been made."""
+
+    target: Callable[..., Any]
+    args: list[Any]  # as plain values; nested nodes are still dicts
+    values: dict[str, Any]
+    partly: bool  # _partial_: hand over the target with these arguments instead of calling it
+
+
+def build(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) -> Any:
+    """The object that a group's node describes, of this kind. `extra`: arguments that no configuration gives.
+
+    Refusal where the name, the kind or an argument is wrong, before anything is called. What goes wrong inside the
+    callee is its own error, with a note that says which part of the configuration it was built from.
+    """
+    call = _checked_group(node, kind, where, names, extra)
+    made = _make(call, where, names, extra)
+    if not _is_a(made, kind):
+        raise Refusal(f"{where}: {real_name(call.target)} gave a {type(made).__name__}, not a {kind.__name__}")
+    return made
+
+
+def check(node: DictConfig, kind: type, where: str, names: Names, given: Iterable[str] = ()) -> None:
+    """Refuse a node that `build` would refuse, without calling anything. `given`: the names of the extra arguments."""
+    _checked_group(node, kind, where, names, given)
+
+
+def maker(
+    node: DictConfig, kind: type, where: str, names: Names, own: Iterable[str] = (), **extra: Any
+) -> Callable[[Any], Any]:
+    """What makes the object from its first argument alone: `maker(...)(groups)` is an optimizer over these groups.
+
+    `own`: keys of the node that are the framework's and not the target's (config.OPTIMIZER_KEYS).
+    """
+    first = next(iter(_parameters(_group_target(node, kind, where, names))), "")
+    call = _checked_group(node, kind, where, names, [first, *extra], own)
+    make = partial(_make_with_first, call, first, where, names, extra)
+    if issubclass(kind, Optimizer):
+        _rehearse(make, where)
+    return make
+
+
+def _make_with_first(call: Call, first: str, where: str, names: Names, extra: Mapping[str, Any], value: Any) -> Any:
+    return _make(call, where, names, {first: value, **extra})
+
+
+def _rehearse(make: Callable[[Any], Any], where: str) -> None:
+    """Optimizers check the range of their numbers when they are made: find out before any process group."""
+    try:
+        make([nn.Parameter(torch.zeros(2, 2))])
+    except (ValueError, TypeError) as error:
+        raise Refusal(f"{where}: {error}") from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _checked_group(
+    node: DictConfig, kind: type, where: str, names: Names, given: Iterable[str], own: Iterable[str] = ()
+) -> Call:
+    target = _group_target(node, kind, where, names)
+    values, written = OmegaConf.to_container(node, resolve=True), OmegaConf.to_container(node, resolve=False)
+    assert isinstance(values, dict)
+    left_out = set(own) | ({name for name in FACTS if name not in _parameters(target)} if kind is Data else set())
+    kept = {str(name): value for name, value in values.items() if name not in left_out}
+    return _checked(target, kept, written, where, names, given)
+
+
+def _group_target(node: DictConfig, kind: type, where: str, names: Names) -> Callable[..., Any]:
+    if "_target_" not in node:
+        raise Refusal(f"{where}: its yaml must say what to build: _target_: package.module.Name")
+    target = names.find(node["_target_"], f"{where}._target_")
+    _refuse_other_kind(target, kind, where, names)
+    return target
+
+
+def _refuse_other_kind(target: Any, kind: type, where: str, names: Names) -> None:
+    """Refuse a class that is not of the kind, and a function that does not say that it gives one.
+
+    A function of the lab may leave out to say that it gives a network: many factories do.
+    """
+    name, wanted = real_name(target), kind.__name__
+    if isinstance(target, type):
+        if not _is_subclass(target, kind):
+            raise Refusal(f"{where}: {name} is no {wanted}, which {where} must be")
+        if inspect.isabstract(target):
+            missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
+            raise Refusal(f"{where}: {name} is abstract; a class of its own must define {missing}")
+        return
+    gives = signature.hints(target).get("return")
+    if isinstance(gives, type) and _is_subclass(gives, kind):
+        return
+    if gives is None:
+        if kind is nn.Module and (names.beside(target) or name in FACTORIES):
+            return
+        raise Refusal(f"{where}: {name} is a function that does not say it gives a {wanted} (-> {wanted})")
+    raise Refusal(f"{where}: {name} gives {signature.describe(gives)}, not a {wanted}, which {where} must be")
+
+
+def _is_subclass(target: type, kind: type) -> bool:
+    """Is it the kind's subclass, or, where the kind is a protocol, does it have all that the protocol asks for?"""
+    if not getattr(kind, "_is_protocol", False):
+        return issubclass(target, kind)
+    asked = [name for owner in kind.__mro__ if getattr(owner, "_is_protocol", False) for name in vars(owner)]
+    return all(hasattr(target, name) for name in asked if not name.startswith("_"))
+
+
+def _is_a(made: Any, kind: type) -> bool:
+    return _is_subclass(type(made), kind)
+
+
+def _checked(
+    target: Any, values: Mapping[str, Any], written: Any, where: str, names: Names, given: Iterable[str]
+) -> Call:
+    """A call of this target, with everything nested in it checked too."""
+    words = {name: value for name, value in values.items() if not name.startswith("_")}
+    for name in values.keys() - words.keys() - {"_target_"}:
+        _refuse_special(name, values[name], where)
+    args = values.get("_args_", [])
+    _check_nested([*words.items(), *enumerate(args)], written, where, names)
+    partly = bool(values.get("_partial_", False))
+    taken = list(_parameters(target))[: len(args)]
+    found = signature.problems(target, words, written, where, [*given, *taken])
+    if partly:
+        found = [line for line in found if not line.endswith(" needs it")]
+    if found:
+        raise Refusal("\n".join(found))
+    return Call(target, list(args), words, partly)
+
+
+def _refuse_special(name: str, value: Any, where: str) -> None:
+    fine: dict[str, Callable[[Any], bool]] = {
+        "_partial_": lambda it: isinstance(it, bool),
+        "_args_": lambda it: isinstance(it, list),
+        "_convert_": lambda it: it == "all",  # what is always done here: plain lists and dicts
+        "_recursive_": lambda it: it is True,  # likewise
+    }
+    if name not in fine:
+        raise Refusal(f"{where}.{name}: there is no such special key{nearest(name, ['_target_', *fine])}")
+    if not fine[name](value):
+        raise Refusal(f"{where}.{name}: what stands below is always built, from plain lists and dicts; leave it out")
+
+
+def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(target).parameters
+
+
+def _check_nested(items: Iterable[tuple[Any, Any]], written: Any, where: str, names: Names) -> None:
+    for key, value in items:
+        below = written.get(key) if isinstance(written, dict) else None
+        if isinstance(value, dict) and "_target_" in value:
+            _nested(value, below, f"{where}.{key}", names)
+        elif isinstance(value, dict):
+            _check_nested(value.items(), below, f"{where}.{key}", names)
+        elif isinstance(value, list):
+            _check_nested(enumerate(value), below, f"{where}.{key}", names)
+
+
+def _nested(value: Mapping[str, Any], written: Any, where: str, names: Names) -> Call:
+    target = names.find(value["_target_"], f"{where}._target_")
+    known = isinstance(target, type) and (issubclass(target, INNER) or target.__module__.startswith(INNER_MODULES))
+    if not known and not names.beside(target) and not (isinstance(target, type) and names.trusted(target)):
+        kinds = ", ".join(kind.__name__ for kind in INNER)
+        raise Refusal(f"{where}: {real_name(target)} may not be called here: it is no {kinds} or transform")
+    return _checked(target, value, written, where, names, ())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _make(call: Call, where: str, names: Names, extra: Mapping[str, Any]) -> Any:
+    hints = signature.hints(call.target)
+    positions = list(_parameters(call.target))
+    args = [_built(value, f"{where}.{index}", names) for index, value in enumerate(call.args)]
+    values = {name: _built(value, f"{where}.{name}", names) for name, value in call.values.items()}
+    args = [signature.converted(value, hints.get(name)) for name, value in zip(positions, args, strict=False)]
+    values = {name: signature.converted(value, hints.get(name)) for name, value in values.items()}
+    if call.partly:
+        return partial(call.target, *args, **values, **extra)
+    try:
+        return call.target(*args, **values, **extra)
+    except Refusal:
+        raise
+    except Exception as error:
+        _refuse_strange_key(error, call, where)
+        error.add_note(f"while building {where} from the configuration: {real_name(call.target)}")
+        raise
+
+
+def _refuse_strange_key(error: Exception, call: Call, where: str) -> None:
+    """A signature with **kwargs hides which keys are taken: the callee finds out."""
+    for name in call.values:
+        if isinstance(error, TypeError) and f"unexpected keyword argument '{name}'" in str(error):
+            raise Refusal(f"{where}.{name}: {real_name(call.target)} takes no such key") from error
+
+
+def _built(value: Any, where: str, names: Names) -> Any:
+    if isinstance(value, dict):
+        if "_target_" in value:
+            return _make(_nested(value, value, where, names), where, names, {})
+        return {key: _built(item, f"{where}.{key}", names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_built(item, f"{where}.{index}", names) for index, item in enumerate(value)]
+    return value

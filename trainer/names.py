@@ -1,0 +1,137 @@
+"""Which Python a configuration may call. A yaml file is data: what it names is looked up here, and nowhere else."""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainer.bundle import make_importable
+from trainer.refusal import Refusal, nearest
+
+PACKAGES = ("trainer", "recipes", "torch", "torchvision", "timm", "transformers")
+
+
+@dataclass(frozen=True)
+class Names:
+    """The packages and folders whose Python may be called."""
+
+    trust: tuple[str, ...] = ()  # packages named on the command line
+    folders: tuple[Path, ...] = ()  # of yaml files, given by --config-dir: Python that lies beside one may be called
+
+    def find(self, name: Any, where: str) -> Callable[..., Any]:
+        """The class or function of this name. Refusal where it may not be called or is not there; calls nothing."""
+        if not isinstance(name, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name):
+            raise Refusal(f"{where}: {_brief(name)} is not the name of a class or function, like lab.net.Net")
+        if not self._permits(name):
+            raise Refusal(f"{where}: {name} may not be called from a configuration{self._remedy(name.split('.')[0])}")
+        if any(part.startswith("_") for part in name.split(".")):
+            raise Refusal(f"{where}: {name} is private; name a public class or function")
+        found = _walk(name, where)
+        if not callable(found):
+            raise Refusal(f"{where}: {name} is a {type(found).__name__}, not a class or function")
+        home = getattr(found, "__module__", None)
+        if not isinstance(home, str) or not self._permits(home):
+            raise Refusal(f"{where}: {name} is really {real_name(found)}, which may not be called from a configuration")
+        return found
+
+    def beside(self, target: Any) -> bool:
+        """Was it written in a lab, beside a folder of yaml files?"""
+        return self._beside(str(getattr(target, "__module__", "")))
+
+    def trusted(self, target: Any) -> bool:
+        """Does it come from a package that the command line names?"""
+        return str(getattr(target, "__module__", "")).split(".")[0] in self.trust
+
+    def _remedy(self, first: str) -> str:
+        for folder in self.folders:
+            if folder.parent.name == first:
+                return f": {first} is not importable here; start in {folder.parent.parent}"
+        return f"; names come from {', '.join(PACKAGES)}, from beside a --config-dir, or from trust=[{first}]"
+
+    def _permits(self, name: str) -> bool:
+        return name.split(".")[0] in (*PACKAGES, *self.trust) or self._beside(name)
+
+    def _beside(self, name: str) -> bool:
+        """Does the module of this name lie beside a folder of yaml files? Nothing is imported to find out."""
+        file = _module_file(name)
+        homes = [folder.resolve().parent for folder in self.folders]
+        return file is not None and any(file.is_relative_to(home) for home in homes) and not _installed(file)
+
+
+def _brief(name: Any) -> str:
+    return repr(name) if len(repr(name)) <= 80 else repr(name)[:77] + "..."
+
+
+def real_name(found: Any) -> str:
+    """Where it was written and what it is called there."""
+    return f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', type(found).__name__)}"
+
+
+def _module_file(name: str) -> Path | None:
+    """The file or folder of the innermost module that a dotted name begins with."""
+    first, *rest = name.split(".")
+    try:
+        spec = find_spec(first)  # of a top-level name: imports nothing
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if spec.submodule_search_locations is None:
+        return Path(spec.origin).resolve() if spec.has_location and spec.origin else None
+    folder = Path(next(iter(spec.submodule_search_locations))).resolve()
+    for part in rest:
+        if (folder / f"{part}.py").is_file():
+            return folder / f"{part}.py"
+        if not (folder / part).is_dir():
+            break
+        folder = folder / part
+    return folder
+
+
+def _installed(file: Path) -> bool:
+    """Does it belong to Python or to an installed package, although its folder contains the lab's?"""
+    library = Path(sysconfig.get_paths()["stdlib"]).resolve()
+    places = {"site-packages", "dist-packages"}
+    return file.is_relative_to(library) or bool(places & set(file.parts))
+
+
+def _walk(name: str, where: str) -> Any:
+    """Import the modules that the name begins with, then look into classes; never through one module into another."""
+    if name.startswith("recipes."):
+        make_importable()
+    parts = name.split(".")
+    found: Any = _import(parts[0], name, where)
+    for index, part in enumerate(parts[1:], start=1):
+        path = ".".join(parts[: index + 1])
+        if isinstance(found, ModuleType) and not hasattr(found, part):
+            found = _import(path, name, where)
+            continue
+        if not hasattr(found, part):
+            raise Refusal(f"{where}: {name}: {'.'.join(parts[:index])} has no {part}{nearest(part, dir(found))}")
+        found = getattr(found, part)
+        if isinstance(found, ModuleType) and sys.modules.get(path) is not found:
+            raise Refusal(f"{where}: {name} leads out of {parts[0]}, to the module {found.__name__}")
+    return found
+
+
+def _import(module: str, name: str, where: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
+            error.add_note(f"while importing {module}, which {where}={name} names")
+            raise
+        parent, _, last = module.rpartition(".")
+        hint = nearest(last, dir(sys.modules[parent])) if parent in sys.modules else "; is it installed?"
+        raise Refusal(f"{where}: {name}: there is no {module}{hint}") from None
+    except Exception as error:
+        error.add_note(f"while importing {module}, which {where}={name} names")
+        raise
