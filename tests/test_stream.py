@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from trainer import Data
+from trainer.machine import Machine
 from trainer.order import Order, size_of
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.sampler import ShardSampler
 from trainer.reader import Loading, Seeded, make_reader
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
-from trainer.strategies.machine import Machine
 from trainer.stream import EvaluationStream, Stream, digest
 
 
@@ -94,7 +94,9 @@ def test_epochs_differ_and_leave_out_other_samples() -> None:
 def test_the_middle_of_an_epoch_goes_on_where_it_stopped() -> None:
     data = NumberData(InMemory(50))
     for size in (1, 2):
-        assert read(stream(data, data.dataset, 0, size), 3, start=24) == read(stream(data, data.dataset, 0, size), 3)[2:]
+        assert (
+            read(stream(data, data.dataset, 0, size), 3, start=24) == read(stream(data, data.dataset, 0, size), 3)[2:]
+        )
 
 
 def test_the_digest_notices_a_set_epoch_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,9 @@ def measure(samples: int, global_batch: int, epochs: int | None, steps: int | No
     if samples == 0:
         raise Refusal("the training set is empty: 0 samples")
     if samples < global_batch:
-        raise Refusal(f"the training set has {samples} samples, loop.global_batch is {global_batch}; at most {samples} fits")
+        raise Refusal(
+            f"the training set has {samples} samples, loop.global_batch is {global_batch}; at most {samples} fits"
+        )
     per_epoch = samples // global_batch
     bounds = [bound for bound in (steps, None if epochs is None else epochs * per_epoch) if bound is not None]
     return Length(min(bounds), per_epoch, samples % global_batch)

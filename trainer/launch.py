@@ -55,6 +55,11 @@ class Launch:
         """Is this the one process that prints and decides?"""
         return self.rank == 0
 
+    @property
+    def restarts(self) -> bool:
+        """Does a launcher restart whatever does not exit with 0? A stop that was asked for must exit with 0 there."""
+        return self.run_id != "none"
+
     def store(self) -> Store | None:
         """The key-value store that all processes reach, before any process group; None for one process."""
         return None if self.world_size == 1 else _connected(self)

@@ -35,9 +35,7 @@ class Meter:
         self._steps += 1
         self._timed += 1
 
-    def line(
-        self, batches: list[Batch], norm: Tensor | None, known: Mapping[str, float | int | str]
-    ) -> PendingLine:
+    def line(self, batches: list[Batch], norm: Tensor | None, known: Mapping[str, float | int | str]) -> PendingLine:
         """Collective: begin a line about the step just done; read it a step later, when its numbers have arrived."""
         assert self._sum is not None, "a line is about at least one step"
         indices = torch.cat([batch.indices for batch in batches])
@@ -70,4 +68,10 @@ class PendingLine:
         mean = float(totals.pop("loss_mean")) / self._steps
         figures = {name: float(total) for name, total in totals.items()}
         loss_hex = struct.pack(">f", figures["loss"]).hex()
-        return {**figures, "loss_mean": mean, "loss_hex": loss_hex, **self._facts, "sample_digest": f"{digest_bits:016x}"}
+        return {
+            **figures,
+            "loss_mean": mean,
+            "loss_hex": loss_hex,
+            **self._facts,
+            "sample_digest": f"{digest_bits:016x}",
+        }

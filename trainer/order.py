@@ -28,7 +28,9 @@ class Order:
         """The indices of one epoch, in order."""
         indices = self._ordered(epoch)
         if len(indices) != self.length:
-            raise ValueError(f"order({epoch}) has {len(indices)} indices, order(0) has {self.length}; epochs must be alike")
+            raise ValueError(
+                f"order({epoch}) has {len(indices)} indices, order(0) has {self.length}; epochs must be alike"
+            )
         return indices
 
     def _ordered(self, epoch: int) -> Tensor:
@@ -40,7 +42,8 @@ class Order:
         if indices.dim() != 1 or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self._size):
             raise Refusal(
                 f"{type(self._data).__name__}.order({epoch}) must be a list of indices in 0..{self._size - 1}, got shape"
-                f" {tuple(indices.shape)}" + (f" with {int(indices.min())}..{int(indices.max())}" if len(indices) else "")
+                f" {tuple(indices.shape)}"
+                + (f" with {int(indices.min())}..{int(indices.max())}" if len(indices) else "")
             )
         return indices
 

@@ -17,6 +17,8 @@ class Plan:
     """
 
     tensor: dict[str, ParallelStyle] = field(default_factory=dict)  # module name → how its parameters are cut
-    divisible: dict[str, int] = field(default_factory=dict)  # what is cut as wholes: {"heads": 12}; each degree divides it
+    divisible: dict[str, int] = field(
+        default_factory=dict
+    )  # what is cut as wholes: {"heads": 12}; each degree divides it
     shard: tuple[str, ...] = ()  # subtrees that are gathered and released together; empty: by size
     cuts: tuple[str, ...] = ()  # first module of each pipeline stage after the first; empty: equal parts

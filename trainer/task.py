@@ -45,7 +45,9 @@ class Task:
         `totals` holds `loss` (the sum of loss times weight), `weight`, `samples` and every sum of `metrics`. The default
         divides each by the weight; totals with more than one element need a task that says what they mean.
         """
-        sums = {name: total for name, total in totals.items() if name not in ("weight", "samples") and total.numel() == 1}
+        sums = {
+            name: total for name, total in totals.items() if name not in ("weight", "samples") and total.numel() == 1
+        }
         return {name: float(total / totals["weight"].clamp(min=1)) for name, total in sums.items()}
 
     def after_step(self, network: nn.Module, step: int) -> None:

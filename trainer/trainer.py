@@ -28,11 +28,11 @@ class Stop(Protocol):
         """True from the moment it was asked."""
 
 
-class Reporter(Protocol):
-    """Takes note of how far the run is."""
+class Report(Protocol):
+    """Takes note of how far a run is, where others can read it."""
 
-    def status(self, state: str, *, step: int) -> None:
-        """Write it where others can read it."""
+    def __call__(self, state: str, step: int) -> None:
+        """`state`: running, completed, preempted."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Trainer:
     evaluation: EvaluationStream | None
     checkpoints: Checkpoints
     log: Log
-    status: Reporter
+    report: Report
     stop: Stop
     steps: int  # where training ends
     horizon: int  # where the schedule ends
@@ -66,9 +66,10 @@ class Trainer:
     log_due: Due
     eval_due: Due
     save_due: Due
-    facts: dict[str, Any] = field(default_factory=dict)  # goes into every checkpoint: configuration, world, precision
+    state: dict[str, Any] = field(default_factory=dict)  # goes into every checkpoint, beside the progress
     stop_after: float | None = None  # seconds; then as if somebody had asked to stop
     progress: Progress = field(default_factory=Progress)
+    figures: dict[str, float] | None = None  # of the last evaluation
 
     def fit(self, start: Found | None) -> bool:
         """Train to the end, from a checkpoint where there is one; False: stopped as asked, and saved."""
@@ -101,7 +102,7 @@ class Trainer:
         tensors = self.placed.space(self.optimizer, found.tensors)
         self.checkpoints.read(found, tensors)
         self.placed.load_state(self.optimizer, tensors)
-        self.progress = Progress(**found.state["progress"])
+        vars(self.progress).update(found.state["progress"])
 
     def rehearse(self) -> None:
         """Collective: evaluate one batch, so that what is wrong there shows now and not after an epoch."""
@@ -151,6 +152,7 @@ class Trainer:
             raise RuntimeError(f"evaluated {samples} samples of a set of {self.evaluation.size}")
         figures = self.task.finish(totals)
         self.log.eval({"step": self.progress.step, "epoch": epoch, "samples": samples, **figures})
+        self.figures = figures
         self.eval_due.restart()
         self._meter.resume()
         return figures
@@ -161,9 +163,11 @@ class Trainer:
         if not self._meter.finite():
             raise FloatingPointError(f"the loss stopped being a number before step {self.progress.step}; nothing saved")
         self.placed.settle()
-        state = {"progress": asdict(self.progress), "horizon": self.horizon, **self.facts}
-        self.checkpoints.save(self.progress.step, self.placed.state(self.optimizer), state, figures)
-        self.status.status("running", step=self.progress.step)
+        state = {"progress": asdict(self.progress), "horizon": self.horizon, **self.state}
+        tensors = self.placed.state(self.optimizer)
+        self.log.flush()
+        self.checkpoints.save(self.progress.step, tensors, state, figures)
+        self.report("running", self.progress.step)
         self.save_due.restart()
         self._meter.resume()
 
@@ -194,11 +198,11 @@ class Trainer:
         return self.strategy.reduce(sums)
 
     def _write_pending(self) -> None:
-        """Write the last training line, if its numbers have not been read yet. FloatingPointError if its loss is none."""
+        """Write the last training line, unless it was. FloatingPointError if its loss is not a number."""
         if self._pending is None:
             return
         line, self._pending = self._pending.read(), None
         self.log.train(line)
-        self.status.status("running", step=int(line["step"]))
+        self.report("running", int(line["step"]))
         if not math.isfinite(float(line["loss_mean"])):
             raise FloatingPointError(f"the loss at step {line['step']} is {line['loss']}, not a number; training stops")

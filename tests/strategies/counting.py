@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.strategies.toys import BATCH, NETWORKS, STRATEGIES, TASKS, Case, ToyData, make_optimizer
 from trainer.launch import Launch
+from trainer.machine import Machine
 from trainer.reader import Loading
-from trainer.strategies.machine import Machine
 from trainer.stream import Stream
 
 

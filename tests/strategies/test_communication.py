@@ -23,7 +23,9 @@ def test_ddp_sends_every_gradient_once(processes: Processes) -> None:
 def test_ddp_tp_sends_gradients_once_whatever_the_slices(processes: Processes) -> None:
     case = Case("ddp_tp", {"tensor": 2})
     (one, *_), (four, *_) = (processes.run(4, collectives_of_a_step, case.but(micro_batches=n)) for n in (1, 4))
-    gradients = 4 * (12 * 12 + 12 + 12 * 12 + 12 + 12 + 12 + 12 * 4 + 4)  # a rank's half of `up` and `down`, the rest whole
+    gradients = 4 * (
+        12 * 12 + 12 + 12 * 12 + 12 + 12 + 12 + 12 * 4 + 4
+    )  # a rank's half of `up` and `down`, the rest whole
     assert [size for _, size in one].count(gradients) == [size for _, size in four].count(gradients) == 1
     # what is left are activations inside a copy: four of a quarter each
     assert sum(size for _, size in one) == sum(size for _, size in four)

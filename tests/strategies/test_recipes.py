@@ -15,8 +15,8 @@ from tests.processes import Processes
 from tests.strategies.toys import STRATEGIES
 from trainer import Data
 from trainer.launch import Launch
+from trainer.machine import Machine
 from trainer.reader import Loading
-from trainer.strategies.machine import Machine
 from trainer.stream import Stream
 
 

@@ -13,9 +13,9 @@ from tests.processes import Processes
 from tests.strategies.toys import Net
 from trainer import Plan, Task
 from trainer.launch import Launch
+from trainer.machine import Machine
 from trainer.refusal import Refusal
 from trainer.strategies.ddp_tensor import DDPTP
-from trainer.strategies.machine import Machine
 from trainer.strategies.tensor import TP
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from trainer import Data, Plan, Task, gather
 from trainer.checkpoint import Checkpoints
 from trainer.launch import Launch
+from trainer.machine import Machine
 from trainer.reader import Loading
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDP
 from trainer.strategies.ddp_tensor import DDPTP
 from trainer.strategies.dp import DP
-from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single
 from trainer.strategies.tensor import TP
 from trainer.stream import EvaluationStream, Stream, digest
@@ -136,7 +136,10 @@ class Plain(Task):
 
     def metrics(self, output: Tensor, target: Any) -> dict[str, Tensor]:
         cells = target[0] * CLASSES + output.argmax(-1)
-        return {"confusion": torch.bincount(cells, minlength=CLASSES**2), "correct": (output.argmax(-1) == target[0]).sum()}
+        return {
+            "confusion": torch.bincount(cells, minlength=CLASSES**2),
+            "correct": (output.argmax(-1) == target[0]).sum(),
+        }
 
     def finish(self, totals: dict[str, Tensor]) -> dict[str, float]:
         table = totals["confusion"].view(CLASSES, CLASSES).double()

@@ -29,7 +29,9 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     for (mesh, axes_of_mesh), locals_ in cut.items():
         part = get_total_norm(locals_).square()
         for axis in axes_of_mesh:
-            dist.all_reduce(part, group=mesh.get_group(axis))  # the axis's ranks, each with its shard; one number travels
+            dist.all_reduce(
+                part, group=mesh.get_group(axis)
+            )  # the axis's ranks, each with its shard; one number travels
         square = square + part
     return square.sqrt()
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.parallel.ranks import Ranks
 
+
 @dataclass(frozen=True)
 class _Place:
     """Whom to collect from; in evaluation also how many rows of this rank count."""

@@ -20,7 +20,9 @@ def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> d
             if value is None:  # SGD without momentum
                 continue
             if not isinstance(value, Tensor):
-                raise TypeError(f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}; only tensors can be saved")
+                raise TypeError(
+                    f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}; only tensors can be saved"
+                )
             flat[f"{PREFIX}{names[parameter]}/{key}"] = value
     return flat
 

@@ -107,7 +107,9 @@ def _refuse_size(name: str, module: nn.Module, style: ParallelStyle, degree: int
         if isinstance(style, kind) and isinstance(module, layer):
             size = getattr(module, attribute)
             if size % degree:
-                raise Refusal(f"{name}.{attribute} {size} / {degree} tensor ranks is not whole; {_degrees(size)}; {ELSE}")
+                raise Refusal(
+                    f"{name}.{attribute} {size} / {degree} tensor ranks is not whole; {_degrees(size)}; {ELSE}"
+                )
 
 
 def _degrees(size: int) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
+from trainer.machine import Machine
 from trainer.parallel.batch_norm import average_statistics, synchronised
 from trainer.parallel.clip import clip_, global_norm
 from trainer.parallel.gather import gathering_over
@@ -23,7 +24,7 @@ from trainer.parallel.state import optimizer_tensors, restore_optimizer, space_f
 from trainer.parallel.totals import Totals
 from trainer.refusal import Refusal
 from trainer.seeds import mix, seed_torch
-from trainer.strategies.machine import Machine
+from trainer.strategies.notes import curve_notes
 from trainer.strategies.scaler import NoScaler, Scaler
 from trainer.task import Task
 from trainer.tree import first_tensor, floats_as, rows
@@ -54,7 +55,7 @@ class Strategy:
 
     def notes(self, network: nn.Module) -> list[str]:
         """What a user should know about this network in this place, one line each, for the start of the run."""
-        return []
+        return curve_notes(network, self.sync_bn)
 
     @property
     def name(self) -> str:
@@ -356,4 +357,3 @@ def fits(own: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
     if wrong:
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         raise ValueError(f"the checkpoint is of another network: {'; '.join(wrong[:10])}{more}")
-

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.parallel.batch_norm import batch_norms
 from trainer.parallel.ranks import Group
 from trainer.parallel.world import join, leave
 from trainer.refusal import Refusal
@@ -40,11 +39,6 @@ class DDP(Strategy):
     def data_ranks(self, world_size: int) -> int:
         """Every process reads its own slice."""
         return world_size
-
-    def notes(self, network: nn.Module) -> list[str]:
-        """Say where the curve will depend on the number of processes."""
-        layers = 0 if self.sync_bn or self.data_size == 1 else len(batch_norms(network))
-        return [f"ddp: {layers} BatchNorm layers see their own rank's samples only (strategy.sync_bn=true)"] if layers else []
 
     def __enter__(self) -> Self:
         self.device = self.machine.place()

@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from trainer.parallel.tensor import refuse_plan
-from trainer.parallel.batch_norm import batch_norms
 from trainer.parallel.ranks import Group
 from trainer.parallel.replicate import average
+from trainer.parallel.tensor import refuse_plan
 from trainer.parallel.world import join, leave
 from trainer.refusal import Refusal
 from trainer.strategies.base import Placed, Strategy
@@ -46,11 +45,6 @@ class DDPTP(Strategy):
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse a network without a plan, or one whose sizes do not divide."""
         refuse_plan(network, task.plan(network), self.tensor)
-
-    def notes(self, network: nn.Module) -> list[str]:
-        """Say where the curve will depend on the number of copies."""
-        layers = 0 if self.sync_bn or self.data_size == 1 else len(batch_norms(network))
-        return [f"ddp_tp: {layers} BatchNorm layers see their own copy's samples only (strategy.sync_bn=true)"] if layers else []
 
     def __enter__(self) -> Self:
         self.device = self.machine.place()

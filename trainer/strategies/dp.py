@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.parallel.batch_norm import batch_norms
 from trainer.refusal import Refusal
 from trainer.strategies.base import Placed, Step, Strategy
 from trainer.task import Task
@@ -31,15 +30,17 @@ class DP(Strategy):
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse what replicas in threads cannot do."""
         if self.sync_bn:
-            raise Refusal("strategy=dp cannot synchronise BatchNorm over its replicas; use strategy=ddp strategy.sync_bn=true")
+            raise Refusal(
+                "strategy=dp cannot synchronise BatchNorm over its replicas; use strategy=ddp strategy.sync_bn=true"
+            )
 
     def notes(self, network: nn.Module) -> list[str]:
         """Say on how many GPUs it really runs."""
         count = len(self.devices())
         if count < 2:
-            return [f"dp: {count} GPU(s) visible, nothing to deal out; training on {self.device} like strategy=single"]
-        layers = len(batch_norms(network))
-        return [f"dp: {layers} BatchNorm layers see 1/{count} of each micro-batch"] if layers else []
+            line = f"dp: {count} GPU(s) visible, nothing to deal out; training on {self.device} like strategy=single"
+            return [line, *super().notes(network)]
+        return [f"dp: each micro-batch is dealt out to {count} GPUs", *super().notes(network)]
 
     def devices(self) -> list[int]:
         """The GPUs among which a micro-batch is dealt."""

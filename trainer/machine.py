@@ -69,6 +69,16 @@ class Machine:
         dtype = _AUTOCAST.get(self.resolved_precision)
         return torch.autocast(device.type, dtype) if dtype else nullcontext()
 
-    def devices_seen(self) -> int:
-        """How many devices of the kind in use this machine has (a CPU counts its cores)."""
-        return torch.cuda.device_count() if self._on_gpu else (os.cpu_count() or 1)
+    @property
+    def devices(self) -> str:
+        """The devices in use of those that this machine has, and how to use them all."""
+        used = self.launch.local_world_size
+        if not self._on_gpu:
+            return f"cpu, {used} process(es) of {torch.get_num_threads()} thread(s) on {os.cpu_count()} cores"
+        seen = torch.cuda.device_count()
+        more = (
+            f"; all of them: torchrun --standalone --nproc-per-node {seen} -m trainer strategy=ddp …"
+            if used < seen
+            else ""
+        )
+        return f"{used} of {seen} GPU(s), {torch.cuda.get_device_name(0)}{more}"

@@ -1,0 +1,20 @@
+"""What keeps a network from having one learning curve everywhere."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from trainer.parallel.batch_norm import batch_norms
+
+
+def curve_notes(network: nn.Module, sync_bn: bool) -> list[str]:
+    """One line for each kind of layer whose effect depends on how samples are dealt to ranks and micro-batches."""
+    norms = 0 if sync_bn else len(batch_norms(network))
+    drops = sum(isinstance(module, _DropoutNd) and module.p > 0 for module in network.modules())
+    notes = []
+    if norms:
+        notes.append(f"{norms} BatchNorm layers: the curve depends on the number of data ranks (strategy.sync_bn=true)")
+    if drops:
+        notes.append(f"{drops} dropout layers: the curve depends on the number of data ranks, repeatably")
+    return notes
