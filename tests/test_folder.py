@@ -146,6 +146,7 @@ def test_a_folder_in_use_is_refused_and_a_dead_runs_lock_is_gone(tmp_path):
     open_folder(tmp_path, "a").close()
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_child_does_not_keep_the_lock(tmp_path):
     folder = open_folder(tmp_path, "a")
     reader, writer = os.pipe()

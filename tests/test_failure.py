@@ -1,0 +1,246 @@
+"""The first failing rank's own error stands last on the screen; everybody is gone soon; a refusal is said once."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from trainer.claim import claim, claimed
+from trainer.launch import Launch
+
+ROOT = Path(__file__).parents[1]
+
+START = """
+import os, signal, sys
+from datetime import timedelta
+from pathlib import Path
+from trainer.failure import fail, leave, redirect, refuse
+from trainer.launch import Launch
+launch = Launch.from_environment()
+folder = Path(os.environ["FOLDER"])
+redirect(launch.rank, folder)
+"""
+GROUP = (
+    START
+    + """
+import torch
+import torch.distributed as dist
+from trainer.signals import StopRequest
+dist.init_process_group("gloo", store=dist.PrefixStore("group", launch.store()), rank=launch.rank,
+                        world_size=launch.world_size, timeout=timedelta(seconds=60))
+ones = torch.ones(1)
+try:
+    with StopRequest(launch, folder):
+        for step in range(1, 100):
+            dist.all_reduce(ones)
+            if step == 17 and launch.rank == 1:
+                FAULT
+except BaseException as error:
+    fail(error, launch, folder, step=step)
+leave(0)
+"""
+)
+
+
+def surroundings(folder, **others):
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "FOLDER": str(folder),
+        **{key: str(value) for key, value in others.items()},
+    }
+
+
+def ranks(code, folder, count=2, attempt=0):
+    """Start the ranks of a launch as torchrun does, and wait for them; exit codes and what stood on the screen."""
+    (folder / "status.json").write_text('{"state": "running", "step": 16}')
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    processes = []
+    for rank in range(count):
+        error_file = folder / f"attempt_{attempt}" / str(rank) / "error.json"
+        error_file.parent.mkdir(parents=True)
+        environment = surroundings(
+            folder,
+            RANK=rank,
+            LOCAL_RANK=rank,
+            WORLD_SIZE=count,
+            LOCAL_WORLD_SIZE=count,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=store.port,
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            TORCHELASTIC_RUN_ID="run",
+            TORCHELASTIC_RESTART_COUNT=attempt,
+            TORCHELASTIC_ERROR_FILE=error_file,
+        )
+        with (folder / "screen").open("a") as screen:
+            processes.append(
+                subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=screen, stderr=screen)
+            )
+    codes = [process.wait(timeout=60) for process in processes]
+    return codes, (folder / "screen").read_text()
+
+
+def left_for_launcher(folder, rank, attempt=0):
+    return json.loads((folder / f"attempt_{attempt}" / str(rank) / "error.json").read_text())["message"]
+
+
+def status(folder):
+    return json.loads((folder / "status.json").read_text())
+
+
+# -------------------------------------------------------------------------------------------------------------- failing
+
+
+def test_the_first_failing_rank_speaks_alone_and_last(tmp_path):
+    codes, screen = ranks(GROUP.replace("FAULT", 'raise ValueError("no such sample: 7")'), tmp_path)
+    assert codes == [1, 1]
+    assert screen.startswith("rank 1 of 2 failed at step 17:\nTraceback (most recent call last):\n")
+    assert screen.endswith("\nValueError: no such sample: 7\n")
+    assert screen.count("Traceback") == 1
+    assert (status(tmp_path)["state"], status(tmp_path)["root_rank"]) == ("failed", 1)
+    assert status(tmp_path)["reason"] == "ValueError: no such sample: 7"
+    first, second = left_for_launcher(tmp_path, 1), left_for_launcher(tmp_path, 0)
+    assert first["message"] == "ValueError: no such sample: 7"
+    assert "Traceback" in first["extraInfo"]["py_callstack"]
+    assert int(first["extraInfo"]["timestamp"]) < int(second["extraInfo"]["timestamp"])
+    assert second["message"] == "rank 1 failed first: ValueError: no such sample: 7"
+    assert "rank 1 failed first" in (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "ValueError: no such sample: 7" in (tmp_path / "logs" / "rank-1.log").read_text()
+
+
+def test_a_killed_rank_is_reported_by_the_others(tmp_path):
+    codes, screen = ranks(GROUP.replace("FAULT", "os.kill(os.getpid(), signal.SIGKILL)"), tmp_path)
+    assert codes == [1, -signal.SIGKILL]
+    assert re.match("rank 0 of 2 failed at step 1[78]:\n", screen)
+    assert screen.splitlines()[-1].startswith("Another process of the run disappeared without a word")
+    assert status(tmp_path)["state"] == "failed"
+    assert status(tmp_path)["root_rank"] is None
+
+
+@pytest.mark.slow
+def test_torchrun_names_the_rank_that_failed_first(tmp_path):
+    (tmp_path / "job.py").write_text(GROUP.replace("FAULT", 'raise ValueError("no such sample: 7")'))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, tmp_path / "job.py"], env=surroundings(tmp_path), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    block = done.stderr[done.stderr.index("Root Cause") :]
+    assert "rank      : 1 " in block
+    assert "ValueError: no such sample: 7" in block
+    before = done.stderr[: done.stderr.index("ChildFailedError")]
+    assert before.count("Connection closed") == 0
+    assert before.count("\nValueError: no such sample: 7\n") == 1
+
+
+ALONE = (
+    START
+    + """
+try:
+    raise ERROR
+except BaseException as error:
+    fail(error, launch, folder, memory_note="try loop.micro_batches=4")
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "last"),
+    [
+        ("ValueError('no')", "ValueError: no"),
+        ("MemoryError()", "try loop.micro_batches=4"),
+        ("type('OutOfMemoryError', (RuntimeError,), {})('CUDA out of memory')", "try loop.micro_batches=4"),
+        ("ConnectionResetError('Connection reset by peer')", "ConnectionResetError: Connection reset by peer"),
+    ],
+)
+def test_one_process_fails_with_its_traceback(tmp_path, error, last):
+    (tmp_path / "status.json").write_text('{"state": "running", "step": 16}')
+    code = ALONE.replace("ERROR", error)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=surroundings(tmp_path), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("the run failed:\nTraceback")
+    assert done.stderr.splitlines()[-1] == last
+    assert (status(tmp_path)["state"], status(tmp_path)["root_rank"]) == ("failed", 0)
+
+
+def test_only_one_rank_can_be_first():
+    store = dist.HashStore()
+    assert claimed(store, Launch(0, 2)) is None
+    first = claim(store, Launch(1, 2), "mine")
+    assert claim(store, Launch(0, 2), "mine too") == first == claimed(store, Launch(0, 2))
+    assert first.rank == 1
+    assert claimed(store, Launch(0, 2, attempt=1)) is None  # a dead attempt's failure is not the next one's
+
+
+# ------------------------------------------------------------------------------------------------------------- refusing
+
+REFUSING = """
+import sys
+from trainer.failure import refuse
+from trainer.launch import Launch
+launch = Launch.from_environment()
+assert "torch" not in sys.modules
+refuse("optimizer.lrr is no key; did you mean 'lr'?", launch)
+"""
+
+
+def test_a_refusal_is_printed_once_and_not_again_by_a_restarted_attempt(tmp_path):
+    sentence = "optimizer.lrr is no key; did you mean 'lr'?"
+    codes, screen = ranks(REFUSING, tmp_path, count=3)
+    assert (codes, screen) == ([2, 2, 2], f"{sentence}\n")
+    times = [int(left_for_launcher(tmp_path, rank)["extraInfo"]["timestamp"]) for rank in range(3)]
+    assert min(times) == times[0]
+    assert all(left_for_launcher(tmp_path, rank)["message"] == sentence for rank in range(3))
+    codes, screen = ranks(REFUSING, tmp_path, count=3, attempt=1)
+    assert (codes, screen) == ([2, 2, 2], f"{sentence}\n")  # of the first attempt
+    codes, screen = ranks(REFUSING.replace("lrr", "lrrr"), tmp_path, count=3, attempt=2)
+    assert len(screen.splitlines()) == 2  # another sentence is news
+
+
+def test_one_process_refuses_in_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSING], env=surroundings(tmp_path), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+# --------------------------------------------------------------------------------------------------------------- output
+
+SPEAKING = (
+    START
+    + """
+import logging, warnings
+print("from Python")
+os.system("echo from a child")
+logging.getLogger("somebody").warning("a warning")
+warnings.warn("old ways")
+from trainer.output import say
+say("to the screen")
+leave(0)
+"""
+)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_has_its_log_file_and_the_main_one_the_console(tmp_path, rank):
+    environment = surroundings(tmp_path, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=1)
+    done = subprocess.run([sys.executable, "-c", SPEAKING], env=environment, capture_output=True, text=True, timeout=60)
+    kept = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+    assert done.returncode == 0
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d WARNING somebody: a warning$", kept, re.MULTILINE)
+    assert "UserWarning: old ways" in kept
+    assert ("from Python" in done.stdout, "from a child" in done.stdout) == (rank == 0, rank == 0)
+    assert ("from Python" in kept, "from a child" in kept) == (rank == 1, rank == 1)
+    assert ("a warning" in done.stderr) == (rank == 0)
+    assert done.stderr.splitlines()[-1] == "to the screen"

@@ -1,0 +1,144 @@
+"""Requests to stop: SIGTERM, SIGINT and SIGUSR1 raise a flag that the loop reads; the rest is the loop's decision."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from trainer.claim import claimed
+from trainer.launch import Launch
+from trainer.output import say
+from trainer.status import mark_failed
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SAME = 0.5  # seconds; a terminal and a launcher may deliver one Ctrl-C twice
+_LOOK = 0.25  # seconds between two looks at the store
+_current: StopRequest | None = None
+
+
+class StopRequest:
+    """Says whether somebody asked this process to stop; a context, which restores the handlers at its end.
+
+    A second SIGINT ends the process at once. So does a SIGTERM that comes because another rank failed, even while the
+    main thread is stuck in a collective: a thread of its own hears the signals too.
+    """
+
+    def __init__(self, launch: Launch | None = None, folder: Path | None = None):
+        self.raised = False
+        self.reason = ""  # the signal's name
+        self._launch, self._folder = launch or Launch(), folder
+        self._store: Store | None = None
+        self._interrupted: float | None = None
+        self._terminated = False
+
+    def __enter__(self) -> StopRequest:
+        """Listen from now on. Only the main thread can; in others (notebooks) nothing is ever raised."""
+        global _current
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        store = self._launch.store()
+        self._store = store.clone() if store is not None else None  # the main thread may be waiting at the other one
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._woken_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, self._handle) for number in REQUESTS}
+        self._thread = threading.Thread(target=self._listen, name="stop requests", daemon=True)
+        self._thread.start()
+        _current = self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Put everything back as it was."""
+        global _current
+        if _current is not self:
+            return
+        _current = None
+        signal.set_wakeup_fd(self._woken_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.write(self._writer, b"\0")
+        self._thread.join()
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread, between two of its instructions."""
+        self._raise(number)
+
+    def _raise(self, number: int) -> None:
+        if not self.raised:
+            self.reason, self.raised = signal.Signals(number).name, True
+
+    def _listen(self) -> None:
+        """In a thread of its own: the kernel's side of a handler writes the number of every signal into the pipe."""
+        while True:
+            ready, _, _ = select.select([self._reader], [], [], _LOOK if self._terminated else None)
+            numbers = os.read(self._reader, 64) if ready else b""
+            if 0 in numbers:
+                return
+            for number in numbers:
+                if number in REQUESTS:
+                    self._hear(number)
+            if self._terminated:
+                self._leave_if_another_failed()
+
+    def _hear(self, number: int) -> None:
+        self._raise(number)
+        self._terminated = self._terminated or (number == signal.SIGTERM and self._store is not None)
+        if number == signal.SIGINT:
+            now = monotonic()
+            if self._interrupted is not None and now - self._interrupted > _SAME:
+                self._quit()
+            self._interrupted = self._interrupted if self._interrupted is not None else now
+
+    def _quit(self) -> None:
+        if self._folder is not None and self._launch.is_main:
+            with contextlib.suppress(OSError):
+                mark_failed(self._folder, "interrupted twice", self._launch.rank)
+        if self._launch.is_main:
+            say("interrupted twice: stopped at once, without a new checkpoint")
+        os._exit(1)
+
+    def _leave_if_another_failed(self) -> None:
+        """The launcher ends all ranks when one has failed; there is nobody left to save with."""
+        try:
+            failure = claimed(self._store, self._launch)
+        except RuntimeError:  # the store is gone, and with it the launcher: nothing more will be heard
+            self._terminated = False
+            return
+        if failure is not None and failure.rank != self._launch.rank:
+            if self._folder is not None and self._launch.is_main:
+                with contextlib.suppress(OSError):
+                    mark_failed(self._folder, failure.reason, failure.rank)
+            os._exit(1)
+
+
+def ignore_requests() -> None:
+    """For a decoding process: only its parent decides when it ends. Launchers signal whole process groups."""
+    for number in REQUESTS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _forget() -> None:
+    """In a forked child: its signals must not be heard in the parent."""
+    global _current
+    if _current is not None:
+        _current = None
+        with contextlib.suppress(ValueError):  # forked by another thread than the main one
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_forget)
