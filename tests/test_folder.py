@@ -174,7 +174,7 @@ def test_earlier_configurations_stay_one_an_attempt(tmp_path):
         folder.close()
     texts = {path.name: path.read_text() for path in (tmp_path / "a").glob("config*.yaml")}
     assert texts == {"config.1.yaml": "n: 1\n", "config.2.yaml": "n: 2\n", "config.yaml": "n: 3\n"}
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     assert yaml.safe_load((tmp_path / "a" / "overrides.yaml").read_text()) == ["a=1", 'b="x: y"']
 
@@ -297,7 +297,7 @@ def test_other_ranks_write_nothing(tmp_path):
 def test_a_file_is_replaced_whole(tmp_path):
     replace_file(tmp_path / "a", "old")
     with pytest.raises(TypeError):
-        replace_file(tmp_path / "a", 5)
+        replace_file(tmp_path / "a", 5)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     replace_file(tmp_path / "a", b"new", sync=False)
     assert (tmp_path / "a").read_text() == "new"
