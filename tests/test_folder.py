@@ -283,7 +283,9 @@ def test_another_rank_may_say_that_the_run_failed(tmp_path):
     mark_failed(folder.path, "ValueError: no", 1)
     said = read_status(folder.path)
     assert (said["state"], said["reason"], said["root_rank"], said["step"]) == ("failed", "ValueError: no", 1, 7)
-    mark_failed(tmp_path / "nowhere", "no", 1)
+    mark_failed(tmp_path, "before anything was written", 0)
+    said = read_status(tmp_path)
+    assert (said["state"], said["step"], said["attempt"]) == ("failed", 0, 1)
 
 
 def test_other_ranks_write_nothing(tmp_path):

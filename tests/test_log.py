@@ -246,7 +246,7 @@ def test_a_terminal_shows_one_line_that_is_redrawn_and_a_debugger_works(tmp_path
     assert "(Pdb) " in shown
     assert "42" in shown
     assert "\x1b[?25l" not in shown  # the cursor was never hidden
-    assert shown.endswith("left\r\n")
+    assert shown.endswith("\r\x1b[2K")  # nothing of the progress line stays
     assert re.search(r"\x1b\[3\dm|\x1b\[38", shown)
     plain = on_terminal(ON_SCREEN, b"c\n", TERM="xterm-256color", NO_COLOR="1")
     assert not re.search(r"\x1b\[[0-9;]*3[0-9;]*m", plain)

@@ -62,9 +62,10 @@ class Console:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Leave the last progress line standing."""
+        """Take the progress line away; what it said last, the last words of the run say better."""
         if self._last is not None:
-            self._print(self._last)
+            print(_CLEAR, end="", flush=True)
+            self._last = None
 
     def _print(self, words: str) -> None:
         clear, self._last = (_CLEAR if self._last is not None else ""), None

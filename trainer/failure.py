@@ -174,7 +174,7 @@ def _leave_for_launcher(message: str, trace: str, when: float) -> None:
 
 
 def _main_has_spoken(launch: Launch) -> bool:
-    """Wait until the main rank has printed its refusal. Its error file, beside this one's in torchrun's folder, tells."""
+    """Wait until the main rank has printed its refusal. Its error file, beside this one, tells."""
     path = _error_file()
     if path is None or launch.rank != launch.local_rank:  # another machine: torchrun shows it there
         time.sleep(1)

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ __all__ = ["Console", "Log", "Sink", "TensorBoard"]
 Line = Mapping[str, Any]
 
 
+@runtime_checkable
 class Sink(Protocol):
     """A place where figures go, on the main rank alone. `conf/log` names them; `open` comes once, before any figure."""
 

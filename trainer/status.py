@@ -11,6 +11,18 @@ from typing import Any, Literal
 from trainer.durable import replace_file
 
 NAME = "status.json"
+# Of a run that fails before it could say more.
+_NOTHING_YET = {
+    "state": None,
+    "reason": None,
+    "root_rank": None,
+    "step": 0,
+    "resume_step": 0,
+    "world_size": None,
+    "strategy": None,
+    "attempt": 1,
+    "goodput": 1.0,
+}
 State = Literal["running", "completed", "preempted", "failed"]
 
 
@@ -72,13 +84,13 @@ def read_status(folder: Path) -> dict[str, Any] | None:
         said = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return said if isinstance(said, dict) else None
+    return {**_NOTHING_YET, **said} if isinstance(said, dict) else None
 
 
 def mark_failed(folder: Path, reason: str, root_rank: int | None) -> None:
-    """Say in an existing status.json that the run failed. Any rank may: the main one may be stuck or dead."""
-    said = read_status(folder)
-    if said is not None and (said.get("state"), said.get("reason")) != ("failed", reason):
+    """Say in status.json that the run failed. Any rank may: the main one may be stuck or dead."""
+    said = read_status(folder) or {**_NOTHING_YET}
+    if (said["state"], said["reason"]) != ("failed", reason):
         said |= {"state": "failed", "reason": reason, "root_rank": root_rank, "time": time.time()}
         replace_file(folder / NAME, json.dumps(said, indent=1) + "\n")
 
