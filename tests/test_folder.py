@@ -312,6 +312,7 @@ def test_a_completed_run_says_what_extends_it():
     done = {"state": "completed", "step": 100}
     assert "loop.epochs" in completed(done, 100)
     assert "loop.steps" in completed(done, 50)
+    assert "accept_changes" in completed(done, 50, needs_horizon=True)
     assert completed(done, 101) is None
     assert completed({"state": "preempted", "step": 100}, 100) is None
     assert completed(None, 100) is None

@@ -47,14 +47,15 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "manifest.json").is_file()
 
 
-def completed(status: Mapping[str, Any] | None, horizon: int | None) -> str | None:
+def completed(status: Mapping[str, Any] | None, horizon: int | None, needs_horizon: bool = False) -> str | None:
     """One line for a run that has nothing left to do, with the keys that extend it; None where there is work."""
     if not status or status.get("state") != "completed":
         return None
     step = int(status.get("step", 0))
     if horizon is not None and horizon > step:
         return None
-    return f"this run is complete at step {step:,}; a larger loop.epochs or loop.steps extends it"
+    accepted = " (with run.accept_changes=true, as the schedule depends on the length)" if needs_horizon else ""
+    return f"this run is complete at step {step:,}; a larger loop.epochs or loop.steps extends it{accepted}"
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
