@@ -30,6 +30,8 @@ class LabSource(FileConfigSource):
             inspect(file)
         try:
             return super().load_config(config_path)
+        except yaml.MarkedYAMLError as error:  # a key that stands twice is only found here
+            raise _broken(file, error) from error
         except OmegaConfBaseException as error:
             raise Refusal(f"{file}: {str(error).splitlines()[0]}") from error
 
@@ -40,8 +42,7 @@ def inspect(file: Path) -> None:
         root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
         expanded, stood = _size(root), _nodes(root)
     except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise Refusal(f"{file}{line}: this is no yaml: {error.problem}") from error
+        raise _broken(file, error) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise Refusal(f"{file}: this is no yaml: {str(error).splitlines()[0]}") from error
     except RecursionError:
@@ -50,6 +51,11 @@ def inspect(file: Path) -> None:
         raise Refusal(f"{file}: cannot be read: {error.strerror}") from error
     if expanded - stood > BUDGET:
         raise Refusal(f"{file}: its aliases stand for {expanded:,} values; at most {BUDGET:,} are taken")
+
+
+def _broken(file: Path, error: yaml.MarkedYAMLError) -> Refusal:
+    line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+    return Refusal(f"{file}{line}: this is no yaml: {error.problem}")
 
 
 def _parts(node: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from omegaconf.resolvers import oc
 from trainer.refusal import Refusal
 
 UNRESOLVED = object()  # stands where a value could not be had; what is wrong with it is already in the list of problems
-BUDGET = 100_000  # values in a resolved configuration; interpolations of interpolations could make any number of them
+BUDGET = 10_000  # values that interpolations may bring in; interpolations of interpolations could make any number
 
 
 def resolved(cfg: DictConfig) -> tuple[dict[str, Any], list[str]]:
@@ -64,20 +64,22 @@ Fallback = Callable[[str, Any, OmegaConfBaseException | None], Any]
 
 
 def _plain(cfg: DictConfig, fallback: Fallback) -> Any:
-    seen = 0
+    borrowed = 0
 
-    def walk(node: Any, path: str) -> Any:
-        nonlocal seen
-        seen += 1
-        if seen > BUDGET or path.count(".") > 100:
-            raise Refusal(f"{path.split('.')[0]}: its interpolations contain themselves, or more than {BUDGET} values")
+    def walk(node: Any, path: str, lent: bool) -> Any:
+        nonlocal borrowed
+        borrowed += lent
+        if borrowed > BUDGET or path.count(".") > 100:
+            raise Refusal(
+                f"{path.split('.')[0]}: interpolations that contain themselves, or more than {BUDGET:,} values"
+            )
         if isinstance(node, DictConfig):
-            return {key: leaf(node, key, f"{path}.{key}".lstrip(".")) for key in map(str, node)}
+            return {key: leaf(node, key, f"{path}.{key}".lstrip("."), lent) for key in map(str, node)}
         if isinstance(node, ListConfig):
-            return [leaf(node, index, f"{path}.{index}") for index in range(len(node))]
+            return [leaf(node, index, f"{path}.{index}", lent) for index in range(len(node))]
         return node
 
-    def leaf(parent: Any, key: Any, path: str) -> Any:
+    def leaf(parent: Any, key: Any, path: str, lent: bool) -> Any:
         if OmegaConf.is_missing(parent, key) and not OmegaConf.is_interpolation(parent, key):
             return fallback(path, "???", None)
         try:
@@ -85,9 +87,9 @@ def _plain(cfg: DictConfig, fallback: Fallback) -> Any:
         except OmegaConfBaseException as error:
             plain: Any = OmegaConf.to_container(parent, resolve=False)
             return fallback(path, plain[key], error)
-        return walk(value, path)
+        return walk(value, path, lent or OmegaConf.is_interpolation(parent, key))
 
-    return walk(cfg, "")
+    return walk(cfg, "", False)
 
 
 def _unresolvable(path: str, written: Any, error: OmegaConfBaseException) -> str:

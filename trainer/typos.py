@@ -33,7 +33,7 @@ def unknown(path: str, known: Iterable[str]) -> str:
         shared = 0.61 if set(last.split("_")) & set(end.split("_")) else 0.0  # batch_size, global_batch
         return max(_ratio(path, other), 0.95 * _ratio(last, end), shared)
 
-    scored = {other: likeness(other) for other in known if "._" not in other and not path.startswith(f"{other}.")}
+    scored = {other: likeness(other) for other in known if "._" not in other and not f"{path}.".startswith(f"{other}.")}
     best = sorted((other for other in scored if scored[other] > 0.6), key=scored.__getitem__, reverse=True)
     near = [other for other in best if scored[other] > scored[best[0]] - 0.1][:3]
     hint = f"; did you mean {' or '.join(near)}?" if near else ""

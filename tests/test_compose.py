@@ -1,0 +1,348 @@
+"""The command line: Hydra's grammar, typos and types in words, labs, and nothing that runs code or imports torch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.bundle import root
+from trainer.compose import compose, folders
+from trainer.config import settings
+from trainer.refusal import Refusal
+from trainer.resolved import written
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A lab below the current folder; returns its conf/."""
+    monkeypatch.chdir(tmp_path)
+    conf = tmp_path / "lab" / "conf"
+    put(conf, "model/unet", "_target_: lab.net.Net\nwidth: 8\ndropout: 0.0\nname: null\n")
+    return conf
+
+
+def put(conf: Path, name: str, content: str) -> None:
+    """Write one yaml file of a lab."""
+    file = conf / f"{name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(content)
+
+
+def refusal(*words: str) -> str:
+    """What is said about a command line that cannot work."""
+    with pytest.raises(Refusal) as caught:
+        compose(words)
+    assert len(str(caught.value).splitlines()) <= 12
+    return str(caught.value)
+
+
+MUTATIONS = [  # words, what the message must contain: the key, then the suggestion or what is expected
+    ("optimzer.lr=1", "optimzer.lr", "optimizer.lr"),
+    ("optimzer=sgd", "optimzer", "optimizer"),
+    ("modle=cnn", "modle", "model"),
+    ("strateg=ddp", "strateg", "strategy"),
+    ("model=cmn", "model=cmn", "'cnn'"),
+    ("model=resnet51", "model=resnet51", "'resnet50'"),
+    ("strategy=dpd", "strategy=dpd", "'ddp'"),
+    ("strategy=dpp", "strategy=dpp", "There are: auto, ddp, ddp_tp, dp, single, tp"),
+    ("strategy=3", "strategy=3", "expected one of auto"),
+    ("log=[console,tensorbord]", "log=tensorbord", "'tensorboard'"),
+    ("schedule=cosin", "schedule=cosin", "'cosine'"),
+    ("data=digit", "data=digit", "'digits'"),
+    ("job=evaluate", "job=evaluate", "fit"),
+    ("lr=0.1", "lr", "optimizer.lr"),
+    ("epochs=3", "epochs", "loop.epochs"),
+    ("max_steps=3", "max_steps", "loop.steps"),
+    ("batch_size=64", "batch_size", "batch"),
+    ("loop.epchs=3", "loop.epchs", "loop.epochs"),
+    ("loop.logevery=3", "loop.logevery", "loop.log_every"),
+    ("loop={epochs:3,stepps:4}", "loop.stepps", "loop.steps"),
+    ("loop.epochs.deep=3", "loop.epochs.deep", "loop.epochs"),
+    ("run.nam=x", "run.nam", "run.name"),
+    ("checkpoint.kep=1", "checkpoint.kep", "checkpoint.keep"),
+    ("hydra.ouput_subdir=null", "hydra.ouput_subdir", "hydra.output_subdir"),
+    ("hydra/lancher=basic", "hydra/lancher", "hydra/launcher"),
+    ("+loop.epcohs=3", "loop.epcohs", "loop.epochs"),
+    ("+extra=3", "extra", "no such key"),
+    ("~loop.epochs", "loop.epochs", "cannot be taken away"),
+    ("~nothing", "nothing", "no such key"),
+    ("~schedule", "schedule", "schedule=NAME"),
+    ("+optimizer.lr=3", "optimizer.lr", "leave out the +"),
+    ("loop.epochs=abc", "loop.epochs=abc", "a whole number from 1 on, or null"),
+    ("loop.epochs=-1", "loop.epochs=-1", "a whole number from 1 on"),
+    ("loop.global_batch=0", "loop.global_batch=0", "from 1 on"),
+    ("loop.max_norm=-1", "loop.max_norm=-1", "above 0"),
+    ("loop=fast", "loop=fast", "loop.epochs"),
+    ("seed=1.5", "seed=1.5", "a whole number"),
+    ("optimizer.lr=abc", "optimizer.lr=abc", "a number"),
+    ("optimizer.betas=3", "optimizer.betas=3", "a list"),
+    ("schedule.warmup=1.5", "schedule.warmup=1.5", "a whole number"),
+    ("strategy.sync_bn=3", "strategy.sync_bn=3", "true or false"),
+    ("compile=yes", "compile=yes", "true or false"),
+    ("precision=fp8", "precision=fp8", "bf16"),
+    ("device=gpu", "device=gpu", "cuda"),
+    ("model=[cnn,mlp]", "model=[cnn,mlp]", "not a list"),
+    ("loop.steps=${nope}", "loop.steps", "nope"),
+    ("loop.steps=???", "loop.steps", "must be given"),
+    ("optimizer.lr=0.1,0.2", "optimizer.lr", "[a,b]"),
+    ("loop.epochs=[", "loop.epochs=[", "cannot be read"),
+    ("word", "word", "KEY=VALUE"),
+    ("=3", "=3", "no key"),
+    ("hydra.run.dir=/tmp/x", "hydra.run.dir", "run.dir"),
+    ("hydra.mode=MULTIRUN", "hydra.mode", "one run for each value"),
+    ("trust=os", "trust=os", "a list of packages"),
+]
+
+
+@pytest.mark.parametrize(("word", "key", "said"), MUTATIONS, ids=[word for word, *_ in MUTATIONS])
+def test_a_mistake_is_named_with_what_would_work(word: str, key: str, said: str) -> None:
+    message = refusal(word)
+    assert key in message
+    assert said in message
+
+
+def test_all_mistakes_are_told_together() -> None:
+    message = refusal("optimzer.lr=1", "loop.epochs=abc", "strategy=dpd", "seed=x", "optimizer.lr=abc", "hydra.foo=1")
+    assert len(message.splitlines()) == 6
+    many = refusal(*(f"nothing{index}=1" for index in range(30)))
+    assert many.endswith("… and 20 more")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["strategy=ddp", "model=resnet18", "optimizer.lr=0.4"],
+        ["loop.log_every=[1ep,15min,500]", "run.stop_after=01:30:00", "loop.save_every=null"],
+        ["+optimizer.amsgrad=true", "++optimizer.lr=1", "~optimizer.eps"],
+        ["optimizer.betas.0=0.8", "optimizer={lr:1}"],
+        ["log=[]"],
+        ["log=console"],
+        ["experiment=null"],
+        ["hydra.output_subdir=null", "hydra/launcher=basic"],  # says what is so already
+        ["run.name=2024", "loop.steps=1e4"],
+        ["loop.epochs=${seed}", "seed=3"],
+        [],
+    ],
+    ids=str,
+)
+def test_hydra_s_grammar_is_taken(words: list[str]) -> None:
+    settings(compose(words))
+
+
+def test_words_arrive() -> None:
+    cfg = compose(["strategy=ddp", "strategy.bucket_mb=7", "optimizer.lr=3", "log=[console]", "loop.epochs=4"])
+    assert cfg.strategy._target_ == "trainer.strategies.ddp.DDP"
+    assert (cfg.strategy.bucket_mb, cfg.optimizer.lr, list(cfg.log), cfg.loop.epochs) == (7, 3, ["console"], 4)
+    assert "hydra" not in cfg
+
+
+@pytest.mark.parametrize(
+    "flags", [["-m"], ["--multirun"], ["--experimental-rerun", "x"], ["--config-path", "x"]], ids=str
+)
+def test_flags_that_are_not_taken_are_refused_in_words(flags: list[str]) -> None:
+    assert len(refusal(*flags, "seed=1").splitlines()) == 1
+
+
+def test_a_mistyped_flag_is_named() -> None:
+    assert "'--config-dir'" in refusal("--config-dri", "lab")
+
+
+class TestLab:
+    @pytest.mark.parametrize(
+        "spelled",
+        [
+            ["--config-dir", "lab/conf"],
+            ["--config-dir=lab/conf"],
+            ["-cd", "lab/conf"],
+            ["--config-dir", "./lab/conf/"],
+            ["hydra.searchpath=[lab/conf]"],
+            ["hydra.searchpath=[file://lab/conf]"],
+        ],
+        ids=str,
+    )
+    def test_its_options_are_found_however_the_folder_is_written(self, lab: Path, spelled: list[str]) -> None:
+        assert compose([*spelled, "model=unet"]).model.width == 8
+        assert compose(["model=unet", *spelled, "seed=3"]).seed == 3  # flags between words
+        assert folders(spelled) == (lab,)
+
+    def test_an_absolute_path_and_two_folders(self, lab: Path) -> None:
+        put(lab.parent / "more conf 'x'", "data/cells", "_target_: lab.data.Cells\n")
+        words = ["--config-dir", str(lab), "--config-dir", "lab/more conf 'x'", "model=unet", "data=cells"]
+        cfg = compose(words)
+        assert (cfg.model._target_, cfg.data._target_) == ("lab.net.Net", "lab.data.Cells")
+
+    def test_a_folder_that_is_not_there_is_named(self, lab: Path) -> None:
+        assert "'conf'" in refusal("--config-dir", "lab/cnof", "model=unet")
+
+    def test_a_package_is_not_imported_to_look_for_yaml(self, lab: Path) -> None:
+        (lab.parent / "__init__.py").write_text("raise SystemExit('imported')")
+        assert "pkg://lab" in refusal("hydra.searchpath=[pkg://lab]")
+
+    def test_types_are_those_of_its_yaml(self, lab: Path) -> None:
+        cd = ["--config-dir", "lab/conf", "model=unet"]
+        compose([*cd, "model.dropout=1", "model.name=anything"])  # a whole number is a number; null says nothing
+        assert "model.width=0.5: expected a whole number" in refusal(*cd, "model.width=0.5")
+        assert "model.width=big" in refusal(*cd, "model.width=big")
+        assert "did you mean model.width" in refusal(*cd, "model.widht=3")
+
+    def test_an_experiment_chooses_and_sets(self, lab: Path) -> None:
+        put(
+            lab,
+            "experiment/first",
+            "# @package _global_\ndefaults:\n  - override /model: unet\n  - override /optimizer: sgd\n"
+            "optimizer: {lr: 1}\nloop: {epochs: 3, log_every: 1ep}\n",
+        )
+        cd = ["--config-dir", "lab/conf"]
+        cfg = compose([*cd, "experiment=first"])
+        assert (cfg.model.width, cfg.optimizer.lr, cfg.loop.epochs) == (8, 1, 3)
+        # the experiment's `lr: 1` does not make the rate a whole number: its own yaml says what it is
+        assert compose([*cd, "experiment=first", "optimizer.lr=0.5", "model=cnn"]).optimizer.lr == 0.5
+        assert compose([*cd, "+experiment=first"]).model.width == 8
+        assert "'first'" in refusal(*cd, "experiment=frist")
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (
+                "# @package _global_\nloop: {epoch: 3}\n",
+                "loop.epoch: there is no such key or group; did you mean loop.epochs",
+            ),
+            ("# @package _global_\nloop: {epochs: many}\n", "loop.epochs=many"),
+            ("# @package _global_\noptimizer: {lr: fast}\n", "optimizer.lr=fast"),
+            ("# @package _global_\nseeed: 3\n", "seeed"),
+            ("loop: {epochs: 3}\n", "# @package _global_"),
+            ("# @package _global_\ndefaults:\n  - override /model: cmn\n", "model/cmn"),
+            ("# @package _global_\ntrust: [os]\n", "only the command line"),
+            ("# @package _global_\nhydra: {callbacks: {x: {_target_: os.system}}}\n", "does not run under Hydra"),
+            (
+                "# @package _global_\nhydra: {hydra_logging: {handlers: {x: {(): os.system}}}}\n",
+                "does not run under Hydra",
+            ),
+            ("# @package _global_\nhydra: {job: {env_copy: [NOT_SET_ANYWHERE]}}\n", "NOT_SET_ANYWHERE"),
+        ],
+    )
+    def test_what_is_wrong_in_a_yaml_is_said_too(self, lab: Path, content: str, said: str) -> None:
+        put(lab, "experiment/bad", content)
+        assert said in refusal("--config-dir", "lab/conf", "experiment=bad")
+
+    def test_a_number_written_once_and_used_twice_is_read(self, lab: Path) -> None:
+        put(
+            lab,
+            "experiment/one",
+            "# @package _global_\nsize: 32\nloop: {global_batch: '${size}', eval_batch: '${size}'}\n",
+        )
+        assert compose(["--config-dir", "lab/conf", "experiment=one"]).loop.eval_batch == 32
+
+    def test_a_file_that_hydra_would_silently_not_read_is_named(self, lab: Path) -> None:
+        put(lab, "data/digits", "_target_: lab.data.Mine\n")
+        assert "another data is called digits" in refusal("--config-dir", "lab/conf", "data=digits")
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            ("_target_: lab.net.Net\nwidth: [1, 2\nname: x\n", "line 3"),
+            ("a: 1\na: 2\n", "line 2"),
+            ("a: *unknown\n", "line 1"),
+            ("a: '${x'\n", "unet"),
+            ("a: &a [*a]\n", "contains itself"),
+            ("[" * 5000, "nested too deeply"),
+            ("a: \x00\n", "no yaml"),
+        ],
+        ids=["syntax", "twice", "alias", "interpolation", "circle", "depth", "bytes"],
+    )
+    def test_a_broken_yaml_is_named_with_its_line(self, lab: Path, content: str, said: str) -> None:
+        put(lab, "model/unet", content)
+        message = refusal("--config-dir", "lab/conf", "model=unet")
+        assert "unet" in message
+        assert said in message
+
+    def test_a_bomb_of_aliases_is_refused_before_it_is_expanded(self, lab: Path) -> None:
+        levels = "".join(f"l{depth}: &l{depth} [{', '.join([f'*l{depth - 1}'] * 9)}]\n" for depth in range(1, 10))
+        put(lab, "model/unet", f"l0: &l0 [x, x, x]\n{levels}")
+        assert "aliases stand for" in refusal("--config-dir", "lab/conf", "model=unet")
+
+    def test_a_long_file_without_aliases_is_no_bomb(self, lab: Path) -> None:
+        put(lab, "model/unet", "_target_: lab.net.Net\nnames: [" + ", ".join(["x"] * 12_000) + "]\n")
+        assert len(compose(["--config-dir", "lab/conf", "model=unet"]).model.names) == 12_000
+
+
+class TestSize:
+    def test_a_thousand_words(self) -> None:
+        cfg = compose([f"+optimizer.key{index}={index}" for index in range(1000)])
+        assert cfg.optimizer.key999 == 999
+
+    def test_a_long_value(self) -> None:
+        assert len(compose(["run.name=" + "x" * 100_000]).run.name) == 100_000
+
+    @pytest.mark.parametrize(
+        "value", ["[" + ",".join(["1"] * 50_000) + "]", "[" * 900 + "]" * 900], ids=["long", "deep"]
+    )
+    def test_what_the_grammar_would_chew_on_for_minutes_is_refused(self, value: str) -> None:
+        assert "optimizer.betas" in refusal(f"optimizer.betas={value}")
+
+
+def test_secrets_are_not_written_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOK", "tok123")
+    cfg = compose(["+data.token=${oc.env:SECRET_TOK}"])
+    assert cfg.data.token == "tok123"
+    assert "${oc.env:SECRET_TOK}" in written(cfg)
+    assert "tok123" not in written(cfg)
+    for word in ("optimizer.lr", "seed", "strategy.sync_bn", "loop.log_every", "device"):
+        assert "tok123" not in refusal(f"{word}=${{oc.env:SECRET_TOK}}")
+
+
+def process(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Compose in a process of its own, as the program does before it imports torch."""
+    script = (
+        "import sys\nfrom trainer.compose import compose\nfrom trainer.refusal import Refusal\n"
+        "try:\n    compose(sys.argv[1:])\n"
+        "except Refusal as refusal:\n    print(refusal)\n"
+        "finally:\n    assert 'torch' not in sys.modules\n"
+    )
+    surroundings = {**os.environ, "PYTHONPATH": str(root()), **env}
+    command = [sys.executable, "-W", "error", "-c", script, *words]
+    return subprocess.run(command, cwd=cwd, env=surroundings, capture_output=True, text=True, timeout=60)
+
+
+class TestProcess:
+    @pytest.mark.parametrize("words", [["bad=words"], ["model=resnet18"], ["loop.epochs=abc"]], ids=str)
+    def test_no_torch_and_no_files(self, tmp_path: Path, words: list[str]) -> None:
+        done = process(*words, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (["--help"], ["strategy: auto, ddp", "loop.epochs=20", "torchrun --standalone", "--config-dir DIR"]),
+            (["-h", "model=resnet18"], ["model: cnn"]),
+            (["--cfg", "job"], ["global_batch: 128", "_target_"]),
+            (["--cfg", "job", "--package", "loop", "loop.epochs=7"], ["epochs: 7"]),
+            (["--cfg", "job", "--resolve"], ["num_classes: 10"]),
+            (["--info", "defaults"], ["config"]),
+            (["--hydra-help"], ["Hydra"]),
+            (["--version"], ["trainer "]),
+            (["--shell-completion", "install=bash"], ["hydra_bash_completion"]),
+        ],
+        ids=lambda value: " ".join(value) if value[0].startswith("-") else "",
+    )
+    def test_hydra_answers(self, tmp_path: Path, words: list[str], said: list[str]) -> None:
+        done = process(*words, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert [part for part in said if part not in done.stdout] == []
+        assert list(tmp_path.iterdir()) == []
+
+    def test_help_lists_a_lab_s_options(self, lab: Path, tmp_path: Path) -> None:
+        assert "unet" in process("--config-dir", "lab/conf", "--help", cwd=tmp_path).stdout
+
+    def test_completion_knows_how_the_program_is_started(self, tmp_path: Path) -> None:
+        done = process("-sc", "query=bash", cwd=tmp_path, COMP_LINE="python -m trainer strategy=dd")
+        assert done.stdout.split() == ["strategy=ddp", "strategy=ddp_tp"]
+
+    def test_of_several_processes_one_answers(self, tmp_path: Path) -> None:
+        assert process("--help", cwd=tmp_path, RANK="1", WORLD_SIZE="2").stdout == ""
+
+    def test_typos_are_refused_under_cfg_too(self, tmp_path: Path) -> None:
+        assert "optimizer.lr" in process("--cfg", "job", "optimzer.lr=1", cwd=tmp_path).stdout

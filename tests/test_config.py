@@ -1,0 +1,198 @@
+"""Framework keys: what each takes, what is said about the rest, and how cadences and times are written."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from trainer.bundle import root
+from trainer.cadence import Every
+from trainer.config import GROUPS, SECTIONS, Settings, settings
+from trainer.refusal import Refusal
+from trainer.resolved import resolved, written
+from trainer.values import Unexpected, packages, rhythm, seconds, text, truth, whole
+
+
+def configuration(**changes: Any) -> DictConfig:
+    """The product's own config.yaml without its groups, with some keys changed: `loop__epochs=3`."""
+    cfg = OmegaConf.load(root() / "conf" / "config.yaml")
+    assert isinstance(cfg, DictConfig)
+    for name in ("defaults", "hydra"):
+        del cfg[name]
+    cfg.job = {"name": "fit"}
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
+    return cfg
+
+
+def test_the_defaults_are_what_the_contract_says() -> None:
+    found = settings(configuration())
+    assert (found.seed, found.device, found.precision, found.compile) == (0, "auto", "auto", False)
+    assert (found.loop.epochs, found.loop.steps, found.loop.global_batch) == (10, None, 128)  # neither given: 10 epochs
+    assert found.loop.log_every == (Every(steps=10),)
+    assert found.loop.save_every == (Every(epochs=1), Every(seconds=900.0))
+    assert (found.run.root, found.run.name, found.run.dir, found.run.resume) == ("runs", None, None, "auto")
+    assert (found.checkpoint.keep, found.checkpoint.best, found.trust) == (3, None, ())
+
+
+def test_steps_alone_leave_epochs_open() -> None:
+    found = settings(configuration(loop__steps=5))
+    assert (found.loop.epochs, found.loop.steps) == (None, 5)
+
+
+def test_every_key_of_config_yaml_is_read_and_every_reader_has_a_key() -> None:
+    cfg = configuration()
+    assert set(cfg) <= set(SECTIONS) | set(GROUPS) | set(Settings.__dataclass_fields__)
+    for name, section in SECTIONS.items():
+        assert list(cfg[name]) == list(section.__dataclass_fields__), name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (500, (Every(steps=500),)),
+        ("1ep", (Every(epochs=1),)),
+        ("15min", (Every(seconds=900.0),)),
+        ("90s", (Every(seconds=90.0),)),
+        ("2h", (Every(seconds=7200.0),)),
+        ("1.5h", (Every(seconds=5400.0),)),
+        (["2ep", "10min", 7], (Every(epochs=2), Every(seconds=600.0), Every(steps=7))),
+        (None, ()),
+    ],
+)
+def test_a_rhythm_is_steps_epochs_time_or_a_list(written: Any, expected: tuple[Every, ...]) -> None:
+    assert rhythm(written) == expected
+
+
+@pytest.mark.parametrize("written", [0, -1, 1.5, True, "soon", "0ep", "1.5ep", "15 min", "ep", "", [0], [["1ep"]], {}])
+def test_what_is_no_rhythm_is_said(written: Any) -> None:
+    with pytest.raises(Unexpected, match="1ep"):
+        rhythm(written)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"), [(5, 5.0), ("90s", 90.0), ("01:30:00", 5400.0), ("0:00:07", 7.0), ("1d", 86400.0)]
+)
+def test_a_time_is_seconds_or_written_out(written: Any, expected: float) -> None:
+    assert seconds(written) == expected
+
+
+@pytest.mark.parametrize("written", [0, -5, "later", "1:90:00", "30", True, [1], float("inf"), float("nan")])
+def test_what_is_no_time_is_said(written: Any) -> None:
+    with pytest.raises(Unexpected, match="HH:MM:SS"):
+        seconds(written)
+
+
+def test_scalars_are_taken_at_their_word() -> None:
+    assert truth(True) is True
+    assert text(2024) == "2024"
+    assert whole(1)(1e4) == 10_000
+    assert packages(["monai"]) == ("monai",)
+    for read, wrong in ((truth, 1), (truth, "yes"), (text, True), (text, ""), (whole(1), True), (packages, ["a b"])):
+        with pytest.raises(Unexpected):
+            read(wrong)
+
+
+def test_everything_wrong_is_listed_at_once() -> None:
+    with pytest.raises(Refusal) as refusal:
+        settings(configuration(loop__epochs=-1, seed=1.5, precision="fp8", run__stop_after="later", checkpoint__keep=0))
+    lines = str(refusal.value).splitlines()
+    assert [line.split("=")[0] for line in lines] == [
+        "run.stop_after",
+        "loop.epochs",
+        "checkpoint.keep",
+        "seed",
+        "precision",
+    ]
+    assert lines[-1] == "precision=fp8: expected one of auto, fp32, bf16, fp16, fp64"
+
+
+def test_the_number_of_slices_or_their_size_but_not_both() -> None:
+    assert settings(configuration(loop__micro_batch=8)).loop.micro_batch == 8
+    with pytest.raises(Refusal, match="not both"):
+        settings(configuration(loop__micro_batch=8, loop__micro_batches=2))
+
+
+def test_the_framework_s_keys_beside_an_optimizer() -> None:
+    found = settings(configuration(optimizer={"decay": "all", "fused": False, "lr": 1}))
+    assert (found.decay, found.fused) == ("all", False)
+    with pytest.raises(Refusal, match=r"optimizer\.decay=none: expected one of weights, all"):
+        settings(configuration(optimizer={"decay": "none"}))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("${nope}", "'nope' not found"),
+        ("${oc.env:SURELY_NOT_SET}", "'SURELY_NOT_SET' not found"),
+        ("???", "a value must be given"),
+        ("${loop.steps}", "ecursive"),
+        ("${unheard:1}", "unheard"),
+    ],
+)
+def test_what_does_not_resolve_is_said_with_its_key(value: str, said: str) -> None:
+    with pytest.raises(Refusal, match=r"loop\.steps=") as refusal:
+        settings(configuration(loop__steps=value))
+    assert said in str(refusal.value)
+
+
+class TestSecrets:
+    @pytest.fixture(autouse=True)
+    def _secret(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SECRET_TOK", "tok123")
+
+    def test_a_secret_is_read_but_not_written(self) -> None:
+        cfg = configuration(
+            data={
+                "token": "${oc.env:SECRET_TOK}",
+                "url": "https://x/${data.token}",
+                "all": ["${data.url}", 1],
+                "n": "${seed}",
+            },
+            model={"copy": "${data}", "decoded": "${oc.decode:${data.token}}"},
+        )
+        values, problems = resolved(cfg)
+        assert problems == []
+        assert values["data"]["url"] == "https://x/tok123"
+        page = written(cfg)
+        assert "tok123" not in page
+        data = OmegaConf.to_container(OmegaConf.create(page), resolve=False)["data"]  # type: ignore[index, call-overload]
+        assert data == {
+            "token": "${oc.env:SECRET_TOK}",
+            "url": "https://x/${data.token}",
+            "all": ["${data.url}", 1],
+            "n": 0,
+        }
+        again = OmegaConf.create(page)
+        assert again.data.url == "https://x/tok123"  # and it means the same where the variable is set
+        assert values["data"]["token"] == cfg.data.token == "tok123"  # reading works again after writing
+
+    @pytest.mark.parametrize(
+        "value", ["${oc.env:SECRET_TOK}", "${run.name}", "${${oc.env:SECRET_TOK}}", "${${run.name}}"]
+    )
+    def test_a_secret_is_in_no_message(self, value: str) -> None:
+        with pytest.raises(Refusal) as refusal:
+            settings(configuration(run__name="${oc.env:SECRET_TOK}", loop__epochs=value))
+        assert "loop.epochs=${" in str(refusal.value)
+        assert "tok123" not in str(refusal.value)
+
+
+def test_interpolations_that_multiply_are_refused() -> None:
+    levels = {f"l{depth}": [f"${{model.l{depth + 1}}}"] * 20 for depth in range(6)} | {"l6": 1}
+    with pytest.raises(Refusal, match="model: interpolations"):
+        settings(configuration(model=levels))
+
+
+def test_an_interpolation_that_contains_itself_is_refused() -> None:
+    with pytest.raises(Refusal, match="parent node"):
+        settings(configuration(model={"a": {"b": "${model}"}}))
+    with pytest.raises(Refusal, match="contain themselves"):
+        settings(configuration(model={"a": {"b": "${data}"}}, data={"c": "${model.a}"}))
+
+
+def test_the_yaml_of_config_is_commented(tmp_path: Path) -> None:
+    lines = (root() / "conf" / "config.yaml").read_text().split("\nhydra:")[0].split("_self_")[1].splitlines()
+    keys = [line for line in lines if ": " in line and not line.lstrip().startswith(("#", "-"))]
+    bare = [line.split(":")[0].strip() for line in keys if "#" not in line]
+    assert bare == ["eval_every"]  # said one line above
