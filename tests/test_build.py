@@ -1,0 +1,390 @@
+"""From nodes to objects: what may be called, of which kind, with which arguments; and what must never run."""
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.build import build, check, maker
+from trainer.config import OPTIMIZER_KEYS
+from trainer.data import Data
+from trainer.log import Sink
+from trainer.machine import Machine
+from trainer.names import Names
+from trainer.refusal import Refusal
+from trainer.schedule import Cosine, Schedule
+from trainer.strategies.base import Strategy
+from trainer.strategies.single import Single
+from trainer.task import Task
+
+LAB = """
+import os
+from os import system
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from torch import nn
+from trainer import Data, Task
+
+if TYPE_CHECKING:
+    from somewhere import Unknown
+
+number = 3
+
+
+class Net(nn.Module):
+    def __init__(self, width: int, rate: float = 0.1, name: str = "net", deep: bool = False,
+                 sizes: tuple[int, ...] = (1,), pair: tuple[int, int] | None = None, mode: Literal["a", "b"] = "a",
+                 norm: "Unknown" = None, file: Path | None = None, parts: list[nn.Module] | None = None, depth: int = None):
+        super().__init__()
+        self.given = dict(width=width, rate=rate, name=name, sizes=sizes, pair=pair, norm=norm, file=file, parts=parts)
+
+
+class Loose(nn.Module):
+    def __init__(self, **words):
+        super().__init__()
+        self.inner = Net(**words)
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        raise ZeroDivisionError("my own mistake")
+
+
+class Cells(Data):
+    def __init__(self, classes: int = 2):
+        self.classes = classes
+
+    @classmethod
+    def small(cls) -> "Cells":
+        return cls(1)
+
+
+class Counting(Data):
+    def __init__(self, num_classes: int, channels: int):
+        self.facts = (num_classes, channels)
+
+
+class Learn(Task):
+    pass
+
+
+class Elastic:
+    def __init__(self, amount: float):
+        self.amount = amount
+
+
+def make(width: int = 1):
+    return Net(width)
+
+
+def typed(width: int = 1) -> nn.Module:
+    return Net(width)
+
+
+def number_of(width: int = 1) -> int:
+    return width
+
+
+def wrong(width: int = 1):
+    return {"width": width}
+"""
+
+
+@pytest.fixture
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+    """What a lab may call whose folder lies in the current one."""
+    lab = tmp_path / "biolab"
+    (lab / "conf").mkdir(parents=True)
+    (lab / "net.py").write_text(LAB)
+    (lab / "torn.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "outside.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield Names(folders=(lab / "conf",))
+    for module in [name for name in sys.modules if name.split(".")[0] in ("biolab", "outside")]:
+        del sys.modules[module]
+
+
+def node(target: str, **values: Any) -> DictConfig:
+    return OmegaConf.create({"_target_": target, **values})
+
+
+def refusal(*args: Any, **words: Any) -> str:
+    with pytest.raises(Refusal) as caught:
+        build(*args, **words)
+    return str(caught.value)
+
+
+class TestWhatIsBuilt:
+    def test_a_lab_s_class_with_its_types(self, names: Names) -> None:
+        given = {"width": 3, "rate": 1, "name": 7, "sizes": [1, 2], "pair": [3, 4], "file": "a/b"}
+        net = build(node("biolab.net.Net", **given), nn.Module, "model", names)
+        assert net.given["sizes"] == (1, 2)
+        assert net.given["pair"] == (3, 4)
+        assert (net.given["rate"], net.given["name"], net.given["file"]) == (1.0, "7", Path("a/b"))
+
+    @pytest.mark.parametrize("factory", ["make", "typed"])
+    def test_a_function_that_gives_a_network(self, names: Names, factory: str) -> None:
+        assert isinstance(build(node(f"biolab.net.{factory}", width=2), nn.Module, "model", names), nn.Module)
+
+    def test_a_function_of_torchvision(self) -> None:
+        made = build(node("torchvision.models.get_model", name="squeezenet1_1"), nn.Module, "model", Names())
+        assert isinstance(made, nn.Module)
+
+    def test_nodes_within_nodes(self, names: Names) -> None:
+        norm = {"_target_": "torch.nn.LayerNorm", "_partial_": True, "eps": 0.1}
+        parts = [{"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 2}]
+        net = build(node("biolab.net.Net", width=1, norm=norm, parts=parts), nn.Module, "model", names)
+        assert isinstance(net.given["norm"], partial)
+        assert net.given["norm"](3).eps == 0.1
+        assert net.given["parts"][0].out_features == 2
+
+    def test_positions(self) -> None:
+        made = build(node("torch.nn.Linear", _args_=[2], out_features=3), nn.Module, "model", Names())
+        assert (made.in_features, made.out_features) == (2, 3)
+
+    def test_a_strategy_and_the_function_that_chooses_one(self) -> None:
+        for target in ("trainer.strategies.single.Single", "trainer.strategies.auto.auto"):
+            made = build(node(target, sync_bn=True), Strategy, "strategy", Names(), machine=Machine())
+            assert isinstance(made, Single)
+            assert made.sync_bn
+
+    def test_sinks_are_known_by_what_they_can_do(self, names: Names) -> None:
+        build(node("trainer.log.Console"), Sink, "log.console", Names())
+        assert "no Sink" in refusal(node("biolab.net.Elastic", amount=1), Sink, "log.mine", names)
+
+    def test_facts_of_data_go_to_those_who_name_them(self, names: Names) -> None:
+        facts = {"num_classes": 10, "channels": 3, "image_size": None}
+        assert build(node("biolab.net.Cells", **facts), Data, "data", names).classes == 2
+        assert build(node("biolab.net.Counting", **facts), Data, "data", names).facts == (10, 3)
+        # only data has facts
+        assert "model.num_classes" in refusal(node("biolab.net.Net", width=1, **facts), nn.Module, "model", names)
+
+    def test_a_schedule(self) -> None:
+        made = build(node("trainer.schedule.Cosine", warmup=3), Schedule, "schedule", Names())
+        assert made == Cosine(warmup=3)
+
+    def test_check_calls_nothing(self, names: Names) -> None:
+        check(node("biolab.net.Broken"), nn.Module, "model", names)
+
+
+class TestOptimizer:
+    sgd: dict[str, Any] = {"lr": 0.1, "decay": "weights", "fused": None}  # noqa: RUF012
+
+    def test_it_is_made_from_groups_alone(self) -> None:
+        make = maker(node("torch.optim.SGD", **self.sgd), Optimizer, "optimizer", Names(), OPTIMIZER_KEYS, fused=True)
+        made = make([{"params": [nn.Parameter(torch.zeros(1))], "weight_decay": 0.5}])
+        assert isinstance(made, torch.optim.SGD)
+        group = made.param_groups[0]
+        assert (group["lr"], group["fused"], group["weight_decay"]) == (0.1, True, 0.5)
+
+    def test_lists_become_the_tuples_it_asks_for(self) -> None:
+        make = maker(node("torch.optim.AdamW", betas=[0.5, 0.6]), Optimizer, "optimizer", Names())
+        assert make([nn.Parameter(torch.zeros(1))]).defaults["betas"] == (0.5, 0.6)
+
+    @pytest.mark.parametrize(
+        ("target", "values", "said"),
+        [
+            ("torch.optim.SGD", {"lr": -1.0}, "optimizer: Invalid learning rate"),
+            ("torch.optim.SGD", {"lrr": 1.0}, "optimizer.lrr: SGD takes no such key; did you mean 'lr'"),
+            ("torch.optim.SGD", {"momentum": "much"}, "optimizer.momentum=much"),
+            ("torch.optim.SGD", {"nesterov": 1}, "true or false"),
+            ("torch.optim.SGD", {"params": []}, "optimizer.params"),
+            ("torch.optim.AdamW", {"betas": [0.9]}, "optimizer.betas"),
+            ("torch.optim.SDG", {}, "'SGD'"),
+            ("torch.nn.Linear", {}, "no Optimizer"),
+            ("torch.optim.lr_scheduler.StepLR", {}, "no Optimizer"),
+        ],
+    )
+    def test_what_cannot_work_is_said_before_any_step(self, target: str, values: dict[str, Any], said: str) -> None:
+        with pytest.raises(Refusal) as caught:
+            maker(node(target, **values), Optimizer, "optimizer", Names())
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"widht": 1}, "model.widht: Net takes no such key; did you mean 'width'"),
+        ({}, "model.width: Net needs it"),
+        ({"width": "big"}, "model.width=big: Net expects a whole number"),
+        ({"width": None}, "model.width=null"),
+        ({"width": True}, "model.width=true"),
+        ({"width": 1.5}, "model.width=1.5"),
+        ({"width": 1, "rate": "fast"}, "a number"),
+        ({"width": 1, "deep": 1}, "true or false"),
+        ({"width": 1, "sizes": 3}, "a list"),
+        ({"width": 1, "sizes": ["a"]}, "a list"),
+        ({"width": 1, "pair": [1, 2, 3]}, "a list of 2 or null"),
+        ({"width": 1, "mode": "c"}, "one of a, b"),
+        ({"width": 1, "parts": [3]}, "a list"),
+        ({"width": 1, "_convert_": "none"}, "model._convert_"),
+        ({"width": 1, "_call_": True}, "_call_"),
+        ({"width": 1, "_partial_": "yes"}, "model._partial_"),
+    ],
+    ids=str,
+)
+def test_arguments_are_held_against_the_signature(names: Names, values: dict[str, Any], said: str) -> None:
+    assert said in refusal(node("biolab.net.Net", **values), nn.Module, "model", names)
+
+
+def test_what_cannot_be_known_is_taken(names: Names) -> None:
+    build(node("biolab.net.Net", width=1, norm="batch", depth=None, _convert_="all"), nn.Module, "model", names)
+
+
+def test_all_wrong_arguments_are_told_together(names: Names) -> None:
+    message = refusal(node("biolab.net.Net", widht=1, rate="x", mode="c"), nn.Module, "model", names)
+    assert len(message.splitlines()) == 4
+
+
+def test_a_key_behind_kwargs_is_refused_by_the_callee(names: Names) -> None:
+    build(node("biolab.net.Loose", width=1), nn.Module, "model", names)
+    assert "model.widht" in refusal(node("biolab.net.Loose", width=1, widht=1), nn.Module, "model", names)
+
+
+def test_a_secret_is_in_no_message(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOK", "tok123")
+    message = refusal(node("biolab.net.Net", width="${oc.env:SECRET_TOK}"), nn.Module, "model", names)
+    assert "${oc.env:SECRET_TOK}" in message
+    assert "tok123" not in message
+
+
+class TestErrorsOfTheCallee:
+    def test_its_own_error_stays_with_its_traceback(self, names: Names) -> None:
+        with pytest.raises(ZeroDivisionError, match="my own mistake") as caught:
+            build(node("biolab.net.Broken"), nn.Module, "model", names)
+        assert caught.traceback[-1].path.name == "net.py"
+        assert caught.value.__notes__ == ["while building model from the configuration: biolab.net.Broken"]
+
+    def test_what_a_lab_cannot_import_is_its_own_error(self, names: Names) -> None:
+        with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere") as caught:
+            build(node("biolab.torn.Net"), nn.Module, "model", names)
+        assert "biolab.torn" in caught.value.__notes__[0]
+
+    def test_a_name_that_is_not_there(self, names: Names) -> None:
+        assert "'Net'" in refusal(node("biolab.net.Ne"), nn.Module, "model", names)
+        assert "there is no biolab.nett" in refusal(node("biolab.nett.Net"), nn.Module, "model", names)
+        assert "installed" in refusal(node("timm.nowhere.at_all"), nn.Module, "model", names) or "timm" in sys.modules
+
+    def test_a_lab_that_is_not_below_the_current_folder(self, tmp_path: Path) -> None:
+        conf = tmp_path / "far_away" / "conf"
+        conf.mkdir(parents=True)
+        assert f"start in {tmp_path}" in refusal(node("far_away.net.Net"), nn.Module, "model", Names(folders=(conf,)))
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "where", "said"),
+    [
+        ("biolab.net.Cells", Task, "task", "no Task"),
+        ("biolab.net.Learn", Data, "data", "no Data"),
+        ("biolab.net.Elastic", nn.Module, "model", "no Module"),
+        ("biolab.net.number_of", nn.Module, "model", "gives a whole number"),
+        ("biolab.net.wrong", nn.Module, "model", "gave a dict"),
+        ("biolab.net.make", Task, "task", "does not say"),
+        ("biolab.net.number", nn.Module, "model", "not a class or function"),
+        ("biolab.net", nn.Module, "model", "not a class or function"),
+        ("torch.nn.Linear", Strategy, "strategy", "no Strategy"),
+        ("trainer.schedule.Schedule", Schedule, "schedule", "abstract"),
+        ("trainer.strategies.auto.auto", nn.Module, "model", "gives Strategy"),
+        (None, nn.Module, "model", "must say what to build"),
+        (3, nn.Module, "model", "is not the name"),
+        ("net", nn.Module, "model", "is not the name"),
+        ("biolab..net", nn.Module, "model", "is not the name"),
+    ],
+)
+def test_the_kind_is_checked(names: Names, target: Any, kind: type, where: str, said: str) -> None:
+    given = OmegaConf.create({} if target is None else {"_target_": target})
+    assert said in refusal(given, kind, where, names)
+
+
+HOSTILE: list[tuple[str, dict[str, Any]]] = [
+    ("os.system", {"command": "touch {canary}"}),
+    ("posix.system", {"command": "touch {canary}"}),
+    ("subprocess.Popen", {"args": ["touch", "{canary}"]}),
+    ("subprocess.run", {"_args_": [["touch", "{canary}"]]}),
+    ("builtins.eval", {"_args_": ["open('{canary}', 'w')"]}),
+    ("builtins.exec", {"_args_": ["open('{canary}', 'w')"]}),
+    ("builtins.open", {"file": "{canary}", "mode": "w"}),
+    ("shutil.copyfile", {"src": "{payload}", "dst": "{canary}"}),
+    ("code.InteractiveInterpreter.runsource", {"_args_": [None, "open('{canary}', 'w')"]}),
+    ("pathlib.Path.touch", {"_args_": ["{canary}"]}),
+    ("importlib.import_module", {"name": "outside"}),
+    ("runpy.run_path", {"path_name": "outside.py"}),
+    ("functools.partial", {"_args_": [{"_target_": "os.system", "command": "touch {canary}"}]}),
+    ("outside.Net", {}),
+    ("torch.load", {"f": "{payload}", "weights_only": False}),
+    ("torch.serialization.load", {"f": "{payload}", "weights_only": False}),
+    ("torch.hub.load", {"repo_or_dir": "{folder}", "model": "net", "source": "local"}),
+    ("torch.os.system", {"command": "touch {canary}"}),
+    ("torch.serialization.os.system", {"command": "touch {canary}"}),
+    ("torch.serialization.pickle.loads", {"_args_": ["x"]}),
+    ("torch.save", {"obj": 1, "f": "{canary}"}),
+    ("torch.utils.cpp_extension.load", {"name": "x", "sources": []}),
+    ("torch.utils.cpp_extension.subprocess.run", {"_args_": [["touch", "{canary}"]]}),
+    ("torch.nn.Module.__init__.__globals__", {}),
+    ("torchvision.datasets.utils.download_url", {"url": "file:///etc/hosts", "root": "{folder}"}),
+    ("biolab.net.os.system", {"command": "touch {canary}"}),
+    ("biolab.net.system", {"command": "touch {canary}"}),
+    ("biolab.net.__builtins__", {}),
+    ("trainer.durable.os.remove", {"path": "{payload}"}),
+    ("trainer.__main__.main", {}),
+    ("trainer.failure.leave", {"code": 0}),
+]
+
+
+@pytest.mark.parametrize(("target", "values"), HOSTILE, ids=[target for target, _ in HOSTILE])
+@pytest.mark.parametrize("place", ["model", "inside", "partly", "optimizer"])
+def test_nothing_hostile_is_called(
+    names: Names, tmp_path: Path, target: str, values: dict[str, Any], place: str
+) -> None:
+    canary, payload = tmp_path / "canary", tmp_path / "payload.pt"
+    (tmp_path / "hubconf.py").write_text(f"open({str(canary)!r}, 'w')\n")
+    payload.write_bytes(b"cos\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR.")
+    filled = fill({"_target_": target, **values}, canary=str(canary), payload=str(payload), folder=str(tmp_path))
+    inner = {"_partial_": True} | filled if place == "partly" else filled
+    with pytest.raises(Refusal):
+        if place == "model":
+            build(OmegaConf.create(filled), nn.Module, "model", names)
+        elif place == "optimizer":
+            maker(OmegaConf.create(filled), Optimizer, "optimizer", names)
+        else:
+            build(node("biolab.net.Net", width=1, norm={"deep": [inner]}), nn.Module, "model", names)
+    assert not canary.exists()
+    assert payload.exists()
+    assert "outside" not in sys.modules
+
+
+def fill(value: Any, **places: str) -> Any:
+    """The same value with {canary} and its like replaced by paths."""
+    if isinstance(value, dict):
+        return {key: fill(item, **places) for key, item in value.items()}
+    if isinstance(value, list):
+        return [fill(item, **places) for item in value]
+    return value.format(**places) if isinstance(value, str) else value
+
+
+class TestTrust:
+    def test_a_package_named_on_the_command_line(self) -> None:
+        target = node("unittest.mock.Mock")
+        assert "trust=[unittest]" in refusal(target, nn.Module, "model", Names())
+        assert "no Module" in refusal(target, nn.Module, "model", Names(trust=("unittest",)))  # known, but of no kind
+
+    def test_trust_does_not_reach_through_a_package(self) -> None:
+        names = Names(trust=("shutil",))
+        assert "leads out of shutil" in refusal(node("shutil.os.system"), nn.Module, "model", names)
+        assert "does not say" in refusal(node("shutil.copyfile"), nn.Module, "model", names)
+
+    def test_what_is_installed_does_not_lie_beside_a_lab(self, tmp_path: Path) -> None:
+        home = Path(torch.__file__).parents[2]  # a lab in the folder that holds site-packages
+        assert "may not be called" in refusal(node("yaml.load"), nn.Module, "model", Names(folders=(home / "conf",)))
+        assert "may not be called" in refusal(
+            node("shutil.rmtree"), nn.Module, "model", Names(folders=(Path("/usr/conf"),))
+        )
