@@ -124,13 +124,13 @@ def _refuse_hidden(own: DictConfig, places: list[Path]) -> None:
 
 def _astray(own: DictConfig, base: DictConfig, cfg: DictConfig) -> list[str]:
     """What a yaml must not set, and groups that were taken away."""
-    problems = []
+    problems, found = [], as_written(cfg)
     loggers = set(own.hydra_logging or {}) | set(own.job_logging or {})
     if own.callbacks or loggers - {"version", "root", "disable_existing_loggers"}:
         problems.append("hydra: a yaml sets its callbacks or logging, but the framework does not run under Hydra")
     if as_written(base).get("trust"):
         problems.append("trust: only the command line can say which packages to trust, and here a yaml does")
-    problems += [f"{group}: choose one, {group}=NAME" for group in GROUPS if not isinstance(cfg.get(group), DictConfig)]
+    problems += [f"{group}: choose one, {group}=NAME" for group in GROUPS if not isinstance(found.get(group), dict)]
     return problems
 
 
