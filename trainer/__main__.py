@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ def run(words: Sequence[str], launch: Launch) -> int:
     """Compose, check, build, train; the exit code. Typos are refused before torch is imported."""
     from trainer.compose import compose, folders
 
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: a lab is importable where its parent is the current folder
     cfg = compose(words)
     bundle.make_importable()
 

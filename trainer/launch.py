@@ -26,7 +26,7 @@ class Launch:
     local_rank: int = 0
     local_world_size: int = 1
     attempt: int = 0  # how often torchrun has restarted the group
-    run_id: str = "none"  # the same for all restarts of one torchrun
+    run_id: str = ""  # of torchrun, the same for all its restarts; empty: nothing restarts this process
     address: str = ""  # host:port of the store; empty: there is none
     hosted: bool = False  # the launcher serves the store; otherwise rank 0 does
 
@@ -45,7 +45,7 @@ class Launch:
             local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", world_size)),
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            run_id=env.get("TORCHELASTIC_RUN_ID", "none"),
+            run_id=env.get("TORCHELASTIC_RUN_ID", ""),
             address=f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}",
             hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
@@ -58,11 +58,11 @@ class Launch:
     @property
     def restarts(self) -> bool:
         """Does a launcher restart whatever does not exit with 0? A stop that was asked for must exit with 0 there."""
-        return self.run_id != "none"
+        return bool(self.run_id)
 
     def store(self) -> Store | None:
-        """The key-value store that all processes reach, before any process group; None for one process."""
-        return None if self.world_size == 1 else _connected(self)
+        """The key-value store that all processes reach, before any process group; None where no launcher made one."""
+        return _connected(self) if self.address else None
 
     def once(self, key: str) -> str:
         """A key of this attempt alone: what a dead attempt left under it must not be read by the next one."""

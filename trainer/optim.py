@@ -29,6 +29,8 @@ def parameter_groups(network: nn.Module, kind: type[torch.optim.Optimizer], deca
 
 def fused_words(kind: type[torch.optim.Optimizer], fused: bool | None) -> dict[str, bool]:
     """The `fused` argument for an optimizer; None: yes where it has one (measured: 1.3 to 3.4 times faster, same result)."""
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        return {}  # whoever builds it will say what it is instead
     if "fused" in signature(kind).parameters:
         return {"fused": fused is not False}
     if fused:

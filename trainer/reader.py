@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from trainer.signals import ignore_requests
 from trainer.transforms import sample_seed
 
 
@@ -67,6 +68,7 @@ class _Items:
             timeout=loading.timeout if workers else 0,
             prefetch_factor=loading.prefetch if workers else None,
             persistent_workers=workers > 0,
+            worker_init_fn=_begin_worker,
             generator=torch.Generator().manual_seed(0),  # or it would draw from the global one at every epoch
         )
 
@@ -74,6 +76,11 @@ class _Items:
         self._lists.set(epoch, lists)
         for inputs, targets in self._loader:
             yield inputs, targets
+
+
+def _begin_worker(number: int) -> None:
+    """A launcher signals whole process groups; a worker that obeyed would leave its rank in the middle of a step."""
+    ignore_requests()
 
 
 def _cores() -> int:

