@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trainer.refusal import Refusal
+
 # SplitMix64 (Steele, Lea, Flood 2014): a counter that grows by _GOLDEN, and a mixing of its bits.
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -122,6 +124,17 @@ class Augment:
     std: tuple[float, ...] = (0.5,)
     full_scale: float = 255.0  # the value of white
 
+    def __post_init__(self) -> None:
+        for name in ("crop", "rotate", "scale", "shear", "shift"):
+            if getattr(self, name) < 0:
+                raise Refusal(f"augment.{name} is {getattr(self, name)}; it is the largest amount, 0 or more")
+        if self.scale >= 1:
+            raise Refusal(f"augment.scale is {self.scale}; it is the part by which the size changes, below 1")
+        if len(self.mean) != len(self.std):
+            raise Refusal(f"augment.mean has {len(self.mean)} values and augment.std {len(self.std)}; expected as many")
+        if not all(deviation > 0 for deviation in (*self.std, self.full_scale)):
+            raise Refusal("augment.std and augment.full_scale are divided by; expected values above 0")
+
     def __call__(self, images: Tensor, random: Random, training: bool) -> Tensor:
         """Give the batch as the network shall see it."""
         if training and (self.crop or self.flip):
@@ -191,6 +204,10 @@ def affine(
 
 def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], full_scale: float = 255.0) -> Tensor:
     """Give (image / full_scale - mean) / std as float32, the channels each with their own mean and std."""
+    if len(mean) not in (1, images.shape[1]):
+        raise Refusal(
+            f"mean and std have {len(mean)} values, the images {images.shape[1]} channels; expected 1 or as many"
+        )
     factor = tuple(1 / (full_scale * deviation) for deviation in std)
     offset = tuple(-average / deviation for average, deviation in zip(mean, std, strict=True))
     # two exactly rounded passes: one fused multiply-add would round differently in a vector's tail
