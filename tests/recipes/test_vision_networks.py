@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +16,13 @@ from recipes.vision.vit import Attention, VisionTransformer, patch_for
 from recipes.vision.zoo import torchvision_model
 from trainer.refusal import Refusal
 
-OWN = {"cnn": CNN, "mlp": MLP, "vit": VisionTransformer, "resnet18": resnet18, "resnet50": resnet50}
+OWN: dict[str, Callable[..., nn.Module]] = {
+    "cnn": CNN,
+    "mlp": MLP,
+    "vit": VisionTransformer,
+    "resnet18": resnet18,
+    "resnet50": resnet50,
+}
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -129,7 +136,7 @@ def test_torchvisions_networks_take_any_number_of_channels(name, channels):
 
 def test_the_new_first_convolution_keeps_the_size_of_its_outputs():
     torch.manual_seed(0)
-    grey, colour = (torchvision_model("resnet18", 2, channels, 40).conv1 for channels in (1, 3))
+    grey, colour = (torchvision_model("resnet18", 2, channels, 40).get_submodule("conv1") for channels in (1, 3))
     images = torch.randn(4, 3, 40, 40)
     with torch.no_grad():
         assert grey(images[:, :1]).std().item() == pytest.approx(colour(images).std().item(), rel=0.2)
