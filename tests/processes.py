@@ -36,7 +36,7 @@ class Processes:
             self._members.append(member)
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `function(launch, *args)` on so many ranks; what they returned, in rank order. AssertionError if one fails."""
+        """Call `function(launch, *args)` on so many ranks; the results in rank order; AssertionError if one fails."""
         case = f"case-{next(self._cases)}"
         for rank in range(size):
             launch = Launch(rank, size, rank, size, 0, case, f"127.0.0.1:{self._store.port}", hosted=True)

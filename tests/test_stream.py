@@ -88,7 +88,8 @@ def test_epochs_differ_and_leave_out_other_samples() -> None:
     one, other = (read(stream(data, data.dataset), epoch) for epoch in (0, 1))
     assert one != other
     left = [set(range(50)) - {i for step in epoch for i, _ in step} for epoch in (one, other)]
-    assert [len(rest) for rest in left] == [2, 2] and left[0] != left[1]
+    assert [len(rest) for rest in left] == [2, 2]
+    assert left[0] != left[1]
 
 
 def test_the_middle_of_an_epoch_goes_on_where_it_stopped() -> None:

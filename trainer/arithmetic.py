@@ -25,7 +25,7 @@ class Batches:
 
 
 def deal(global_batch: int, ranks: int, slices: int, local: int | None) -> Batches:
-    """Deal a global batch to data ranks and slices; `local`, where given, decides the slices. Refusal if it is not whole."""
+    """Deal a global batch to data ranks and slices; `local`, if given, decides the slices. Refusal if not whole."""
     if local is not None:
         if global_batch % (ranks * local):
             raise Refusal(

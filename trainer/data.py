@@ -32,12 +32,13 @@ class Data:
         return default_collate(items)
 
     def augment(self, inputs: Any, targets: Any, random: Random, training: bool) -> tuple[Any, Any]:
-        """Change a whole batch on its device; `random` draws numbers that depend on (seed, epoch, sample index) alone."""
+        """Change a whole batch on its device; `random` draws what depends on (seed, epoch, sample index) alone."""
         return inputs, targets
 
     def order(self, epoch: int, generator: torch.Generator) -> Tensor | None:
         """The epoch's global indices (weighted sampling, a curriculum); None: a permutation of the training set.
 
-        The generator is seeded from (seed, epoch), equal on every rank. The order may repeat samples and have any length.
+        The generator is seeded from (seed, epoch), equal on every rank. The order may repeat samples and have any
+        length.
         """
         return None

@@ -126,7 +126,7 @@ def prepare(parts: Parts) -> Plans:
 
 
 def decide_resume(parts: Parts, horizon: int) -> dict[str, Any]:
-    """What to go on from, decided by the main rank: nothing to do, or what changed since. Refusal if that is too much."""
+    """What to go on from, decided by the main rank: nothing, or what changed since. Refusal if that is too much."""
     folder, run = parts.folder, parts.settings.run
     verdict: dict[str, Any] = {"complete": None, "changed": []}
     before = folder.last_config
@@ -159,9 +159,7 @@ def train(parts: Parts, plans: Plans, changed: list[str], log: Log, stop: StopRe
     checkpoints = Checkpoints(folder.checkpoints, strategy, settings.checkpoint.keep, best, facts)
     start = checkpoints.newest() or start_from(start_path(settings.run.resume), strategy)
     resume_step = start.step if start else 0
-    report = partial(
-        folder.status, resume_step=resume_step, world_size=strategy.world_size, strategy=strategy.name
-    )
+    report = partial(folder.status, resume_step=resume_step, world_size=strategy.world_size, strategy=strategy.name)
     folder.write_start(parts.configuration, parts.words, describe(parts, plans))
     report("running", step=resume_step)
     log.rewind(resume_step, plans.length.steps, -(-plans.length.steps // plans.length.per_epoch))
@@ -188,7 +186,13 @@ def leave_code(done: bool, launch: Launch) -> int:
 
 
 def make_trainer(
-    parts: Parts, plans: Plans, checkpoints: Checkpoints, log: Log, stop: StopRequest, progress: Progress, report: Report
+    parts: Parts,
+    plans: Plans,
+    checkpoints: Checkpoints,
+    log: Log,
+    stop: StopRequest,
+    progress: Progress,
+    report: Report,
 ) -> Trainer:
     """Collective: everything in its place."""
     settings, strategy = parts.settings, parts.strategy

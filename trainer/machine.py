@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import ContextManager
+from typing import Any
 
 import torch
 
@@ -34,8 +34,8 @@ class Machine:
             raise Refusal("device=cuda: torch sees no GPU on this machine; use device=cpu (or auto)")
         if self._on_gpu and self.launch.local_world_size > torch.cuda.device_count():
             raise Refusal(
-                f"{self.launch.local_world_size} processes on this machine, but {torch.cuda.device_count()} GPU(s): one process"
-                f" a GPU; start with --nproc-per-node {torch.cuda.device_count()}, or use device=cpu"
+                f"{self.launch.local_world_size} processes on this machine, but {torch.cuda.device_count()} GPU(s): one"
+                f" process a GPU; start with --nproc-per-node {torch.cuda.device_count()}, or use device=cpu"
             )
         if self.resolved_precision == "bf16" and self._on_gpu and not torch.cuda.is_bf16_supported():
             raise Refusal("precision=bf16: this GPU has no bfloat16; use precision=fp16 or fp32")
@@ -64,7 +64,7 @@ class Machine:
         """What weights are held in: fp64 for proofs, else fp32 (bf16 and fp16 are for the arithmetic only)."""
         return torch.float64 if self.resolved_precision == "fp64" else torch.float32
 
-    def autocast(self, device: torch.device) -> ContextManager:
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context of a forward pass in the resolved precision."""
         dtype = _AUTOCAST.get(self.resolved_precision)
         return torch.autocast(device.type, dtype) if dtype else nullcontext()

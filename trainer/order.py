@@ -41,8 +41,8 @@ class Order:
         indices = torch.as_tensor(own, dtype=torch.int64, device="cpu")
         if indices.dim() != 1 or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self._size):
             raise Refusal(
-                f"{type(self._data).__name__}.order({epoch}) must be a list of indices in 0..{self._size - 1}, got shape"
-                f" {tuple(indices.shape)}"
+                f"{type(self._data).__name__}.order({epoch}) must be a list of indices in 0..{self._size - 1}, got"
+                f" shape {tuple(indices.shape)}"
                 + (f" with {int(indices.min())}..{int(indices.max())}" if len(indices) else "")
             )
         return indices

@@ -74,8 +74,7 @@ class _Items:
 
     def read(self, epoch: int, lists: Iterable[Tensor]) -> Iterator[tuple[Any, Any]]:
         self._lists.set(epoch, lists)
-        for inputs, targets in self._loader:
-            yield inputs, targets
+        yield from self._loader
 
 
 def _begin_worker(number: int) -> None:
@@ -89,7 +88,7 @@ def _cores() -> int:
 
 
 class _Lists:
-    """What a DataLoader is to read: lists of (epoch, index). The epoch travels along, so workers need not be told of it."""
+    """What a DataLoader is to read: lists of (epoch, index). The epoch travels along; no worker need be told of it."""
 
     def __init__(self) -> None:
         self.set(0, [])
@@ -103,7 +102,7 @@ class _Lists:
 
 
 class Seeded(Dataset):
-    """A data set whose item (epoch, i) is read with Python's, NumPy's and torch's generators seeded from (seed, epoch, i).
+    """A data set whose item (epoch, i) is read with all generators (Python, NumPy, torch) seeded from (seed, epoch, i).
 
     So a random transform gives a sample the same picture on every rank, in every worker, in every order. In the main
     process the generators are put back afterwards.

@@ -16,7 +16,7 @@ PACKAGES = ("trainer", "torch", "torchvision", "numpy", "hydra-core", "omegaconf
 
 
 def surroundings(strategy: str, world_size: int, precision: str, devices: str) -> dict[str, Any]:
-    """Versions, hardware, git revision and what was resolved; the host names of all ranks are added once they joined."""
+    """Versions, hardware, git revision and what was resolved; the host names of all ranks follow once they joined."""
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),

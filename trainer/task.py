@@ -42,8 +42,8 @@ class Task:
     def finish(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """Turn the totals over the evaluation set into figures.
 
-        `totals` holds `loss` (the sum of loss times weight), `weight`, `samples` and every sum of `metrics`. The default
-        divides each by the weight; totals with more than one element need a task that says what they mean.
+        `totals` holds `loss` (the sum of loss times weight), `weight`, `samples` and every sum of `metrics`. The
+        default divides each by the weight; totals with more than one element need a task that says what they mean.
         """
         sums = {
             name: total for name, total in totals.items() if name not in ("weight", "samples") and total.numel() == 1
@@ -51,7 +51,7 @@ class Task:
         return {name: float(total / totals["weight"].clamp(min=1)) for name, total in sums.items()}
 
     def after_step(self, network: nn.Module, step: int) -> None:
-        """Change the network in place after an optimizer step, elementwise on what this rank holds, without gradient."""
+        """Change the network in place after an optimizer step: elementwise, on what this rank holds, no gradient."""
 
     def plan(self, network: nn.Module) -> Plan:
         """How the network can be split: what its own `plan()` says, where it has one."""

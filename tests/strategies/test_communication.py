@@ -11,7 +11,8 @@ from tests.strategies.toys import Case
 def test_four_micro_batches_of_ddp_send_what_one_sends(processes: Processes, task: str) -> None:
     case = Case("ddp", task=task)
     (one, *_), (four, *_) = (processes.run(2, collectives_of_a_step, case.but(micro_batches=n)) for n in (1, 4))
-    assert one and one == four
+    assert one
+    assert one == four
 
 
 def test_ddp_sends_every_gradient_once(processes: Processes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ class Threads(nn.Module):
     def forward(self, inputs: Any, targets: Any) -> Any:
         size = first_tensor(targets).shape[0]
         bounds = [size * part // self.count for part in range(self.count + 1)]
-        parts = [(rows(inputs, a, b), rows(targets, a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+        parts = [(rows(inputs, a, b), rows(targets, a, b)) for a, b in pairwise(bounds)]
         replicas = [_replica(self.step) for _ in parts]
         with ThreadPoolExecutor(self.count) as pool:
             return torch.cat(list(pool.map(lambda replica, part: replica(*part), replicas, parts)))
@@ -68,7 +69,8 @@ def test_without_two_gpus_it_says_so_in_one_line() -> None:
     with DP() as strategy:
         notes = strategy.notes(nn.Linear(1, 1))
     if torch.cuda.device_count() < 2:
-        assert len(notes) == 1 and "like strategy=single" in notes[0]
+        assert len(notes) == 1
+        assert "like strategy=single" in notes[0]
 
 
 def test_several_processes_are_refused_with_the_strategy_that_wants_them() -> None:

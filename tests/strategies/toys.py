@@ -225,7 +225,8 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
         checkpoints = Checkpoints(Path(case.folder), strategy, keep=3) if case.folder else None
         if case.start:
             found = checkpoints.newest()
-            assert found is not None and found.step == case.start
+            assert found is not None
+            assert found.step == case.start
             tensors = placed.space(optimizer, found.tensors)
             checkpoints.read(found, tensors)
             placed.load_state(optimizer, tensors)

@@ -28,9 +28,9 @@ _place: ContextVar[_Place] = ContextVar("place", default=_Place(Ranks()))  # noq
 def gather(x: Tensor) -> Tensor:
     """The rows of all data ranks for this micro-batch, differentiable; valid inside Task methods during a step.
 
-    x: (B, ...) on every rank, result: (B · ranks, ...). Row j of rank r becomes row j · ranks + r: the samples of a global
-    batch are dealt to the ranks in turn, so this is their own order. With several micro-batches the result holds the rows
-    of the present one only. On one rank it is the identity.
+    x: (B, ...) on every rank, result: (B · ranks, ...). Row j of rank r becomes row j · ranks + r: the samples of a
+    global batch are dealt to the ranks in turn, so this is their own order. With several micro-batches the result holds
+    the rows of the present one only. On one rank it is the identity.
     """
     place = _place.get()
     if place.ranks.size == 1:
@@ -40,7 +40,7 @@ def gather(x: Tensor) -> Tensor:
 
 @contextmanager
 def gathering_over(ranks: Ranks, valid: int | None = None) -> Iterator[None]:
-    """Within this context `gather` collects from these ranks; `valid`: the last batch of an evaluation may be ragged."""
+    """Within this context `gather` collects from these ranks; `valid`: an evaluation's last batch may be ragged."""
     token = _place.set(_Place(ranks, valid))
     try:
         yield

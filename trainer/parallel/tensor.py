@@ -22,8 +22,8 @@ def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
     """Refuse a plan that is missing, names nothing, or cuts what does not divide by the degree."""
     if not plan.tensor:
         raise Refusal(
-            f"{type(network).__name__} has no tensor-parallel plan: give it a method plan(self) -> Plan, or let the task"
-            f" say one; {ELSE}"
+            f"{type(network).__name__} has no tensor-parallel plan: give it a method plan(self) -> Plan, or let the"
+            f" task say one; {ELSE}"
         )
     for what, count in plan.divisible.items():
         if count % degree:
@@ -74,9 +74,10 @@ def settle(parameters: Iterator[Tensor]) -> None:
     """
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-            if gradient.placements != parameter.placements:
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+            continue
+        if gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _matches(network: nn.Module, key: str) -> Iterator[tuple[str, nn.Module]]:

@@ -234,7 +234,7 @@ class Placed:
         return sums
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
-        """Collective: unscale, clip to the true global norm, step, zero. Returns that norm; None for max_norm measures none.
+        """Collective: unscale, clip to the true global norm, step, zero. Returns that norm; max_norm None: no norm.
 
         An infinite max_norm measures the norm and clips nothing.
         """
@@ -275,7 +275,7 @@ class Placed:
             self.task.after_step(self.network, step)
 
     def settle(self) -> None:
-        """Collective: BatchNorm's running statistics become the mean over the data ranks; before evaluating or saving."""
+        """Collective: BatchNorm's running statistics become the data ranks' mean; before evaluating or saving."""
         average_statistics(self.network, self.strategy.data)
 
     # Optimizer and state.
@@ -325,7 +325,7 @@ class Placed:
             tree = floats_as(tree, torch.float64)
         if self._layout is torch.preserve_format:
             return tree
-        return changed(tree, lambda tensor: tensor.contiguous(memory_format=self._layout) if tensor.dim() == 4 else tensor)
+        return changed(tree, lambda x: x.contiguous(memory_format=self._layout) if x.dim() == 4 else x)
 
     def _losses(self, forward: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> dict[str, Tensor]:
         with self._machine.autocast(self.strategy.device):

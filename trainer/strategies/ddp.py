@@ -102,8 +102,8 @@ class _Placed(Placed):
         """Collective: one synchronised backward that changes nothing.
 
         DDP sorts its buckets anew after the first backward, which changes in which order gloo adds up, and so the last
-        bits: without this a resumed run would differ from one that was never interrupted. A static graph needs its first
-        backward synchronised, too.
+        bits: without this a resumed run would differ from one that was never interrupted. A static graph needs its
+        first backward synchronised, too.
         """
         with self._leaving_no_trace():
             self._losses(replica, *self.example)["loss"].backward()

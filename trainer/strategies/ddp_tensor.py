@@ -22,7 +22,7 @@ from trainer.task import Task
 
 @dataclass
 class DDPTP(Strategy):
-    """Every `tensor` neighbouring processes hold one copy of the network, cut by its plan; gradients are averaged over copies."""
+    """Every `tensor` neighbouring processes hold one copy of the network, cut by its plan; copies average gradients."""
 
     tensor: int = 2  # processes that share one copy; keep them on one machine
     bucket_mb: int = 25  # MiB of gradients in one all-reduce

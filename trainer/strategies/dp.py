@@ -16,7 +16,7 @@ from trainer.task import Task
 
 @dataclass
 class DP(Strategy):
-    """One process drives every visible GPU: each micro-batch is dealt out, outputs come back to the first, the loss is there.
+    """One process drives every visible GPU: micro-batches are dealt out, outputs come back to the first, with the loss.
 
     The network is copied to every GPU in every forward; `ddp` is faster. On fewer than two GPUs it is `single`.
     """

@@ -26,7 +26,7 @@ TAKES_CUT = (torch.optim.Adam, torch.optim.AdamW)  # whose fused step knows DTen
 
 @dataclass
 class TP(Strategy):
-    """One network cut over all processes by its plan; all of them read the same data, activations travel in every layer."""
+    """One network cut over all processes by its plan; all read the same data, activations travel in every layer."""
 
     mesh: DeviceMesh = field(init=False, repr=False)  # one axis, "tensor"
 
@@ -81,7 +81,7 @@ class PlacedTensor(Placed):
     def optimizer(
         self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: Iterable[dict[str, Any]]
     ) -> torch.optim.Optimizer:
-        """Build the optimizer; cut and whole parameters stand in groups of their own, for its kernels take no mixture."""
+        """Build the optimizer; cut and whole parameters in groups of their own, for its kernels take no mixture."""
         parts = [part for group in groups for part in _unmixed(group)]
         optimizer = make(parts)
         if not optimizer.defaults.get("fused") or isinstance(optimizer, TAKES_CUT):
