@@ -73,24 +73,25 @@ class Trainer:
 
     def fit(self, start: Found | None) -> bool:
         """Train to the end, from a checkpoint where there is one; False: stopped as asked, and saved."""
+        self.begin(start)
+        while not (self.finished or self._stopped):
+            for batches in self.stream.epoch(self.progress.epoch, self.progress.position):
+                self.train_step(batches)
+                if self.finished or self._stopped:
+                    break
+        self._write_pending()
+        return self.finished
+
+    def begin(self, start: Found | None) -> None:
+        """Collective: be ready for the next step."""
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._meter = Meter(self.strategy, self.stream.global_batch)
         self._pending: PendingLine | None = None
         self._stopped, self._log_clock = False, False
         self._deadline = math.inf if self.stop_after is None else monotonic() + self.stop_after
         if start is not None:
             self.resume(start)
         self.rehearse()
-        self._meter.resume()
-        while not self.finished:
-            for batches in self.stream.epoch(self.progress.epoch, self.progress.position):
-                self.train_step(batches)
-                if self.finished or self._stopped:
-                    break
-            if self._stopped:
-                break
-        self._write_pending()
-        return self.finished
+        self._meter = Meter(self.strategy, self.stream.global_batch)
 
     @property
     def finished(self) -> bool:

@@ -13,7 +13,7 @@ from trainer.parallel.ranks import Ranks
 class Totals:
     """Sums on their way: added up over ranks, copied to the CPU, and only waited for when they are read.
 
-    Whole numbers travel as int64 and wrap (digests), all others as float64.
+    Whole numbers travel as int64 and wrap (digests), all others as float64; what lies on the CPU travels from there.
     """
 
     def __init__(
@@ -21,17 +21,7 @@ class Totals:
     ) -> None:
         """`alike`: numbers that are equal on all ranks already, to be read at the same time."""
         self._alike = {name: value.to("cpu", non_blocking=True) for name, value in (alike or {}).items()}
-        self._shapes: dict[str, torch.Size] = {}
-        self._names: dict[torch.dtype, list[str]] = {torch.int64: [], torch.float64: []}
-        for name in sorted(sums):  # the same order on every rank
-            self._shapes[name] = sums[name].shape
-            self._names[torch.float64 if sums[name].is_floating_point() else torch.int64].append(name)
-        self._packed: dict[torch.dtype, Tensor] = {}
-        for dtype, names in self._names.items():
-            if names:
-                packed = torch.cat([sums[name].detach().reshape(-1).to(device, dtype) for name in names])
-                ranks.sum_(packed).wait()  # the given ranks; 8 bytes a number. On a GPU this waits on the stream only
-                self._packed[dtype] = packed.to("cpu", non_blocking=True)
+        self._parcels = [_Parcel(part, ranks) for part in _sorted(sums)]
         self._ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def read(self) -> dict[str, Tensor]:
@@ -39,8 +29,35 @@ class Totals:
         if self._ready is not None:
             self._ready.synchronize()
         totals = dict(self._alike)
-        for dtype, packed in self._packed.items():
-            sizes = [self._shapes[name].numel() for name in self._names[dtype]]
-            for name, part in zip(self._names[dtype], packed.split(sizes), strict=True):
-                totals[name] = part.reshape(self._shapes[name])
+        for parcel in self._parcels:
+            totals |= parcel.open()
         return totals
+
+
+class _Parcel:
+    """Sums of one type on one device, as one tensor."""
+
+    def __init__(self, sums: Mapping[str, Tensor], ranks: Ranks) -> None:
+        self._shapes = {name: value.shape for name, value in sums.items()}
+        packed = torch.cat([value.detach().reshape(-1).to(_wide(value)) for value in sums.values()])
+        self._work = ranks.sum_(packed)  # the given ranks; 8 bytes a number
+        if packed.device.type != "cpu":
+            self._work.wait()  # of a GPU only the stream waits, so that the copy comes after the sum
+        self._packed = packed.to("cpu", non_blocking=True)
+
+    def open(self) -> dict[str, Tensor]:
+        self._work.wait()
+        parts = self._packed.split([shape.numel() for shape in self._shapes.values()])
+        return {name: part.reshape(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.float64 if value.is_floating_point() else torch.int64
+
+
+def _sorted(sums: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The sums by type and device, in an order that is the same on every rank."""
+    groups: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for name in sorted(sums):
+        groups.setdefault((str(_wide(sums[name])), sums[name].device.type), {})[name] = sums[name]
+    return [groups[key] for key in sorted(groups)]

@@ -1,0 +1,220 @@
+"""The loop: when things happen, and that nothing in a step waits for the device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.strategies.toys import BATCH, Net, Plain, ToyData
+from trainer.cadence import Due, Every
+from trainer.checkpoint import Checkpoints
+from trainer.launch import Launch
+from trainer.log import Log
+from trainer.machine import Machine
+from trainer.reader import Loading
+from trainer.schedule import Cosine, Schedule
+from trainer.strategies.single import Single
+from trainer.stream import EvaluationStream, Stream
+from trainer.task import Task
+from trainer.trainer import Progress, Trainer
+
+
+@dataclass
+class Stop:
+    raised: bool = False
+
+
+@dataclass
+class Made:
+    """A trainer and what it wrote."""
+
+    trainer: Trainer
+    folder: Path
+    states: list[tuple[str, int]] = field(default_factory=list)
+
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        text = (self.folder / "metrics.jsonl").read_text()
+        return [line for line in map(json.loads, text.splitlines()) if line["kind"] == kind]
+
+    def saved(self) -> list[int]:
+        return sorted(int(path.name.split("-")[1]) for path in (self.folder / "checkpoints").glob("step-*"))
+
+
+@contextmanager
+def made(folder: Path, task: Task | None = None, device: str = "cpu", keep: int = 99, **changes: Any) -> Iterator[Made]:
+    torch.manual_seed(0)
+    task, data = task or Plain(), ToyData()
+    log = Log(folder, [], is_main=True)
+    log.rewind(0)
+    with Single(machine=Machine(launch=Launch(), device=device, precision="fp32")) as strategy:
+        stream = Stream(data, data.train(), strategy, BATCH, changes.pop("micro_batches", 1), Loading())
+        placed = strategy.build(task, Net(), stream.example())
+        optimizer = torch.optim.AdamW(placed.network.parameters(), lr=changes.pop("lr", 0.01), fused=True)
+        states: list[tuple[str, int]] = []
+        steps = changes.pop("steps", 10)
+        words: dict[str, Any] = {
+            "evaluation": EvaluationStream(data, data.evaluation(), strategy, 50, Loading()),
+            "stop": Stop(),
+            "steps": steps,
+            "horizon": steps,
+            "max_norm": None,
+            "log_due": Due([Every(steps=3)]),
+            "eval_due": Due([Every(epochs=1)]),
+            "save_due": Due([Every(steps=5)]),
+            **changes,
+        }
+        yield Made(
+            Trainer(
+                strategy=strategy,
+                placed=placed,
+                task=task,
+                optimizer=optimizer,
+                schedule=words.pop("schedule", Cosine()),
+                stream=stream,
+                checkpoints=Checkpoints(folder / "checkpoints", strategy, keep, words.pop("best", "-loss")),
+                log=log,
+                report=lambda state, step: states.append((state, step)),
+                progress=Progress(),
+                **words,
+            ),
+            folder,
+            states,
+        )
+    log.close()
+
+
+def test_rhythms_and_the_last_step(tmp_path: Path) -> None:
+    with made(tmp_path, best="macro") as run:  # an epoch has 4 steps
+        assert run.trainer.fit(None)
+    assert [line["step"] for line in run.lines("train")] == [3, 6, 9, 10]
+    assert [line["step"] for line in run.lines("eval")] == [4, 8, 10]
+    assert {5, 10} <= set(run.saved())
+    assert [line["epoch"] for line in run.lines("train")] == [0, 1, 2, 2]
+    assert all(line["samples"] == 101 for line in run.lines("eval"))
+
+
+def test_a_training_line_says_what_the_contract_says(tmp_path: Path) -> None:
+    with made(tmp_path, steps=6) as run:
+        run.trainer.fit(None)
+    keys = "kind step epoch loss loss_mean loss_hex lr grad_norm samples samples_per_s step_s time sample_digest"
+    for line in run.lines("train"):
+        assert set(line) == set(keys.split())
+        assert torch.tensor(line["loss"], dtype=torch.float32).view(torch.int32).item() & 0xFFFFFFFF == int(
+            line["loss_hex"], 16
+        )
+        assert line["samples"] == line["step"] * BATCH
+    assert run.lines("train")[0]["loss_mean"] != run.lines("train")[0]["loss"]
+
+
+def test_a_new_best_is_kept_at_once(tmp_path: Path) -> None:
+    with made(tmp_path, best="macro", save_due=Due([]), keep=1) as run:
+        run.trainer.fit(None)
+    best = max(run.lines("eval"), key=lambda line: line["macro"])
+    assert set(run.saved()) == {best["step"], 10}
+
+
+def test_a_request_to_stop_finishes_the_step_and_saves(tmp_path: Path) -> None:
+    class AtOnce(Schedule):
+        def __call__(self, step: int, horizon: int | None) -> float:
+            run.trainer.stop.raised = step == 6  # type: ignore[misc]
+            return 1.0
+
+        def _factor(self, step: int, done: float) -> float:
+            return 1.0
+
+    with made(tmp_path, schedule=AtOnce(), save_due=Due([])) as run:
+        assert not run.trainer.fit(None)
+    assert run.saved()[-1] == 7
+    assert run.trainer.progress == Progress(step=7, epoch=1, position=3 * BATCH, samples=7 * BATCH)
+
+
+def test_time_that_has_run_out_stops_as_if_asked(tmp_path: Path) -> None:
+    with made(tmp_path, stop_after=0.0) as run:
+        assert not run.trainer.fit(None)
+    assert run.saved() == [1]
+
+
+def test_a_clock_makes_things_due(tmp_path: Path) -> None:
+    with made(tmp_path, save_due=Due([Every(seconds=0.0)]), log_due=Due([Every(seconds=0.0)])) as run:
+        run.trainer.fit(None)
+    assert run.saved() == list(range(1, 11))
+    assert [line["step"] for line in run.lines("train")] == list(range(2, 11))  # the clock is asked a step before
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(tmp_path: Path) -> None:
+    with made(tmp_path, lr=float("inf")) as run, pytest.raises(FloatingPointError, match="loss"):
+        run.trainer.fit(None)
+    assert run.saved() == []
+
+
+class Broken(Plain):
+    def metrics(self, output: Tensor, target: Any) -> dict[str, Tensor]:
+        raise KeyError("a mistake in the metrics")
+
+
+def test_a_fault_in_the_evaluation_shows_before_the_first_step(tmp_path: Path) -> None:
+    with made(tmp_path, Broken()) as run, pytest.raises(KeyError, match="a mistake in the metrics"):
+        run.trainer.fit(None)
+    assert run.trainer.progress.step == 0
+
+
+def test_an_evaluation_that_loses_samples_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with made(tmp_path) as run:
+        whole = run.trainer.placed.evaluate
+        monkeypatch.setattr(run.trainer.placed, "evaluate", lambda batch, valid: whole(batch, valid - 1))
+        with pytest.raises(RuntimeError, match="evaluated 98 samples of a set of 101"):
+            run.trainer.fit(None)
+
+
+class Waiting(TorchDispatchMode):
+    """Notes every operation that reads a number out of a tensor: on a GPU each would make the host wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.nonzero.default):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_nothing_in_a_step_waits_for_the_device(tmp_path: Path, max_norm: float | None, micro_batches: int) -> None:
+    with made(tmp_path, max_norm=max_norm, micro_batches=micro_batches, steps=40, log_due=Due([])) as run:
+        trainer = run.trainer
+        trainer.begin(None)
+        batches = [batches for epoch in (0, 1) for batches in trainer.stream.epoch(epoch)]
+        trainer.train_step(batches[0])
+        with Waiting() as waiting:
+            for step in batches[1:3]:
+                trainer.train_step(step)
+        assert waiting.seen == []
+        with Waiting() as waiting:
+            torch.ones(1).item()
+        assert waiting.seen  # the watch itself works
+
+
+@pytest.mark.gpu
+def test_nothing_in_a_step_waits_for_the_gpu(tmp_path: Path) -> None:
+    with made(tmp_path, device="cuda", max_norm=1.0, steps=40, log_due=Due([Every(steps=2)])) as run:
+        trainer = run.trainer
+        trainer.begin(None)
+        batches = [batches for epoch in (0, 1) for batches in trainer.stream.epoch(epoch)]
+        trainer.train_step(batches[0])
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for step in batches[1:3]:
+                trainer.train_step(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
