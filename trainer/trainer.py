@@ -15,7 +15,8 @@ from trainer.checkpoint import Checkpoints, Found
 from trainer.log import Log
 from trainer.meter import Meter, PendingLine
 from trainer.schedule import Schedule
-from trainer.strategies.base import Placed, Strategy
+from trainer.strategies.base import Strategy
+from trainer.strategies.placed import Placed
 from trainer.stream import Batch, EvaluationStream, Stream
 from trainer.task import Task
 

@@ -63,6 +63,21 @@ def restore_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer, stat
     )
 
 
+def fits(own: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
+    """ValueError, naming at most ten, where a checkpoint's network is not this one."""
+    theirs = {name for name in stored if not name.startswith(("optimizer/", "scaler/"))}
+    wrong = [f"missing {name}" for name in own if name not in theirs]
+    wrong += [f"unknown {name}" for name in sorted(theirs - own.keys())]
+    wrong += [
+        f"{name} is {tuple(stored[name].shape)}, here {tuple(own[name].shape)}"
+        for name in own
+        if name in theirs and tuple(stored[name].shape) != tuple(own[name].shape)
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        raise ValueError(f"the checkpoint is of another network: {'; '.join(wrong[:10])}{more}")
+
+
 def _memories(names: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for name in names:
         if name.startswith(PREFIX):

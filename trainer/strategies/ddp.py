@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.parallel.ranks import Group
 from trainer.parallel.world import join, leave
 from trainer.refusal import Refusal
-from trainer.strategies.base import Placed, Step, Strategy
+from trainer.strategies.base import Strategy
+from trainer.strategies.placed import Placed, Step
 from trainer.task import Task
 
 # Running statistics are averaged before they are used (Placed.settle), not overwritten by rank 0's in every forward.

@@ -15,7 +15,8 @@ from trainer.parallel.replicate import average
 from trainer.parallel.tensor import refuse_plan
 from trainer.parallel.world import join, leave
 from trainer.refusal import Refusal
-from trainer.strategies.base import Placed, Strategy
+from trainer.strategies.base import Strategy
+from trainer.strategies.placed import Placed
 from trainer.strategies.tensor import PlacedTensor
 from trainer.task import Task
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from trainer.refusal import Refusal
-from trainer.strategies.base import Placed, Step, Strategy
+from trainer.strategies.base import Strategy
+from trainer.strategies.placed import Placed, Step
 from trainer.task import Task
 
 

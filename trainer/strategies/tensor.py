@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from trainer.parallel.ranks import Group, Ranks
 from trainer.parallel.tensor import cut, refuse_drift, refuse_plan, settle
 from trainer.parallel.world import join, leave
-from trainer.strategies.base import Placed, Strategy
+from trainer.strategies.base import Strategy
+from trainer.strategies.placed import Placed
 from trainer.task import Task
 from trainer.tree import changed
 
