@@ -1,0 +1,226 @@
+"""One network in its place, with the verbs of a step. The base does all of it for one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.parallel.batch_norm import average_statistics, synchronised
+from trainer.parallel.clip import clip_, global_norm
+from trainer.parallel.gather import gathering_over
+from trainer.parallel.ranks import Done, Waitable
+from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, space_for_optimizer
+from trainer.seeds import mix, seed_torch
+from trainer.strategies.scaler import NoScaler, Scaler
+from trainer.task import Task
+from trainer.tree import changed, first_tensor, floats_as, rows
+
+if TYPE_CHECKING:
+    from trainer.strategies.base import Strategy
+
+
+class Step(nn.Module):
+    """A network and how its task calls it, as one module: what a wrapper like DDP must wrap."""
+
+    def __init__(self, task: Task, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self._task = task
+
+    def forward(self, inputs: Any, targets: Any) -> Any:
+        """The task's forward over the network."""
+        return self._task.forward(self.network, inputs, targets)
+
+
+class Placed:
+    """One network in its place, with the verbs of a step. `network` keeps its own module and parameter names."""
+
+    def __init__(self, strategy: Strategy, task: Task, network: nn.Module, example: Any) -> None:
+        self.strategy, self.task, self.example = strategy, task, example
+        self._machine = strategy.machine
+        self.scaler = Scaler(strategy.device) if self._machine.resolved_precision == "fp16" else NoScaler()
+        network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
+        network = synchronised(network, strategy.data, strategy.device) if strategy.sync_bn else network
+        self._layout = torch.channels_last if has_convolutions(network) else torch.preserve_format
+        self.network = network.to(strategy.device, memory_format=self._layout)
+        for tensor in (*self.network.parameters(), *self.network.buffers()):
+            strategy.world.send_from_first_(tensor.detach())  # all ranks; one initialisation for all
+        self._plain = Step(task, self.network)
+        self._cut()
+        if self._machine.compile:
+            self.network.compile()
+        self._forward: Callable[[Any, Any], Any] = self._wrap(self._plain)
+
+    # What a strategy says differently.
+
+    def _cut(self) -> None:
+        """Edit the network in place: its parameters become what this rank holds."""
+
+    def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
+        """What a training forward must call: the step itself, or something around it."""
+        return step
+
+    def _sync(self, last: bool) -> Any:
+        """The context of one micro-batch: do gradients travel in it?"""
+        return self._computing()
+
+    def _computing(self, valid: int | None = None) -> Any:
+        """The context of one micro-batch's forward and backward, or of an evaluation batch's valid samples."""
+        return gathering_over(self.strategy.data, valid)
+
+    def _settle_gradients(self) -> None:
+        """Collective: after the last micro-batch; afterwards `.grad` is the gradient of the global mean."""
+
+    def _whole(self, output: Any) -> Any:
+        """An output or a loss with nothing of it left on other ranks."""
+        return output
+
+    # The verbs of a step.
+
+    def forward_backward(self, batches: list[Any], step: int) -> dict[str, Tensor]:
+        """Run every micro-batch of one step; afterwards `.grad` is the gradient of the global weighted mean.
+
+        Returns this rank's part of the loss (and of each of its parts): summed over the data ranks it is the mean over
+        the global batch. The numbers stay on the device.
+        """
+        self._mode(training=True)
+        shares, pending = self._weigh(batches)
+        sums: dict[str, Tensor] = {}
+        for index, batch in enumerate(batches):
+            seed_torch(mix(self._machine.seed, step, index, self.strategy.data_rank), self.strategy.device)
+            with self._sync(last=index == len(batches) - 1):
+                parts = self._losses(self._forward, batch.inputs, batch.targets)
+                pending.wait()
+                share = shares(index)
+                # DDP and its like divide the summed gradients by the number of data ranks: undo it here
+                scaled = self.scaler.scale(parts["loss"] * (share * self.strategy.data_size))
+                scaled.backward()
+            for name, part in parts.items():
+                kept = part.detach() * share
+                sums[name] = sums[name] + kept if name in sums else kept
+        self._settle_gradients()
+        return sums
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
+        """Collective: unscale, clip to the true global norm, step, zero. Returns that norm; max_norm None: no norm.
+
+        An infinite max_norm measures the norm and clips nothing.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.scaler.unscale_(parameters)
+        norm = None
+        if max_norm is not None or self.scaler.needs_norm:
+            norm = global_norm([p.grad for p in parameters])
+            if max_norm is not None and max_norm != float("inf"):
+                clip_([p.grad for p in parameters], norm, max_norm)
+        self.scaler.step(optimizer, norm)
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor]:
+        """Sums over the first `valid` samples of a batch: loss times weight, weight, samples, and the task's metrics.
+
+        Where none is valid the sums are zeros of the same shape, so that the keys agree on all ranks.
+        """
+        self._mode(training=False)
+        with self._computing(valid), self._machine.autocast(self.strategy.device):
+            inputs, targets = self._cast(batch.inputs), self._cast(batch.targets)
+            output = self._whole(self._evaluation_forward(inputs, targets))
+            size = first_tensor(targets).shape[0]
+            cut = max(valid, 1)
+            output, targets = (output, targets) if cut == size else (rows(output, 0, cut), rows(targets, 0, cut))
+            loss = total_loss(self.task.loss(output, targets))
+            weight = torch.as_tensor(self.task.weight(targets), device=loss.device)
+            samples = torch.tensor(cut, device=loss.device)
+            sums = {"loss": loss.double() * weight, "weight": weight, "samples": samples}
+            sums |= self.task.metrics(output, targets)
+        return sums if valid else {name: torch.zeros_like(value) for name, value in sums.items()}
+
+    def after_step(self, step: int) -> None:
+        """Let the task change the network in place after an optimizer step."""
+        with torch.no_grad():
+            self.task.after_step(self.network, step)
+
+    def settle(self) -> None:
+        """Collective: BatchNorm's running statistics become the data ranks' mean; before evaluating or saving."""
+        average_statistics(self.network, self.strategy.data)
+
+    # Optimizer and state.
+
+    def optimizer(
+        self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: Iterable[dict[str, Any]]
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer over what this rank owns."""
+        return make(list(groups))
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """What a checkpoint stores: flat, under the network's own names, DTensors where sharded."""
+        model = {name: value for name, value in self.network.state_dict().items() if isinstance(value, Tensor)}
+        return model | optimizer_tensors(self.network, optimizer) | self.scaler.state()
+
+    def space(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Tensors to read a checkpoint into, placed as this rank needs them; `stored`: name → what has shape and dtype.
+
+        ValueError where the checkpoint's names or shapes are not this network's.
+        """
+        own = {name: value for name, value in self.network.state_dict().items() if isinstance(value, Tensor)}
+        fits(own, stored)
+        model = {name: torch.empty_like(value) for name, value in own.items()}
+        optimizer_space = space_for_optimizer(self.network, stored)
+        scaler = {name: torch.empty_like(value) for name, value in self.scaler.state().items() if name in stored}
+        return model | optimizer_space | scaler
+
+    def load_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
+        """Take over a state, whichever strategy wrote it."""
+        model = {name: value for name, value in state.items() if not name.startswith(("optimizer/", "scaler/"))}
+        self.network.load_state_dict(model)
+        restore_optimizer(self.network, optimizer, state)
+        self.scaler.load({name: value for name, value in state.items() if name.startswith("scaler/")})
+
+    # Parts of the verbs.
+
+    def _mode(self, training: bool) -> None:
+        if self.network.training != training:
+            self.network.train(training)
+
+    def _evaluation_forward(self, inputs: Any, targets: Any) -> Any:
+        return self._plain(inputs, targets)
+
+    def _cast(self, tree: Any) -> Any:
+        """A batch in the precision and memory layout of the network: images (B, C, H, W) with the channels last."""
+        if self._machine.resolved_precision == "fp64":
+            tree = floats_as(tree, torch.float64)
+        if self._layout is torch.preserve_format:
+            return tree
+        return changed(tree, lambda x: x.contiguous(memory_format=self._layout) if x.dim() == 4 else x)
+
+    def _losses(self, forward: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> dict[str, Tensor]:
+        with self._machine.autocast(self.strategy.device):
+            inputs, targets = self._cast(inputs), self._cast(targets)
+            loss = self._whole(self.task.loss(forward(inputs, targets), targets))
+        return {**(loss if isinstance(loss, dict) else {}), "loss": total_loss(loss)}
+
+    def _weigh(self, batches: list[Any]) -> tuple[Callable[[int], Any], Waitable]:
+        """Each micro-batch's share of the step: its weight over the weight of all micro-batches of all data ranks."""
+        weights = [self.task.weight(batch.targets) for batch in batches]
+        if all(isinstance(weight, int) for weight in weights):  # equal on every rank: nothing needs to travel
+            total = max(sum(weights) * self.strategy.data_size, 1)
+            return lambda index: weights[index] / total, Done()
+        local = torch.stack([torch.as_tensor(w, device=self.strategy.device) for w in weights]).to(torch.float64)
+        summed = local.sum()
+        pending = self.strategy.data.sum_(summed)  # data ranks; 8 bytes travel, while the first forward computes
+        return lambda index: local[index] / summed.clamp(min=1), pending
+
+
+def has_convolutions(network: nn.Module) -> bool:
+    """Does it convolve images? Then channels last is the faster layout, on GPUs and (by a fifth, measured) on CPUs."""
+    return any(isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1 for module in network.modules())
+
+
+def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:
+    """The one number to minimise: a loss, or the sum of its parts."""
+    return torch.stack(list(loss.values())).sum() if isinstance(loss, dict) else loss
