@@ -107,7 +107,7 @@ def test_the_loop_has_no_word_of_parallelism() -> None:
 
 
 # Hydra and OmegaConf end at these: below them a function takes its arguments, not a configuration.
-DOOR = {"__main__", "compose", "config", "build", "choices", "lab", "resolved", "typed", "typos", "words"}
+DOOR = {"__main__", "assembly", "compose", "config", "build", "choices", "lab", "resolved", "typed", "typos", "words"}
 
 
 def test_configuration_stops_at_the_door() -> None:

@@ -58,9 +58,11 @@ def build(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) 
     return made
 
 
-def check(node: DictConfig, kind: type, where: str, names: Names, given: Iterable[str] = ()) -> None:
+def check(
+    node: DictConfig, kind: type, where: str, names: Names, given: Iterable[str] = (), own: Iterable[str] = ()
+) -> None:
     """Refuse a node that `build` would refuse, without calling anything. `given`: the names of the extra arguments."""
-    _checked_group(node, kind, where, names, given)
+    _checked_group(node, kind, where, names, given, own)
 
 
 def maker(

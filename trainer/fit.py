@@ -3,74 +3,30 @@
 from __future__ import annotations
 
 import os
-import shlex
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from trainer import failure
-from trainer.agreement import decided_by_main, first_on_node
-from trainer.arithmetic import Batches, Length, deal, measure, more_slices
+from trainer.agreement import decided_by_main
+from trainer.announcement import describe, end_lines, start_lines
+from trainer.arithmetic import Batches, more_slices
 from trainer.cadence import Due
 from trainer.checkpoint import Checkpoints, Found, newest_in, open_checkpoint
-from trainer.config import Settings
-from trainer.data import Data
-from trainer.folder import RunFolder
 from trainer.launch import Launch
-from trainer.log import Log, Sink
-from trainer.machine import Machine
+from trainer.log import Log
 from trainer.optim import parameter_groups
-from trainer.order import Order, size_of
+from trainer.preparation import Parts, Plans, decide_resume, prepare
 from trainer.reader import Loading
 from trainer.refusal import Refusal
-from trainer.resume import changes, completed, is_checkpoint, learning_changes, read_config, refuse_changes, start_path
-from trainer.schedule import Schedule
+from trainer.resume import is_checkpoint, read_config, start_path
 from trainer.signals import StopRequest
 from trainer.strategies.base import Strategy
 from trainer.stream import EvaluationStream, Stream
-from trainer.surroundings import surroundings
-from trainer.task import Task
 from trainer.trainer import Progress, Report, Trainer
 
 STOPPED = 75  # stopped as asked and saved: run the same command again
-
-
-@dataclass
-class Parts:
-    """What a run is made of, as the configuration names it."""
-
-    settings: Settings
-    words: list[str]  # of the command line
-    configuration: str  # yaml, without secrets
-    machine: Machine
-    strategy: Strategy
-    task: Task
-    data: Data
-    schedule: Schedule
-    make_network: Callable[[], nn.Module]
-    make_optimizer: Callable[[list[dict[str, Any]]], Optimizer]
-    optimizer_kind: type[Optimizer]
-    sinks: list[Sink]
-    folder: RunFolder
-
-
-@dataclass
-class Plans:
-    """What follows from the parts before any process group: data, sums, the network."""
-
-    training: Any
-    evaluation: Any
-    batches: Batches
-    length: Length
-    network: nn.Module
 
 
 def fit(parts: Parts) -> int:
@@ -107,43 +63,6 @@ def accounted(parts: Parts, batches: Batches, progress: Progress, log: Log) -> I
         )
 
 
-def prepare(parts: Parts) -> Plans:
-    """Read the data, do the sums, build the network; Refusal where something is not there or not whole."""
-    settings, launch = parts.settings, parts.machine.launch
-    loop = settings.loop
-    if loop.deterministic:
-        torch.use_deterministic_algorithms(True)
-    ranks = parts.strategy.data_ranks(launch.world_size)
-    batches = deal(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch)
-    training, evaluation = first_on_node(launch, "data", lambda: (parts.data.train(), parts.data.evaluation()))
-    order = Order(parts.data, training, settings.seed)
-    length = measure(order.length, loop.global_batch, loop.epochs, loop.steps)
-    evaluation = evaluation if evaluation is not None and size_of(evaluation) else None
-    torch.manual_seed(settings.seed)  # one initialisation, whatever the strategy
-    network = parts.make_network()
-    parts.strategy.check(parts.task, network, launch.world_size)
-    return Plans(training, evaluation, batches, length, network)
-
-
-def decide_resume(parts: Parts, horizon: int) -> dict[str, Any]:
-    """What to go on from, decided by the main rank: nothing, or what changed since. Refusal if that is too much."""
-    folder, run = parts.folder, parts.settings.run
-    verdict: dict[str, Any] = {"complete": None, "changed": []}
-    before = folder.last_config
-    if not folder.has_checkpoint or before is None:
-        return verdict
-    changed = changes(before, read_config(parts.configuration))
-    last = folder.last_environment
-    precision = (str(last["precision"]), parts.machine.resolved_precision) if "precision" in last else None
-    horizons = (int(last["horizon"]), horizon) if "horizon" in last else None
-    learning = learning_changes(changed, precision, horizons, parts.schedule.needs_horizon)
-    if not run.accept_changes:
-        refuse_changes(learning, folder.path)
-    verdict["complete"] = completed(folder.last_status, horizon)
-    verdict["changed"] = [str(one) for one in changed]
-    return verdict
-
-
 def say_complete(parts: Parts, line: str) -> int:
     """Nothing is left to do: say so, once."""
     if parts.machine.launch.is_main:
@@ -167,11 +86,16 @@ def train(parts: Parts, plans: Plans, changed: list[str], log: Log, stop: StopRe
     log.start([*start_lines(parts, plans, start), *[f"changed     {line}" for line in changed]])
     trainer = make_trainer(parts, plans, checkpoints, log, stop, progress, lambda state, at: report(state, step=at))
     done = trainer.fit(start)
-    reason = None if done else stop.reason or f"run.stop_after={settings.run.stop_after:g} s"
-    report("completed" if done else "preempted", step=progress.step, reason=reason)
+    report("completed" if done else "preempted", step=progress.step, reason=None if done else why(parts, stop))
     log.start(end_lines(parts, trainer.figures, progress.step, done))
     log.close()
     return leave_code(done, parts.machine.launch)
+
+
+def why(parts: Parts, stop: StopRequest) -> str:
+    """Why a run stopped before its end, as far as this rank knows."""
+    after = parts.settings.run.stop_after
+    return stop.reason or (f"run.stop_after={after:g} s" if after is not None else "another rank was asked to stop")
 
 
 def leave_code(done: bool, launch: Launch) -> int:
@@ -199,7 +123,9 @@ def make_trainer(
     loop, loading = settings.loop, Loading(**vars(settings.loader))
     stream = Stream(parts.data, plans.training, strategy, loop.global_batch, plans.batches.slices, loading)
     width = loop.eval_batch or 4 * loop.global_batch
-    evaluation = plans.evaluation and EvaluationStream(parts.data, plans.evaluation, strategy, width, loading)
+    evaluation = None
+    if plans.evaluation is not None:
+        evaluation = EvaluationStream(parts.data, plans.evaluation, strategy, width, loading)
     placed = strategy.build(parts.task, plans.network, stream.example())
     groups = parameter_groups(placed.network, parts.optimizer_kind, settings.decay)
     optimizer = placed.optimizer(parts.make_optimizer, groups)
@@ -234,52 +160,3 @@ def start_from(path: Path | None, strategy: Strategy) -> Found | None:
     if path is None:
         return None
     return open_checkpoint(path, strategy) if is_checkpoint(path) else newest_in(path / "checkpoints", strategy)[0]
-
-
-def describe(parts: Parts, plans: Plans) -> dict[str, Any]:
-    """Collective: environment.json."""
-    strategy, machine = parts.strategy, parts.machine
-    facts = surroundings(strategy.name, strategy.world_size, machine.resolved_precision, machine.devices)
-    hosts = sorted(set(strategy.share(socket.gethostname())))
-    return {**facts, "hosts": hosts, "horizon": plans.length.steps}
-
-
-def start_lines(parts: Parts, plans: Plans, start: Found | None) -> list[str]:
-    """What a run is, as it was understood."""
-    strategy, machine = parts.strategy, parts.machine
-    count = sum(parameter.numel() for parameter in plans.network.parameters())
-    samples = size_of(plans.evaluation) if plans.evaluation is not None else 0
-    return [
-        f"run folder  {parts.folder.path}",
-        f"strategy    {strategy.name} on {strategy.world_size} process(es); {machine.devices}",
-        f"precision   {machine.resolved_precision}",
-        f"network     {type(plans.network).__name__}, {count:,} parameters",
-        f"batch       {plans.batches}",
-        f"length      {plans.length}; schedule {type(parts.schedule).__name__.lower()}",
-        f"evaluation  {samples} samples" if samples else "evaluation  none: the data has no evaluation set",
-        *[f"note        {note}" for note in strategy.notes(plans.network)],
-        *([f"resuming    step {start.step} of {start.path}"] if start else []),
-    ]
-
-
-def end_lines(parts: Parts, figures: dict[str, float] | None, step: int, done: bool) -> list[str]:
-    """How it ended, and what to do next."""
-    folder = shlex.quote(str(parts.folder.path))
-    if not done:
-        return [f"stopped and saved at step {step}; to go on:", f"  {command(parts)}"]
-    words = [f"{name} {value:.4f}" for name, value in (figures or {}).items() if name != "loss"]
-    return [
-        f"completed   step {step}" + (f", {', '.join(words)}" if words else ""),
-        f"run folder  {folder}",
-        f"curves      tensorboard --logdir {folder}/tensorboard",
-    ]
-
-
-def command(parts: Parts) -> str:
-    """The command that continues this run."""
-    launch = parts.machine.launch
-    own = [word for word in parts.words if not word.startswith(("run.dir=", "run.name=", "run.resume="))]
-    start = f"torchrun --nproc-per-node {launch.local_world_size}" if launch.world_size > 1 else "python"
-    if launch.world_size == launch.local_world_size > 1:
-        start = start.replace("torchrun", "torchrun --standalone")
-    return f"{start} -m trainer {shlex.join([*own, f'run.dir={Path(parts.folder.path).absolute()}'])}"

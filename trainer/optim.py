@@ -21,14 +21,15 @@ def parameter_groups(network: nn.Module, kind: type[torch.optim.Optimizer], deca
         raise Refusal(f"{type(network).__name__} has no trainable parameter")
     if decay == "all" or "weight_decay" not in signature(kind).parameters:
         return [{"params": trainable}]
-    matrices = [parameter for parameter in trainable if parameter.dim() > 1]
-    vectors = [parameter for parameter in trainable if parameter.dim() <= 1]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for parameter in trainable if parameter.dim() > 1]},
+        {"params": [parameter for parameter in trainable if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 
-def fused_words(kind: type[torch.optim.Optimizer], fused: bool | None) -> dict[str, bool]:
-    """The `fused` argument for an optimizer; None: yes where it has one (measured: 1.3 to 3.4 times faster, same result)."""
+def fused_words(kind: Any, fused: bool | None) -> dict[str, bool]:
+    """The `fused` argument for an optimizer; None: yes where it has one (1.3 to 3.4 times faster, the same result)."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         return {}  # whoever builds it will say what it is instead
     if "fused" in signature(kind).parameters:

@@ -75,13 +75,16 @@ class Trainer:
     def fit(self, start: Found | None) -> bool:
         """Train to the end, from a checkpoint where there is one; False: stopped as asked, and saved."""
         self.begin(start)
-        while not (self.finished or self._stopped):
+        while not self._over():
             for batches in self.stream.epoch(self.progress.epoch, self.progress.position):
                 self.train_step(batches)
-                if self.finished or self._stopped:
+                if self._over():
                     break
         self._write_pending()
         return self.finished
+
+    def _over(self) -> bool:
+        return self.finished or self._stopped
 
     def begin(self, start: Found | None) -> None:
         """Collective: be ready for the next step."""

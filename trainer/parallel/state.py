@@ -13,7 +13,7 @@ PREFIX = "optimizer/"
 
 def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """What the optimizer remembers, flat. TypeError where that is more than tensors: nothing could give it back."""
-    names = {parameter: name for name, parameter in network.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in network.named_parameters()}
     flat: dict[str, Tensor] = {}
     for parameter, memory in optimizer.state.items():
         for key, value in memory.items():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.launch import Launch
-from trainer.parallel.ranks import Group
+from trainer.parallel.ranks import Group, Ranks
 
 
 def join(launch: Launch, device: torch.device, backend: str | None, timeout: timedelta) -> Group:
@@ -28,10 +28,11 @@ def join(launch: Launch, device: torch.device, backend: str | None, timeout: tim
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,  # binds NCCL to this device from the start
     )
+    assert dist.group.WORLD is not None
     return Group(dist.group.WORLD)
 
 
-def leave(world: Group, clean: bool) -> None:
+def leave(world: Ranks, clean: bool) -> None:
     """Leave the process group; after an error without waiting for ranks that may be gone.
 
     Without the barrier one process in five aborts while gloo's threads are torn down (measured on torch 2.11 to 2.15).

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Sampler
 
 from trainer.machine import Machine
 from trainer.parallel.ranks import Ranks
@@ -124,7 +123,7 @@ class Strategy:
 
     # Data and networks.
 
-    def sampler(self, order: Callable[[int], Tensor]) -> Sampler[int]:
+    def sampler(self, order: Callable[[int], Tensor]) -> ShardSampler:
         """This rank's share of every epoch's order; has `set_epoch(epoch, start)`."""
         return ShardSampler(order, self.data_rank, self.data_size)
 

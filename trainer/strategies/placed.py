@@ -45,7 +45,7 @@ class Placed:
         network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
         network = synchronised(network, strategy.data, strategy.device) if strategy.sync_bn else network
         self._layout = torch.channels_last if has_convolutions(network) else torch.preserve_format
-        self.network = network.to(strategy.device, memory_format=self._layout)
+        self.network = network.to(strategy.device).to(memory_format=self._layout)
         for tensor in (*self.network.parameters(), *self.network.buffers()):
             strategy.world.send_from_first_(tensor.detach())  # all ranks; one initialisation for all
         self._plain = Step(task, self.network)

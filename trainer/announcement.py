@@ -1,0 +1,62 @@
+"""What a run says when it starts and when it ends."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint import Found
+from trainer.order import size_of
+from trainer.preparation import Parts, Plans
+from trainer.surroundings import surroundings
+
+
+def describe(parts: Parts, plans: Plans) -> dict[str, Any]:
+    """Collective: environment.json."""
+    strategy, machine = parts.strategy, parts.machine
+    facts = surroundings(strategy.name, strategy.world_size, machine.resolved_precision, machine.devices)
+    hosts = sorted(set(strategy.share(socket.gethostname())))
+    return {**facts, "hosts": hosts, "horizon": plans.length.steps}
+
+
+def start_lines(parts: Parts, plans: Plans, start: Found | None) -> list[str]:
+    """What a run is, as it was understood."""
+    strategy, machine = parts.strategy, parts.machine
+    count = sum(parameter.numel() for parameter in plans.network.parameters())
+    samples = size_of(plans.evaluation) if plans.evaluation is not None else 0
+    return [
+        f"run folder  {parts.folder.path}",
+        f"strategy    {strategy.name} on {strategy.world_size} process(es); {machine.devices}",
+        f"precision   {machine.resolved_precision}",
+        f"network     {type(plans.network).__name__}, {count:,} parameters",
+        f"batch       {plans.batches}",
+        f"length      {plans.length}; schedule {type(parts.schedule).__name__.lower()}",
+        f"evaluation  {samples} samples" if samples else "evaluation  none: the data has no evaluation set",
+        *[f"note        {note}" for note in strategy.notes(plans.network)],
+        *([f"resuming    step {start.step} of {start.path}"] if start else []),
+    ]
+
+
+def end_lines(parts: Parts, figures: dict[str, float] | None, step: int, done: bool) -> list[str]:
+    """How it ended, and what to do next."""
+    folder = shlex.quote(str(parts.folder.path))
+    if not done:
+        return [f"stopped and saved at step {step}; to go on:", f"  {command(parts)}"]
+    words = [f"{name} {value:.4f}" for name, value in (figures or {}).items() if name != "loss"]
+    return [
+        f"completed   step {step}" + (f", {', '.join(words)}" if words else ""),
+        f"run folder  {folder}",
+        f"curves      tensorboard --logdir {folder}/tensorboard",
+    ]
+
+
+def command(parts: Parts) -> str:
+    """The command that continues this run."""
+    launch = parts.machine.launch
+    own = [word for word in parts.words if not word.startswith(("run.dir=", "run.name=", "run.resume="))]
+    start = f"torchrun --nproc-per-node {launch.local_world_size}" if launch.world_size > 1 else "python"
+    if launch.world_size == launch.local_world_size > 1:
+        start = start.replace("torchrun", "torchrun --standalone")
+    return f"{start} -m trainer {shlex.join([*own, f'run.dir={Path(parts.folder.path).absolute()}'])}"

@@ -1,0 +1,70 @@
+"""From a configuration to the parts of a run. The only file that sees the whole of it; below are arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.build import build, check, maker
+from trainer.config import OPTIMIZER_KEYS, settings
+from trainer.data import Data
+from trainer.folder import RunFolder
+from trainer.launch import Launch
+from trainer.log import Sink
+from trainer.machine import Machine
+from trainer.names import Names
+from trainer.optim import fused_words
+from trainer.preparation import Parts
+from trainer.resolved import written
+from trainer.schedule import Schedule
+from trainer.strategies.base import Strategy
+from trainer.task import Task
+
+
+def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch: Launch) -> Parts:
+    """Turn every node into an object; what is not one yet (a network, an optimizer) into what makes it.
+
+    labs: the folders of yaml files that the command line adds. Refusal where a node is not of its group's kind.
+    """
+    chosen = settings(cfg)
+    run, names = chosen.run, Names(trust=chosen.trust, folders=tuple(labs))
+    machine = Machine(
+        launch=launch,
+        device=chosen.device,
+        precision=chosen.precision,
+        seed=chosen.seed,
+        compile=chosen.compile,
+        backend=chosen.distributed.backend,
+        timeout=timedelta(seconds=chosen.distributed.timeout),
+    )
+    machine.check()
+    check(cfg.model, nn.Module, "model", names)
+    kind: Any = names.find(cfg.optimizer.get("_target_"), "optimizer._target_")
+    return Parts(
+        settings=chosen,
+        words=list(words),
+        configuration=written(cfg),
+        machine=machine,
+        strategy=build(cfg.strategy, Strategy, "strategy", names, machine=machine),
+        task=build(cfg.task, Task, "task", names),
+        schedule=build(cfg.schedule, Schedule, "schedule", names),
+        make_optimizer=maker(
+            cfg.optimizer, Optimizer, "optimizer", names, OPTIMIZER_KEYS, **fused_words(kind, chosen.fused)
+        ),
+        optimizer_kind=kind,
+        sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
+        folder=RunFolder.open(run.root, run.name, run.dir, run.resume, launch, label(cfg)),
+        data=build(cfg.data, Data, "data", names),
+        make_network=lambda: build(cfg.model, nn.Module, "model", names),
+    )
+
+
+def label(cfg: DictConfig) -> str:
+    """What a generated name says about a run: its network and how it is spread."""
+    return "_".join(str(cfg[group]._target_).rsplit(".", 1)[-1].lower() for group in ("model", "strategy"))

@@ -1,0 +1,91 @@
+"""What a run is made of, and what follows from it before any process group: data, sums, the network, what to resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.agreement import first_on_node
+from trainer.arithmetic import Batches, Length, deal, measure
+from trainer.config import Settings
+from trainer.data import Data
+from trainer.folder import RunFolder
+from trainer.log import Sink
+from trainer.machine import Machine
+from trainer.order import Order, size_of
+from trainer.resume import changes, completed, learning_changes, read_config, refuse_changes
+from trainer.schedule import Schedule
+from trainer.strategies.base import Strategy
+from trainer.task import Task
+
+
+@dataclass
+class Parts:
+    """What a run is made of, as the configuration names it."""
+
+    settings: Settings
+    words: list[str]  # of the command line
+    configuration: str  # yaml, without secrets
+    machine: Machine
+    strategy: Strategy
+    task: Task
+    data: Data
+    schedule: Schedule
+    make_network: Callable[[], nn.Module]
+    make_optimizer: Callable[[list[dict[str, Any]]], Optimizer]
+    optimizer_kind: type[Optimizer]
+    sinks: list[Sink]
+    folder: RunFolder
+
+
+@dataclass
+class Plans:
+    """What follows from the parts before any process group: data, sums, the network."""
+
+    training: Any
+    evaluation: Any
+    batches: Batches
+    length: Length
+    network: nn.Module
+
+
+def prepare(parts: Parts) -> Plans:
+    """Read the data, do the sums, build the network; Refusal where something is not there or not whole."""
+    settings, launch = parts.settings, parts.machine.launch
+    loop = settings.loop
+    if loop.deterministic:
+        torch.use_deterministic_algorithms(True)
+    ranks = parts.strategy.data_ranks(launch.world_size)
+    batches = deal(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch)
+    training, evaluation = first_on_node(launch, "data", lambda: (parts.data.train(), parts.data.evaluation()))
+    order = Order(parts.data, training, settings.seed)
+    length = measure(order.length, loop.global_batch, loop.epochs, loop.steps)
+    evaluation = evaluation if evaluation is not None and size_of(evaluation) else None
+    torch.manual_seed(settings.seed)  # one initialisation, whatever the strategy
+    network = parts.make_network()
+    parts.strategy.check(parts.task, network, launch.world_size)
+    return Plans(training, evaluation, batches, length, network)
+
+
+def decide_resume(parts: Parts, horizon: int) -> dict[str, Any]:
+    """What to go on from, decided by the main rank: nothing, or what changed since. Refusal if that is too much."""
+    folder, run = parts.folder, parts.settings.run
+    verdict: dict[str, Any] = {"complete": None, "changed": []}
+    before = folder.last_config
+    if not folder.has_checkpoint or before is None:
+        return verdict
+    changed = changes(before, read_config(parts.configuration))
+    last = folder.last_environment
+    precision = (str(last["precision"]), parts.machine.resolved_precision) if "precision" in last else None
+    horizons = (int(last["horizon"]), horizon) if "horizon" in last else None
+    learning = learning_changes(changed, precision, horizons, parts.schedule.needs_horizon)
+    if not run.accept_changes:
+        refuse_changes(learning, folder.path)
+    verdict["complete"] = completed(folder.last_status, horizon)
+    verdict["changed"] = [str(one) for one in changed]
+    return verdict
