@@ -45,10 +45,11 @@ class Processes:
         while len(answers) < size:
             ready = wait([pipe for rank, pipe in enumerate(self._pipes[:size]) if rank not in answers], PATIENCE)
             assert ready, f"ranks {sorted(set(range(size)) - answers.keys())} of {function.__name__} did not answer"
-            for pipe in ready:
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+            for rank, pipe in enumerate(self._pipes):
+                if pipe not in ready:
+                    continue
                 try:
-                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                    answers[rank] = pipe.recv()
                 except EOFError:
                     answers[rank] = (False, "the process is gone; what it said last stands on stderr")
         failed = [f"rank {rank}:\n{answer}" for rank, (fine, answer) in sorted(answers.items()) if not fine]

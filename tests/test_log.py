@@ -256,7 +256,7 @@ def test_a_terminal_shows_one_line_that_is_redrawn_and_a_debugger_works(tmp_path
 
 
 def scalars(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
     events.Reload()

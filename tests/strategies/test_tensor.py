@@ -71,11 +71,12 @@ def drifting(launch: Launch) -> tuple[bool, str]:
     """Build from unequal weights, then let one rank's norm drift."""
     torch.manual_seed(launch.rank)  # a network that was not seeded: rank 0's weights must become everyone's
     with TP(machine=Machine(launch=launch, device="cpu")) as strategy:
-        placed = strategy.build(Task(), Net(), None)
-        first = placed.network.head.weight.detach().clone()
+        network = Net()
+        placed = strategy.build(Task(), network, None)
+        first = network.head.weight.detach().clone()
         shared = strategy.world.gather(first)
         with torch.no_grad():
-            placed.network.norm.weight[0] += 0.1 * launch.rank
+            network.norm.weight[0] += 0.1 * launch.rank
         try:
             placed.state(placed.optimizer(torch.optim.SGD, [{"params": list(placed.network.parameters()), "lr": 0.1}]))
         except RuntimeError as error:
