@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from trainer import checkpoint as checkpoint_module
 from trainer.checkpoint import Checkpoints, FailedSave, open_checkpoint
 from trainer.manifest import CorruptCheckpoint, decode, encode, read_manifest, write_manifest
+from trainer.parallel.ranks import Group, Ranks
 from trainer.retention import committed
-from trainer.together import Alone
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,7 +51,7 @@ def zeros_like(tensors):
 
 
 def checkpoints(folder, **options):
-    return Checkpoints(folder / "checkpoints", Alone(), **options)
+    return Checkpoints(folder / "checkpoints", Ranks(), **options)
 
 
 def save_some(folder, steps, **options):
@@ -417,8 +417,8 @@ LIMITED = """
 import resource, signal, sys, torch
 from pathlib import Path
 from trainer.checkpoint import Checkpoints, FailedSave
-from trainer.together import Alone
-store = Checkpoints(Path(sys.argv[1]), Alone())
+from trainer.parallel.ranks import Ranks
+store = Checkpoints(Path(sys.argv[1]), Ranks())
 store.save(1, {"weight": torch.ones(1000)}, {})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
@@ -455,10 +455,10 @@ SAVING = """
 import os, sys, torch
 from pathlib import Path
 from trainer.checkpoint import Checkpoints
-from trainer.together import Alone
+from trainer.parallel.ranks import Ranks
 
 def save_for_ever():
-    store = Checkpoints(Path(sys.argv[1]), Alone(), keep=2)
+    store = Checkpoints(Path(sys.argv[1]), Ranks(), keep=2)
     found = store.newest()
     step = found.step if found else 0
     print(os.getpid(), step, flush=True)
@@ -490,7 +490,7 @@ def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path):
         reached = int(lines[-1])
         while parent.stdout.readline() != "gone\n":
             pass
-        store, into = Checkpoints(tmp_path, Alone(), keep=2), {"weight": torch.zeros(200_000)}
+        store, into = Checkpoints(tmp_path, Ranks(), keep=2), {"weight": torch.zeros(200_000)}
         found = store.newest()
         store.read(found, into)
         assert found.step >= reached
@@ -503,8 +503,8 @@ TRACED = """
 import sys, torch
 from pathlib import Path
 from trainer.checkpoint import Checkpoints
-from trainer.together import Alone
-Checkpoints(Path(sys.argv[1]), Alone()).save(1, {"weight": torch.ones(9), "optimizer/weight/m": torch.ones(9)}, {})
+from trainer.parallel.ranks import Ranks
+Checkpoints(Path(sys.argv[1]), Ranks()).save(1, {"weight": torch.ones(9), "optimizer/weight/m": torch.ones(9)}, {})
 """
 
 
@@ -530,22 +530,6 @@ def test_everything_is_on_the_disk_before_the_name_is(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------- two processes
-
-
-class Group:
-    """The ranks of the default process group."""
-
-    def __init__(self):
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.is_main = self.rank == 0
-
-    def barrier(self):
-        dist.barrier()
-
-    def share(self, value):
-        values = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
 
 
 def whole_tensors():
@@ -576,7 +560,7 @@ def in_group(rank, folder, part):
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, about torch
     dist.init_process_group("gloo", f"file://{folder}/join", timeout=timedelta(seconds=30), rank=rank, world_size=2)
-    part(Path(folder), Group())
+    part(Path(folder), Group(dist.group.WORLD))
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)
@@ -628,10 +612,10 @@ def exchange(folder, ranks):
 
 def test_one_process_and_two_read_what_the_other_wrote(tmp_path):
     whole = whole_tensors()
-    Checkpoints(tmp_path / "one", Alone()).save(1, whole, {})
+    Checkpoints(tmp_path / "one", Ranks()).save(1, whole, {})
     mp.spawn(in_group, (str(tmp_path), exchange), nprocs=2)
     for folder in ("two", "three"):
-        store, into = Checkpoints(tmp_path / folder, Alone()), zeros_like(whole)
+        store, into = Checkpoints(tmp_path / folder, Ranks()), zeros_like(whole)
         shutil.rmtree(tmp_path / "two" / "step-00000002", ignore_errors=True)
         found = store.newest()
         store.read(found, into)

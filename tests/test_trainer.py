@@ -80,7 +80,7 @@ def made(folder: Path, task: Task | None = None, device: str = "cpu", keep: int 
                 optimizer=optimizer,
                 schedule=words.pop("schedule", Cosine()),
                 stream=stream,
-                checkpoints=Checkpoints(folder / "checkpoints", strategy, keep, words.pop("best", "-loss")),
+                checkpoints=Checkpoints(folder / "checkpoints", strategy.world, keep, words.pop("best", "-loss")),
                 log=log,
                 report=lambda state, step: states.append((state, step)),
                 progress=Progress(),

@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from trainer import manifest as paper
 from trainer.durable import sync_file, sync_folder
 from trainer.manifest import CorruptCheckpoint, FileFact, Manifest
+from trainer.parallel.ranks import Ranks
 from trainer.retention import DRAFT, candidates, committed, discard, folder_name, put_in_place, score, surplus, sweep
 from trainer.safetensors_header import TensorFact, read_tensors
 from trainer.tensor_files import misfits, read_into, writable, write_tensors
-from trainer.together import Alone, Ranks, together
+from trainer.together import together
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Checkpoints:
         self, folder: Path, ranks: Ranks, keep: int = 3, best: str = "-loss", facts: dict[str, Any] | None = None
     ):
         self.folder, self.ranks, self.keep, self.best = folder, ranks, keep, best
-        self.facts = {"world_size": ranks.world_size, **(facts or {})}  # of every manifest: strategy, …
+        self.facts = {"world_size": ranks.size, **(facts or {})}  # of every manifest: strategy, …
         self._rejected: set[Path] = set()  # found corrupt; they count for nothing when others are removed
         self._record = score(None, best)
         if ranks.is_main:
@@ -71,7 +72,7 @@ class Checkpoints:
         try:
             self._together(step, tensors, lambda: self._write(draft, ready, state))
             names = self._together(step, tensors, lambda: sorted(os.listdir(draft)))[0]
-            mine = names[self.ranks.rank :: self.ranks.world_size]
+            mine = names[self.ranks.rank :: self.ranks.size]
             parts = self._together(step, tensors, lambda: {name: _sealed(draft / name) for name in mine})
             files = {name: FileFact(*fact) for part in parts for name, fact in part.items()}
             target = self.folder / folder_name(step)
@@ -162,9 +163,9 @@ def newest_in(folder: Path, ranks: Ranks) -> tuple[Found | None, list[Path]]:
 
 def open_checkpoint(path: Path, ranks: Ranks | None = None) -> Found:
     """Verify one checkpoint, every byte of it. Collective; CorruptCheckpoint in words, on all ranks or none."""
-    ranks = ranks or Alone()
+    ranks = ranks or Ranks()
     found: list[Found] = []
-    together(ranks, lambda: found.append(_verified(path, ranks.rank, ranks.world_size)), CorruptCheckpoint)
+    together(ranks, lambda: found.append(_verified(path, ranks.rank, ranks.size)), CorruptCheckpoint)
     return found[0]
 
 
@@ -190,11 +191,11 @@ def _manifest(path: Path) -> Manifest | None:
         return None
 
 
-def _verified(path: Path, rank: int, world_size: int) -> Found:
+def _verified(path: Path, rank: int, ranks: int) -> Found:
     """Every rank checks names, sizes and headers; the reading for the digests is shared out."""
     manifest = paper.read_manifest(path)
     paper.check_names(manifest)
-    paper.check_digests(manifest, sorted(manifest.files)[rank::world_size])
+    paper.check_digests(manifest, sorted(manifest.files)[rank::ranks])
     tensors = read_tensors(path / name for name in sorted(manifest.files) if name.endswith(paper.TENSORS))
     return Found(path, manifest.step, paper.read_state(manifest), tensors, manifest.facts, manifest.figures)
 

@@ -17,12 +17,12 @@ from trainer.checkpoint import Checkpoints, Found, newest_in, open_checkpoint
 from trainer.launch import Launch
 from trainer.log import Log
 from trainer.optim import parameter_groups
+from trainer.parallel.ranks import Ranks
 from trainer.preparation import Parts, Plans, decide_resume, prepare
 from trainer.reader import Loading
 from trainer.refusal import Refusal
 from trainer.resume import is_checkpoint, read_config, start_path
 from trainer.signals import StopRequest
-from trainer.strategies.base import Strategy
 from trainer.stream import EvaluationStream, Stream
 from trainer.trainer import Progress, Report, Trainer
 
@@ -75,8 +75,8 @@ def train(parts: Parts, plans: Plans, changed: list[str], log: Log, stop: StopRe
     settings, strategy, folder = parts.settings, parts.strategy, parts.folder
     best = settings.checkpoint.best or parts.task.best
     facts = {"strategy": strategy.name, "precision": parts.machine.resolved_precision}
-    checkpoints = Checkpoints(folder.checkpoints, strategy, settings.checkpoint.keep, best, facts)
-    start = checkpoints.newest() or start_from(start_path(settings.run.resume), strategy)
+    checkpoints = Checkpoints(folder.checkpoints, strategy.world, settings.checkpoint.keep, best, facts)
+    start = checkpoints.newest() or start_from(start_path(settings.run.resume), strategy.world)
     resume_step = start.step if start else 0
     report = partial(folder.status, resume_step=resume_step, world_size=strategy.world_size, strategy=strategy.name)
     folder.write_start(parts.configuration, parts.words, describe(parts, plans))
@@ -155,8 +155,8 @@ def make_trainer(
     )
 
 
-def start_from(path: Path | None, strategy: Strategy) -> Found | None:
+def start_from(path: Path | None, ranks: Ranks) -> Found | None:
     """Collective: what `run.resume` names: a checkpoint, or the newest of a run folder."""
     if path is None:
         return None
-    return open_checkpoint(path, strategy) if is_checkpoint(path) else newest_in(path / "checkpoints", strategy)[0]
+    return open_checkpoint(path, ranks) if is_checkpoint(path) else newest_in(path / "checkpoints", ranks)[0]

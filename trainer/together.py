@@ -1,39 +1,11 @@
-"""The processes of a run, as the files of a run see them: acting together, failing together."""
+"""Acting together, failing together: what goes wrong on one rank goes wrong on all."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-
-class Ranks(Protocol):
-    """All that a checkpoint needs to know about the processes it is shared by."""
-
-    @property
-    def is_main(self) -> bool: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    def barrier(self) -> None: ...
-    def share(self, value: Any) -> list[Any]: ...
-
-
-@dataclass(frozen=True)
-class Alone:
-    """One process by itself."""
-
-    is_main: bool = True
-    rank: int = 0
-    world_size: int = 1
-
-    def barrier(self) -> None:
-        """Everybody is here."""
-
-    def share(self, value: Any) -> list[Any]:
-        """Everybody's value."""
-        return [value]
+from trainer.parallel.ranks import Ranks
 
 
 def together(ranks: Ranks, action: Callable[[], Any], failure: type[Exception]) -> list[Any]:

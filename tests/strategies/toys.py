@@ -222,7 +222,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
         evaluation = EvaluationStream(data, data.evaluation(), strategy, 32, Loading())
         placed = strategy.build(task, network, stream.example())
         optimizer = placed.optimizer(make_optimizer(case.optimizer), [{"params": list(placed.network.parameters())}])
-        checkpoints = Checkpoints(Path(case.folder), strategy, keep=3) if case.folder else None
+        checkpoints = Checkpoints(Path(case.folder), strategy.world, keep=3) if case.folder else None
         if case.start:
             found = checkpoints.newest()
             assert found is not None

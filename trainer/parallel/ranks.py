@@ -30,6 +30,11 @@ class Ranks:
     rank: int = 0
     size: int = 1
 
+    @property
+    def is_main(self) -> bool:
+        """Is this the one rank that decides and writes for all?"""
+        return self.rank == 0
+
     def sum_(self, tensor: Tensor) -> Waitable:
         """Collective: start adding up this tensor over the ranks, in place."""
         return Done()

@@ -81,7 +81,7 @@ class Strategy:
     @property
     def is_main(self) -> bool:
         """Is this the one rank that prints and writes?"""
-        return self.world.rank == 0
+        return self.world.is_main
 
     @property
     def rank(self) -> int:
