@@ -21,6 +21,7 @@ from trainer.launch import Launch
 from trainer.log import Log
 from trainer.machine import Machine
 from trainer.reader import Loading
+from trainer.refusal import Refusal
 from trainer.schedule import Cosine, Schedule
 from trainer.strategies.single import Single
 from trainer.stream import EvaluationStream, Stream
@@ -156,6 +157,14 @@ def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(tmp_path: Path)
     assert run.saved() == []
 
 
+def test_a_best_figure_that_the_task_does_not_have_is_refused(tmp_path: Path) -> None:
+    with (
+        made(tmp_path, best="makro") as run,
+        pytest.raises(Refusal, match="loss, perplexity, macro; did you mean 'macro'"),
+    ):
+        run.trainer.fit(None)
+
+
 class Broken(Plain):
     def metrics(self, output: Tensor, target: Any) -> dict[str, Tensor]:
         raise KeyError("a mistake in the metrics")
@@ -183,7 +192,11 @@ class Waiting(TorchDispatchMode):
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.nonzero.default):
+        if func in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.item.default,
+            torch.ops.aten.nonzero.default,
+        ):
             self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 

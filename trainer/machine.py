@@ -32,6 +32,8 @@ class Machine:
         """Refuse a device that is not there, before any process group."""
         if self.device == "cuda" and not torch.cuda.is_available():
             raise Refusal("device=cuda: torch sees no GPU on this machine; use device=cpu (or auto)")
+        if self.backend == "nccl" and not self._on_gpu:
+            raise Refusal("distributed.backend=nccl is for GPUs, and this run computes on the CPU; use gloo (or null)")
         if self._on_gpu and self.launch.local_world_size > torch.cuda.device_count():
             raise Refusal(
                 f"{self.launch.local_world_size} processes on this machine, but {torch.cuda.device_count()} GPU(s): one"

@@ -18,6 +18,7 @@ from trainer.folder import RunFolder
 from trainer.log import Sink
 from trainer.machine import Machine
 from trainer.order import Order, size_of
+from trainer.refusal import Refusal
 from trainer.resume import changes, completed, learning_changes, read_config, refuse_changes
 from trainer.schedule import Schedule
 from trainer.strategies.base import Strategy
@@ -66,6 +67,8 @@ def prepare(parts: Parts) -> Plans:
     order = Order(parts.data, training, settings.seed)
     length = measure(order.length, loop.global_batch, loop.epochs, loop.steps)
     evaluation = evaluation if evaluation is not None and size_of(evaluation) else None
+    if evaluation is None and settings.checkpoint.best is not None:
+        raise Refusal(f"checkpoint.best={settings.checkpoint.best}: the data has no evaluation set to measure it on")
     torch.manual_seed(settings.seed)  # one initialisation, whatever the strategy
     network = parts.make_network()
     parts.strategy.check(parts.task, network, launch.world_size)

@@ -14,6 +14,7 @@ from trainer.cadence import Due
 from trainer.checkpoint import Checkpoints, Found
 from trainer.log import Log
 from trainer.meter import Meter, PendingLine
+from trainer.refusal import Refusal, nearest
 from trainer.schedule import Schedule
 from trainer.strategies.base import Strategy
 from trainer.strategies.placed import Placed
@@ -110,9 +111,17 @@ class Trainer:
         vars(self.progress).update(found.state["progress"])
 
     def rehearse(self) -> None:
-        """Collective: evaluate one batch, so that what is wrong there shows now and not after an epoch."""
-        if self.evaluation is not None:
-            self.task.finish(self._totals(most=1))
+        """Collective: evaluate one batch, so that what is wrong there shows now and not after an epoch.
+
+        Refusal where the figure that marks the best checkpoint is none of the task's.
+        """
+        if self.evaluation is None:
+            return
+        figures, best = self.task.finish(self._totals(most=1)), self.checkpoints.best.removeprefix("-")
+        if best not in figures:
+            raise Refusal(
+                f"checkpoint.best={best}: the task's figures are {', '.join(figures)}{nearest(best, figures)}"
+            )
 
     def train_step(self, batches: list[Batch]) -> None:
         """Collective: one optimizer step, and what is due after it."""

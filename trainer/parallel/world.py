@@ -21,7 +21,7 @@ def join(launch: Launch, device: torch.device, backend: str | None, timeout: tim
     if store is None:  # a process that was started alone: a group of one
         store = dist.HashStore()
     dist.init_process_group(
-        backend=backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" and backend != "gloo" else "gloo",
         store=dist.PrefixStore(launch.once(f"group-of-{launch.world_size}"), store),
         rank=launch.rank,
         world_size=launch.world_size,
