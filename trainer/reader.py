@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from trainer.seeds import mix
 from trainer.signals import ignore_requests
-from trainer.transforms import sample_seed
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ class Seeded(Dataset):
     def __getitem__(self, at: tuple[int, int]) -> Any:
         epoch, index = at
         if get_worker_info() is not None:
-            _seed_all(sample_seed(self._seed, epoch, index))
+            _seed_all(mix(self._seed, epoch, index))
             return self._dataset[index]
         before = _states()
         try:
-            _seed_all(sample_seed(self._seed, epoch, index))
+            _seed_all(mix(self._seed, epoch, index))
             return self._dataset[index]
         finally:
             _restore(before)

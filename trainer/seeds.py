@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import torch
 
-_MASK = (1 << 64) - 1
+from trainer.splitmix import GOLDEN, POSITIVE, mixed_int
 
 
 def mix(*numbers: int) -> int:
-    """Hash whole numbers into 63 bits, in this order (the finalizer of SplitMix64 after each)."""
-    state = 0x9E3779B97F4A7C15
+    """Hash whole numbers into 63 bits; their order counts."""
+    state = 0
     for number in numbers:
-        state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
-    return state >> 1
+        state = mixed_int(state + number * GOLDEN + GOLDEN)
+    return state & POSITIVE
 
 
 def seed_torch(seed: int, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainer.data import Data
 from trainer.order import Order, size_of
 from trainer.reader import Loading, make_reader
+from trainer.splitmix import GOLDEN, mixed, signed
 from trainer.strategies.base import Strategy
 from trainer.transforms import Random
 from trainer.tree import moved, rows
@@ -109,12 +110,4 @@ def digest(indices: Tensor) -> Tensor:
 
     indices: int64, on the CPU; result: 0-d int64, whose 64 bits add up over ranks and wrap.
     """
-    state = indices * -7046029254386353131  # the golden ratio's 64 bits, as torch has no unsigned multiplication
-    state = (state ^ _shifted(state, 30)) * -4658895280553007687  # the finalizer of SplitMix64
-    state = (state ^ _shifted(state, 27)) * -7723592293110705685
-    return (state ^ _shifted(state, 31)).sum()
-
-
-def _shifted(state: Tensor, bits: int) -> Tensor:
-    """A shift to the right that fills with zeros."""
-    return (state >> bits) & ((1 << (64 - bits)) - 1)
+    return mixed((indices + 1) * signed(GOLDEN)).sum()  # 0 would hash to 0 and could come as often as it liked

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from trainer.refusal import Refusal
-
-# SplitMix64 (Steele, Lea, Flood 2014): a counter that grows by _GOLDEN, and a mixing of its bits.
-_GOLDEN = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_WORD = 2**64 - 1
-_POSITIVE = 2**63 - 1
+from trainer.seeds import mix
+from trainer.splitmix import GOLDEN, POSITIVE, mixed, signed
 
 
 class Random:
@@ -31,8 +27,13 @@ class Random:
     """
 
     def __init__(self, seed: int, epoch: int, indices: Tensor) -> None:
-        key = _mix_int(_mix_int(seed) + epoch * _GOLDEN)
-        self._state = _mix(indices * _signed(_GOLDEN) + _signed(key))  # (B,) int64
+        self._key, self._indices = mix(seed, epoch), indices
+        self._drawn = 0  # numbers of each stream
+
+    @cached_property
+    def _start(self) -> Tensor:
+        """Where each sample's stream begins: (B,) int64. Made when it is first asked for: many batches need none."""
+        return mixed(self._indices * signed(GOLDEN) + self._key)
 
     def uniform(self, *shape: int) -> Tensor:
         """Uniform float32 numbers in [0, 1), multiples of 2^-24; the first dimension is the batch."""
@@ -62,39 +63,14 @@ class Random:
 
     def _words(self, shape: tuple[int, ...]) -> Tensor:
         """The next 63 random bits for each element of the shape."""
-        if not shape or shape[0] != self._state.shape[0]:
-            raise ValueError(f"shape {shape} must begin with the batch of {self._state.shape[0]}")
+        batch = self._indices.shape[0]
+        if not shape or shape[0] != batch:
+            raise ValueError(f"shape {shape} must begin with the batch of {batch}")
         count = math.prod(shape[1:])
-        steps = torch.arange(1, count + 1, device=self._state.device) * _signed(_GOLDEN)
-        words = _mix(self._state[:, None] + steps).bitwise_and_(_POSITIVE)
-        self._state = self._state + _signed(count * _GOLDEN)
+        counter = torch.arange(self._drawn + 1, self._drawn + count + 1, device=self._indices.device)
+        words = mixed(self._start[:, None] + counter * signed(GOLDEN)).bitwise_and_(POSITIVE)
+        self._drawn += count
         return words.view(shape)
-
-
-def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """The seed, 63 bits, for the ordinary generators around one sample of an item-by-item data set."""
-    key = _mix_int(_mix_int(seed) + epoch * _GOLDEN)
-    return _mix_int(key + index * _GOLDEN) & _POSITIVE
-
-
-def _mix_int(word: int) -> int:
-    word &= _WORD
-    word = ((word ^ (word >> 30)) * _FIRST) & _WORD
-    word = ((word ^ (word >> 27)) * _SECOND) & _WORD
-    return word ^ (word >> 31)
-
-
-def _mix(words: Tensor) -> Tensor:
-    """The same mixing of int64 words; the masks make the shifts logical."""
-    words = ((words >> 30).bitwise_and_(2**34 - 1).bitwise_xor_(words)).mul_(_signed(_FIRST))
-    words = ((words >> 27).bitwise_and_(2**37 - 1).bitwise_xor_(words)).mul_(_signed(_SECOND))
-    return (words >> 31).bitwise_and_(2**33 - 1).bitwise_xor_(words)
-
-
-def _signed(word: int) -> int:
-    """The same 64 bits as the int64 that torch understands."""
-    word &= _WORD
-    return word - 2**64 if word > _POSITIVE else word
 
 
 @cache
