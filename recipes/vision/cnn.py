@@ -30,15 +30,14 @@ class CNN(nn.Module):
 
     def __init__(self, num_classes: int, channels: int, image_size: int, width: int = 32) -> None:
         super().__init__()
-        side, halve = image_size, image_size > 14
-        layers: list[nn.Module] = [_convolution(channels, width, halve)]
-        while True:
-            side = side // 2 if halve else side
-            halve = side > 7
-            layers += [_convolution(width, 2 * width), _convolution(2 * width, 2 * width, halve)]
+        side, halvings = image_size, 0
+        while side > 7:
+            side, halvings = side // 2, halvings + 1
+        early = halvings > 1  # right behind the first layer, whose full-size output is the dearest
+        layers: list[nn.Module] = [_convolution(channels, width, early)]
+        for left in reversed(range(halvings - early + 1)):
+            layers += [_convolution(width, 2 * width), _convolution(2 * width, 2 * width, halve=left > 0)]
             width *= 2
-            if not halve:
-                break
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(width * side * side, num_classes)
 
