@@ -100,9 +100,11 @@ def prepare(
 
 def cut(batch: Batch, start: int, stop: int) -> Batch:
     """Samples `start` to `stop` of a batch; the batch itself where that is all of it."""
-    if start == 0 and stop == len(batch.indices):
+    size = len(batch.indices)
+    if start == 0 and stop == size:
         return batch
-    return Batch(rows(batch.inputs, start, stop), rows(batch.targets, start, stop), batch.indices[start:stop])
+    inputs, targets = (rows(tree, start, stop, size) for tree in (batch.inputs, batch.targets))
+    return Batch(inputs, targets, batch.indices[start:stop])
 
 
 def digest(indices: Tensor) -> Tensor:

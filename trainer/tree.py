@@ -41,17 +41,22 @@ def changed(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     return tree
 
 
-def rows(tree: Any, start: int, stop: int) -> Any:
-    """Samples `start` to `stop` of every tensor of a tree (lists of strings and the like are cut too)."""
+def rows(tree: Any, start: int, stop: int, size: int) -> Any:
+    """Samples `start` to `stop` of a batch of `size`: of its tensors, and of lists of what is no tensor (names).
+
+    What has another first dimension belongs to the batch as a whole, and stays.
+    """
+    if isinstance(tree, Tensor):
+        return tree[start:stop] if tree.dim() and tree.shape[0] == size else tree
     if isinstance(tree, Mapping):
-        return {key: rows(value, start, stop) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)) and not any(True for _ in tensors(tree)):
-        return tree[start:stop]
+        return {key: rows(value, start, stop, size) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(rows(value, start, stop) for value in tree))
+        return type(tree)(*(rows(value, start, stop, size) for value in tree))
     if isinstance(tree, (list, tuple)):
-        return type(tree)(rows(value, start, stop) for value in tree)
-    return tree[start:stop] if isinstance(tree, Tensor) and tree.dim() else tree
+        if len(tree) == size and not any(True for _ in tensors(tree)):
+            return tree[start:stop]
+        return type(tree)(rows(value, start, stop, size) for value in tree)
+    return tree
 
 
 def moved(tree: Any, device: torch.device) -> Any:

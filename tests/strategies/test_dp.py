@@ -28,7 +28,7 @@ class Threads(nn.Module):
     def forward(self, inputs: Any, targets: Any) -> Any:
         size = first_tensor(targets).shape[0]
         bounds = [size * part // self.count for part in range(self.count + 1)]
-        parts = [(rows(inputs, a, b), rows(targets, a, b)) for a, b in pairwise(bounds)]
+        parts = [(rows(inputs, a, b, size), rows(targets, a, b, size)) for a, b in pairwise(bounds)]
         replicas = [_replica(self.step) for _ in parts]
         with ThreadPoolExecutor(self.count) as pool:
             return torch.cat(list(pool.map(lambda replica, part: replica(*part), replicas, parts)))

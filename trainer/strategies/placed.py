@@ -16,7 +16,7 @@ from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, s
 from trainer.seeds import mix, seed_torch
 from trainer.strategies.scaler import NoScaler, Scaler
 from trainer.task import Task
-from trainer.tree import changed, first_tensor, floats_as, rows
+from trainer.tree import changed, floats_as, rows
 
 if TYPE_CHECKING:
     from trainer.strategies.base import Strategy
@@ -130,9 +130,9 @@ class Placed:
         with self._computing(valid), self._machine.autocast(self.strategy.device):
             inputs, targets = self._cast(batch.inputs), self._cast(batch.targets)
             output = self._whole(self._evaluation_forward(inputs, targets))
-            size = first_tensor(targets).shape[0]
-            cut = max(valid, 1)
-            output, targets = (output, targets) if cut == size else (rows(output, 0, cut), rows(targets, 0, cut))
+            size, cut = len(batch.indices), max(valid, 1)
+            if cut < size:
+                output, targets = rows(output, 0, cut, size), rows(targets, 0, cut, size)
             loss = total_loss(self.task.loss(output, targets))
             weight = torch.as_tensor(self.task.weight(targets), device=loss.device)
             samples = torch.tensor(cut, device=loss.device)

@@ -1,0 +1,45 @@
+from collections import namedtuple
+
+import pytest
+import torch
+
+from trainer.tree import changed, first_tensor, floats_as, rows, tensors
+
+Pair = namedtuple("Pair", "left right")
+
+
+def batch() -> dict:
+    return {
+        "x": torch.arange(12.0).view(4, 3),
+        "pair": Pair(torch.arange(4), [torch.arange(4) * 2]),
+        "names": ["a", "b", "c", "d"],
+        "table": torch.eye(3),
+        "temperature": torch.tensor(0.5),
+        "note": "the same for all",
+    }
+
+
+def test_rows_are_cut_of_everything_that_has_samples() -> None:
+    cut = rows(batch(), 1, 3, 4)
+    assert cut["x"].tolist() == [[3, 4, 5], [6, 7, 8]]
+    assert isinstance(cut["pair"], Pair)
+    assert cut["pair"].left.tolist() == [1, 2] and cut["pair"].right[0].tolist() == [2, 4]
+    assert cut["names"] == ["b", "c"]
+    assert cut["table"].shape == (3, 3) and cut["temperature"].shape == () and cut["note"] == "the same for all"
+
+
+def test_a_change_reaches_every_tensor_and_keeps_the_tree() -> None:
+    doubled = changed(batch(), lambda tensor: tensor * 2)
+    assert [t.shape for t in tensors(doubled)] == [t.shape for t in tensors(batch())]
+    assert isinstance(doubled["pair"], Pair) and doubled["names"] == batch()["names"]
+
+
+def test_only_floats_change_their_precision() -> None:
+    wide = floats_as(batch(), torch.float64)
+    assert wide["x"].dtype == torch.float64 and wide["pair"].left.dtype == torch.int64
+
+
+def test_the_first_tensor_says_how_many_samples_there_are() -> None:
+    assert first_tensor([{"name": "x"}, (torch.ones(7, 2),)]).shape[0] == 7
+    with pytest.raises(ValueError, match="holds no tensor"):
+        first_tensor({"name": "x"})
