@@ -23,20 +23,25 @@ def test_rows_are_cut_of_everything_that_has_samples() -> None:
     cut = rows(batch(), 1, 3, 4)
     assert cut["x"].tolist() == [[3, 4, 5], [6, 7, 8]]
     assert isinstance(cut["pair"], Pair)
-    assert cut["pair"].left.tolist() == [1, 2] and cut["pair"].right[0].tolist() == [2, 4]
+    assert cut["pair"].left.tolist() == [1, 2]
+    assert cut["pair"].right[0].tolist() == [2, 4]
     assert cut["names"] == ["b", "c"]
-    assert cut["table"].shape == (3, 3) and cut["temperature"].shape == () and cut["note"] == "the same for all"
+    assert cut["table"].shape == (3, 3)
+    assert cut["temperature"].shape == ()
+    assert cut["note"] == "the same for all"
 
 
 def test_a_change_reaches_every_tensor_and_keeps_the_tree() -> None:
     doubled = changed(batch(), lambda tensor: tensor * 2)
     assert [t.shape for t in tensors(doubled)] == [t.shape for t in tensors(batch())]
-    assert isinstance(doubled["pair"], Pair) and doubled["names"] == batch()["names"]
+    assert isinstance(doubled["pair"], Pair)
+    assert doubled["names"] == batch()["names"]
 
 
 def test_only_floats_change_their_precision() -> None:
     wide = floats_as(batch(), torch.float64)
-    assert wide["x"].dtype == torch.float64 and wide["pair"].left.dtype == torch.int64
+    assert wide["x"].dtype == torch.float64
+    assert wide["pair"].left.dtype == torch.int64
 
 
 def test_the_first_tensor_says_how_many_samples_there_are() -> None:

@@ -128,11 +128,9 @@ class Placed:
         """
         self._mode(training=False)
         with self._computing(valid), self._machine.autocast(self.strategy.device):
-            inputs, targets = self._cast(batch.inputs), self._cast(batch.targets)
-            output = self._whole(self._evaluation_forward(inputs, targets))
             size, cut = len(batch.indices), max(valid, 1)
-            if cut < size:
-                output, targets = rows(output, 0, cut, size), rows(targets, 0, cut, size)
+            inputs, targets = (rows(self._cast(tree), 0, cut, size) for tree in (batch.inputs, batch.targets))
+            output = self._whole(self._evaluation_forward(inputs, targets))
             loss = total_loss(self.task.loss(output, targets))
             weight = torch.as_tensor(self.task.weight(targets), device=loss.device)
             samples = torch.tensor(cut, device=loss.device)
