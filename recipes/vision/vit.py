@@ -81,7 +81,6 @@ class VisionTransformer(nn.Module):
         if width % heads:
             raise Refusal(f"width {width} ÷ heads {heads} is not whole; width {-(-width // heads) * heads} would work")
         self.heads = heads
-        self.heads = heads
         self.embed = nn.Conv2d(channels, width, patch, stride=patch)
         self.position = nn.Parameter(torch.empty(1, (image_size // patch) ** 2, width))
         self.dropout = nn.Dropout(dropout)
@@ -122,7 +121,8 @@ class VisionTransformer(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=spread)
                 nn.init.zeros_(module.bias)
         nn.init.trunc_normal_(self.position, std=0.5)  # as large as embedded patches: place tells as much as content
-        nn.init.zeros_(self.head.weight)
+        # small, not zero: a first softmax that is exactly even gives gradients that are rounding alone, which Adam enlarges
+        nn.init.normal_(self.head.weight, std=0.02)
 
 
 def patch_for(image_size: int) -> int:
