@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SAME = 0.5  # seconds; a terminal and a launcher may deliver one Ctrl-C twice
 _LOOK = 0.25  # seconds between two looks at the store
+_GLANCE = 1.0  # seconds between two looks whether the launcher still lives
 _current: StopRequest | None = None
 
 
@@ -35,11 +36,12 @@ class StopRequest:
 
     def __init__(self, launch: Launch | None = None, folder: Path | None = None):
         self.raised = False
-        self.reason = ""  # the signal's name
+        self.reason = ""  # the signal's name, or that the launcher is gone
         self._launch, self._folder = launch or Launch(), folder
         self._store: Store | None = None
         self._interrupted: float | None = None
         self._terminated = False
+        self._parent = os.getppid() if self._launch.restarts else None  # the launcher; a killed one signals nobody
 
     def __enter__(self) -> StopRequest:
         """Listen from now on. Only the main thread can; in others (notebooks) nothing is ever raised."""
@@ -76,14 +78,21 @@ class StopRequest:
         self._raise(number)
 
     def _raise(self, number: int) -> None:
+        self._ask(signal.Signals(number).name)
+
+    def _ask(self, reason: str) -> None:
         if not self.raised:
-            self.reason, self.raised = signal.Signals(number).name, True
+            self.reason, self.raised = reason, True
 
     def _listen(self) -> None:
         """In a thread of its own: the kernel's side of a handler writes the number of every signal into the pipe."""
         while True:
-            ready, _, _ = select.select([self._reader], [], [], _LOOK if self._terminated else None)
+            pause = _LOOK if self._terminated else None if self._parent is None else _GLANCE
+            ready, _, _ = select.select([self._reader], [], [], pause)
             numbers = os.read(self._reader, 64) if ready else b""
+            if self._parent not in (None, os.getppid()):
+                self._ask("the launcher is gone")
+                self._parent = None
             if 0 in numbers:
                 return
             for number in numbers:
