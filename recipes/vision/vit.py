@@ -121,7 +121,7 @@ class VisionTransformer(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=spread)
                 nn.init.zeros_(module.bias)
         nn.init.trunc_normal_(self.position, std=0.5)  # as large as embedded patches: place tells as much as content
-        # small, not zero: a first softmax that is exactly even gives gradients that are rounding alone, which Adam enlarges
+        # small, not zero: a first softmax that is exactly even gives gradients of rounding alone, which Adam enlarges
         nn.init.normal_(self.head.weight, std=0.02)
 
 
