@@ -20,7 +20,8 @@ MARK = "TRAINER_TEST_MARK"  # in the environment of everything a command starts,
 
 # A network and a length that make a whole run a matter of a second or two, on any strategy.
 SMALL = ("model=mlp", "model.width=32", "model.depth=2", "loop.log_every=1")
-SPLIT = ("model=vit_tiny", "model.width=24", "model.heads=4", "model.depth=2", "loop.global_batch=120", "loop.log_every=1")
+TRANSFORMER = ("model=vit_tiny", "model.width=24", "model.heads=4", "model.depth=2")
+SPLIT = (*TRANSFORMER, "loop.global_batch=120", "loop.log_every=1")
 
 
 @dataclass

@@ -75,7 +75,8 @@ def test_nobody_but_the_strategies_names_one() -> None:
         for path in PRODUCT
         if not path.is_relative_to(CHECKOUT / "trainer/strategies")
         for name in imports(path)
-        if starts(name, "trainer.strategies") and not starts(name, "trainer.strategies.base", "trainer.strategies.placed")
+        if starts(name, "trainer.strategies")
+        and not starts(name, "trainer.strategies.base", "trainer.strategies.placed")
     ]
     assert named == []
 

@@ -109,9 +109,8 @@ def test_a_training_line_says_what_the_contract_says(tmp_path: Path) -> None:
     keys = "kind step epoch loss loss_mean loss_hex lr grad_norm samples samples_per_s step_s time sample_digest"
     for line in run.lines("train"):
         assert set(line) == set(keys.split())
-        assert torch.tensor(line["loss"], dtype=torch.float32).view(torch.int32).item() & 0xFFFFFFFF == int(
-            line["loss_hex"], 16
-        )
+        bits = torch.tensor(line["loss"], dtype=torch.float32).view(torch.int32)
+        assert int(bits) & 0xFFFFFFFF == int(line["loss_hex"], 16)
         assert line["samples"] == line["step"] * BATCH
     assert run.lines("train")[0]["loss_mean"] != run.lines("train")[0]["loss"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,12 @@ class SequenceNet(nn.Module):
         )
 
 
-NETWORKS = {"net": Net, "batch_norm": BatchNormNet, "sequence": SequenceNet, "dropout": lambda: Net(dropout=0.3)}
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "net": Net,
+    "batch_norm": BatchNormNet,
+    "sequence": SequenceNet,
+    "dropout": lambda: Net(dropout=0.3),
+}
 
 
 class Rows:

@@ -1,0 +1,114 @@
+"""The names of torch that it may move without a word, each in one place of the product, and why there is no other."""
+
+import ast
+import importlib
+from dataclasses import fields
+from functools import reduce
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+PRODUCT = sorted(path for name in ("trainer", "recipes", "scripts") for path in (CHECKOUT / name).rglob("*.py"))
+
+# name → the one file that uses it; the reason stands above
+PRIVATE = {
+    # The base of all BatchNorms: one for the CPU that synchronises must count as one for whoever asks a network for
+    # them, and the public ones (1d, 2d, 3d) each want inputs of their own shape.
+    "torch.nn.modules.batchnorm._BatchNorm": "trainer/parallel/batch_norm.py",
+    # The base of all dropouts: the public ones are six classes, and a seventh would be overlooked.
+    "torch.nn.modules.dropout._DropoutNd": "trainer/strategies/notes.py",
+    # Multiplies many tensors in one kernel; the public way is a kernel for each parameter.
+    "torch._foreach_mul_": "trainer/parallel/clip.py",
+    # A converted BatchNorm takes over its parameters and buffers as they are, those that are None too.
+    "torch.nn.Module()._parameters": "trainer/parallel/batch_norm.py",
+    "torch.nn.Module()._buffers": "trainer/parallel/batch_norm.py",
+}
+
+
+def found(name: str) -> Any:
+    """What stands behind a dotted name; `Class()` in it means an object of that class."""
+    first, *parts = name.split(".")
+    return reduce(step, parts, importlib.import_module(first))
+
+
+def step(holder: Any, part: str) -> Any:
+    """One level of a dotted name."""
+    value = getattr(holder, part.removesuffix("()"))
+    return value() if part.endswith("()") else value
+
+
+def private_names(text: str) -> set[str]:
+    """Names with an underscore that a file imports from torch or reads from anything but its own objects."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "torchvision"):
+            path = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {part for name in path for part in name.split(".") if part.startswith("_")}
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("_target_"):
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls", "super()", "os") and not node.attr.startswith("__"):
+                names.add(node.attr)
+    return names
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_a_private_name_is_still_there(name: str) -> None:
+    assert found(name) is not None
+
+
+def test_the_walk_sees_private_names() -> None:
+    text = "from torch._dynamo import x\nfrom torch.nn import _Y\nlayer._z, self._own, torch.a._b, torch.c.__d__\n"
+    assert private_names(text) == {"_dynamo", "_Y", "_z", "_b"}
+
+
+def test_each_private_name_stands_in_one_file_and_here() -> None:
+    used = {(name, str(path.relative_to(CHECKOUT))) for path in PRODUCT for name in private_names(path.read_text())}
+    assert used == {(name.rsplit(".", 1)[-1], home) for name, home in PRIVATE.items()}
+
+
+# Names without an underscore that torch's documentation does not promise.
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_a_fused_step_is_left_out_on_the_device_when_found_inf_says_so(kind: type[torch.optim.Optimizer]) -> None:
+    """trainer/strategies/scaler.py: torch's own GradScaler talks to the optimizers through these attributes."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer: Any = kind([parameter], lr=0.1, fused=True)  # type: ignore[call-arg]  # the base class knows no lr
+    optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
+    optimizer.step()
+    assert parameter.tolist() == [1, 1, 1]
+    optimizer.found_inf = torch.zeros(())
+    optimizer.step()
+    assert parameter[0] < 1
+
+
+def test_the_launcher_takes_what_it_is_given() -> None:
+    """scripts/launch.py: torchrun's own machinery, because torchrun keeps the exit codes to itself."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    place = {"min_nodes", "max_nodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "local_addr"}
+    rest = {"run_id", "max_restarts", "signals_to_handle", "logs_specs"}
+    assert place | rest <= {field.name for field in fields(LaunchConfig)}
+    assert "log_dir" in signature(DefaultLogsSpecs.__init__).parameters
+    assert {"pid", "exitcode"} <= {field.name for field in fields(ProcessFailure)}
+    assert callable(ProcessFailure.signal_name)
+    assert callable(ChildFailedError.get_first_failure)
+    assert issubclass(SignalException, Exception)
+    assert callable(elastic_launch)
+
+
+def test_torchrun_exports_the_names_that_are_read() -> None:
+    """trainer/launch.py and trainer/failure.py: the store that the agent hosts, restarts, the file for last words."""
+    from torch.distributed.elastic.agent.server import local_elastic_agent
+    from torch.distributed.elastic.multiprocessing import api
+
+    text = "".join(Path(str(module.__file__)).read_text() for module in (local_elastic_agent, api))
+    for name in ("RESTART_COUNT", "RUN_ID", "USE_AGENT_STORE", "ERROR_FILE"):
+        assert f"TORCHELASTIC_{name}" in text
