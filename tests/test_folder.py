@@ -174,7 +174,7 @@ def test_earlier_configurations_stay_one_an_attempt(tmp_path):
         folder.close()
     texts = {path.name: path.read_text() for path in (tmp_path / "a").glob("config*.yaml")}
     assert texts == {"config.1.yaml": "n: 1\n", "config.2.yaml": "n: 2\n", "config.yaml": "n: 3\n"}
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     assert yaml.safe_load((tmp_path / "a" / "overrides.yaml").read_text()) == ["a=1", 'b="x: y"']
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from tests.commands import SPLIT, Command, curve, far, files_below, finish, lines, single, status, torchrun
 

@@ -97,7 +97,7 @@ def refuse_changes(found: list[Change], folder: Path) -> None:
 
 def read_config(text: str) -> dict[str, Any]:
     """The configuration in a config.yaml. ValueError where it is none; aliases, which can multiply, are refused."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     class Plain(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
