@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import socket
 from pathlib import Path
@@ -27,7 +28,7 @@ def start_lines(parts: Parts, plans: Plans, start: Found | None) -> list[str]:
     count = sum(parameter.numel() for parameter in plans.network.parameters())
     samples = size_of(plans.evaluation) if plans.evaluation is not None else 0
     return [
-        f"run folder  {parts.folder.path}",
+        f"run folder  {plans.folder.path}",
         f"strategy    {strategy.name} on {strategy.world_size} process(es); {machine.devices}",
         f"precision   {machine.resolved_precision}",
         f"network     {type(plans.network).__name__}, {count:,} parameters",
@@ -39,11 +40,11 @@ def start_lines(parts: Parts, plans: Plans, start: Found | None) -> list[str]:
     ]
 
 
-def end_lines(parts: Parts, figures: dict[str, float] | None, step: int, done: bool) -> list[str]:
+def end_lines(parts: Parts, plans: Plans, figures: dict[str, float] | None, step: int, done: bool) -> list[str]:
     """How it ended, and what to do next."""
-    folder = shlex.quote(str(parts.folder.path))
+    folder = shlex.quote(str(plans.folder.path))
     if not done:
-        return [f"stopped and saved at step {step}; to go on:", f"  {command(parts)}"]
+        return [f"stopped and saved at step {step}; to go on:", f"  {command(parts, plans)}"]
     words = [f"{name} {value:.4f}" for name, value in (figures or {}).items() if name != "loss"]
     return [
         f"completed   step {step}" + (f", {', '.join(words)}" if words else ""),
@@ -52,11 +53,21 @@ def end_lines(parts: Parts, figures: dict[str, float] | None, step: int, done: b
     ]
 
 
-def command(parts: Parts) -> str:
+def command(parts: Parts, plans: Plans) -> str:
     """The command that continues this run."""
     launch = parts.machine.launch
     own = [word for word in parts.words if not word.startswith(("run.dir=", "run.name=", "run.resume="))]
     start = f"torchrun --nproc-per-node {launch.local_world_size}" if launch.world_size > 1 else "python"
     if launch.world_size == launch.local_world_size > 1:
         start = start.replace("torchrun", "torchrun --standalone")
-    return f"{start} -m trainer {shlex.join([*own, f'run.dir={Path(parts.folder.path).absolute()}'])}"
+    overrides = [at for at, word in enumerate(own) if "=" in word and not word.startswith("-")]
+    own.insert(overrides[-1] + 1 if overrides else len(own), f"run.dir={quoted(plans.folder.path.absolute())}")
+    return f"{start} -m trainer {shlex.join(own)}"  # beside the other overrides: flags may not stand between them
+
+
+def quoted(path: Path) -> str:
+    """A path as a value of Hydra's grammar."""
+    text = str(path)
+    if re.fullmatch(r"[A-Za-z0-9_./-]+", text):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

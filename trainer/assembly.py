@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         ),
         optimizer_kind=kind,
         sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
-        folder=RunFolder.open(run.root, run.name, run.dir, run.resume, launch, label(cfg)),
+        open_folder=partial(RunFolder.open, run.root, run.name, run.dir, run.resume, launch, label(cfg)),
         data=build(cfg.data, Data, "data", names),
         make_network=lambda: build(cfg.model, nn.Module, "model", names),
     )

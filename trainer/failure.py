@@ -79,7 +79,21 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     logging.shutdown()
+    if code == 0:
+        _clear_launcher_folders()
     os._exit(code)
+
+
+def _clear_launcher_folders() -> None:
+    """torchrun makes a folder for each rank's error and leaves them all, empty, in the temporary directory."""
+    path = _error_file()
+    own = path and next((parent for parent in path.parents if parent.name.startswith("torchelastic_")), None)
+    while path and own and path != own:
+        path = path.parent
+        try:
+            path.rmdir()
+        except OSError:  # not empty: other ranks' folders
+            return
 
 
 def _account(error: BaseException, launch: Launch, folder: Path | None, step: int | None, trace: str) -> None:

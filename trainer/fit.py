@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer import failure
 from trainer.agreement import decided_by_main
 from trainer.announcement import describe, end_lines, start_lines
-from trainer.arithmetic import Batches, more_slices
+from trainer.arithmetic import more_slices
 from trainer.cadence import Due
 from trainer.checkpoint import Checkpoints, Found, newest_in, open_checkpoint
 from trainer.launch import Launch
@@ -32,47 +32,47 @@ STOPPED = 75  # stopped as asked and saved: run the same command again
 def fit(parts: Parts) -> int:
     """Train; the exit code. Refusal, before any process group, where it cannot work."""
     plans = prepare(parts)
-    verdict = decided_by_main(parts.machine.launch, "resume", lambda: decide_resume(parts, plans.length.steps))
+    verdict = decided_by_main(parts.machine.launch, "resume", lambda: decide_resume(parts, plans))
     if verdict["complete"]:
-        return say_complete(parts, verdict["complete"])
+        return say_complete(parts, plans, verdict["complete"])
     launch, progress = parts.machine.launch, Progress()
-    failure.redirect(launch.rank, parts.folder.path)
-    log = Log(parts.folder.path, parts.sinks, launch.is_main)
-    with accounted(parts, plans.batches, progress, log), StopRequest(launch, parts.folder.path) as stop, parts.strategy:
+    failure.redirect(launch.rank, plans.folder.path)
+    log = Log(plans.folder.path, parts.sinks, launch.is_main)
+    with accounted(parts, plans, progress, log), StopRequest(launch, plans.folder.path) as stop, parts.strategy:
         return train(parts, plans, verdict["changed"], log, stop, progress)
 
 
 @contextmanager
-def accounted(parts: Parts, batches: Batches, progress: Progress, log: Log) -> Iterator[None]:
+def accounted(parts: Parts, plans: Plans, progress: Progress, log: Log) -> Iterator[None]:
     """Where something fails inside, the process ends with an account of it."""
     try:
         yield
     except Refusal:
         raise
     except Exception as error:
-        slices = more_slices(batches)
+        slices = more_slices(plans.batches)
         remedy = f"Try loop.micro_batches={slices}." if slices else "A micro-batch holds one sample already."
         with suppress(Exception):
             log.close()
         failure.fail(
             error,
             parts.machine.launch,
-            parts.folder.path,
+            plans.folder.path,
             progress.step or None,
-            memory_note=f"The device's memory ran out with {batches}. {remedy}",
+            memory_note=f"The device's memory ran out with {plans.batches}. {remedy}",
         )
 
 
-def say_complete(parts: Parts, line: str) -> int:
+def say_complete(parts: Parts, plans: Plans, line: str) -> int:
     """Nothing is left to do: say so, once."""
     if parts.machine.launch.is_main:
-        print(f"{parts.folder.path}: {line}")
+        print(f"{plans.folder.path}: {line}")
     return 0
 
 
 def train(parts: Parts, plans: Plans, changed: list[str], log: Log, stop: StopRequest, progress: Progress) -> int:
     """Collective: place the network, find what to go on from, run the loop, say how it ended."""
-    settings, strategy, folder = parts.settings, parts.strategy, parts.folder
+    settings, strategy, folder = parts.settings, parts.strategy, plans.folder
     best = settings.checkpoint.best or parts.task.best
     facts = {"strategy": strategy.name, "precision": parts.machine.resolved_precision}
     checkpoints = Checkpoints(folder.checkpoints, strategy.world, settings.checkpoint.keep, best, facts)
@@ -87,7 +87,7 @@ def train(parts: Parts, plans: Plans, changed: list[str], log: Log, stop: StopRe
     trainer = make_trainer(parts, plans, checkpoints, log, stop, progress, lambda state, at: report(state, step=at))
     done = trainer.fit(start)
     report("completed" if done else "preempted", step=progress.step, reason=None if done else why(parts, stop))
-    log.start(end_lines(parts, trainer.figures, progress.step, done))
+    log.start(end_lines(parts, plans, trainer.figures, progress.step, done))
     log.close()
     return leave_code(done, parts.machine.launch)
 

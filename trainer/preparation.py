@@ -41,7 +41,7 @@ class Parts:
     make_optimizer: Callable[[list[dict[str, Any]]], Optimizer]
     optimizer_kind: type[Optimizer]
     sinks: list[Sink]
-    folder: RunFolder
+    open_folder: Callable[[], RunFolder]  # makes and locks it
 
 
 @dataclass
@@ -53,6 +53,7 @@ class Plans:
     batches: Batches
     length: Length
     network: nn.Module
+    folder: RunFolder
 
 
 def prepare(parts: Parts) -> Plans:
@@ -72,12 +73,13 @@ def prepare(parts: Parts) -> Plans:
     torch.manual_seed(settings.seed)  # one initialisation, whatever the strategy
     network = parts.make_network()
     parts.strategy.check(parts.task, network, launch.world_size)
-    return Plans(training, evaluation, batches, length, network)
+    folder = parts.open_folder()  # last: a run that cannot work leaves none behind
+    return Plans(training, evaluation, batches, length, network, folder)
 
 
-def decide_resume(parts: Parts, horizon: int) -> dict[str, Any]:
+def decide_resume(parts: Parts, plans: Plans) -> dict[str, Any]:
     """What to go on from, decided by the main rank: nothing, or what changed since. Refusal if that is too much."""
-    folder, run = parts.folder, parts.settings.run
+    folder, run, horizon = plans.folder, parts.settings.run, plans.length.steps
     verdict: dict[str, Any] = {"complete": None, "changed": []}
     before = folder.last_config
     if not folder.has_checkpoint or before is None:
