@@ -70,4 +70,4 @@ def quoted(path: Path) -> str:
     text = str(path)
     if re.fullmatch(r"[A-Za-z0-9_./-]+", text):
         return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
