@@ -91,6 +91,6 @@ def decide_resume(parts: Parts, plans: Plans) -> dict[str, Any]:
     learning = learning_changes(changed, precision, horizons, parts.schedule.needs_horizon)
     if not run.accept_changes:
         refuse_changes(learning, folder.path)
-    verdict["complete"] = completed(folder.last_status, horizon)
+    verdict["complete"] = completed(folder.last_status, horizon, parts.schedule.needs_horizon)
     verdict["changed"] = [str(one) for one in changed]
     return verdict
