@@ -1,0 +1,41 @@
+"""A task of the lab's own: samples of unequal weight, figures that are no means."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trainer import Task
+
+
+class Sorting(Task):
+    """Cross entropy over the samples that count; recall over classes and perplexity from totals."""
+
+    best = "recall"
+
+    def __init__(self, pause: bool = False) -> None:
+        self.pause = pause
+
+    def loss(self, output: Tensor, target: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.pause and torch.is_grad_enabled():
+            self.pause = False
+            answer = 6 * 7
+            breakpoint()  # noqa: T100 - the point of a test
+            print("went on after", answer)
+        each = functional.cross_entropy(output, target["label"], reduction="none")
+        count = self.weight(target).clamp(min=1)
+        return {"entropy": (each * target["counts"]).sum() / count, "size": 1e-3 * output.square().sum() / count}
+
+    def weight(self, target: dict[str, Tensor]) -> Tensor:
+        return target["counts"].sum()
+
+    def metrics(self, output: Tensor, target: dict[str, Tensor]) -> dict[str, Tensor]:
+        classes = torch.arange(output.shape[1], device=output.device)
+        truth = (target["label"][:, None] == classes).double() * target["counts"][:, None]
+        said = (output.argmax(1)[:, None] == classes).double()
+        return {"confusion": truth.T @ said}
+
+    def finish(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        confusion = totals["confusion"]
+        loss = float(totals["loss"] / totals["weight"])
+        recall = (confusion.diagonal() / confusion.sum(1).clamp(min=1)).mean()
+        return {"loss": loss, "perplexity": float(torch.tensor(loss).exp()), "recall": float(recall)}

@@ -1,0 +1,256 @@
+"""`python -m trainer` as a user types it: mistakes, precisions, slices, and the life of a run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.commands import (
+    ROOT,
+    SMALL,
+    Command,
+    Ended,
+    curve,
+    far,
+    files_below,
+    finish,
+    finish_all,
+    lines,
+    single,
+    status,
+)
+
+pytestmark = pytest.mark.slow
+
+WORDS = (*SMALL, "device=cpu", "schedule=constant", "optimizer=sgd", "loop.global_batch=120")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cli")
+
+
+def named(name: str, *others: str, steps: int = 12) -> list[str]:
+    return single(*WORDS, f"run.name={name}", f"loop.steps={steps}", *others)
+
+
+# ------------------------------------------------------------------------------------------------------------ mistakes
+
+MISTAKES = [  # words, what the one message contains
+    ("optimizer.lrr=1", "optimizer.lrr", "optimizer.lr"),
+    ("model=resnet51", "model=resnet51", "resnet50"),
+    ("hydra.run.dirr=x", "hydra.run.dirr", "hydra.run.dir"),
+    ("loop.steps=abc", "loop.steps", "abc"),
+    ("loop.global_batch=-4", "loop.global_batch", "-4"),
+    ("precision=fp17", "precision", "fp16"),
+    ("run.stop_after=soon", "run.stop_after", "soon"),
+    ("loop.micro_batches=2 loop.micro_batch=4", "loop.micro_batch", "not both"),
+    ("task._target_=os.system", "os.system", "may not be called"),
+    ("run.name=../../x", "run.name", "run.dir"),
+    ("run.dir=/proc/nowhere/x", "/proc/nowhere/x", "run.dir"),
+    ("run.resume=/nowhere", "/nowhere", "does not exist"),
+    ("loop.micro_batches=7", "128 / 1 data ranks / 7", "nearest"),
+    ("data=synthetic_images data.size=0", "empty", "0 samples"),
+    ("data=synthetic_images data.size=10", "10 samples", "128"),
+    ("data.file=/nowhere/digits.csv.gz", "/nowhere/digits.csv.gz", ""),
+    ("model=torchvision model.name=resnet81", "resnet81", "resnet18"),
+    ("model=vit_tiny model.width=190", "width 190", "192"),
+    ("optimizer.lr=-1", "optimizer", "-1"),
+    ("strategy=ddp_tp strategy.tensor=3", "3", "tensor"),
+    ("device=cuda", "no GPU", "device=cpu"),
+]
+
+
+@pytest.fixture(scope="module")
+def answers(place: Path) -> dict[str, tuple[Path, Ended]]:
+    """What is said to each mistake, each made in a folder of its own; two at a time."""
+
+    def answer(number: int) -> tuple[Path, Ended]:
+        folder = place / f"mistake-{number}"
+        folder.mkdir()
+        return folder, Command(single(*MISTAKES[number][0].split()), folder).end()
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(answer, range(len(MISTAKES))))
+    return {mistake[0]: one for mistake, one in zip(MISTAKES, ended, strict=True)}
+
+
+@pytest.mark.parametrize(("words", "wrong", "remedy"), MISTAKES)
+def test_a_mistake_costs_one_message_and_leaves_nothing(answers, words, wrong, remedy):
+    if words == "device=cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    folder, ended = answers[words]
+    assert (ended.code, ended.left) == (2, []), ended.screen
+    assert wrong in ended.screen
+    assert remedy in ended.screen
+    assert "Traceback" not in ended.screen
+    assert len(ended.screen.splitlines()) <= 6, ended.screen
+    assert files_below(folder) == set()
+
+
+# ----------------------------------------------------------------------------------------------------------- one curve
+
+
+def test_slices_precisions_and_another_time_give_one_curve(place):
+    variants = {
+        "plain": [],
+        "again": ["loop.deterministic=true", "log=[]"],
+        "two": ["loop.micro_batches=2", "log=console"],
+        "four": ["loop.micro_batch=30"],
+        "dp": ["strategy=dp"],
+        "fp64": ["precision=fp64"],
+        "fp64-sliced": ["precision=fp64", "loop.micro_batches=4"],
+        "bf16": ["precision=bf16"],
+        "fp16": ["precision=fp16", "loop.max_norm=1000"],
+    }
+    screens = dict(
+        zip(variants, finish_all([named(name, *words) for name, words in variants.items()], place), strict=True)
+    )
+    runs = {name: place / "runs" / name for name in variants}
+    plain = runs["plain"]
+    for name, folder in runs.items():
+        assert curve(folder, "sample_digest") == curve(plain, "sample_digest")
+        resolved = name.split("-")[0] if name.startswith(("fp", "bf")) else "fp32"
+        assert json.loads((folder / "environment.json").read_text())["precision"] == resolved
+    assert curve(runs["again"], "loss_hex") == curve(plain, "loss_hex")
+    for name in ("two", "four", "dp", "fp64"):
+        assert far(curve(runs[name]), curve(plain)) < 1e-5
+    assert far(curve(runs["fp64"]), curve(runs["fp64-sliced"])) < 1e-10
+    assert far(curve(runs["fp64"], "grad_norm"), curve(runs["fp64-sliced"], "grad_norm")) < 1e-10
+    for name in ("bf16", "fp16"):
+        assert 0 < far(curve(runs[name]), curve(plain)) < 0.05
+    # log=[] is silent but writes its lines; log=console has no event files
+    assert screens["again"] == ""
+    assert not (runs["again"] / "tensorboard").exists()
+    assert not (runs["two"] / "tensorboard").exists()
+    assert "completed" in screens["two"]
+    assert (plain / "tensorboard").is_dir()
+    # data parallelism without GPUs says so in one line, and trains
+    assert sum("dp" in line and "GPU" in line for line in screens["dp"].splitlines()) == 1, screens["dp"]
+    assert status(runs["dp"])["state"] == "completed"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_network_learns_the_same(place):
+    finish(named("compiled", "compile=true", "loop.eval_every=null", steps=3), place)
+    finish(named("plain-3", "loop.eval_every=null", steps=3), place)
+    assert far(curve(place / "runs" / "compiled"), curve(place / "runs" / "plain-3")) < 1e-5
+    (step,) = (place / "runs" / "compiled" / "checkpoints").iterdir()
+    assert b"_orig_mod" not in b"".join(file.read_bytes() for file in step.iterdir())
+
+
+def test_an_empty_evaluation_set_is_no_evaluation(place):
+    words = ("data=synthetic_images", "data.size=250", "data.evaluation_size=0", "data.image_size=8")
+    screen = finish(named("unseen", *words, steps=3), place)
+    assert "evaluation  none" in screen
+    assert lines(place / "runs" / "unseen", "eval") == []
+    assert status(place / "runs" / "unseen")["state"] == "completed"
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_is_never_saved(place):
+    screen = finish(named("nan", "optimizer.lr=1e30", "loop.save_every=1"), place, code=1)
+    assert screen.rstrip().splitlines()[-1].startswith("FloatingPointError")
+    folder = place / "runs" / "nan"
+    assert status(folder)["state"] == "failed"
+    from safetensors.torch import load_file
+
+    for file in (folder / "checkpoints").rglob("*.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(file).values()), file
+
+
+def test_a_secret_stays_where_it_was(place):
+    shutil.copy(next((ROOT / "recipes").rglob("digits*.csv.gz")), place / "tok123.csv.gz")
+    command = named("secret", "data.file=${oc.env:WHERE}", steps=2)
+    finish(command, place, environment={"WHERE": str(place / "tok123.csv.gz")})
+    folder = place / "runs" / "secret"
+    assert "${oc.env:WHERE}" in (folder / "config.yaml").read_text()
+    telling = [path for path in folder.rglob("*") if path.is_file() and b"tok123" in path.read_bytes()]
+    assert telling == []
+
+
+# ------------------------------------------------------------------------------------------------- a folder's own life
+
+
+def test_the_life_of_a_run_folder(place):
+    folder = place / "runs" / "life"
+    finish(named("life"), place)
+    before = files_below(folder), (folder / "metrics.jsonl").read_bytes()
+
+    screen = finish(named("life"), place)  # nothing left to do
+    assert len(screen.splitlines()) == 1
+    assert "complete" in screen
+    assert "loop.steps" in screen
+    assert (files_below(folder), (folder / "metrics.jsonl").read_bytes()) == before
+
+    screen = finish(named("life", "optimizer.lr=0.2", steps=14), place, code=2)  # another learning
+    assert screen.count("optimizer.lr: 0.05 → 0.2") == 1
+    assert "run.accept_changes=true" in screen
+    assert (files_below(folder), (folder / "metrics.jsonl").read_bytes()) == before
+
+    screen = finish(named("life", "loop.micro_batches=2", "loop.eval_every=null", steps=14), place)  # free to change
+    assert "loop.micro_batches: 1 → 2" in screen
+    assert (status(folder)["resume_step"], status(folder)["attempt"]) == (12, 2)
+    assert len(curve(folder)) == 14
+
+    screen = finish(named("life", "optimizer.lr=0.2", "run.accept_changes=true", steps=16), place)
+    assert "optimizer.lr: 0.05 → 0.2" in screen
+    assert [line["lr"] for line in lines(folder, "train")][13:] == [0.05, 0.2, 0.2]
+    assert {path.name for path in folder.glob("config.*yaml")} == {"config.yaml", "config.1.yaml", "config.2.yaml"}
+
+    finish(named("branch", f"run.resume={folder}", "optimizer.lr=0.2", steps=17), place)  # another run starts from it
+    assert status(place / "runs" / "branch")["resume_step"] == 16
+    assert [line["step"] for line in lines(place / "runs" / "branch", "train")] == [17]
+
+    finish(named("life", "run.resume=fresh", steps=2), place)
+    assert len(curve(folder)) == 2
+    assert status(folder)["attempt"] == 1
+    assert len(curve(place / "runs" / "life.1")) == 16
+
+
+def test_a_longer_horizon_is_another_learning_where_the_schedule_depends_on_it(place):
+    finish(named("horizon", "schedule=cosine", steps=3), place)
+    screen = finish(named("horizon", "schedule=cosine", steps=5), place, code=2)
+    assert "horizon" in screen
+    finish(named("horizon", "schedule=cosine", "run.accept_changes=true", steps=5), place)
+    assert len(curve(place / "runs" / "horizon")) == 5
+
+
+def test_a_run_stops_when_it_was_told_to_and_the_printed_command_goes_on(place):
+    folder = place / "runs" / "brief"
+    screen = finish(named("brief", "run.stop_after=1", "loop.log_every=1", steps=10**6), place, code=75)
+    first = status(folder)
+    assert first["state"] == "preempted"
+    assert "stop_after" in first["reason"]
+    advice = screen.rstrip().splitlines()[-1].split()
+    assert advice[:3] == ["python", "-m", "trainer"]
+    finish([sys.executable, *advice[1:]], place, code=75)
+    assert status(folder)["resume_step"] == first["step"]
+    assert len(curve(folder)) == status(folder)["step"] > first["step"]
+
+
+def test_one_run_a_folder_and_a_signal_that_ends_it(place):
+    folder = place / "runs" / "busy"
+    command = Command(named("busy", steps=10**6), place)
+    command.wait_for_step(folder, 1)
+    screen = finish(named("busy", steps=10**6), place, code=2)
+    assert len(screen.splitlines()) == 1
+    assert f"pid {command.pid}" in screen
+    assert os.uname().nodename in screen
+    os.kill(command.pid, signal.SIGINT)
+    ended = command.end()
+    assert (ended.code, ended.left) == (75, []), ended.screen
+    assert (status(folder)["state"], status(folder)["reason"]) == ("preempted", "SIGINT")
+    # what was killed lets go of its folder too
+    command = Command(named("busy", steps=10**6), place)
+    command.wait_for_step(folder, status(folder)["step"] + 1)
+    command.kill()
+    assert command.end().code == -signal.SIGKILL
+    finish(named("busy", steps=1), place)
