@@ -44,7 +44,8 @@ def refuse(message: str, launch: Launch) -> NoReturn:
     Every rank leaves the sentence where torchrun finds it, so it stands in torchrun's last block as well.
     """
     _no_more_requests()
-    if not _refused_before(message, launch) and (launch.is_main or not _main_has_spoken(launch)):
+    # the main rank's file first, in every attempt: the launcher ends the others as soon as one is gone
+    if (launch.is_main or not _main_has_spoken(launch)) and not _refused_before(message, launch):
         say(message)
     _leave_for_launcher(message, message, time.time() + (not launch.is_main))
     leave(2)
