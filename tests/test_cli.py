@@ -138,7 +138,9 @@ def test_slices_precisions_and_another_time_give_one_curve(place):
     assert status(runs["dp"])["state"] == "completed"
 
 
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("c++") is None, reason="torch.compile needs a C++ compiler"
+)
 def test_a_compiled_network_learns_the_same(place):
     finish(named("compiled", "compile=true", "loop.eval_every=null", steps=3), place)
     finish(named("plain-3", "loop.eval_every=null", steps=3), place)

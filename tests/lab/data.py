@@ -22,7 +22,9 @@ class Pictures(Dataset):
         for index, label in enumerate(self.labels):
             self.images[index, label, 2:8, 2:8] += 90
         changes = [v2.RandomCrop(8), v2.RandomHorizontalFlip(), v2.ColorJitter(0.3)] if training else [v2.CenterCrop(8)]
-        self.transform = v2.Compose([v2.ToPILImage(), *changes, v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)])
+        self.transform = v2.Compose(
+            [v2.ToPILImage(), *changes, v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
+        )
         self.fault, self.read = fault, 0
 
     def __len__(self) -> int:
