@@ -12,12 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.build import build, check, maker
-from trainer.config import OPTIMIZER_KEYS
+from trainer.configuration.build import build, check, maker
+from trainer.configuration.names import Names
+from trainer.configuration.settings import OPTIMIZER_KEYS
 from trainer.data import Data
 from trainer.log import Sink
 from trainer.machine import Machine
-from trainer.names import Names
 from trainer.refusal import Refusal
 from trainer.schedule import Cosine, Schedule
 from trainer.strategies.base import Strategy
@@ -335,7 +335,7 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("biolab.net.os.system", {"command": "touch {canary}"}),
     ("biolab.net.system", {"command": "touch {canary}"}),
     ("biolab.net.__builtins__", {}),
-    ("trainer.durable.os.remove", {"path": "{payload}"}),
+    ("trainer.storage.durable.os.remove", {"path": "{payload}"}),
     ("trainer.__main__.main", {}),
     ("trainer.failure.leave", {"code": 0}),
 ]

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from trainer import checkpoint as checkpoint_module
 from trainer.checkpoint import Checkpoints, FailedSave, open_checkpoint
-from trainer.manifest import CorruptCheckpoint, decode, encode, read_manifest, write_manifest
 from trainer.parallel.ranks import Group, Ranks
-from trainer.retention import committed
+from trainer.storage.manifest import CorruptCheckpoint, decode, encode, read_manifest, write_manifest
+from trainer.storage.retention import committed
 
 ROOT = Path(__file__).parents[1]
 

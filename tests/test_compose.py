@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from trainer.bundle import root
-from trainer.compose import compose, folders
-from trainer.config import settings
+from trainer.configuration.compose import compose, folders
+from trainer.configuration.resolved import written
+from trainer.configuration.settings import settings
 from trainer.refusal import Refusal
-from trainer.resolved import written
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def test_secrets_are_not_written_and_not_shown(monkeypatch: pytest.MonkeyPatch) 
 def process(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Compose in a process of its own, as the program does before it imports torch."""
     script = (
-        "import sys\nfrom trainer.compose import compose\nfrom trainer.refusal import Refusal\n"
+        "import sys\nfrom trainer.configuration.compose import compose\nfrom trainer.refusal import Refusal\n"
         "try:\n    compose(sys.argv[1:])\n"
         "except Refusal as refusal:\n    print(refusal)\n"
         "finally:\n    assert 'torch' not in sys.modules\n"

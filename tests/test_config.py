@@ -8,10 +8,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.bundle import root
 from trainer.cadence import Every
-from trainer.config import GROUPS, SECTIONS, Settings, settings
+from trainer.configuration.resolved import resolved, written
+from trainer.configuration.settings import GROUPS, SECTIONS, Settings, settings
+from trainer.configuration.values import Unexpected, packages, rhythm, seconds, text, truth, whole
 from trainer.refusal import Refusal
-from trainer.resolved import resolved, written
-from trainer.values import Unexpected, packages, rhythm, seconds, text, truth, whole
 
 
 def configuration(**changes: Any) -> DictConfig:

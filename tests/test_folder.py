@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from trainer import lock as lock_module
-from trainer.durable import replace_file
 from trainer.folder import RunFolder, generated_name
 from trainer.launch import Launch
 from trainer.refusal import Refusal
@@ -26,6 +24,8 @@ from trainer.resume import (
     start_path,
 )
 from trainer.status import mark_failed, read_status
+from trainer.storage import lock as lock_module
+from trainer.storage.durable import replace_file
 
 ROOT = Path(__file__).parents[1]
 

@@ -26,7 +26,7 @@ def main() -> None:
 
 def run(words: Sequence[str], launch: Launch) -> int:
     """Compose, check, build, train; the exit code. Typos are refused before torch is imported."""
-    from trainer.compose import compose, folders
+    from trainer.configuration.compose import compose, folders
 
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does; a lab is importable from its parent folder

@@ -12,17 +12,17 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.build import build, check, maker
-from trainer.config import OPTIMIZER_KEYS, settings
+from trainer.configuration.build import build, check, maker
+from trainer.configuration.names import Names
+from trainer.configuration.resolved import written
+from trainer.configuration.settings import OPTIMIZER_KEYS, settings
 from trainer.data import Data
 from trainer.folder import RunFolder
 from trainer.launch import Launch
 from trainer.log import Sink
 from trainer.machine import Machine
-from trainer.names import Names
 from trainer.optim import fused_words
 from trainer.preparation import Parts
-from trainer.resolved import written
 from trainer.schedule import Schedule
 from trainer.strategies.base import Strategy
 from trainer.task import Task

@@ -17,14 +17,24 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer import manifest as paper
-from trainer.durable import sync_file, sync_folder
-from trainer.manifest import CorruptCheckpoint, FileFact, Manifest
 from trainer.parallel.ranks import Ranks
-from trainer.retention import DRAFT, candidates, committed, discard, folder_name, put_in_place, score, surplus, sweep
-from trainer.safetensors_header import TensorFact, read_tensors
-from trainer.tensor_files import misfits, read_into, writable, write_tensors
-from trainer.together import together
+from trainer.storage import manifest as paper
+from trainer.storage.durable import sync_file, sync_folder
+from trainer.storage.manifest import CorruptCheckpoint, FileFact, Manifest
+from trainer.storage.retention import (
+    DRAFT,
+    candidates,
+    committed,
+    discard,
+    folder_name,
+    put_in_place,
+    score,
+    surplus,
+    sweep,
+)
+from trainer.storage.safetensors_header import TensorFact, read_tensors
+from trainer.storage.tensor_files import misfits, read_into, writable, write_tensors
+from trainer.storage.together import together
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -59,17 +60,16 @@ class Console:
 
     def flush(self) -> None:
         """Nothing is held back."""
-        sys.stdout.flush()
 
     def close(self) -> None:
         """Take the progress line away; what it said last, the last words of the run say better."""
         if self._last is not None:
-            print(_CLEAR, end="", flush=True)
+            _write(_CLEAR)
             self._last = None
 
     def _print(self, words: str) -> None:
         clear, self._last = (_CLEAR if self._last is not None else ""), None
-        print(f"{clear}{words}", flush=True)
+        _write(f"{clear}{words}\n")
 
     def _draw(self, step: int, words: str) -> None:
         """Put the progress line in the place of the one before."""
@@ -87,8 +87,7 @@ class Console:
         row.add_row(*bar, Text(words))
         with screen.capture() as drawn:
             screen.print(row, end="")
-        sys.stdout.write(_CLEAR + drawn.get().rstrip())
-        sys.stdout.flush()
+        _write(_CLEAR + drawn.get().rstrip())
         self._drawn = monotonic()
 
     def _left(self, line: Mapping[str, Any]) -> float | None:
@@ -152,6 +151,13 @@ def duration(seconds: float) -> str:
 
 def _of(count: int, total: int | None) -> str:
     return str(count) if total is None else f"{count:>{len(str(total))}}/{total}"
+
+
+def _write(text: str) -> None:
+    """Show this at once. A run outlives whoever watches it: a closed pipe is no reason to stop."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def _is_terminal() -> bool:

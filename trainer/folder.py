@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.agreement import decided_by_main
-from trainer.durable import replace_file
 from trainer.launch import Launch
-from trainer.lock import lock, unlock
 from trainer.refusal import Refusal
 from trainer.resume import has_checkpoint, read_config, start_path
 from trainer.status import State, Status, read_status
+from trainer.storage.durable import replace_file
+from trainer.storage.lock import lock, unlock
 
 if TYPE_CHECKING:
     from torch.distributed import Store

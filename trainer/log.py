@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from trainer.console import Console, evaluation_words, training_words
-from trainer.durable import replace_file
+from trainer.storage.durable import replace_file
 from trainer.tensorboard import TensorBoard
 
 __all__ = ["Console", "Log", "Sink", "TensorBoard"]

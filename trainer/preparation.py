@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainer.agreement import first_on_node
 from trainer.arithmetic import Batches, Length, deal, measure
-from trainer.config import Settings
+from trainer.configuration.settings import Settings
 from trainer.data import Data
 from trainer.folder import RunFolder
 from trainer.log import Sink

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.durable import replace_file
+from trainer.storage.durable import replace_file
 
 NAME = "status.json"
 # Of a run that fails before it could say more.

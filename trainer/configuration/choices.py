@@ -9,10 +9,10 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from trainer.config import GROUPS
+from trainer.configuration.resolved import as_written
+from trainer.configuration.settings import GROUPS
+from trainer.configuration.typos import paths, unknown
 from trainer.refusal import nearest
-from trainer.resolved import as_written
-from trainer.typos import paths, unknown
 
 LISTED = ("job", *GROUPS, "experiment")  # in config.yaml's defaults: +experiment=x can only mean experiment=x
 SINGLE = ("job", *(group for group in GROUPS if group != "log"))  # groups of which one option is chosen

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from torch import Tensor, nn
 
-from trainer.config import shown
+from trainer.configuration.settings import shown
 from trainer.refusal import nearest
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
-from trainer.safetensors_header import TensorFact
+from trainer.storage.safetensors_header import TensorFact
 
 # Names in a checkpoint that are not the network's: they lie in a file of their own.
 APART = ("optimizer/", "scaler/")

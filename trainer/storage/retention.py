@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from trainer.durable import sync_folder
-from trainer.manifest import CorruptCheckpoint, Manifest, check_names, read_manifest
+from trainer.storage.durable import sync_folder
+from trainer.storage.manifest import CorruptCheckpoint, Manifest, check_names, read_manifest
 
 # Names that begin with a dot are never read as checkpoints.
 DRAFT = ".tmp-"  # being written

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from trainer.config import GROUPS, shown
-from trainer.resolved import UNRESOLVED, as_written, resolved
+from trainer.configuration.resolved import UNRESOLVED, as_written, resolved
+from trainer.configuration.settings import GROUPS, shown
 
 
 def mistyped(cfg: DictConfig, base: DictConfig) -> list[str]:

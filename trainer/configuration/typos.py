@@ -10,8 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from trainer.config import GROUPS, SECTIONS, Settings
-from trainer.resolved import as_written
+from trainer.configuration.resolved import as_written
+from trainer.configuration.settings import GROUPS, SECTIONS, Settings
 
 
 def paths(node: Any, prefix: str = "") -> list[str]:

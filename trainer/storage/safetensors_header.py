@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer.manifest import CorruptCheckpoint, decode
+from trainer.storage.manifest import CorruptCheckpoint, decode
 
 HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 

@@ -21,14 +21,14 @@ from omegaconf import DictConfig, open_dict
 
 import trainer
 from trainer.bundle import root
-from trainer.choices import assort, harmless, line, misnamed
-from trainer.config import GROUPS, examine
-from trainer.lab import LabSource
+from trainer.configuration.choices import assort, harmless, line, misnamed
+from trainer.configuration.lab import LabSource
+from trainer.configuration.resolved import as_written
+from trainer.configuration.settings import GROUPS, examine
+from trainer.configuration.typed import mistyped
+from trainer.configuration.typos import paths, unread
+from trainer.configuration.words import Words, parse, read, take_searchpath
 from trainer.refusal import Refusal, nearest
-from trainer.resolved import as_written
-from trainer.typed import mistyped
-from trainer.typos import paths, unread
-from trainer.words import Words, parse, read, take_searchpath
 
 LINES = 10  # of problems that are shown at once
 

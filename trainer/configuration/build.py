@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from trainer import signature
+from trainer.configuration import signature
+from trainer.configuration.names import Names, real_name
 from trainer.data import Data
-from trainer.names import Names, real_name
 from trainer.refusal import Refusal, nearest
 from trainer.task import Task
 

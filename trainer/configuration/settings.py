@@ -9,9 +9,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from trainer.cadence import Every
-from trainer.refusal import Refusal
-from trainer.resolved import UNRESOLVED, as_written, resolved
-from trainer.values import (
+from trainer.configuration.resolved import UNRESOLVED, as_written, resolved
+from trainer.configuration.values import (
     Reader,
     Unexpected,
     number_above,
@@ -24,6 +23,7 @@ from trainer.values import (
     truth,
     whole,
 )
+from trainer.refusal import Refusal
 
 # Groups whose keys belong to what their `_target_` names; `experiment` is a group too, but leaves no key of its own.
 GROUPS = ("strategy", "model", "task", "data", "optimizer", "schedule", "log")

@@ -1,0 +1,1 @@
+"""Files that survive a crash: written whole or not at all, verified before they are believed."""
