@@ -23,7 +23,7 @@ WORDS = ["model=vit_tiny", "loop.epochs=4", "loop.log_every=1", "checkpoint.keep
 RUNS = {"single": 1, "ddp": 2, "tp": 2, "ddp_tp": 4}  # strategy → processes
 
 WIDTH, LEFT, RIGHT = 880, 72, 24  # pixels; the margins hold the numbers of the axes
-UPPER, LOWER = (92, 352), (428, 538)  # top and bottom of the two panels
+UPPER, LOWER = (118, 358), (428, 538)  # top and bottom of the two panels
 BOTTOM = 588
 STROKES = [("c0", 10, ""), ("c1", 6, ""), ("c2", 3, ""), ("c3", 1.4, "5 4")]  # each lies on the one before
 LIGHT = {
@@ -42,6 +42,7 @@ DARK = LIGHT | {
     "text.faint": "fill: #9aa7b6",
     ".grid": "stroke: #2a323d",
     ".c0": "stroke: #566376",
+    ".c3": "stroke: #e0447a",
 }
 SHAPES = """  text { font-family: system-ui, sans-serif; font-size: 13px }
   text.title { font-size: 16px; font-weight: 600 }
@@ -58,7 +59,6 @@ class Run:
     processes: int
     losses: dict[int, float]  # step → the mean loss of that step's global batch
     digests: dict[int, str]  # step → which samples were in it
-    accuracy: float | None  # of the last evaluation
     words: list[str]  # of the command line
 
 
@@ -98,14 +98,12 @@ def read(folder: Path) -> Run:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
     steps = [line for line in lines if line["kind"] == "train"]
-    accuracies = [line["accuracy"] for line in lines if line["kind"] == "eval" and "accuracy" in line]
     words = (folder / "overrides.yaml").read_text(encoding="utf-8").splitlines()
     return Run(
         strategy=status["strategy"],
         processes=status["world_size"],
         losses={line["step"]: line["loss"] for line in steps},
         digests={line["step"]: line["sample_digest"] for line in steps},
-        accuracy=accuracies[-1] if accuracies else None,
         words=[json.loads(word[2:]) for word in words if word.startswith("- ")],
     )
 
@@ -150,10 +148,10 @@ def picture(runs: list[Run], steps: list[int]) -> str:
 
 
 def legend(runs: list[Run]) -> list[str]:
-    """A sample of each stroke with its strategy, processes and last accuracy."""
+    """A sample of each stroke with its strategy and processes."""
     parts, x = [], float(LEFT)
     for run, (colour, width, dash) in zip(runs, STROKES, strict=False):
-        words = f"{run.strategy} on {run.processes}" + (f": {100 * run.accuracy:.1f} %" if run.accuracy else "")
+        words = f"{run.strategy}, {run.processes} process{'es' * (run.processes > 1)}"
         parts.append(curve([(x, 73), (x + 34, 73)], colour, width, dash))
         parts.append(text(x + 44, 78, words))
         x += 200
