@@ -1,13 +1,13 @@
 import pytest
 
-from trainer.arithmetic import Batches, deal, measure, more_slices
+from trainer.arithmetic import Batches, deal, measure, more_micro_batches
 from trainer.refusal import Refusal
 
 
-def test_a_global_batch_is_dealt_to_ranks_and_slices() -> None:
-    assert deal(128, 4, 2, None) == Batches(local=16, slices=2, ranks=4)
-    assert deal(128, 4, 1, local=8) == Batches(local=8, slices=4, ranks=4)
-    assert str(deal(128, 2, 2, None)) == "32 samples × 2 slices × 2 data ranks = global batch 128"
+def test_a_global_batch_is_dealt_to_ranks_and_micro_batches() -> None:
+    assert deal(128, 4, 2, None) == Batches(local=16, micro_batches=2, ranks=4)
+    assert deal(128, 4, 1, local=8) == Batches(local=8, micro_batches=4, ranks=4)
+    assert str(deal(128, 2, 2, None)) == "32 samples × 2 micro-batches × 2 data ranks = global batch 128"
 
 
 @pytest.mark.parametrize(
@@ -26,10 +26,10 @@ def test_what_is_not_whole_is_refused_with_the_nearest_that_is(words: tuple, sai
     assert all(part in str(refused.value) for part in said), str(refused.value)
 
 
-def test_the_next_number_of_slices_halves_nothing_that_is_one() -> None:
-    assert more_slices(Batches(local=16, slices=1, ranks=4)) == 2
-    assert more_slices(Batches(local=5, slices=1, ranks=1)) == 5
-    assert more_slices(Batches(local=1, slices=8, ranks=1)) is None
+def test_the_next_number_of_micro_batches_halves_nothing_that_is_one() -> None:
+    assert more_micro_batches(Batches(local=16, micro_batches=1, ranks=4)) == 2
+    assert more_micro_batches(Batches(local=5, micro_batches=1, ranks=1)) == 5
+    assert more_micro_batches(Batches(local=1, micro_batches=8, ranks=1)) is None
 
 
 def test_the_length_is_the_bound_that_is_reached_first() -> None:

@@ -19,6 +19,8 @@ def main() -> None:
         code = run(sys.argv[1:], launch)
     except Refusal as refusal:
         failure.refuse(str(refusal), launch)
+    except BrokenPipeError:  # of --help and its like: whoever read it has gone
+        failure.leave(1)
     except Exception as error:
         failure.fail(error, launch)
     failure.leave(code)

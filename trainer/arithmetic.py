@@ -9,23 +9,23 @@ from trainer.refusal import Refusal
 
 @dataclass(frozen=True)
 class Batches:
-    """How one global batch is dealt out: local × slices × ranks = global."""
+    """How one global batch is dealt out: local × micro-batches × ranks = global."""
 
     local: int  # samples in one micro-batch of one data rank
-    slices: int  # micro-batches that each data rank runs one after the other
+    micro_batches: int  # that each data rank runs one after the other
     ranks: int  # data ranks
 
     @property
     def total(self) -> int:
         """Samples in one optimizer step."""
-        return self.local * self.slices * self.ranks
+        return self.local * self.micro_batches * self.ranks
 
     def __str__(self) -> str:
-        return f"{self.local} samples × {self.slices} slices × {self.ranks} data ranks = global batch {self.total}"
+        return f"{self.local} samples × {self.micro_batches} micro-batches × {self.ranks} data ranks = global batch {self.total}"
 
 
-def deal(global_batch: int, ranks: int, slices: int, local: int | None) -> Batches:
-    """Deal a global batch to data ranks and slices; `local`, if given, decides the slices. Refusal if not whole."""
+def deal(global_batch: int, ranks: int, micro_batches: int, local: int | None) -> Batches:
+    """Deal a global batch out; `local`, if given, decides the micro-batches. Refusal if it is not whole."""
     if local is not None:
         if global_batch % (ranks * local):
             raise Refusal(
@@ -34,19 +34,19 @@ def deal(global_batch: int, ranks: int, slices: int, local: int | None) -> Batch
                 + _divisors("loop.micro_batch", local, global_batch, ranks)
             )
         return Batches(local, global_batch // ranks // local, ranks)
-    if global_batch % (ranks * slices):
+    if global_batch % (ranks * micro_batches):
         raise Refusal(
-            f"loop.global_batch {global_batch} / {ranks} data ranks / {slices} micro-batches is not whole;"
-            f" nearest: loop.global_batch={_multiples(global_batch, ranks * slices)}"
-            + _divisors("loop.micro_batches", slices, global_batch, ranks)
+            f"loop.global_batch {global_batch} / {ranks} data ranks / {micro_batches} micro-batches is not whole;"
+            f" nearest: loop.global_batch={_multiples(global_batch, ranks * micro_batches)}"
+            + _divisors("loop.micro_batches", micro_batches, global_batch, ranks)
         )
-    return Batches(global_batch // ranks // slices, slices, ranks)
+    return Batches(global_batch // ranks // micro_batches, micro_batches, ranks)
 
 
-def more_slices(batches: Batches) -> int | None:
+def more_micro_batches(batches: Batches) -> int | None:
     """The next number of micro-batches that needs less memory; None: each holds one sample already."""
-    share = batches.local * batches.slices
-    return next((slices for slices in range(batches.slices + 1, share + 1) if share % slices == 0), None)
+    share = batches.local * batches.micro_batches
+    return next((micro_batches for micro_batches in range(batches.micro_batches + 1, share + 1) if share % micro_batches == 0), None)
 
 
 @dataclass(frozen=True)

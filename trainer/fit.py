@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer import failure
 from trainer.agreement import decided_by_main
 from trainer.announcement import describe, end_lines, start_lines
-from trainer.arithmetic import more_slices
+from trainer.arithmetic import more_micro_batches
 from trainer.cadence import Due
 from trainer.checkpoint import Checkpoints, Found, newest_in, open_checkpoint
 from trainer.launch import Launch
@@ -50,8 +50,8 @@ def accounted(parts: Parts, plans: Plans, progress: Progress, log: Log) -> Itera
     except Refusal:
         raise
     except Exception as error:
-        slices = more_slices(plans.batches)
-        remedy = f"Try loop.micro_batches={slices}." if slices else "A micro-batch holds one sample already."
+        more = more_micro_batches(plans.batches)
+        remedy = f"Try loop.micro_batches={more}." if more else "A micro-batch holds one sample already."
         with suppress(Exception):
             log.close()
         failure.fail(
@@ -121,7 +121,7 @@ def make_trainer(
     """Collective: everything in its place."""
     settings, strategy = parts.settings, parts.strategy
     loop, loading = settings.loop, Loading(**vars(settings.loader))
-    stream = Stream(parts.data, plans.training, strategy, loop.global_batch, plans.batches.slices, loading)
+    stream = Stream(parts.data, plans.training, strategy, loop.global_batch, plans.batches.micro_batches, loading)
     width = loop.eval_batch or 4 * loop.global_batch
     evaluation = None
     if plans.evaluation is not None:

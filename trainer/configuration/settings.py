@@ -196,7 +196,7 @@ def _impossible(loop: Loop) -> list[str]:
     if loop.micro_batch is not None and loop.micro_batches != 1:
         return [
             f"loop.micro_batches={loop.micro_batches} and loop.micro_batch={loop.micro_batch}: "
-            "give the number of slices or the size of one, not both"
+            "give the number of micro-batches or the size of one, not both"
         ]
     return []
 
