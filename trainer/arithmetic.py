@@ -21,7 +21,8 @@ class Batches:
         return self.local * self.micro_batches * self.ranks
 
     def __str__(self) -> str:
-        return f"{self.local} samples × {self.micro_batches} micro-batches × {self.ranks} data ranks = global batch {self.total}"
+        dealt = f"{self.local} samples × {self.micro_batches} micro-batches × {self.ranks} data ranks"
+        return f"{dealt} = global batch {self.total}"
 
 
 def deal(global_batch: int, ranks: int, micro_batches: int, local: int | None) -> Batches:
@@ -46,7 +47,7 @@ def deal(global_batch: int, ranks: int, micro_batches: int, local: int | None) -
 def more_micro_batches(batches: Batches) -> int | None:
     """The next number of micro-batches that needs less memory; None: each holds one sample already."""
     share = batches.local * batches.micro_batches
-    return next((micro_batches for micro_batches in range(batches.micro_batches + 1, share + 1) if share % micro_batches == 0), None)
+    return next((more for more in range(batches.micro_batches + 1, share + 1) if share % more == 0), None)
 
 
 @dataclass(frozen=True)

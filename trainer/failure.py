@@ -30,7 +30,7 @@ _END = 10.0  # seconds after which a failed process is gone, whatever holds it u
 
 # What a rank sees when the fault is another's: gloo's, NCCL's and the store's words for a connection that broke.
 _ECHO = re.compile(
-    r"pair closure|connection (was )?(closed|reset|refused)|closed by peer|broken pipe|socket (timeout|closed)|connectFullMesh"
+    r"connection (was )?(closed|reset|refused)|closed by peer|broken pipe|socket (timeout|closed)|connectFullMesh"
     r"|remote process exited|pair closure|NCCL|ProcessGroup|failed to (send|recv)|timed out waiting",
     re.IGNORECASE,
 )
