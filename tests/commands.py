@@ -31,6 +31,7 @@ class Ended:
     code: int
     screen: str
     left: list[int]  # processes that outlived it
+    litter: list[str]  # in its temporary folder: of torchrun, of multiprocessing
 
 
 class Command:
@@ -75,7 +76,8 @@ class Command:
         while (left := self.members()) and time.monotonic() < until:
             time.sleep(0.05)
         self.kill()
-        return Ended(code, self.screen, left)
+        litter = [path.name for path in self.temporary.iterdir() if path.name.startswith(("torchelastic", "pymp"))]
+        return Ended(code, self.screen, left, litter)
 
     def members(self) -> list[int]:
         """Every living process that this command started, found by the mark in its environment."""
@@ -135,6 +137,7 @@ def finish(arguments: list[str], cwd: Path, code: int = 0, environment: dict[str
     ended = Command(arguments, cwd, environment).end()
     assert ended.code == code, f"exit code {ended.code}, not {code}:\n{ended.screen[-6000:]}"
     assert ended.left == []
+    assert code or not ended.litter, ended.litter
     return ended.screen
 
 
