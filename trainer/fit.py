@@ -18,7 +18,7 @@ from trainer.launch import Launch
 from trainer.log import Log
 from trainer.optim import parameter_groups
 from trainer.parallel.ranks import Ranks
-from trainer.preparation import Parts, Plans, decide_resume, prepare
+from trainer.preparation import Parts, Plans, decide_resume, keep_precision, prepare
 from trainer.reader import Loading
 from trainer.refusal import Refusal
 from trainer.resume import is_checkpoint, read_config, start_path
@@ -35,6 +35,7 @@ def fit(parts: Parts) -> int:
     verdict = decided_by_main(parts.machine.launch, "resume", lambda: decide_resume(parts, plans))
     if verdict["complete"]:
         return say_complete(parts, plans, verdict["complete"])
+    keep_precision(parts, verdict["precision"])
     launch, progress = parts.machine.launch, Progress()
     failure.redirect(launch.rank, plans.folder.path)
     log = Log(plans.folder.path, parts.sinks, launch.is_main)

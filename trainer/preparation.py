@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,16 +77,23 @@ def prepare(parts: Parts) -> Plans:
     return Plans(training, evaluation, batches, length, network, folder)
 
 
+def keep_precision(parts: Parts, precision: str) -> None:
+    """Compute in the precision that the run began in."""
+    parts.machine = parts.strategy.machine = replace(parts.machine, precision=precision)
+
+
 def decide_resume(parts: Parts, plans: Plans) -> dict[str, Any]:
     """What to go on from, decided by the main rank: nothing, or what changed since. Refusal if that is too much."""
     folder, run, horizon = plans.folder, parts.settings.run, plans.length.steps
-    verdict: dict[str, Any] = {"complete": None, "changed": []}
+    verdict: dict[str, Any] = {"complete": None, "changed": [], "precision": parts.machine.resolved_precision}
     before = folder.last_config
     if not folder.has_checkpoint or before is None:
         return verdict
     changed = changes(before, read_config(parts.configuration))
     last = folder.last_environment
-    precision = (str(last["precision"]), parts.machine.resolved_precision) if "precision" in last else None
+    if parts.settings.precision == "auto" and "precision" in last:
+        verdict["precision"] = last["precision"]  # what auto meant is kept, whatever devices there are now
+    precision = (str(last["precision"]), verdict["precision"]) if "precision" in last else None
     horizons = (int(last["horizon"]), horizon) if "horizon" in last else None
     learning = learning_changes(changed, precision, horizons, parts.schedule.needs_horizon)
     if not run.accept_changes:

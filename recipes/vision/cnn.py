@@ -10,8 +10,7 @@ def _convolution(inputs: int, outputs: int, halve: bool = False) -> nn.Sequentia
     """3×3 convolution, pooling, normalisation, GELU.
 
     Group norm, because it does not depend on how a batch is cut. Nothing with a kink (ReLU, max-pool): where a gradient
-    jumps, rounding grows into another curve. Two sums in another order, 24 steps later: 1e-3 apart with ReLU and
-    max-pool, 5e-7 with these.
+    jumps, rounding grows into another curve (docs/strategies.md has figures).
     """
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
