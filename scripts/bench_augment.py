@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recipes.vision.images import Images
+from trainer.memory import keep_freed_memory
 from trainer.transforms import Augment, Random
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="worker processes of the per-sample way")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()  # as a run does
     images = torch.randint(0, 256, (args.samples, 3, 32, 32), dtype=torch.uint8)
     labels = torch.randint(0, 10, (args.samples,))
     ways = {f"batched, {size} at a time": (batched(images, labels, size), size) for size in args.batch}

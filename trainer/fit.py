@@ -16,6 +16,7 @@ from trainer.cadence import Due
 from trainer.checkpoint import Checkpoints, Found, newest_in, open_checkpoint
 from trainer.launch import Launch
 from trainer.log import Log
+from trainer.memory import keep_freed_memory
 from trainer.optim import parameter_groups
 from trainer.parallel.ranks import Ranks
 from trainer.preparation import Parts, Plans, decide_resume, keep_precision, prepare
@@ -31,6 +32,7 @@ STOPPED = 75  # stopped as asked and saved: run the same command again
 
 def fit(parts: Parts) -> int:
     """Train; the exit code. Refusal, before any process group, where it cannot work."""
+    keep_freed_memory()
     plans = prepare(parts)
     verdict = decided_by_main(parts.machine.launch, "resume", lambda: decide_resume(parts, plans))
     if verdict["complete"]:

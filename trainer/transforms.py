@@ -19,6 +19,8 @@ from trainer.refusal import Refusal
 from trainer.seeds import mix
 from trainer.splitmix import GOLDEN, POSITIVE, mixed, signed
 
+_CACHED = 128  # images
+
 
 class Random:
     """Random numbers for a batch: one counter-based stream a sample, the same bits on CPU and GPU.
@@ -123,7 +125,24 @@ class Augment:
 def crop(images: Tensor, random: Random, padding: int, flip: bool = False) -> Tensor:
     """Cut each image at a random place from itself with a black border; with `flip`, mirror every other one.
 
-    A cut-out is one contiguous window of the bordered batch, read with the border's row length: a memory copy an image.
+    On the CPU in parts: the borders of a large batch leave the cache, and their memory is handed back each time.
+    """
+    batch, span = images.shape[0], 2 * padding + 1
+    choice = random.integers(0, span * span * (2 if flip else 1), batch)
+    part = _CACHED if images.device.type == "cpu" else max(batch, 1)
+    if batch <= part:
+        return _cut_out(images, choice, padding, flip)
+    result = torch.empty_like(images)
+    for start in range(0, batch, part):
+        some = slice(start, start + part)
+        result[some] = _cut_out(images[some], choice[some], padding, flip)
+    return result
+
+
+def _cut_out(images: Tensor, choice: Tensor, padding: int, flip: bool) -> Tensor:
+    """A cut-out is one contiguous window of the bordered batch, read with the border's row length: a copy an image.
+
+    choice: (B,) place of the window in the border, then, with `flip`, whether of the mirrored image.
     """
     batch, channels, height, width = images.shape
     rows, columns = height + 2 * padding, width + 2 * padding
@@ -133,7 +152,6 @@ def crop(images: Tensor, random: Random, padding: int, flip: bool = False) -> Te
     inside[0].copy_(images)
     if flip:
         inside[1].copy_(images.flip(-1))
-    choice = random.integers(0, span * span * bordered.shape[0], batch)
     mirrored, place = choice // (span * span), choice % (span * span)
     sample = mirrored * batch + torch.arange(batch, device=images.device)
     start = sample * size + (place // span) * columns + place % span
