@@ -93,6 +93,7 @@ else:
 def start(cwd: Path, word: str) -> subprocess.Popen[str]:
     """Launch a stand-in for the run: `python -m trainer` finds the folder that it is started in first."""
     (cwd / "trainer").mkdir()
+    (cwd / "trainer" / "__init__.py").touch()  # the installed package would win over a bare folder
     (cwd / "trainer" / "__main__.py").write_text(STAND_IN)
     command = [sys.executable, "-P", str(SCRIPTS / "launch.py"), word]
     env = {name: value for name, value in os.environ.items() if name != "NPROC"}
