@@ -45,8 +45,11 @@ class NumberData(Data):
     def __init__(self, dataset: Any, order: Any = None) -> None:
         self.dataset, self.own_order = dataset, order
 
-    def order(self, epoch: int, generator: torch.Generator) -> Tensor | None:
-        return self.own_order(epoch, generator) if self.own_order else None
+    def order(self, epoch: int, generator: torch.Generator) -> Tensor:
+        return self.own_order(epoch, generator) if self.own_order else super().order(epoch, generator)
+
+    def train(self) -> Any:
+        return self.dataset
 
     def augment(self, inputs: Any, targets: Any, random: Any, training: bool) -> Any:
         return {"x": inputs["x"] + (random.uniform(len(targets), 1) if training else 0)}, targets

@@ -147,7 +147,7 @@ def test_a_clock_makes_things_due(tmp_path: Path) -> None:
     with made(tmp_path, save_due=Due([Every(seconds=0.0)]), log_due=Due([Every(seconds=0.0)])) as run:
         run.trainer.fit(None)
     assert run.saved() == list(range(1, 11))
-    assert [line["step"] for line in run.lines("train")] == list(range(2, 11))  # the clock is asked a step before
+    assert [line["step"] for line in run.lines("train")] == [2, 4, 6, 8, 10]  # the clock is asked a step before
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(tmp_path: Path) -> None:
@@ -162,6 +162,34 @@ def test_a_best_figure_that_the_task_does_not_have_is_refused(tmp_path: Path) ->
         pytest.raises(Refusal, match="loss, perplexity, macro; did you mean 'macro'"),
     ):
         run.trainer.fit(None)
+
+
+class Terse(Plain):
+    """Says one figure, as a tensor, and not the loss."""
+
+    best = "right"
+
+    def finish(self, totals: dict[str, Tensor]) -> Any:
+        return {"right": totals["correct"] / totals["samples"]}
+
+
+def test_an_evaluation_line_always_has_the_loss(tmp_path: Path) -> None:
+    with made(tmp_path, Terse(), best="right") as run:
+        run.trainer.fit(None)
+    for line in run.lines("eval"):
+        assert set(line) == {"kind", "step", "epoch", "samples", "loss", "right"}
+        assert line["loss"] > 0
+
+
+def test_a_place_from_which_no_whole_batch_is_left_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
+    with made(tmp_path, steps=3) as run:
+        run.trainer.fit(None)
+        found = run.trainer.checkpoints.newest()
+    assert found is not None
+    found.state["progress"]["position"] = 200  # of 220; as after a run with another global batch
+    with made(tmp_path / "again", steps=5) as run:
+        assert run.trainer.fit(found)
+    assert run.trainer.progress.epoch == 1
 
 
 class Broken(Plain):

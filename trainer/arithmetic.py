@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 
 from trainer.refusal import Refusal
 
@@ -47,7 +48,7 @@ def deal(global_batch: int, ranks: int, micro_batches: int, local: int | None) -
 def more_micro_batches(batches: Batches) -> int | None:
     """The next number of micro-batches that needs less memory; None: each holds one sample already."""
     share = batches.local * batches.micro_batches
-    return next((more for more in range(batches.micro_batches + 1, share + 1) if share % more == 0), None)
+    return next((more for more in _divisors_of(share) if more > batches.micro_batches), None)
 
 
 @dataclass(frozen=True)
@@ -90,5 +91,11 @@ def _divisors(key: str, wanted: int, global_batch: int, ranks: int) -> str:
     if global_batch % ranks:
         return ""
     share = global_batch // ranks
-    fitting = sorted((d for d in range(1, share + 1) if share % d == 0), key=lambda d: (abs(d - wanted), d))[:2]
+    fitting = sorted(_divisors_of(share), key=lambda d: (abs(d - wanted), d))[:2]
     return f"; or {key}={' or '.join(map(str, sorted(fitting)))}"
+
+
+def _divisors_of(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

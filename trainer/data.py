@@ -35,10 +35,10 @@ class Data:
         """Change a whole batch on its device; `random` draws what depends on (seed, epoch, sample index) alone."""
         return inputs, targets
 
-    def order(self, epoch: int, generator: torch.Generator) -> Tensor | None:
-        """The epoch's global indices (weighted sampling, a curriculum); None: a permutation of the training set.
+    def order(self, epoch: int, generator: torch.Generator) -> Tensor:
+        """The epoch's global indices (weighted sampling, a curriculum); default: a permutation of the training set.
 
         The generator is seeded from (seed, epoch), equal on every rank. The order may repeat samples and have any
-        length.
+        length, the same in every epoch.
         """
-        return None
+        return torch.randperm(len(self.train()), generator=generator)  # type: ignore[arg-type]

@@ -44,8 +44,11 @@ class RunFolder:
         kept: list[RunFolder] = []
 
         def decide() -> dict[str, Any]:
-            start_path(resume)
-            path, restarted = _choose(Path(root).expanduser(), name, dir, label, _Memory(store, launch))
+            try:
+                start_path(resume)
+                path, restarted = _choose(Path(root).expanduser(), name, dir, label, _Memory(store, launch))
+            except OSError as error:  # a name longer than the file system takes, a folder that may not be looked into
+                raise Refusal(f"the run's folder cannot be: {error.strerror}: {str(error.filename)[:200]}") from error
             kept.append(_enter(path, fresh=resume == "fresh" and not restarted, restarted=restarted))
             return {"path": str(path), "restarted": restarted}
 

@@ -35,10 +35,9 @@ class Order:
 
     def _ordered(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(mix(self._seed, _ORDER, epoch))
-        own = self._data.order(epoch, generator)
-        if own is None:
+        if type(self._data).order is Data.order:  # the same, without making the training set again
             return torch.randperm(self._size, generator=generator)
-        indices = torch.as_tensor(own, dtype=torch.int64, device="cpu")
+        indices = torch.as_tensor(self._data.order(epoch, generator), dtype=torch.int64, device="cpu")
         if indices.dim() != 1 or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self._size):
             raise Refusal(
                 f"{type(self._data).__name__}.order({epoch}) must be a list of indices in 0..{self._size - 1}, got"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from trainer.order import Order, size_of
 from trainer.refusal import Refusal
 from trainer.resume import changes, completed, learning_changes, read_config, refuse_changes
 from trainer.schedule import Schedule
+from trainer.seeds import seed_all
 from trainer.strategies.base import Strategy
 from trainer.task import Task
 
@@ -61,20 +63,27 @@ def prepare(parts: Parts) -> Plans:
     settings, launch = parts.settings, parts.machine.launch
     loop = settings.loop
     if loop.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition, before CUDA starts
         torch.use_deterministic_algorithms(True)
     ranks = parts.strategy.data_ranks(launch.world_size)
     batches = deal(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch)
-    training, evaluation = first_on_node(launch, "data", lambda: (parts.data.train(), parts.data.evaluation()))
+    training, evaluation = first_on_node(launch, "data", lambda: read_data(parts))
     order = Order(parts.data, training, settings.seed)
     length = measure(order.length, loop.global_batch, loop.epochs, loop.steps)
     evaluation = evaluation if evaluation is not None and size_of(evaluation) else None
     if evaluation is None and settings.checkpoint.best is not None:
         raise Refusal(f"checkpoint.best={settings.checkpoint.best}: the data has no evaluation set to measure it on")
-    torch.manual_seed(settings.seed)  # one initialisation, whatever the strategy
+    seed_all(settings.seed)  # one initialisation, whatever the strategy
     network = parts.make_network()
     parts.strategy.check(parts.task, network, launch.world_size)
     folder = parts.open_folder()  # last: a run that cannot work leaves none behind
     return Plans(training, evaluation, batches, length, network, folder)
+
+
+def read_data(parts: Parts) -> tuple[Any, Any]:
+    """The training and the evaluation set; one that is drawn at random is the same on every rank and in every run."""
+    seed_all(parts.settings.seed)
+    return parts.data.train(), parts.data.evaluation()
 
 
 def keep_precision(parts: Parts, precision: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from trainer.seeds import mix
+from trainer.seeds import mix, seed_all
 from trainer.signals import ignore_requests
 
 
@@ -117,21 +117,14 @@ class Seeded(Dataset):
     def __getitem__(self, at: tuple[int, int]) -> Any:
         epoch, index = at
         if get_worker_info() is not None:
-            _seed_all(mix(self._seed, epoch, index))
+            seed_all(mix(self._seed, epoch, index))
             return self._dataset[index]
         before = _states()
         try:
-            _seed_all(mix(self._seed, epoch, index))
+            seed_all(mix(self._seed, epoch, index))
             return self._dataset[index]
         finally:
             _restore(before)
-
-
-def _seed_all(seed: int) -> None:
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # a tenth of the cost of torch.manual_seed
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
 def _states() -> tuple[Any, Any, Any]:

@@ -49,7 +49,7 @@ class Stream:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """The steps of one epoch, each a list of micro-batches; `start`: samples of its order that are done already."""
         self._sampler.set_epoch(epoch, start)
-        steps = (self.length - start) // self.global_batch
+        steps = max(self.length - start, 0) // self.global_batch
         share = self._sampler.share()[: steps * self._share]
         lists = share.split(self._share) if steps else ()
         for indices, (inputs, targets) in zip(lists, self._reader.read(epoch, lists), strict=True):

@@ -30,8 +30,8 @@ class Task:
     def weight(self, target: Any) -> Tensor | int:
         """How many units the mean of `loss` is over; default: samples.
 
-        An int says that it follows from the shapes alone and is equal on all ranks and micro-batches, which saves a
-        collective. A 0-d tensor may differ: the weights of a step are then summed over micro-batches and ranks.
+        Weights may differ between micro-batches and ranks: those of a step are summed over all of them. The default is
+        known everywhere and needs no communication.
         """
         return first_tensor(target).shape[0]
 

@@ -109,6 +109,8 @@ class Trainer:
         self.checkpoints.read(found, tensors)
         self.placed.load_state(self.optimizer, tensors)
         vars(self.progress).update(found.state["progress"])
+        if self.progress.position + self.stream.global_batch > self.stream.length:  # another batch size, a smaller set
+            self.progress.epoch, self.progress.position = self.progress.epoch + 1, 0
 
     def rehearse(self) -> None:
         """Collective: evaluate one batch, so that what is wrong there shows now and not after an epoch.
@@ -117,7 +119,7 @@ class Trainer:
         """
         if self.evaluation is None:
             return
-        figures, best = self.task.finish(self._totals(most=1)), self.checkpoints.best.removeprefix("-")
+        figures, best = self._figures(self._totals(most=1)), self.checkpoints.best.removeprefix("-")
         if best not in figures:
             raise Refusal(
                 f"checkpoint.best={best}: the task's figures are {', '.join(figures)}{nearest(best, figures)}"
@@ -132,7 +134,7 @@ class Trainer:
         parts = self.placed.forward_backward(batches, step)
         vote = self.strategy.vote(
             self.stop.raised or monotonic() >= self._deadline,
-            self.log_due.clock(),
+            self.log_due.clock() and not log_now,  # for the next step
             self.eval_due.clock(),
             self.save_due.clock(),
         )
@@ -164,7 +166,7 @@ class Trainer:
         samples = int(totals["samples"])
         if samples != self.evaluation.size:
             raise RuntimeError(f"evaluated {samples} samples of a set of {self.evaluation.size}")
-        figures = self.task.finish(totals)
+        figures = self._figures(totals)
         self.log.eval({"step": self.progress.step, "epoch": epoch, "samples": samples, **figures})
         self.figures = figures
         self.eval_due.restart()
@@ -210,6 +212,11 @@ class Trainer:
             for name, part in self.placed.evaluate(batch, valid).items():
                 sums[name] = sums[name] + part if name in sums else part
         return self.strategy.reduce(sums)
+
+    def _figures(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        """The mean loss, and what the task makes of the totals."""
+        loss = float(totals["loss"] / totals["weight"].clamp(min=1))
+        return {"loss": loss, **{name: float(value) for name, value in self.task.finish(totals).items()}}
 
     def _write_pending(self) -> None:
         """Write the last training line, unless it was. FloatingPointError if its loss is not a number."""

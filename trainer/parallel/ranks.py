@@ -76,7 +76,11 @@ class Group(Ranks):
 
     def send_from_first_(self, tensor: Tensor) -> None:
         """Collective: every rank's tensor becomes the first rank's."""
-        dist.broadcast(tensor, src=self._first, group=self.group)
+        whole = tensor.contiguous()
+        plain = whole.reshape(-1).view(torch.uint8)  # as bytes: no backend knows every type
+        dist.broadcast(plain, src=self._first, group=self.group)
+        if whole is not tensor:
+            tensor.copy_(whole)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Collective: the tensors of all ranks, in rank order; shapes must agree."""

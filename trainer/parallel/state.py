@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.refusal import Refusal
+
 PREFIX = "optimizer/"
 
 
@@ -30,13 +32,13 @@ def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> d
 def space_for_optimizer(network: nn.Module, stored: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors for every stored memory, cut as its parameter is; those of another shape (step counts) are whole.
 
-    ValueError where one belongs to no parameter of the network.
+    Refusal where one belongs to no parameter of the network.
     """
     parameters = dict(network.named_parameters())
     space: dict[str, Tensor] = {}
     for name, parameter_name, _ in _memories(stored):
         if parameter_name not in parameters:
-            raise ValueError(f"the checkpoint's {name} belongs to no parameter of this network")
+            raise Refusal(f"the checkpoint's {name} belongs to no parameter of this network")
         parameter, fact = parameters[parameter_name], stored[name]
         alike = tuple(fact.shape) == tuple(parameter.shape)
         space[name] = (
@@ -64,7 +66,7 @@ def restore_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer, stat
 
 
 def fits(own: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
-    """ValueError, naming at most ten, where a checkpoint's network is not this one."""
+    """Refusal, naming at most ten, where a checkpoint's network is not this one."""
     theirs = {name for name in stored if not name.startswith(("optimizer/", "scaler/"))}
     wrong = [f"missing {name}" for name in own if name not in theirs]
     wrong += [f"unknown {name}" for name in sorted(theirs - own.keys())]
@@ -75,7 +77,7 @@ def fits(own: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
     ]
     if wrong:
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-        raise ValueError(f"the checkpoint is of another network: {'; '.join(wrong[:10])}{more}")
+        raise Refusal(f"the checkpoint is of another network: {'; '.join(wrong[:10])}{more}")
 
 
 def _memories(names: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

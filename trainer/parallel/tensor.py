@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -35,13 +34,12 @@ def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
             raise Refusal(f"the plan's {key!r} matches no module{nearest(key, names)}; {ELSE}")
         for name, module in matched:
             _refuse_size(name, module, style, degree)
+            _refuse_tied(name, module, network)
 
 
 def cut(network: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     """Collective over the mesh: replace parameters that the plan names by this rank's part (DTensors), in place."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a key that matches nothing is a warning there
-        parallelize_module(network, mesh, dict(plan.tensor))
+    parallelize_module(network, mesh, dict(plan.tensor))
 
 
 def outside(network: nn.Module) -> dict[str, Tensor]:
@@ -111,6 +109,16 @@ def _refuse_size(name: str, module: nn.Module, style: ParallelStyle, degree: int
                 raise Refusal(
                     f"{name}.{attribute} {size} / {degree} tensor ranks is not whole; {_degrees(size)}; {ELSE}"
                 )
+
+
+def _refuse_tied(name: str, module: nn.Module, network: nn.Module) -> None:
+    """Refuse to cut a parameter that another module uses too: only one of the two would hold the part."""
+    own = {id(parameter) for parameter in module.parameters()}
+    for other, parameter in network.named_parameters(remove_duplicate=False):
+        if id(parameter) in own and not other.startswith(f"{name}."):
+            raise Refusal(
+                f"the plan cuts {name}, whose parameter is tied to {other}; tied parameters cannot be cut; {ELSE}"
+            )
 
 
 def _degrees(size: int) -> str:

@@ -64,7 +64,7 @@ class _Placed(Placed):
         if not any(parameter.requires_grad for parameter in step.parameters()):
             raise Refusal("strategy=ddp: the network has no trainable parameter, so no gradient to average")
         assert isinstance(strategy.data, Group)
-        if not strategy.find_unused_parameters:
+        if not (strategy.find_unused_parameters or strategy.static_graph):
             self._refuse_unused(step)
         self._replica = DistributedDataParallel(
             step,
@@ -90,11 +90,11 @@ class _Placed(Placed):
 
     def _refuse_unused(self, step: Step) -> None:
         """Name the parameters that a step leaves without a gradient: DDP would only fail in the second one."""
-        names = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
         with self._leaving_no_trace():
-            loss = self._losses(step, *self.example)["loss"]
-            gradients = torch.autograd.grad(loss, list(names.values()), allow_unused=True)
-        unused = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+            self._losses(step, *self.example)["loss"].backward()
+        trainable = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+        unused = [name for name, parameter in trainable.items() if parameter.grad is None]
+        step.zero_grad(set_to_none=True)
         if unused:
             shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
             raise Refusal(f"these parameters get no gradient: {shown}; set strategy.find_unused_parameters=true")
@@ -120,4 +120,5 @@ class _Placed(Placed):
             yield
         with torch.no_grad():
             for name, buffer in self.network.named_buffers():
-                buffer.copy_(buffers[name])
+                if name in buffers:  # one that the forward has just made is a cache
+                    buffer.copy_(buffers[name])

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -75,6 +76,17 @@ class _Placed(PlacedTensor):
         step, whatever the number of micro-batches.
         """
         super()._settle_gradients()
-        gradients = [parameter.grad for parameter in self.network.parameters() if parameter.grad is not None]
-        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        parameters = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        self.strategy.data.largest_(present).wait()  # the other copies; a byte a parameter: did any copy use it?
+        used = [parameter for parameter, some in zip(parameters, present.tolist(), strict=True) if some]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients_of(used)]
         average(local, self.strategy.data, self.strategy.bucket_mb * 2**20)
+
+
+def gradients_of(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """The gradients of parameters that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -14,7 +14,9 @@ def curve_notes(network: nn.Module, sync_bn: bool) -> list[str]:
     drops = sum(isinstance(module, _DropoutNd) and module.p > 0 for module in network.modules())
     notes = []
     if norms:
-        notes.append(f"{norms} BatchNorm layers: the curve depends on the number of data ranks (strategy.sync_bn=true)")
+        notes.append(
+            f"{norms} BatchNorm layers: the curve depends on data ranks and micro-batches (strategy.sync_bn=true)"
+        )
     if drops:
-        notes.append(f"{drops} dropout layers: the curve depends on the number of data ranks, repeatably")
+        notes.append(f"{drops} dropout layers: the curve depends on data ranks and micro-batches, repeatably")
     return notes

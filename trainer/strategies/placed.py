@@ -13,6 +13,7 @@ from trainer.parallel.clip import clip_, global_norm
 from trainer.parallel.gather import gathering_over
 from trainer.parallel.ranks import Done, Waitable
 from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, space_for_optimizer
+from trainer.refusal import Refusal
 from trainer.seeds import mix, seed_torch
 from trainer.strategies.scaler import NoScaler, Scaler
 from trainer.task import Task
@@ -45,9 +46,13 @@ class Placed:
         network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
         network = synchronised(network, strategy.data, strategy.device) if strategy.sync_bn else network
         self._layout = torch.channels_last if has_convolutions(network) else torch.preserve_format
-        self.network = network.to(strategy.device).to(memory_format=self._layout)
+        self.network = network.to(strategy.device)
+        for parameter in self.network.parameters():
+            if parameter.dim() == 4:
+                parameter.data = parameter.data.contiguous(memory_format=self._layout)
         for tensor in (*self.network.parameters(), *self.network.buffers()):
             strategy.world.send_from_first_(tensor.detach())  # all ranks; one initialisation for all
+        refuse_extra_state(self.network)
         self._plain = Step(task, self.network)
         self._cut()
         if self._machine.compile:
@@ -135,7 +140,7 @@ class Placed:
             weight = torch.as_tensor(self.task.weight(targets), device=loss.device)
             samples = torch.tensor(cut, device=loss.device)
             sums = {"loss": loss.double() * weight, "weight": weight, "samples": samples}
-            sums |= self.task.metrics(output, targets)
+            sums = self.task.metrics(output, targets) | sums
         return sums if valid else {name: torch.zeros_like(value) for name, value in sums.items()}
 
     def after_step(self, step: int) -> None:
@@ -205,13 +210,20 @@ class Placed:
     def _weigh(self, batches: list[Any]) -> tuple[Callable[[int], Any], Waitable]:
         """Each micro-batch's share of the step: its weight over the weight of all micro-batches of all data ranks."""
         weights = [self.task.weight(batch.targets) for batch in batches]
-        if all(isinstance(weight, int) for weight in weights):  # equal on every rank: nothing needs to travel
+        if type(self.task).weight is Task.weight:  # samples, as many on every rank: nothing needs to travel
             total = max(sum(weights) * self.strategy.data_size, 1)
             return lambda index: weights[index] / total, Done()
         local = torch.stack([torch.as_tensor(w, device=self.strategy.device) for w in weights]).to(torch.float64)
         summed = local.sum()
         pending = self.strategy.data.sum_(summed)  # data ranks; 8 bytes travel, while the first forward computes
         return lambda index: local[index] / summed.clamp(min=1), pending
+
+
+def refuse_extra_state(network: nn.Module) -> None:
+    """Refuse a network whose state is more than tensors: a checkpoint could not give it back."""
+    extra = [name for name, value in network.state_dict().items() if not isinstance(value, Tensor)]
+    if extra:
+        raise Refusal(f"no checkpoint can keep what is no tensor in the network's state: {', '.join(extra[:5])}")
 
 
 def has_convolutions(network: nn.Module) -> bool:

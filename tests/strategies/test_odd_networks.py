@@ -1,0 +1,106 @@
+"""Networks that one process trains without a thought, and that several could stumble over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.checkpoint import checkpoint
+
+from tests.processes import Processes
+from tests.strategies.toys import CLASSES, NETWORKS, TASKS, WIDTH, Case, Net, Plain, run
+from trainer import Plan, Task
+from trainer.launch import Launch
+from trainer.refusal import Refusal
+from trainer.strategies.tensor import TP
+
+
+class Buffers(Net):
+    """Buffers of every kind, one of them made by the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, dtype in (("mask", torch.bool), ("counts", torch.int16), ("scales", torch.bfloat16)):
+            self.register_buffer(name, torch.ones(3, dtype=dtype))
+        self.register_buffer("empty", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.ones(1), persistent=False)
+        return super().forward(x) * self.get_buffer("cache")
+
+
+class Recomputed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
+
+
+class Routed(Net):
+    """A layer that only some samples use: some ranks have no gradient for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, some = super().forward(x), x[:, 0] > 1.8
+        return y + torch.where(some[:, None], self.rare(x), 0.0) if bool(some.any()) else y
+
+    def plan(self) -> Plan:
+        return Plan(tensor={"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(WIDTH, 24)
+        self.again.weight = self.up.weight
+
+
+class WholeNumbers(Plain):
+    """Weights that are ints and differ between ranks."""
+
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        each = nn.functional.cross_entropy(output, target[0], reduction="none") * target[1]
+        return each.sum() / target[1].sum().clamp(min=1)
+
+    def weight(self, target: Any) -> int:
+        return int(target[1].sum())
+
+
+def with_special(launch: Launch, network: type[nn.Module], task: type[Task], case: Case) -> dict[str, Any]:
+    NETWORKS["special"], TASKS["special"] = network, task  # type: ignore[assignment]
+    return run(launch, case.but(network="special", task="special", precision="fp64"))
+
+
+@pytest.mark.parametrize(
+    ("network", "task", "size", "case"),
+    [
+        (Buffers, Plain, 2, Case("ddp")),
+        (Buffers, Plain, 2, Case("tp")),
+        (Recomputed, Plain, 2, Case("ddp")),
+        (Routed, Plain, 2, Case("ddp", {"find_unused_parameters": True})),
+        (Routed, Plain, 4, Case("ddp_tp", {"tensor": 2})),
+        (Routed, Plain, 3, Case("ddp_tp", {"tensor": 1})),
+        (Tied, Plain, 1, Case("ddp")),
+        (Net, WholeNumbers, 2, Case("ddp", micro_batches=2)),
+        (Net, WholeNumbers, 4, Case("ddp_tp", {"tensor": 2})),
+    ],
+)
+def test_they_train_to_the_curve_of_one_process(
+    processes: Processes, network: type[nn.Module], task: type[Task], size: int, case: Case
+) -> None:
+    if network is Tied:
+        case = case.but(fields={"find_unused_parameters": True})
+    (reference,) = processes.run(1, with_special, network, task, Case())
+    for rank in processes.run(size, with_special, network, task, case):
+        assert max(abs(a - b) for a, b in zip(rank["losses"], reference["losses"], strict=True)) < 1e-10
+        assert max(abs(a - b) for a, b in zip(rank["norms"], reference["norms"], strict=True)) < 1e-10
+
+
+def test_tied_parameters_are_not_cut_apart() -> None:
+    with pytest.raises(Refusal, match=r"up, whose parameter is tied to again\.weight"):
+        TP().check(Plain(), Tied(), 2)
