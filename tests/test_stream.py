@@ -167,7 +167,7 @@ def test_evaluation_gives_every_sample_once_in_as_many_calls_on_every_rank(kind:
 def test_an_order_of_ones_own_may_repeat_samples_and_decides_the_length() -> None:
     data = NumberData(InMemory(10), lambda epoch, generator: torch.randint(0, 10, (37,), generator=generator))
     one = stream(data, data.dataset)
-    assert (one.steps_per_epoch, one.left_out) == (3, 1)
+    assert (one.length, one.steps_per_epoch) == (37, 3)
     assert read(one) == read(stream(data, data.dataset)) != read(one, 1)
 
 

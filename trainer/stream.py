@@ -37,7 +37,6 @@ class Stream:
         order = Order(data, dataset, seed)
         self.global_batch = global_batch
         self.steps_per_epoch = order.length // global_batch
-        self.left_out = order.length % global_batch  # samples of the order's tail, others in every epoch
         self.length = order.length  # of an epoch's order
         self._micro_batches = micro_batches
         self._share = global_batch // strategy.data_size

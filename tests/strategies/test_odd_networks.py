@@ -33,6 +33,17 @@ class Buffers(Net):
         return super().forward(x) * self.get_buffer("cache")
 
 
+class FourDimensions(Net):
+    """A parameter of four dimensions in a network that convolves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1, 1, 1, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor[0, 0]
+
+
 class Recomputed(Net):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
@@ -81,6 +92,7 @@ def with_special(launch: Launch, network: type[nn.Module], task: type[Task], cas
     [
         (Buffers, Plain, 2, Case("ddp")),
         (Buffers, Plain, 2, Case("tp")),
+        (FourDimensions, Plain, 2, Case("ddp")),
         (Recomputed, Plain, 2, Case("ddp")),
         (Routed, Plain, 2, Case("ddp", {"find_unused_parameters": True})),
         (Routed, Plain, 4, Case("ddp_tp", {"tensor": 2})),

@@ -48,7 +48,7 @@ class Placed:
         self._layout = torch.channels_last if has_convolutions(network) else torch.preserve_format
         self.network = network.to(strategy.device)
         for parameter in self.network.parameters():
-            if parameter.dim() == 4:
+            if parameter.dim() == 4 and self._layout is torch.channels_last:
                 parameter.data = parameter.data.contiguous(memory_format=self._layout)
         for tensor in (*self.network.parameters(), *self.network.buffers()):
             strategy.world.send_from_first_(tensor.detach())  # all ranks; one initialisation for all
