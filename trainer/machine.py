@@ -26,7 +26,8 @@ class Machine:
     seed: int = 0
     compile: bool = False
     backend: str | None = None  # of torch.distributed; None: NCCL on GPUs, gloo on CPUs
-    timeout: timedelta = timedelta(minutes=30)  # of every collective
+    timeout: timedelta = timedelta(minutes=30)  # of every collective up to the first step
+    step_timeout: timedelta = timedelta(minutes=10)  # of every collective after it
 
     def check(self) -> None:
         """Refuse a device that is not there, before any process group."""

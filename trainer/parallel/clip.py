@@ -56,5 +56,6 @@ def _cut_axes(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
     """Along which mesh axes a gradient is cut; None: every rank holds all of it."""
     if not isinstance(gradient, DTensor):
         return None
-    axes = tuple(axis for axis, placement in enumerate(gradient.placements) if placement.is_shard())
+    # FSDP2 over tensor parallelism has a kind of its own that is_shard() denies: whatever is not replicated is cut
+    axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
     return (gradient.device_mesh, axes) if axes else None

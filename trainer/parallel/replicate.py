@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trainer.parallel.ranks import Ranks, Waitable
+
+
+def average_gradients(parameters: list[nn.Parameter], ranks: Ranks, bucket_bytes: int) -> None:
+    """Collective: every parameter's gradient becomes its mean over the ranks that hold the same part of it.
+
+    Once a step, whatever the number of micro-batches. A gradient that only some ranks have counts as zero on others.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if ranks.size == 1 or not trainable:
+        return
+    present = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.uint8)
+    ranks.largest_(present).wait()  # a byte a parameter: did any of these ranks use it?
+    used = [parameter for parameter, some in zip(trainable, present.tolist(), strict=True) if some]
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in used if parameter.grad is not None]
+    average([g.to_local() if isinstance(g, DTensor) else g for g in gradients], ranks, bucket_bytes)
 
 
 def average(gradients: list[Tensor], ranks: Ranks, bucket_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,16 +29,22 @@ def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> d
     return flat
 
 
-def space_for_optimizer(network: nn.Module, stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors for every stored memory, cut as its parameter is; those of another shape (step counts) are whole.
+def space_for_optimizer(
+    network: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], known: Collection[str]
+) -> dict[str, Tensor]:
+    """Tensors for every stored memory that this rank's optimizer takes, cut as the parameter it belongs to.
 
-    Refusal where one belongs to no parameter of the network.
+    Those of another shape than their parameter (step counts) are whole. `known`: the names of the whole network, of
+    which this rank may hold a part; Refusal where a memory belongs to none of them.
     """
-    parameters = dict(network.named_parameters())
+    taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = {name: parameter for name, parameter in network.named_parameters() if id(parameter) in taken}
     space: dict[str, Tensor] = {}
     for name, parameter_name, _ in _memories(stored):
-        if parameter_name not in parameters:
+        if parameter_name not in known:
             raise Refusal(f"the checkpoint's {name} belongs to no parameter of this network")
+        if parameter_name not in parameters:
+            continue
         parameter, fact = parameters[parameter_name], stored[name]
         alike = tuple(fact.shape) == tuple(parameter.shape)
         space[name] = (
@@ -65,15 +71,15 @@ def restore_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer, stat
     )
 
 
-def fits(own: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
+def fits(own: Mapping[str, torch.Size], stored: Mapping[str, Any]) -> None:
     """Refusal, naming at most ten, where a checkpoint's network is not this one."""
     theirs = {name for name in stored if not name.startswith(("optimizer/", "scaler/"))}
     wrong = [f"missing {name}" for name in own if name not in theirs]
     wrong += [f"unknown {name}" for name in sorted(theirs - own.keys())]
     wrong += [
-        f"{name} is {tuple(stored[name].shape)}, here {tuple(own[name].shape)}"
+        f"{name} is {tuple(stored[name].shape)}, here {tuple(own[name])}"
         for name in own
-        if name in theirs and tuple(stored[name].shape) != tuple(own[name].shape)
+        if name in theirs and tuple(stored[name].shape) != tuple(own[name])
     ]
     if wrong:
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""

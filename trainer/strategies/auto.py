@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from trainer.machine import Machine
-from trainer.strategies.base import Strategy
+from trainer.strategies.base import Recomputed, Strategy
 from trainer.strategies.ddp import DDP
 from trainer.strategies.single import Single
 
 
-def auto(machine: Machine, sync_bn: bool = False) -> Strategy:
+def auto(machine: Machine, sync_bn: bool = False, activation_checkpointing: Recomputed = "none") -> Strategy:
     """Choose by the number of processes alone."""
     kind = Single if machine.launch.world_size == 1 else DDP
-    return kind(sync_bn=sync_bn, machine=machine)
+    return kind(sync_bn=sync_bn, activation_checkpointing=activation_checkpointing, machine=machine)

@@ -9,19 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from trainer.machine import Machine
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.sampler import ShardSampler
+from trainer.parallel.timeouts import shorten
 from trainer.parallel.totals import Totals
 from trainer.refusal import Refusal
 from trainer.strategies.notes import curve_notes
 from trainer.strategies.placed import Placed
 from trainer.task import Task
+
+Recomputed = Literal["none", "units", "operators"]
 
 
 @dataclass
@@ -32,6 +36,7 @@ class Strategy:
     """
 
     sync_bn: bool = False  # BatchNorm's statistics over the whole micro-batch of all data ranks
+    activation_checkpointing: Recomputed = "none"  # what the backward computes again instead of keeping it
     machine: Machine = field(default_factory=Machine)
 
     device: torch.device = field(init=False, repr=False)  # where this rank computes
@@ -43,6 +48,13 @@ class Strategy:
         if world_size > 1:
             raise Refusal(f"strategy={self.name} uses one process, {world_size} were started; use strategy=ddp")
         return 1
+
+    def refuse_shares(self, world_size: int, micro_batches: int, uneven: bool) -> None:
+        """Refuse a number of micro-batches, or shares that differ in size, where this strategy cannot run them."""
+
+    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """The network as its constructor makes it; a strategy that holds parts may leave its values for later."""
+        return make()
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse a network that this strategy cannot spread, before any process group."""
@@ -92,6 +104,14 @@ class Strategy:
     def world_size(self) -> int:
         """How many processes there are."""
         return self.world.size
+
+    def groups(self) -> list[ProcessGroup]:
+        """The process groups of this place."""
+        return []
+
+    def shorten_timeouts(self) -> None:
+        """From now on a collective takes as long as those of a step do: what is slower than that hangs."""
+        shorten(self.groups(), self.machine.step_timeout)
 
     # Collectives: every rank calls them, in the same order.
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,6 +37,7 @@ class DDP(Strategy):
     static_graph: bool = False  # the same parameters are used in the same way in every step
     find_unused_parameters: bool = False  # some parameters get no gradient in some steps; costs a walk of the graph
     compress: Literal["fp16", "bf16"] | None = None  # the precision in which gradients travel; None: their own
+    world: Group = field(init=False, repr=False)
 
     def data_ranks(self, world_size: int) -> int:
         """Every process reads its own slice."""
@@ -50,6 +52,10 @@ class DDP(Strategy):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         leave(self.world, clean=error is None)
+
+    def groups(self) -> list[ProcessGroup]:
+        """All ranks."""
+        return [self.world.group]
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put a copy of the network on every rank."""

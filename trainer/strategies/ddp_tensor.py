@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from trainer.parallel.ranks import Group
-from trainer.parallel.replicate import average
+from trainer.parallel.replicate import average_gradients
 from trainer.parallel.tensor import refuse_plan
 from trainer.parallel.world import join, leave
 from trainer.refusal import Refusal
@@ -28,6 +27,7 @@ class DDPTP(Strategy):
 
     tensor: int = 2  # processes that share one copy; keep them on one machine
     bucket_mb: int = 25  # MiB of gradients in one all-reduce
+    world: Group = field(init=False, repr=False)
     mesh: DeviceMesh = field(init=False, repr=False)  # axes "replicate" (outer) × "tensor" (inner)
 
     @property
@@ -61,6 +61,10 @@ class DDPTP(Strategy):
     ) -> None:
         leave(self.world, clean=error is None)
 
+    def groups(self) -> list[ProcessGroup]:
+        """All ranks, one copy's, and those with the same part of each copy."""
+        return [self.world.group, *self.mesh.get_all_groups()]
+
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put a cut copy of a network on every `tensor` ranks."""
         return _Placed(self, task, network, example, self.mesh["tensor"])
@@ -72,21 +76,7 @@ class _Placed(PlacedTensor):
     def _settle_gradients(self) -> None:
         """Average what each rank holds with its peers in the other copies.
 
-        DDP around cut parameters trains right but loses them from the state, hence an all-reduce of one's own: once a
-        step, whatever the number of micro-batches.
+        DDP around cut parameters trains right but loses them from the state, hence an all-reduce of one's own.
         """
         super()._settle_gradients()
-        parameters = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
-        present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-        self.strategy.data.largest_(present).wait()  # the other copies; a byte a parameter: did any copy use it?
-        used = [parameter for parameter, some in zip(parameters, present.tolist(), strict=True) if some]
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients_of(used)]
-        average(local, self.strategy.data, self.strategy.bucket_mb * 2**20)
-
-
-def gradients_of(parameters: list[nn.Parameter]) -> list[Tensor]:
-    """The gradients of parameters that have one."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+        average_gradients(list(self.network.parameters()), self.strategy.data, self.strategy.bucket_mb * 2**20)

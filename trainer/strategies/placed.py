@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainer.deferred import is_deferred
 from trainer.parallel.batch_norm import average_statistics, synchronised
 from trainer.parallel.clip import clip_, global_norm
+from trainer.parallel.compiling import compile_network
 from trainer.parallel.gather import gathering_over
+from trainer.parallel.meta import fill
 from trainer.parallel.ranks import Done, Waitable
+from trainer.parallel.recompute import recompute
 from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, space_for_optimizer
+from trainer.parallel.units import units
 from trainer.refusal import Refusal
 from trainer.seeds import mix, seed_torch
 from trainer.strategies.scaler import NoScaler, Scaler
@@ -42,27 +47,61 @@ class Placed:
     def __init__(self, strategy: Strategy, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
         self._machine = strategy.machine
+        self._young = True  # no step has been done
         self.scaler = Scaler(strategy.device) if self._machine.resolved_precision == "fp16" else NoScaler()
+        built = network  # as it was constructed; what follows may put other modules in place of its own
         network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
         network = synchronised(network, strategy.data, strategy.device) if strategy.sync_bn else network
+        refuse_extra_state(network)
+        self._shapes = {name: value.shape for name, value in network.state_dict().items()}  # of the whole network
+        self._plan = task.plan(network)
         self._layout = torch.channels_last if has_convolutions(network) else torch.preserve_format
-        self.network = network.to(strategy.device)
-        for parameter in self.network.parameters():
+        self.network = network if is_deferred(built) else self._moved(network)
+        parts = self._units()
+        self._cut()
+        self._prepare_units(parts)
+        self._plain = Step(task, self.network)
+        self._shard(parts)
+        if is_deferred(built):
+            fill(self.network, built, strategy.device)
+        self._forward: Callable[[Any, Any], Any] = self._wrap(self._plain)
+
+    def _moved(self, network: nn.Module) -> nn.Module:
+        """Collective: a network with its values, on this rank's device, the same everywhere."""
+        network = network.to(self.strategy.device)
+        for parameter in network.parameters():
             if parameter.dim() == 4 and self._layout is torch.channels_last:
                 parameter.data = parameter.data.contiguous(memory_format=self._layout)
-        for tensor in (*self.network.parameters(), *self.network.buffers()):
-            strategy.world.send_from_first_(tensor.detach())  # all ranks; one initialisation for all
-        refuse_extra_state(self.network)
-        self._plain = Step(task, self.network)
-        self._cut()
-        if self._machine.compile:
-            self.network.compile()
-        self._forward: Callable[[Any, Any], Any] = self._wrap(self._plain)
+        for tensor in (*network.parameters(), *network.buffers()):
+            self.strategy.world.send_from_first_(tensor.detach())  # all ranks; one initialisation for all
+        return network
+
+    def _units(self) -> list[str]:
+        """The subtrees that are recomputed, compiled and sharded as one."""
+        if self.strategy.activation_checkpointing == "none" and not (self._machine.compile and self._plan.shard):
+            return []
+        return units(self.network, self._plan)
+
+    def _prepare_units(self, names: list[str]) -> None:
+        """What happens inside one rank, after the cut by tensors and before data ranks come in: recompute, compile."""
+        for piece in self._pieces():
+            own = [name for name in names if is_called(piece, name)]
+            if self.strategy.activation_checkpointing != "none":
+                recompute(piece, own, self.strategy.activation_checkpointing)
+            if self._machine.compile:
+                compile_network(piece, own)
 
     # What a strategy says differently.
 
     def _cut(self) -> None:
         """Edit the network in place: its parameters become what this rank holds."""
+
+    def _pieces(self) -> list[nn.Module]:
+        """What is called as a whole: the network, or the stages of it that this rank holds."""
+        return [self.network]
+
+    def _shard(self, names: list[str]) -> None:
+        """Collective: spread parameters over the data ranks, these subtrees together."""
 
     def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
         """What a training forward must call: the step itself, or something around it."""
@@ -78,6 +117,10 @@ class Placed:
 
     def _settle_gradients(self) -> None:
         """Collective: after the last micro-batch; afterwards `.grad` is the gradient of the global mean."""
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """Collective: the norm of the whole network's gradient."""
+        return global_norm(gradients)
 
     def _whole(self, output: Any) -> Any:
         """An output or a loss with nothing of it left on other ranks."""
@@ -118,11 +161,14 @@ class Placed:
         self.scaler.unscale_(parameters)
         norm = None
         if max_norm is not None or self.scaler.needs_norm:
-            norm = global_norm([p.grad for p in parameters])
+            norm = self._norm([p.grad for p in parameters])
             if max_norm is not None and max_norm != float("inf"):
                 clip_([p.grad for p in parameters], norm, max_norm)
         self.scaler.step(optimizer, norm)
         optimizer.zero_grad(set_to_none=True)
+        if self._young:
+            self._young = False
+            self.strategy.shorten_timeouts()
         return norm
 
     @torch.no_grad()
@@ -171,9 +217,9 @@ class Placed:
         ValueError where the checkpoint's names or shapes are not this network's.
         """
         own = {name: value for name, value in self.network.state_dict().items() if isinstance(value, Tensor)}
-        fits(own, stored)
+        fits(self._shapes, stored)
         model = {name: torch.empty_like(value) for name, value in own.items()}
-        optimizer_space = space_for_optimizer(self.network, stored)
+        optimizer_space = space_for_optimizer(self.network, optimizer, stored, self._shapes)
         scaler = {name: torch.empty_like(value) for name, value in self.scaler.state().items() if name in stored}
         return model | optimizer_space | scaler
 
@@ -217,6 +263,12 @@ class Placed:
         summed = local.sum()
         pending = self.strategy.data.sum_(summed)  # data ranks; 8 bytes travel, while the first forward computes
         return lambda index: local[index] / summed.clamp(min=1), pending
+
+
+def is_called(network: nn.Module, name: str) -> bool:
+    """Does the network have a module of this name that computes? A stage has bare holders in place of some."""
+    modules = dict(network.named_modules())
+    return name in modules and type(modules[name]) is not nn.Module
 
 
 def refuse_extra_state(network: nn.Module) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -29,6 +30,7 @@ TAKES_CUT = (torch.optim.Adam, torch.optim.AdamW)  # whose fused step knows DTen
 class TP(Strategy):
     """One network cut over all processes by its plan; all read the same data, activations travel in every layer."""
 
+    world: Group = field(init=False, repr=False)
     mesh: DeviceMesh = field(init=False, repr=False)  # one axis, "tensor"
 
     def data_ranks(self, world_size: int) -> int:
@@ -50,6 +52,10 @@ class TP(Strategy):
     ) -> None:
         leave(self.world, clean=error is None)
 
+    def groups(self) -> list[ProcessGroup]:
+        """All ranks, twice: the mesh has a group of its own."""
+        return [self.world.group, *self.mesh.get_all_groups()]
+
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: cut a network over all ranks."""
         return PlacedTensor(self, task, network, example, self.mesh)
@@ -64,7 +70,7 @@ class PlacedTensor(Placed):
         super().__init__(strategy, task, network, example)
 
     def _cut(self) -> None:
-        cut(self.network, self._mesh, self.task.plan(self.network))
+        cut(self.network, self._mesh, self._plan)
         refuse_drift(self.network, self._tensor_ranks)
 
     def _computing(self, valid: int | None = None) -> Any:
