@@ -5,6 +5,7 @@ processes reads what any other number wrote.
 """
 
 import errno
+import hashlib
 import logging
 import os
 import secrets
@@ -75,12 +76,18 @@ class Checkpoints:
         state: dict[str, Any],
         figures: dict[str, float] | None = None,
     ) -> Path:
-        """Write one checkpoint; it has its name once it is whole. Collective; FailedSave on all ranks or none."""
+        """Write one checkpoint; it has its name once it is whole. Collective; FailedSave on all ranks or none.
+
+        tensors: what this rank holds. Those that are whole are equal on every rank that has them; not all ranks need
+        have the same.
+        """
         ready: dict[str, Tensor] = {}
         self._together(step, tensors, lambda: ready.update(writable(tensors)))
+        shared_out = self._together(step, tensors, lambda: _fingerprint(ready))
+        alone = len(set(shared_out)) == 1 and not any(isinstance(tensor, DTensor) for tensor in ready.values())
         draft = self.folder / self._together(step, tensors, lambda: self._begin(step, tensors))[0]
         try:
-            self._together(step, tensors, lambda: self._write(draft, ready, state))
+            self._together(step, tensors, lambda: self._write(draft, ready, state, alone))
             names = self._together(step, tensors, lambda: sorted(os.listdir(draft)))[0]
             mine = names[self.ranks.rank :: self.ranks.size]
             parts = self._together(step, tensors, lambda: {name: _sealed(draft / name) for name in mine})
@@ -110,8 +117,12 @@ class Checkpoints:
         return score(figures, self.best) > self._record
 
     def read(self, found: Found, tensors: dict[str, Tensor]) -> None:
-        """Fill the given tensors in place, of DTensors the part this rank holds. Collective."""
-        together(self.ranks, lambda: _fill(tensors, found), CorruptCheckpoint)
+        """Fill the given tensors in place, of DTensors the part this rank holds. Collective.
+
+        Ranks may ask for different ones; CorruptCheckpoint where one is missing, or where nobody asked for a network's.
+        """
+        asked = {name for names in self.ranks.share(sorted(tensors)) for name in names}
+        together(self.ranks, lambda: _fill(tensors, found, asked), CorruptCheckpoint)
 
     def _begin(self, step: int, tensors: dict[str, Tensor]) -> str:
         if not self.ranks.is_main:
@@ -123,10 +134,9 @@ class Checkpoints:
         (self.folder / name).mkdir()
         return name
 
-    def _write(self, draft: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-        if sharded or self.ranks.is_main:
-            write_tensors(draft, tensors, alone=not sharded)
+    def _write(self, draft: Path, tensors: dict[str, Tensor], state: dict[str, Any], alone: bool) -> None:
+        if self.ranks.is_main or not alone:
+            write_tensors(draft, tensors, alone)
         if self.ranks.is_main:
             (draft / paper.STATE).write_bytes(paper.encode(state))
 
@@ -179,8 +189,8 @@ def open_checkpoint(path: Path, ranks: Ranks | None = None) -> Found:
     return found[0]
 
 
-def _fill(tensors: dict[str, Tensor], found: Found) -> None:
-    problems = misfits(found.tensors, tensors)
+def _fill(tensors: dict[str, Tensor], found: Found, asked: set[str]) -> None:
+    problems = misfits(found.tensors, tensors, asked)
     if problems:
         more = f"\n  … and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise CorruptCheckpoint(f"{found.path} does not fit this network:\n  " + "\n  ".join(problems[:10]) + more)
@@ -214,6 +224,11 @@ def _sealed(path: Path) -> tuple[int, str]:
     """Size and SHA-256 of a file that is on the disk."""
     sync_file(path)
     return path.stat().st_size, paper.digest(path)
+
+
+def _fingerprint(tensors: dict[str, Tensor]) -> str:
+    """The same for the same names."""
+    return hashlib.sha256("\n".join(sorted(tensors)).encode()).hexdigest()
 
 
 def _bytes(tensors: dict[str, Tensor]) -> int:

@@ -21,6 +21,13 @@ SPREAD = {
     "tp on 3": (3, Case("tp")),
     "ddp_tp on 4": (4, Case("ddp_tp", {"tensor": 2})),
     "ddp_tp on 2, nothing cut": (2, Case("ddp_tp", {"tensor": 1})),
+    "fsdp on 1": (1, Case("fsdp")),
+    "fsdp on 2": (2, Case("fsdp", {"reshard_after_forward": False})),
+    "fsdp on 3": (3, Case("fsdp", {"sync_micro_batches": True})),
+    "fsdp on 4": (4, Case("fsdp", {"cpu_offload": True, "prefetch": 2})),
+    "hsdp on 4": (4, Case("fsdp", {"replicate": 2})),
+    "fsdp_tp on 4": (4, Case("fsdp", {"tensor": 2})),
+    "hsdp over tensor ranks alone on 2": (2, Case("fsdp", {"shard": 1, "tensor": 2})),
 }
 everywhere = pytest.mark.parametrize("where", SPREAD)
 _done: dict[str, list[dict[str, Any]]] = {}

@@ -20,11 +20,19 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDP
 from trainer.strategies.ddp_tensor import DDPTP
 from trainer.strategies.dp import DP
+from trainer.strategies.fsdp import FSDP
 from trainer.strategies.single import Single
 from trainer.strategies.tensor import TP
 from trainer.stream import EvaluationStream, Stream, digest
 
-STRATEGIES: dict[str, type[Strategy]] = {"single": Single, "dp": DP, "ddp": DDP, "tp": TP, "ddp_tp": DDPTP}
+STRATEGIES: dict[str, type[Strategy]] = {
+    "single": Single,
+    "dp": DP,
+    "ddp": DDP,
+    "tp": TP,
+    "ddp_tp": DDPTP,
+    "fsdp": FSDP,
+}
 WIDTH, CLASSES, BATCH = 12, 4, 48
 
 

@@ -43,15 +43,22 @@ def cut(network: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 def outside(network: nn.Module) -> dict[str, Tensor]:
-    """The parameters that no plan named: every rank holds and updates all of them."""
-    return {name: parameter for name, parameter in network.named_parameters() if not isinstance(parameter, DTensor)}
+    """The parameters that no plan named: what a rank holds of them, its tensor peers hold and update, too."""
+    held: dict[str, Tensor] = {}
+    for name, parameter in network.named_parameters():
+        part: Tensor = parameter
+        if isinstance(parameter, DTensor) and "tensor" not in (parameter.device_mesh.mesh_dim_names or ()):
+            part = parameter.to_local()  # data ranks have spread it
+        if not isinstance(part, DTensor) and not part.is_meta:
+            held[name] = part
+    return held
 
 
 @torch.no_grad()
 def refuse_drift(network: nn.Module, ranks: Ranks) -> None:
     """Collective: RuntimeError, naming them, where parameters outside the plan are not equal on all tensor ranks."""
     whole = outside(network)
-    if not whole:
+    if not whole or ranks.size == 1:
         return
     sums = torch.stack([s for p in whole.values() for s in (p.double().sum(), p.double().square().sum())])
     bounds = torch.cat([sums, -sums])

@@ -47,10 +47,13 @@ def read_into(tensors: dict[str, Tensor], folder: Path) -> None:
         dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
-def misfits(stored: dict[str, TensorFact], wanted: dict[str, Tensor]) -> list[str]:
-    """What keeps a checkpoint from filling these tensors, a line each; of the network's own names none may be left."""
+def misfits(stored: dict[str, TensorFact], wanted: dict[str, Tensor], asked: set[str]) -> list[str]:
+    """What keeps a checkpoint from filling these tensors, a line each.
+
+    asked: the names that any rank wants; of the network's own names in the checkpoint none may be left.
+    """
     lines = [f"{name}: missing in the checkpoint" for name in wanted if name not in stored]
-    lines += [f"{name}: only in the checkpoint" for name in stored if name not in wanted and not name.startswith(APART)]
+    lines += [f"{name}: only in the checkpoint" for name in stored if name not in asked and not name.startswith(APART)]
     for name in wanted.keys() & stored.keys():
         tensor, fact = wanted[name], stored[name]
         if tuple(tensor.shape) != fact.shape:

@@ -62,15 +62,18 @@ class TP(Strategy):
 
 
 class PlacedTensor(Placed):
-    """A network cut over the ranks of a mesh axis named "tensor"."""
+    """A network cut over the ranks of a mesh axis named "tensor"; without a mesh it is whole."""
 
-    def __init__(self, strategy: Strategy, task: Task, network: nn.Module, example: Any, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, strategy: Strategy, task: Task, network: nn.Module, example: Any, mesh: DeviceMesh | None
+    ) -> None:
         self._mesh = mesh
-        self._tensor_ranks = Group(mesh.get_group())
+        self._tensor_ranks = Group(mesh.get_group()) if mesh else Ranks()
         super().__init__(strategy, task, network, example)
 
     def _cut(self) -> None:
-        cut(self.network, self._mesh, self._plan)
+        if self._mesh:
+            cut(self.network, self._mesh, self._plan)
         refuse_drift(self.network, self._tensor_ranks)
 
     def _computing(self, valid: int | None = None) -> Any:
@@ -102,6 +105,8 @@ class PlacedTensor(Placed):
 
 
 def _unmixed(group: dict[str, Any]) -> list[dict[str, Any]]:
-    parts = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
-    wholes = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
-    return [{**group, "params": alike} for alike in (parts, wholes) if alike]
+    alike: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        alike.setdefault(mesh, []).append(parameter)
+    return [{**group, "params": parameters} for parameters in alike.values()]

@@ -1,0 +1,73 @@
+"""Degrees of parallelism, whether they fit the processes there are, and the mesh of ranks that they make."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.parallel.ranks import Group, Ranks
+from trainer.refusal import Refusal
+
+AXES = ("pipe", "replicate", "shard", "tensor")  # the outermost first: neighbouring ranks are tensor ranks
+
+
+def spread(world_size: int, wanted: dict[str, int | None]) -> dict[str, int]:
+    """The degree of every axis; one that is None takes what the others leave. Refusal where that is not whole.
+
+    wanted: axis → degree, in the order of AXES. The sum, and what would fit, stand in the refusal.
+    """
+    for axis, degree in wanted.items():
+        if degree is not None and degree < 1:
+            raise Refusal(f"strategy.{axis}={degree}: a degree is 1 (nothing) or more")
+    taken = prod(degree for degree in wanted.values() if degree is not None)
+    free = [axis for axis, degree in wanted.items() if degree is None]
+    if world_size % taken or (not free and taken != world_size):
+        raise Refusal(_unfit(world_size, wanted, taken, bool(free)))
+    filled = {axis: 1 if degree is None else degree for axis, degree in wanted.items()}
+    return filled | ({free[0]: world_size // taken} if free else {})
+
+
+def _unfit(world_size: int, wanted: dict[str, int | None], taken: int, rest: bool) -> str:
+    """The sum that does not come out, and the nearest that do: one degree changed, or other processes."""
+    named = {axis: degree for axis, degree in wanted.items() if degree is not None}
+    factors = " × ".join(f"strategy.{axis} {degree}" for axis, degree in named.items())
+    fitting = []
+    for axis, degree in named.items():
+        others = taken // degree
+        if world_size % others:
+            continue
+        share = world_size // others
+        degrees = [d for d in range(1, share + 1) if share % d == 0] if rest else [share]
+        fitting += [f"strategy.{axis}={d}" for d in sorted(degrees, key=lambda d: (abs(d - degree), d))[:2]]
+    counts = sorted({max(world_size // taken, 1) * taken, -(-world_size // taken) * taken}) if rest else [taken]
+    processes = f"start {' or '.join(map(str, counts))} processes"
+    sum_ = (
+        f"{world_size} processes / ({factors} = {taken}) is not whole"
+        if rest
+        else (f"{factors} = {taken}, but {world_size} process{'es were' if world_size > 1 else ' was'} started")
+    )
+    return f"{sum_}; nearest: {', or '.join([*fitting, processes])}"
+
+
+def make_mesh(device_type: str, degrees: dict[str, int], always: tuple[str, ...] = ()) -> DeviceMesh:
+    """Collective: the ranks as a grid. An axis of degree 1 is left out, unless it is `always` there."""
+    axes = [axis for axis in AXES if degrees.get(axis, 1) > 1 or axis in always]
+    return init_device_mesh(device_type, tuple(degrees[axis] for axis in axes), mesh_dim_names=tuple(axes))
+
+
+def ranks_along(mesh: DeviceMesh, *axes: str) -> Ranks:
+    """Collective: the ranks that differ from this one along these axes only; alone where the mesh has none of them."""
+    names = mesh.mesh_dim_names or ()
+    own = [axis for axis in names if axis in axes]
+    if not own:
+        return Ranks()
+    if len(own) == 1:
+        return Group(mesh.get_group(own[0]))
+    last = [names.index(axis) for axis in own]
+    rest = [at for at in range(len(names)) if at not in last]
+    rows = mesh.mesh.permute(*rest, *last).flatten(len(rest)).reshape(-1, prod(mesh.mesh.shape[at] for at in last))
+    group, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # all ranks; every such group is made in one order
+    assert isinstance(group, dist.ProcessGroup)  # every rank is in one of them
+    return Group(group)

@@ -1,0 +1,117 @@
+"""Parameters, gradients and optimizer state spread over the data ranks (FSDP2, ZeRO-2 and ZeRO-3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.deferred import NotDeferrable, deferred
+from trainer.parallel.mesh import make_mesh, ranks_along, spread
+from trainer.parallel.ranks import Group
+from trainer.parallel.shard import Sharding, reshard, shard
+from trainer.parallel.tensor import refuse_plan
+from trainer.parallel.units import units
+from trainer.parallel.world import join, leave
+from trainer.strategies.base import Strategy
+from trainer.strategies.placed import Placed
+from trainer.strategies.tensor import PlacedTensor
+from trainer.task import Task
+
+
+@dataclass
+class FSDP(Strategy):
+    """Each rank holds a part of every parameter; a unit is gathered when it computes, and released.
+
+    Degrees multiply to the processes: `replicate` copies (HSDP), each spread over `shard` ranks, of which each is cut
+    over `tensor` ranks by the plan.
+    """
+
+    replicate: int = 1  # copies of the network; they average gradients
+    shard: int | None = None  # ranks that one copy is spread over; None: what the others leave
+    tensor: int = 1  # ranks that one part is cut over, by the plan; keep them on one machine
+    reshard_after_forward: bool = True  # true: gathered anew for the backward (ZeRO-3); false: kept until then (ZeRO-2)
+    sync_micro_batches: bool = False  # gradients travel after each micro-batch: more traffic, no whole gradient is kept
+    param_dtype: Literal["bf16"] | None = None  # what parameters are gathered in; masters stay fp32. None: as they are
+    cpu_offload: bool = False  # parts and optimizer state lie in the host's memory; the optimizer runs there
+    prefetch: int = 1  # units gathered before they are needed
+    world: Group = field(init=False, repr=False)
+    mesh: DeviceMesh = field(init=False, repr=False)  # axes of AXES; "shard" always, the others where they are > 1
+
+    def degrees(self, world_size: int) -> dict[str, int]:
+        """How many ranks along each axis. Refusal where they do not multiply to the processes."""
+        return spread(world_size, {"replicate": self.replicate, "shard": self.shard, "tensor": self.tensor})
+
+    def data_ranks(self, world_size: int) -> int:
+        """Each part of each copy reads a slice of its own."""
+        degrees = self.degrees(world_size)
+        return degrees["replicate"] * degrees["shard"]
+
+    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """The network without values: each rank will compute its own part of them."""
+        with suppress(NotDeferrable):
+            return deferred(make)
+        return make()
+
+    def check(self, task: Task, network: nn.Module, world_size: int) -> None:
+        """Refuse units that are not there; with tensor ranks what has no plan, or sizes that do not divide."""
+        units(network, task.plan(network))
+        if self.tensor > 1:
+            refuse_plan(network, task.plan(network), self.tensor)
+
+    def __enter__(self) -> Self:
+        self.device = self.machine.place()
+        self.world = join(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
+        self.mesh = make_mesh(self.device.type, self.degrees(self.world.size), always=("shard",))
+        self.data = ranks_along(self.mesh, "replicate", "shard")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leave(self.world, clean=error is None)
+
+    def groups(self) -> list[ProcessGroup]:
+        """All ranks, those along each axis, and all data ranks."""
+        data = [self.data.group] if isinstance(self.data, Group) else []
+        return [self.world.group, *self.mesh.get_all_groups(), *data]
+
+    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+        """Collective: put this rank's part of a network here."""
+        return _Placed(self, task, network, example, self.mesh["tensor"] if self.tensor > 1 else None)
+
+
+class _Placed(PlacedTensor):
+    strategy: FSDP
+
+    def _units(self) -> list[str]:
+        return units(self.network, self._plan)
+
+    def _shard(self, names: list[str]) -> None:
+        # the root is the whole step: so the task may use the network as it likes, everything is gathered by then
+        strategy = self.strategy
+        how = Sharding(
+            strategy.reshard_after_forward,
+            torch.bfloat16 if strategy.param_dtype == "bf16" else None,
+            strategy.cpu_offload,
+            strategy.prefetch,
+        )
+        mesh = strategy.mesh["replicate", "shard"] if strategy.replicate > 1 else strategy.mesh["shard"]
+        self._root = shard(self._plain, self.network, names, mesh, how)
+
+    def _sync(self, last: bool) -> Any:
+        self._root.set_requires_gradient_sync(last or self.strategy.sync_micro_batches)
+        return super()._sync(last)
+
+    def evaluate(self, batch: Any, valid: int) -> dict[str, torch.Tensor]:
+        """Sums over the first `valid` samples of a batch; every data rank computes, for each gathers from all."""
+        sums = super().evaluate(batch, valid)
+        reshard(self._plain)  # a forward without a backward leaves parameters gathered
+        return sums
