@@ -86,6 +86,51 @@ def test_every_step_holds_the_same_samples_with_the_same_augmentation(kind: type
         assert sorted(pair for part in shared for pair in part[step]) == sorted(whole)
 
 
+@pytest.mark.parametrize("kind", [Numbers, InMemory])
+@pytest.mark.parametrize("slices", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [2, 5, 7, 12])
+def test_unequal_shares_are_the_same_samples_in_every_micro_batch(kind: type, size: int, slices: int) -> None:
+    slices = min(slices, 12 // size)
+    data = NumberData(kind(50))
+    alone = list(stream(data, data.dataset, slices=slices).epoch(1))
+    shared = [list(stream(data, data.dataset, rank, size, slices).epoch(1)) for rank in range(size)]
+    order = Order(data, data.dataset, 5)(1)
+    for step in range(4):
+        for rank in range(size):
+            own = torch.cat([batch.indices for batch in shared[rank][step]])
+            assert own.tolist() == order[step * 12 : step * 12 + 12][rank::size].tolist()
+        for part in range(slices):
+            held = [shared[rank][step][part] for rank in range(size)]
+            indices = torch.cat([batch.indices for batch in held])
+            assert sorted(indices.tolist()) == sorted(alone[step][part].indices.tolist())
+            assert all(batch.part == alone[step][part].part for batch in held)
+            assert all(batch.total == 12 for batch in held)
+        sizes = [len(batch.indices) for rank in range(size) for batch in shared[rank][step]]
+        assert min(sizes) >= 1
+        assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 5), (5, 3), (5, 1), (2, 7)])
+def test_another_number_of_ranks_goes_on_in_the_middle_of_an_epoch(before: int, after: int) -> None:
+    data = NumberData(InMemory(50))
+
+    def steps(size: int, start: int) -> list[list[int]]:
+        shared = [list(stream(data, data.dataset, rank, size).epoch(3, start)) for rank in range(size)]
+        return [
+            sorted(torch.cat([b.indices for one in step for b in one]).tolist()) for step in zip(*shared, strict=True)
+        ]
+
+    assert steps(after, 24) == steps(before, 0)[2:]
+
+
+@pytest.mark.parametrize(("samples", "size", "rows"), [(50, 12, 2), (16, 12, 1), (12, 5, 2)])
+def test_an_example_has_as_many_samples_on_every_rank(samples: int, size: int, rows: int) -> None:
+    data = NumberData(InMemory(samples))
+    for rank in range(size):
+        inputs, targets = stream(data, data.dataset, rank, size).example()
+        assert (len(inputs["x"]), len(targets)) == (rows, rows)
+
+
 def test_epochs_differ_and_leave_out_other_samples() -> None:
     data = NumberData(InMemory(50))
     one, other = (read(stream(data, data.dataset), epoch) for epoch in (0, 1))
@@ -112,7 +157,7 @@ def test_the_digest_notices_a_set_epoch_that_does_nothing(monkeypatch: pytest.Mo
 
     honest = digests()
     assert len(set(honest)) == 8
-    monkeypatch.setattr(ShardSampler, "set_epoch", lambda self, epoch, start=0: setattr(self, "_share", self._order(0)))
+    monkeypatch.setattr(ShardSampler, "set_epoch", lambda self, epoch, start=0: setattr(self, "_left", self._order(0)))
     assert len(set(digests())) == 4
 
 

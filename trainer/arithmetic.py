@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import isqrt
 
 from trainer.refusal import Refusal
@@ -10,45 +11,67 @@ from trainer.refusal import Refusal
 
 @dataclass(frozen=True)
 class Batches:
-    """How one global batch is dealt out: local × micro-batches × ranks = global."""
+    """How one global batch is dealt out: samples × micro-batches × data ranks = global batch."""
 
-    local: int  # samples in one micro-batch of one data rank
+    total: int  # samples in one optimizer step
     micro_batches: int  # that each data rank runs one after the other
     ranks: int  # data ranks
+    uneven: bool = False  # micro-batches may differ by one sample
 
     @property
-    def total(self) -> int:
-        """Samples in one optimizer step."""
-        return self.local * self.micro_batches * self.ranks
+    def smallest(self) -> int:
+        """Samples in the smallest micro-batch of a data rank."""
+        return self.total // (self.micro_batches * self.ranks)
+
+    @property
+    def largest(self) -> int:
+        """Samples in the largest micro-batch of a data rank: what decides the memory."""
+        return -(-self.total // (self.micro_batches * self.ranks))
 
     def __str__(self) -> str:
-        dealt = f"{self.local} samples × {self.micro_batches} micro-batches × {self.ranks} data ranks"
+        samples = str(self.largest) if self.largest == self.smallest else f"{self.smallest} to {self.largest}"
+        dealt = f"{samples} samples × {self.micro_batches} micro-batches × {self.ranks} data ranks"
         return f"{dealt} = global batch {self.total}"
 
 
-def deal(global_batch: int, ranks: int, micro_batches: int, local: int | None) -> Batches:
-    """Deal a global batch out; `local`, if given, decides the micro-batches. Refusal if it is not whole."""
-    if local is not None:
-        if global_batch % (ranks * local):
-            raise Refusal(
-                f"loop.global_batch {global_batch} / {ranks} data ranks / loop.micro_batch {local} is not whole;"
-                f" nearest: loop.global_batch={_multiples(global_batch, ranks * local)}"
-                + _divisors("loop.micro_batch", local, global_batch, ranks)
-            )
-        return Batches(local, global_batch // ranks // local, ranks)
-    if global_batch % (ranks * micro_batches):
-        raise Refusal(
-            f"loop.global_batch {global_batch} / {ranks} data ranks / {micro_batches} micro-batches is not whole;"
-            f" nearest: loop.global_batch={_multiples(global_batch, ranks * micro_batches)}"
-            + _divisors("loop.micro_batches", micro_batches, global_batch, ranks)
-        )
-    return Batches(global_batch // ranks // micro_batches, micro_batches, ranks)
+def deal(global_batch: int, ranks: int, micro_batches: int, local: int | None, uneven: bool = False) -> Batches:
+    """Deal a global batch out; `local`, if given, decides the micro-batches: as few as hold no more samples each.
+
+    Refusal if it is not whole, or with `uneven` if some micro-batch would have no sample.
+    """
+    count = micro_batches if local is None else -(-global_batch // (ranks * local))
+    unit = ranks * (micro_batches if local is None else local)
+    possible = global_batch >= ranks * count  # every micro-batch of every rank has a sample
+    if global_batch % unit == 0 or (uneven and possible):
+        return Batches(global_batch, count, ranks, uneven)
+    if uneven:
+        raise Refusal(_empty(global_batch, ranks, count, local))
+    key, wanted = ("loop.micro_batches", micro_batches) if local is None else ("loop.micro_batch", local)
+    asked = f"{micro_batches} micro-batches" if local is None else f"loop.micro_batch {local}"
+    raise Refusal(
+        f"loop.global_batch {global_batch} / {ranks} data ranks / {asked} is not whole;"
+        f" nearest: loop.global_batch={_multiples(global_batch, unit)}"
+        + _divisors(key, wanted, global_batch, ranks)
+        + ("; or loop.uneven=true" if possible else "")
+    )
 
 
 def more_micro_batches(batches: Batches) -> int | None:
-    """The next number of micro-batches that needs less memory; None: each holds one sample already."""
-    share = batches.local * batches.micro_batches
-    return next((more for more in _divisors_of(share) if more > batches.micro_batches), None)
+    """The next number of micro-batches that needs less memory; None: there is none."""
+    total, ranks = batches.total, batches.ranks
+    if not batches.uneven:
+        return next((more for more in _divisors_of(total // ranks) if more > batches.micro_batches), None)
+    if batches.largest == 1:
+        return None
+    more = -(-total // (ranks * (batches.largest - 1)))
+    return more if total >= ranks * more else None
+
+
+def parts(total: int, count: int) -> list[range]:
+    """Cut samples 0 to `total` into so many parts that differ by at most one, larger ones first."""
+    size, larger = divmod(total, count)
+    starts = [part * size + min(part, larger) for part in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 @dataclass(frozen=True)
@@ -79,6 +102,21 @@ def measure(samples: int, global_batch: int, epochs: int | None, steps: int | No
     per_epoch = samples // global_batch
     bounds = [bound for bound in (steps, None if epochs is None else epochs * per_epoch) if bound is not None]
     return Length(min(bounds), per_epoch, samples % global_batch)
+
+
+def _empty(global_batch: int, ranks: int, count: int, local: int | None) -> str:
+    """What is wrong where even uneven shares leave a micro-batch without a sample, and what would do."""
+    asked = f"{count} micro-batches" + (f" (loop.micro_batch {local})" if local is not None else "")
+    most = global_batch // ranks  # micro-batches that have a sample on every rank
+    fewer = ""
+    if most and local is None:
+        fewer = f"; or loop.micro_batches={most}"
+    elif most:
+        fewer = f"; or loop.micro_batch={-(-global_batch // (ranks * most))}"
+    return (
+        f"loop.global_batch {global_batch} / {ranks} data ranks / {asked} leaves some without a sample;"
+        f" nearest: loop.global_batch={ranks * count}{fewer}"
+    )
 
 
 def _multiples(number: int, unit: int) -> str:

@@ -54,7 +54,7 @@ def accounted(parts: Parts, plans: Plans, progress: Progress, log: Log) -> Itera
         raise
     except Exception as error:
         more = more_micro_batches(plans.batches)
-        remedy = f"Try loop.micro_batches={more}." if more else "A micro-batch holds one sample already."
+        remedy = f"Try loop.micro_batches={more}." if more else "There are no smaller micro-batches."
         with suppress(Exception):
             log.close()
         failure.fail(

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.arithmetic import parts
 from trainer.data import Data
 from trainer.order import Order, size_of
+from trainer.parallel.sampler import rows_of
 from trainer.reader import Loading, make_reader
 from trainer.splitmix import GOLDEN, mixed, signed
 from trainer.strategies.base import Strategy
@@ -25,6 +27,8 @@ class Batch:
     inputs: Any
     targets: Any
     indices: Tensor  # (B,) of the data set, on the CPU
+    part: range  # samples of the global batch that all data ranks have of this micro-batch, dealt to them in turn
+    total: int  # samples of the global batch
 
 
 class Stream:
@@ -38,8 +42,10 @@ class Stream:
         self.global_batch = global_batch
         self.steps_per_epoch = order.length // global_batch
         self.length = order.length  # of an epoch's order
-        self._micro_batches = micro_batches
-        self._share = global_batch // strategy.data_size
+        # Cut into micro-batches first and dealt then, the samples of one are the same whatever the number of ranks.
+        self._parts = parts(global_batch, micro_batches)
+        self._rows = [rows_of(part, strategy.data_rank, strategy.data_size) for part in self._parts]
+        self._least = order.length // strategy.data_size  # samples of an epoch that every rank has
         self._sampler = strategy.sampler(order)
         self._device = strategy.device
         self._data, self._seed = data, seed
@@ -48,20 +54,22 @@ class Stream:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """The steps of one epoch, each a list of micro-batches; `start`: samples of its order that are done already."""
         self._sampler.set_epoch(epoch, start)
-        steps = max(self.length - start, 0) // self.global_batch
-        share = self._sampler.share()[: steps * self._share]
-        lists = share.split(self._share) if steps else ()
+        lists = self._sampler.steps(self.global_batch)
         for indices, (inputs, targets) in zip(lists, self._reader.read(epoch, lists), strict=True):
-            batch = prepare(self._data, inputs, targets, indices, self._device, self._seed, epoch, training=True)
-            size = self._share // self._micro_batches
-            yield [cut(batch, at, at + size) for at in range(0, self._share, size)]
+            inputs, targets = prepare(
+                self._data, inputs, targets, indices, self._device, self._seed, epoch, training=True
+            )
+            share = Batch(inputs, targets, indices, range(self.global_batch), self.global_batch)
+            yield [cut(share, rows, part) for rows, part in zip(self._rows, self._parts, strict=True)]
 
     def example(self) -> tuple[Any, Any]:
-        """Two samples of this rank's, as (inputs, targets) on the device: enough to see what a step touches."""
-        indices = self._sampler.share()[:2]
+        """Two samples of this rank's, as (inputs, targets) on the device: enough to see what a step touches.
+
+        One, where some rank has no more: as many on every rank.
+        """
+        indices = self._sampler.share()[: min(2, self._least)]
         inputs, targets = next(iter(self._reader.read(0, [indices])))
-        batch = prepare(self._data, inputs, targets, indices, self._device, self._seed, 0, training=True)
-        return batch.inputs, batch.targets
+        return prepare(self._data, inputs, targets, indices, self._device, self._seed, 0, training=True)
 
 
 class EvaluationStream:
@@ -75,7 +83,7 @@ class EvaluationStream:
 
     def batches(self, most: int | None = None) -> Iterator[tuple[Batch, int]]:
         """Batches and how many of their samples count; as many batches on every rank. `most`: stop after so many."""
-        lists, valid = [], []
+        lists, valid, wholes = [], [], []
         for at in range(0, self.size, self._global_batch)[:most]:
             together = torch.arange(at, min(at + self._global_batch, self.size))
             own = together[self._rank :: self._ranks]
@@ -83,27 +91,29 @@ class EvaluationStream:
             filler = (own if len(own) else together)[-1:].repeat(width - len(own))
             lists.append(torch.cat([own, filler]))
             valid.append(len(own))
-        for indices, count, (inputs, targets) in zip(lists, valid, self._reader.read(0, lists), strict=True):
-            yield prepare(self._data, inputs, targets, indices, self._device, self._seed, 0, training=False), count
+            wholes.append(len(together))
+        read = zip(lists, valid, wholes, self._reader.read(0, lists), strict=True)
+        for indices, count, whole, (inputs, targets) in read:
+            inputs, targets = prepare(self._data, inputs, targets, indices, self._device, self._seed, 0, training=False)
+            yield Batch(inputs, targets, indices, range(whole), whole), count
 
 
 def prepare(
     data: Data, inputs: Any, targets: Any, indices: Tensor, device: torch.device, seed: int, epoch: int, training: bool
-) -> Batch:
-    """Bring samples to the device and augment them there, the whole batch at once."""
+) -> tuple[Any, Any]:
+    """Bring samples to the device and augment them there, all of them at once; (inputs, targets)."""
     inputs, targets = moved(inputs, device), moved(targets, device)
     random = Random(seed, epoch, indices.to(device, non_blocking=True))
-    inputs, targets = data.augment(inputs, targets, random, training)
-    return Batch(inputs, targets, indices)
+    return data.augment(inputs, targets, random, training)
 
 
-def cut(batch: Batch, start: int, stop: int) -> Batch:
-    """Samples `start` to `stop` of a batch; the batch itself where that is all of it."""
-    size = len(batch.indices)
-    if start == 0 and stop == size:
-        return batch
-    inputs, targets = (rows(tree, start, stop, size) for tree in (batch.inputs, batch.targets))
-    return Batch(inputs, targets, batch.indices[start:stop])
+def cut(share: Batch, own: range, part: range) -> Batch:
+    """The micro-batch `part`, of which these rows of the share are this rank's; the share itself where that is all."""
+    size = len(share.indices)
+    if len(own) == size:
+        return share
+    inputs, targets = (rows(tree, own.start, own.stop, size) for tree in (share.inputs, share.targets))
+    return Batch(inputs, targets, share.indices[own.start : own.stop], part, share.total)
 
 
 def digest(indices: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ class Loop:
     global_batch: int = key(whole(1))
     micro_batches: int = key(whole(1))
     micro_batch: int | None = key(optional(whole(1)))
+    uneven: bool = key(truth)
     max_norm: float | None = key(optional(number_above(0)))
     log_every: tuple[Every, ...] = key(rhythm)
     eval_every: tuple[Every, ...] = key(rhythm)
@@ -147,7 +148,7 @@ def examine(cfg: DictConfig) -> tuple[Settings | None, list[str]]:
     read |= _keys([each for each in fields(Settings) if "reader" in each.metadata], values, written, "", problems)
     read |= _beside_optimizer(values.get("optimizer"), written.get("optimizer"), problems)
     if not problems:
-        problems += _impossible(read["loop"])
+        problems += _impossible(read["loop"], read["compile"])
     if problems:
         return None, problems
     loop = read["loop"]
@@ -192,13 +193,19 @@ def _beside_optimizer(values: Any, written: Any, problems: list[str]) -> dict[st
     return read
 
 
-def _impossible(loop: Loop) -> list[str]:
+def _impossible(loop: Loop, compiles: bool) -> list[str]:
+    problems = []
     if loop.micro_batch is not None and loop.micro_batches != 1:
-        return [
+        problems.append(
             f"loop.micro_batches={loop.micro_batches} and loop.micro_batch={loop.micro_batch}: "
             "give the number of micro-batches or the size of one, not both"
-        ]
-    return []
+        )
+    if loop.uneven and compiles:
+        problems.append(
+            "loop.uneven=true and compile=true: what is compiled is compiled for one size of micro-batch, and these "
+            "may differ by a sample; give compile=false, or a global batch that comes out whole without loop.uneven"
+        )
+    return problems
 
 
 def shown(written: Any, name: str) -> str:

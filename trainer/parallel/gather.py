@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from trainer.parallel.ranks import Ranks
 
 @dataclass(frozen=True)
 class _Place:
-    """Whom to collect from; in evaluation also how many rows of this rank count."""
+    """Whom to collect from; in evaluation how many rows of this rank count; in a step which samples the ranks have."""
 
     ranks: Ranks
     valid: int | None = None
+    part: range | None = None
 
 
 _place: ContextVar[_Place] = ContextVar("place", default=_Place(Ranks()))  # noqa: B039 (it holds no state)
@@ -31,17 +32,34 @@ def gather(x: Tensor) -> Tensor:
     x: (B, ...) on every rank, result: (B · ranks, ...). Row j of rank r becomes row j · ranks + r: the samples of a
     global batch are dealt to the ranks in turn, so this is their own order. With several micro-batches the result holds
     the rows of the present one only. On one rank it is the identity.
+
+    Where ranks have unequal shares (`loop.uneven`) the rows still come in the samples' own order; then x must have a
+    row for each sample, else ValueError.
     """
     place = _place.get()
     if place.ranks.size == 1:
         return x
-    return _Gather.apply(x, place.ranks) if place.valid is None else _gather_valid(x, place.ranks, place.valid)
+    if place.valid is not None:
+        return _gather_valid(x, place.ranks, place.valid)
+    if place.part is not None and (place.part.start % place.ranks.size or place.part.stop % place.ranks.size):
+        return _GatherPart.apply(x, place.ranks, place.part)
+    return _Gather.apply(x, place.ranks)
 
 
 @contextmanager
 def gathering_over(ranks: Ranks, valid: int | None = None) -> Iterator[None]:
     """Within this context `gather` collects from these ranks; `valid`: an evaluation's last batch may be ragged."""
     token = _place.set(_Place(ranks, valid))
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+@contextmanager
+def dealt(part: range) -> Iterator[None]:
+    """Within this context the ranks have these samples of the step's global batch, dealt to them in turn."""
+    token = _place.set(replace(_place.get(), part=part))
     try:
         yield
     finally:
@@ -67,3 +85,24 @@ class _Gather(torch.autograd.Function):
         total = grads[0].contiguous().clone()
         ctx.ranks.sum_(total).wait()  # all data ranks; each one's loss has used my rows
         return total[ctx.ranks.rank :: ctx.ranks.size], None
+
+
+class _GatherPart(torch.autograd.Function):
+    """Rows of a part of the global batch that the ranks do not share equally; the first sample may be any rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, part: range) -> Tensor:
+        ctx.ranks, ctx.first = ranks, part.start % ranks.size  # who has the part's first sample
+        ctx.own = slice((ranks.rank - ctx.first) % ranks.size, None, ranks.size)
+        own, longest = len(part[ctx.own]), -(-len(part) // ranks.size)
+        if len(x) != own:
+            raise ValueError(f"gather of {len(x)} rows: with loop.uneven=true each of the {own} samples must have one")
+        padded = x if own == longest else torch.cat([x, x.new_zeros(longest - own, *x.shape[1:])])
+        rows = ranks.gather(padded)  # all data ranks; every rank's rows travel to all
+        return torch.stack(rows[ctx.first :] + rows[: ctx.first], dim=1).flatten(0, 1)[: len(part)]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        total = grads[0].contiguous().clone()
+        ctx.ranks.sum_(total).wait()  # all data ranks; each one's loss has used my rows
+        return total[ctx.own], None, None

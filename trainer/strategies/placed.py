@@ -12,7 +12,7 @@ from trainer.deferred import is_deferred
 from trainer.parallel.batch_norm import average_statistics, synchronised
 from trainer.parallel.clip import clip_, global_norm
 from trainer.parallel.compiling import compile_network
-from trainer.parallel.gather import gathering_over
+from trainer.parallel.gather import dealt, gathering_over
 from trainer.parallel.meta import fill
 from trainer.parallel.ranks import Done, Waitable
 from trainer.parallel.recompute import recompute
@@ -139,7 +139,7 @@ class Placed:
         sums: dict[str, Tensor] = {}
         for index, batch in enumerate(batches):
             seed_torch(mix(self._machine.seed, step, index, self.strategy.data_rank), self.strategy.device)
-            with self._sync(last=index == len(batches) - 1):
+            with self._sync(last=index == len(batches) - 1), dealt(batch.part):
                 parts = self._losses(self._forward, batch.inputs, batch.targets)
                 pending.wait()
                 share = shares(index)
@@ -256,8 +256,8 @@ class Placed:
     def _weigh(self, batches: list[Any]) -> tuple[Callable[[int], Any], Waitable]:
         """Each micro-batch's share of the step: its weight over the weight of all micro-batches of all data ranks."""
         weights = [self.task.weight(batch.targets) for batch in batches]
-        if type(self.task).weight is Task.weight:  # samples, as many on every rank: nothing needs to travel
-            total = max(sum(weights) * self.strategy.data_size, 1)
+        if type(self.task).weight is Task.weight:  # samples: how many others have is known, nothing needs to travel
+            total = max(sum(weights) * batches[0].total / sum(len(batch.indices) for batch in batches), 1)
             return lambda index: weights[index] / total, Done()
         local = torch.stack([torch.as_tensor(w, device=self.strategy.device) for w in weights]).to(torch.float64)
         summed = local.sum()
