@@ -87,6 +87,14 @@ def test_evaluation_counts_every_sample_once(train: Any, where: str) -> None:
         assert rank["figures"] == pytest.approx(reference["figures"], abs=1e-9)
 
 
+def test_inputs_may_be_nested(train: Any) -> None:
+    (reference,) = train(1, Case())
+    for size, case in (SPREAD["ddp on 2"], SPREAD["tp on 2"], SPREAD["fsdp on 2"]):
+        for rank in train(size, case.but(task="nested", micro_batches=2)):
+            assert max(apart(rank["losses"], reference["losses"])[:8]) < 1e-5
+            assert rank["samples"] == 101
+
+
 @everywhere
 def test_names_are_the_networks_own(train: Any, where: str) -> None:
     size, case = SPREAD[where]

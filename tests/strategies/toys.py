@@ -121,10 +121,10 @@ class Rows:
         return len(self.x)
 
     def __getitem__(self, index: int) -> Any:
-        return {"x": self.x[index]}, (self.y[index], self.counts[index])
+        return self.x[index], (self.y[index], self.counts[index])
 
     def batch(self, indices: Tensor) -> Any:
-        return {"x": self.x[indices]}, (self.y[indices], self.counts[indices])
+        return self.x[indices], (self.y[indices], self.counts[indices])
 
 
 class ToyData(Data):
@@ -135,15 +135,19 @@ class ToyData(Data):
         return Rows(101, 2)
 
     def augment(self, inputs: Any, targets: Any, random: Any, training: bool) -> Any:
-        noise = 0.1 * random.normal(*inputs["x"].shape) if training else 0.0
-        return {"x": inputs["x"] + noise}, targets
+        return inputs + (0.1 * random.normal(*inputs.shape) if training else 0.0), targets
+
+
+class NestedData(ToyData):
+    """The same samples, in a dict."""
+
+    def augment(self, inputs: Any, targets: Any, random: Any, training: bool) -> Any:
+        x, targets = super().augment(inputs, targets, random, training)
+        return {"x": x}, targets
 
 
 class Plain(Task):
     """Every sample weighs the same."""
-
-    def forward(self, network: nn.Module, inputs: Any, targets: Any) -> Tensor:
-        return network(inputs["x"])
 
     def loss(self, output: Tensor, target: Any) -> Any:
         return F.cross_entropy(output, target[0])
@@ -192,7 +196,14 @@ class Contrast(Plain):
         return F.cross_entropy(likeness, torch.arange(len(likeness), device=output.device))
 
 
-TASKS = {"plain": Plain, "weighted": Weighted, "steps": Steps, "contrast": Contrast}
+class Nested(Plain):
+    """Inputs in a dict, of which the network takes one."""
+
+    def forward(self, network: nn.Module, inputs: Any, targets: Any) -> Tensor:
+        return network(inputs["x"])
+
+
+TASKS = {"nested": Nested, "plain": Plain, "weighted": Weighted, "steps": Steps, "contrast": Contrast}
 
 
 @dataclass(frozen=True)
@@ -225,7 +236,8 @@ def make_optimizer(kind: str) -> Any:
 def run(launch: Launch, case: Case) -> dict[str, Any]:
     """Train a toy: its losses, gradient norms and sample digests by step, its evaluation, its weights."""
     torch.manual_seed(case.seed)
-    network, task, data = NETWORKS[case.network](), TASKS[case.task](), ToyData()
+    network, task = NETWORKS[case.network](), TASKS[case.task]()
+    data = NestedData() if case.task == "nested" else ToyData()
     machine = Machine(launch=launch, device="cpu", precision=case.precision, seed=case.seed)
     strategy = STRATEGIES[case.strategy](machine=machine, **case.fields)
     strategy.data_ranks(launch.world_size)

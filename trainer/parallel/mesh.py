@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import prod
+from itertools import product
+from math import log, prod
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,25 +31,40 @@ def spread(world_size: int, wanted: dict[str, int | None]) -> dict[str, int]:
 
 
 def _unfit(world_size: int, wanted: dict[str, int | None], taken: int, rest: bool) -> str:
-    """The sum that does not come out, and the nearest that do: one degree changed, or other processes."""
+    """The sum that does not come out, and the nearest that do: other degrees, or other processes."""
     named = {axis: degree for axis, degree in wanted.items() if degree is not None}
     factors = " × ".join(f"strategy.{axis} {degree}" for axis, degree in named.items())
-    fitting = []
-    for axis, degree in named.items():
-        others = taken // degree
-        if world_size % others:
-            continue
-        share = world_size // others
-        degrees = [d for d in range(1, share + 1) if share % d == 0] if rest else [share]
-        fitting += [f"strategy.{axis}={d}" for d in sorted(degrees, key=lambda d: (abs(d - degree), d))[:2]]
-    counts = sorted({max(world_size // taken, 1) * taken, -(-world_size // taken) * taken}) if rest else [taken]
-    processes = f"start {' or '.join(map(str, counts))} processes"
-    sum_ = (
-        f"{world_size} processes / ({factors} = {taken}) is not whole"
-        if rest
-        else (f"{factors} = {taken}, but {world_size} process{'es were' if world_size > 1 else ' was'} started")
-    )
-    return f"{sum_}; nearest: {', or '.join([*fitting, processes])}"
+    started = f"{world_size} process{'es' if world_size > 1 else ''}"
+    said = f"{factors} = {taken}, but {started} {'were' if world_size > 1 else 'was'} started"
+    if rest:
+        said = f"{started} / ({factors} = {taken}) is not whole"
+    fitting = [" ".join(f"strategy.{axis}={d}" for axis, d in one.items()) for one in _nearest(world_size, named, rest)]
+    counts = sorted({max(world_size // taken, 1) * taken, -(-world_size // taken) * taken} if rest else {taken})
+    return f"{said}; nearest: {', or '.join(fitting)}; or start {' or '.join(map(str, counts))} processes"
+
+
+def _nearest(world_size: int, wanted: dict[str, int], rest: bool) -> list[dict[str, int]]:
+    """The two nearest changes of degrees that make the product come out, as few and as small as can be."""
+
+    def changes(degrees: tuple[int, ...]) -> dict[str, int]:
+        return {axis: d for (axis, w), d in zip(wanted.items(), degrees, strict=True) if d != w}
+
+    def distance(degrees: tuple[int, ...]) -> tuple[float, float]:
+        ratios = [abs(log(d / w)) for d, w in zip(degrees, wanted.values(), strict=True)]
+        return sum(ratio > 0 for ratio in ratios), sum(ratios)
+
+    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    fitting = [
+        degrees
+        for degrees in product(divisors, repeat=len(wanted))
+        if (world_size % prod(degrees) == 0 if rest else prod(degrees) == world_size)
+    ]
+    return [changes(degrees) for degrees in sorted(fitting, key=distance)[:2]]
+
+
+def described(degrees: dict[str, int]) -> str:
+    """Degrees as a product, the outermost axis first."""
+    return " × ".join(f"{axis} {degrees[axis]}" for axis in AXES if axis in degrees)
 
 
 def make_mesh(device_type: str, degrees: dict[str, int], always: tuple[str, ...] = ()) -> DeviceMesh:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.deferred import NotDeferrable, deferred
-from trainer.parallel.mesh import make_mesh, ranks_along, spread
+from trainer.parallel.mesh import described, make_mesh, ranks_along, spread
 from trainer.parallel.ranks import Group
 from trainer.parallel.shard import Sharding, reshard, shard
 from trainer.parallel.tensor import refuse_plan
@@ -48,6 +48,15 @@ class FSDP(Strategy):
     def degrees(self, world_size: int) -> dict[str, int]:
         """How many ranks along each axis. Refusal where they do not multiply to the processes."""
         return spread(world_size, {"replicate": self.replicate, "shard": self.shard, "tensor": self.tensor})
+
+    @property
+    def name(self) -> str:
+        """The word for these degrees."""
+        return ("hsdp" if self.replicate > 1 else "fsdp") + ("_tp" if self.tensor > 1 else "")
+
+    def notes(self, network: nn.Module) -> list[str]:
+        """Say which ranks do what, and what a user should know about this network here."""
+        return [f"mesh {described(self.degrees(self.world.size))}", *super().notes(network)]
 
     def data_ranks(self, world_size: int) -> int:
         """Each part of each copy reads a slice of its own."""
@@ -90,6 +99,9 @@ class FSDP(Strategy):
 
 class _Placed(PlacedTensor):
     strategy: FSDP
+
+    def _lay_out(self, network: nn.Module) -> None:
+        """Leave it: fully_shard takes weights whose rows lie in order."""
 
     def _units(self) -> list[str]:
         return units(self.network, self._plan)

@@ -69,12 +69,16 @@ class Placed:
     def _moved(self, network: nn.Module) -> nn.Module:
         """Collective: a network with its values, on this rank's device, the same everywhere."""
         network = network.to(self.strategy.device)
-        for parameter in network.parameters():
-            if parameter.dim() == 4 and self._layout is torch.channels_last:
-                parameter.data = parameter.data.contiguous(memory_format=self._layout)
+        self._lay_out(network)
         for tensor in (*network.parameters(), *network.buffers()):
             self.strategy.world.send_from_first_(tensor.detach())  # all ranks; one initialisation for all
         return network
+
+    def _lay_out(self, network: nn.Module) -> None:
+        """Bring the weights of convolutions into the memory layout that their inputs have."""
+        for parameter in network.parameters():
+            if parameter.dim() == 4 and self._layout is torch.channels_last:
+                parameter.data = parameter.data.contiguous(memory_format=self._layout)
 
     def _units(self) -> list[str]:
         """The subtrees that are recomputed, compiled and sharded as one."""

@@ -1,0 +1,67 @@
+"""Degrees that multiply to the processes, and words where they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.processes import Processes
+from trainer.launch import Launch
+from trainer.machine import Machine
+from trainer.parallel.mesh import make_mesh, ranks_along, spread
+from trainer.refusal import Refusal
+from trainer.strategies.ddp import DDP
+
+
+def test_an_open_degree_takes_what_the_others_leave() -> None:
+    assert spread(8, {"replicate": 2, "shard": None, "tensor": 2}) == {"replicate": 2, "shard": 2, "tensor": 2}
+    assert spread(1, {"replicate": 1, "shard": None}) == {"replicate": 1, "shard": 1}
+    assert spread(16, {"pipe": 2, "replicate": 1, "shard": 4, "tensor": 2})["shard"] == 4
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted", "said"),
+    [
+        (
+            6,
+            {"replicate": 2, "shard": 2, "tensor": 1},
+            "strategy.replicate 2 × strategy.shard 2 × strategy.tensor 1 = 4, but 6 processes were started;"
+            " nearest: strategy.shard=3, or strategy.replicate=3; or start 4 processes",
+        ),
+        (
+            4,
+            {"replicate": 1, "shard": None, "tensor": 3},
+            "4 processes / (strategy.replicate 1 × strategy.tensor 3 = 3) is not whole;"
+            " nearest: strategy.tensor=4, or strategy.tensor=2; or start 3 or 6 processes",
+        ),
+        (
+            1,
+            {"replicate": 2, "shard": 3},
+            "= 6, but 1 process was started; nearest: strategy.replicate=1 strategy.shard=1",
+        ),
+        (8, {"replicate": 0, "shard": None}, "strategy.replicate=0: a degree is 1 (nothing) or more"),
+    ],
+)
+def test_degrees_that_do_not_multiply_are_refused_with_the_sum(size: int, wanted: Any, said: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        spread(size, wanted)
+    assert said in str(refused.value)
+
+
+def neighbours(launch: Launch) -> list[list[int]]:
+    with DDP(machine=Machine(launch=launch, device="cpu")) as strategy:
+        mesh = make_mesh("cpu", {"replicate": 2, "shard": 1, "tensor": 2}, always=("shard",))
+        return [
+            ranks_along(mesh, *axes).share(strategy.rank)
+            for axes in (("replicate",), ("shard",), ("replicate", "tensor"), ("pipe",))
+        ]
+
+
+def test_ranks_along_axes_are_those_that_differ_there_only(processes: Processes) -> None:
+    assert processes.run(4, neighbours) == [
+        [[0, 2], [0], [0, 1, 2, 3], [0]],
+        [[1, 3], [1], [0, 1, 2, 3], [1]],
+        [[0, 2], [2], [0, 1, 2, 3], [2]],
+        [[1, 3], [3], [0, 1, 2, 3], [3]],
+    ]
