@@ -1,0 +1,65 @@
+"""Who owns which tensor, and which of them travel together."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.parallel.owners import buckets, owners
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 100])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_rank_owns_more_than_the_largest_tensor_above_another(ranks: int, seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.choice([1, 64, 64, 4096, draw.randrange(1, 10**6)]) for _ in range(draw.randrange(1, 60))]
+    owner = owners(sizes, ranks)
+    assert owner == owners(sizes, ranks)
+    loads = [sum(size for size, who in zip(sizes, owner, strict=True) if who == rank) for rank in range(ranks)]
+    assert sum(loads) == sum(sizes)
+    assert max(loads) - min(loads) <= max(sizes)
+
+
+def test_tensors_of_one_size_go_round() -> None:
+    assert owners([7] * 6, 3) == [0, 1, 2, 0, 1, 2]
+
+
+def test_no_tensors_need_no_owner() -> None:
+    assert owners([], 2) == []
+
+
+def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+
+
+def test_every_parameter_is_in_one_bucket_of_its_owner_and_type() -> None:
+    some = [*parameters(5, 3, 8, 1, 1), *parameters(2, 2, dtype=torch.float64)]
+    owner = dict(zip(some, [0, 1, 0, 1, 0, 0, 1], strict=True))
+    made = buckets(some, list(owner.values()), 40)
+    assert sorted(id(one) for bucket in made for one in bucket.parameters) == sorted(map(id, some))
+    for bucket in made:
+        assert {owner[one] for one in bucket.parameters} == {bucket.owner}
+        assert len({one.dtype for one in bucket.parameters}) == 1
+        assert len(bucket.parameters) == 1 or sum(one.nbytes for one in bucket.parameters) <= 40
+
+
+def test_one_that_is_larger_than_a_bucket_travels_alone() -> None:
+    made = buckets(parameters(1, 100, 1), [0, 0, 0], 8)
+    assert [[one.numel() for one in bucket.parameters] for bucket in made] == [[1], [100], [1]]
+
+
+def test_buckets_stand_in_the_order_in_which_a_backward_fills_them() -> None:
+    some = parameters(1, 2, 3, 4, 5, 6)
+    made = buckets(some, [0, 1, 1, 0, 1, 1], 2**20)
+    # a backward comes to 6 first and to 1 last; rank 1's bucket has its last one, 2, before rank 0's has 1
+    assert [[one.numel() for one in bucket.parameters] for bucket in made] == [[6, 5, 3, 2], [4, 1]]
+
+
+def test_a_flat_tensor_comes_apart_in_the_parameters_shapes() -> None:
+    some = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.tensor(0.0)), nn.Parameter(torch.zeros(0, 4))]
+    (bucket,) = buckets(some, [0, 0, 0], 100)
+    parts = dict(bucket.parts(torch.arange(7.0)))
+    assert parts[some[1]].item() == 0
+    assert parts[some[0]].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert parts[some[2]].shape == (0, 4)

@@ -1,0 +1,158 @@
+"""Whole tensors shared out among ranks: each has one owner; gradients travel to it, and its new values to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.parallel.ranks import Done, Group, Waitable
+
+
+def owners(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Which rank owns each of these tensors: the largest first, each to the rank that has least by then.
+
+    The same answer on every rank. The fullest rank has at most the largest tensor more than the emptiest (R. Graham,
+    Bounds on multiprocessing timing anomalies, 1969).
+    """
+    loads = [(0, rank) for rank in range(ranks)]  # a heap: the emptiest first, of equals the lowest rank
+    owner = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        load, owner[index] = loads[0]
+        heapreplace(loads, (load + sizes[index], owner[index]))
+    return owner
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters of one owner and one type, which travel together."""
+
+    owner: int
+    parameters: list[nn.Parameter]
+
+    def parts(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Every parameter with its part of a flat tensor, in its shape."""
+        sizes = [parameter.numel() for parameter in self.parameters]
+        for parameter, part in zip(self.parameters, flat.split(sizes), strict=True):
+            yield parameter, part.view(parameter.shape)
+
+
+def buckets(parameters: Sequence[nn.Parameter], owner: Sequence[int], most_bytes: int) -> list[Bucket]:
+    """The parameters in buckets of up to so many bytes, in the order in which a backward fills them.
+
+    A backward comes to the last parameters first; of every owner and type one bucket is being filled at a time.
+    """
+    order = {parameter: place for place, parameter in enumerate(reversed(parameters))}
+    filling: dict[tuple[int, torch.dtype], Bucket] = {}
+    room: dict[tuple[int, torch.dtype], int] = {}  # bytes
+    made: list[Bucket] = []
+    for parameter, rank in zip(order, reversed(owner), strict=True):
+        kind = (rank, parameter.dtype)
+        if kind not in filling or room[kind] < parameter.nbytes:
+            filling[kind], room[kind] = Bucket(rank, []), most_bytes
+            made.append(filling[kind])
+        filling[kind].parameters.append(parameter)
+        room[kind] -= parameter.nbytes
+    return sorted(made, key=lambda bucket: order[bucket.parameters[-1]])
+
+
+class Delivery:
+    """Gradients on their way to the owners of their parameters, while the last backward of a step still runs.
+
+    A bucket leaves when its last gradient has come, but not before those in front of it: all ranks send the same
+    buckets in the same order, whichever gradients they have. What a rank has no gradient for counts as zero.
+    """
+
+    def __init__(self, buckets: list[Bucket], ranks: Group) -> None:
+        self._buckets, self._ranks = buckets, ranks
+        self._bucket_of = {one: index for index, bucket in enumerate(buckets) for one in bucket.parameters}
+        self._awaited: list[set[nn.Parameter]] = []  # of each bucket, during a last backward
+        self._under_way: list[tuple[Bucket, Tensor, Waitable]] = []
+        self._sent: set[nn.Parameter] = set()  # those that had a gradient when their bucket left
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def begin(self) -> None:
+        """The next backward is the last one of this step: what it completes may leave."""
+        self._awaited = [set(bucket.parameters) for bucket in self._buckets]
+
+    def finish(self) -> None:
+        """Collective: after the last backward. `.grad` becomes the mean over the ranks at the owner, None elsewhere.
+
+        It is None also at the owner where no rank had a gradient.
+        """
+        self._awaited = []
+        for bucket in self._buckets[len(self._under_way) :]:
+            self._send(bucket)
+        used, again = self._agree()
+        for bucket in again:
+            self._send(bucket)
+        for bucket, flat, work in self._under_way:
+            work.wait()
+            if bucket.owner == self._ranks.rank:
+                _hand_over(bucket, flat.div_(self._ranks.size), used)
+        self._under_way, self._sent = [], set()
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """A backward has completed this parameter's gradient."""
+        if not self._awaited:  # of an earlier micro-batch
+            return
+        assert isinstance(parameter, nn.Parameter)
+        self._awaited[self._bucket_of[parameter]].discard(parameter)
+        while len(self._under_way) < len(self._buckets) and not self._awaited[len(self._under_way)]:
+            self._send(self._buckets[len(self._under_way)])
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket) -> None:
+        """Start adding up a bucket's gradients at their owner; here their memory is free once they are in one piece."""
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket.parameters]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self._sent.update(one for one in bucket.parameters if one.grad is not None)
+        for parameter in bucket.parameters:
+            parameter.grad = None
+        # these ranks; every gradient travels once
+        sent = dist.reduce(flat, group_dst=bucket.owner, group=self._ranks.group, async_op=True)
+        self._under_way.append((bucket, flat, sent or Done()))
+
+    def _agree(self) -> tuple[set[nn.Parameter], list[Bucket]]:
+        """Collective: what any rank has a gradient for, and the buckets that some rank must send once more.
+
+        A parameter that several segments share which are recomputed by nested backwards completes more than once.
+        """
+        if not self._buckets:
+            return set(), []
+        facts = [(parameter in self._sent) + (parameter.grad is not None) for parameter in self._bucket_of]
+        heard = torch.tensor(facts, dtype=torch.uint8)
+        self._ranks.largest_(heard).wait()  # these ranks; a byte a parameter: 1 sent, 2 more came after that
+        said = dict(zip(self._bucket_of, heard.tolist(), strict=True))
+        again = [bucket for bucket in self._buckets if any(said[one] > 1 for one in bucket.parameters)]
+        return {parameter for parameter, fact in said.items() if fact}, again
+
+
+def _hand_over(bucket: Bucket, flat: Tensor, used: set[nn.Parameter]) -> None:
+    """Give the owner's parameters their gradients: views, or copies where the parameter's memory has another order."""
+    for parameter, part in bucket.parts(flat):
+        if parameter not in used:
+            continue
+        gradient = part if parameter.is_contiguous() else torch.empty_like(parameter, requires_grad=False).copy_(part)
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+@torch.no_grad()
+def send_from_owners(buckets: list[Bucket], ranks: Group) -> None:
+    """Collective: every parameter becomes what its owner holds. All buckets are under way at once."""
+    under_way: list[tuple[Bucket, Tensor, Waitable]] = []
+    for bucket in buckets:
+        flat = torch.cat([parameter.reshape(-1) for parameter in bucket.parameters])
+        # these ranks; every parameter travels once
+        sent = dist.broadcast(flat, group_src=bucket.owner, group=ranks.group, async_op=True)
+        under_way.append((bucket, flat, sent or Done()))
+    for bucket, flat, work in under_way:
+        work.wait()
+        if bucket.owner != ranks.rank:
+            for parameter, part in bucket.parts(flat):
+                parameter.copy_(part)

@@ -1,0 +1,116 @@
+"""A copy of the network in every process, the optimizer shared out: each rank owns and updates some parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from trainer.parallel.clip import global_norm
+from trainer.parallel.owners import Delivery, buckets, owners, send_from_owners
+from trainer.parallel.ranks import Group
+from trainer.parallel.world import join, leave
+from trainer.refusal import Refusal
+from trainer.strategies.base import Strategy
+from trainer.strategies.placed import Placed, Step
+from trainer.task import Task
+
+
+@dataclass
+class Zero1(Strategy):
+    """Every rank owns whole parameters: their gradients come to it, it updates them and sends them to all.
+
+    What parameter servers do, in step and among peers; stage 1 of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054).
+    """
+
+    bucket_mb: int = 25  # MiB of gradients or parameters that travel as one; larger: fewer and later
+    world: Group = field(init=False, repr=False)
+    owning: Group = field(init=False, repr=False)  # all ranks again, for gradients and parameters alone
+
+    def data_ranks(self, world_size: int) -> int:
+        """Every process reads its own slice."""
+        return world_size
+
+    def check(self, task: Task, network: nn.Module, world_size: int) -> None:
+        """Refuse sparse gradients: buckets are dense."""
+        for name, module in network.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+                raise Refusal(
+                    f"strategy=zero1 sends dense gradients, and the embedding {name or 'itself'} makes sparse ones; "
+                    "build it with sparse=False, or use strategy=ddp"
+                )
+
+    def __enter__(self) -> Self:
+        self.device = self.machine.place()
+        self.world = self.data = join(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
+        # gradients leave when a backward completes them, which may be at another moment on each rank: in a group of
+        # their own they cannot be mistaken for what a network sends itself (sync_bn, gather)
+        group = dist.new_group(timeout=self.machine.timeout)
+        assert isinstance(group, ProcessGroup)
+        self.owning = Group(group)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leave(self.world, clean=error is None)
+
+    def groups(self) -> list[ProcessGroup]:
+        """All ranks, twice."""
+        return [self.world.group, self.owning.group]
+
+    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+        """Collective: put a copy of the network on every rank."""
+        return _Placed(self, task, network, example)
+
+
+class _Placed(Placed):
+    strategy: Zero1
+
+    def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
+        ranks = self.strategy.owning
+        trainable = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        owner = owners([parameter.nbytes for parameter in trainable], ranks.size)
+        self._owner = dict(zip(trainable, owner, strict=True))
+        self._buckets = buckets(trainable, owner, self.strategy.bucket_mb * 2**20) if ranks.size > 1 else []
+        self._delivery = Delivery(self._buckets, ranks)
+        return step
+
+    def _sync(self, last: bool) -> Any:
+        if last:
+            self._delivery.begin()
+        return self._computing()
+
+    def _settle_gradients(self) -> None:
+        self._delivery.finish()
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """Collective: the norm over what all ranks own; the same on each, also where a rank owns nothing."""
+        own = global_norm(gradients) if gradients else torch.zeros(())
+        square = own.to(self.strategy.device, torch.float64).square()
+        self.strategy.data.sum_(square).wait()  # the data ranks; 8 bytes travel
+        return square.sqrt().to(self._machine.parameter_dtype)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
+        """Collective: update what this rank owns, and tell all ranks: afterwards they hold the same bits."""
+        norm = super().optimizer_step(optimizer, max_norm)
+        send_from_owners(self._buckets, self.strategy.owning)
+        return norm
+
+    def optimizer(
+        self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: Iterable[dict[str, Any]]
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer over what this rank owns, with every group, also where none of it is this rank's.
+
+        Frozen parameters have no owner.
+        """
+        rank = self.strategy.owning.rank
+        return make(
+            [{**group, "params": [p for p in group["params"] if self._owner.get(p) == rank]} for group in groups]
+        )
