@@ -3,6 +3,8 @@ from math import ceil
 import pytest
 
 from trainer.arithmetic import Batches, deal, measure, more_micro_batches, parts
+from trainer.configuration.compose import compose
+from trainer.configuration.settings import settings
 from trainer.refusal import Refusal
 
 
@@ -69,6 +71,13 @@ def test_the_size_of_an_uneven_micro_batch_is_the_most_that_one_has(ranks: int, 
 def test_every_uneven_micro_batch_needs_a_sample(words: tuple, said: str) -> None:
     with pytest.raises(Refusal, match=said + "$"):
         deal(*words, uneven=True)
+
+
+def test_the_command_line_asks_for_it() -> None:
+    assert not settings(compose([])).loop.uneven
+    assert settings(compose(["loop.uneven=true"])).loop.uneven
+    with pytest.raises(Refusal, match=r"loop.uneven=true and compile=true: .*; give compile=false"):
+        settings(compose(["loop.uneven=true", "compile=true"]))
 
 
 def test_parts_of_a_step_differ_by_at_most_one_larger_first() -> None:
