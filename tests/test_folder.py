@@ -32,11 +32,16 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Stored(Launch):
-    """A launch with a store in this process."""
+    """A launch of torchrun with a store in this process."""
 
-    kept: object = None
+    run_id: str = "run"
+    hosted: bool = True
+    kept: dist.Store = None
 
-    def store(self):
+    def store(self, patience=None):
+        return dist.PrefixStore(f"round-{self.attempt}", self.kept)
+
+    def lasting_store(self):
         return self.kept
 
 

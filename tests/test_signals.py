@@ -87,20 +87,19 @@ with StopRequest(Launch.from_environment(), Path(sys.argv[1])) as stop:
 
 def blocked(folder, **environment):
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-c", BLOCKED, str(folder)],
         env=surroundings,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout.readline() == "ready\n"
-    return process
 
 
 def test_a_second_interrupt_quits_although_the_main_thread_is_stuck(tmp_path):
     (tmp_path / "status.json").write_text('{"state": "running"}')
     process = blocked(tmp_path)
+    assert process.stdout.readline() == "ready\n"
     ended = None
     while ended is None:  # the same Ctrl-C may be delivered twice within half a second
         process.send_signal(signal.SIGINT)
@@ -116,7 +115,7 @@ def test_a_second_interrupt_quits_although_the_main_thread_is_stuck(tmp_path):
 def test_a_sigterm_after_another_ranks_failure_ends_a_stuck_process(tmp_path):
     (tmp_path / "status.json").write_text('{"state": "running"}')
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    launch = Launch(1, 2, 1, 2, run_id="run")
+    launch = Launch(1, 2, 1, 2, run_id="run", address=f"127.0.0.1:{store.port}", hosted=True)
     environment = {
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -126,10 +125,12 @@ def test_a_sigterm_after_another_ranks_failure_ends_a_stuck_process(tmp_path):
         "TORCHELASTIC_RUN_ID": "run",
     }
     process = blocked(tmp_path, **environment)
+    ours = launch.store()  # waits for the other
+    assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)  # a preemption: the main thread is left to finish its step
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0.6)
-    claim(store, launch, "ValueError: no")
+    claim(ours, launch, "ValueError: no")
     assert process.wait(timeout=10) == 1
     assert '"root_rank": 1' in (tmp_path / "status.json").read_text()
     process.communicate()

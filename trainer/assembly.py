@@ -35,6 +35,8 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     """
     chosen = settings(cfg)
     run, names = chosen.run, Names(trust=chosen.trust, folders=tuple(labs))
+    timeout = timedelta(seconds=chosen.distributed.timeout)
+    launch = launch.at(chosen.distributed.init_method, timeout)
     machine = Machine(
         launch=launch,
         device=chosen.device,
@@ -42,7 +44,9 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         seed=chosen.seed,
         compile=chosen.compile,
         backend=chosen.distributed.backend,
-        timeout=timedelta(seconds=chosen.distributed.timeout),
+        interface=chosen.distributed.interface,
+        timeout=timeout,
+        step_timeout=min(timeout, timedelta(seconds=chosen.distributed.step_timeout)),
     )
     machine.check()
     check(cfg.model, nn.Module, "model", names)

@@ -1,4 +1,4 @@
-"""Which rank failed first: it claims the failure in the launch's store, so that the others can stay silent."""
+"""Which rank failed first: it claims the failure in the store of its round, so that the others can stay silent."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def claim(store: Store | None, launch: Launch, reason: str) -> Failure:
     mine = Failure(launch.rank, time.time(), reason[:500])
     if store is None:
         return mine
-    return _parsed(store.compare_set(launch.once("failure"), "", json.dumps(asdict(mine))))
+    return _parsed(store.compare_set("failure", "", json.dumps(asdict(mine))))
 
 
-def claimed(store: Store | None, launch: Launch) -> Failure | None:
-    """The failure that was claimed in this attempt, if any. Never waits."""
-    if store is None or not store.check([launch.once("failure")]):
+def claimed(store: Store | None) -> Failure | None:
+    """The failure that was claimed in this round, if any. Never waits."""
+    if store is None or not store.check(["failure"]):
         return None
-    return _parsed(store.get(launch.once("failure")))
+    return _parsed(store.get("failure"))
 
 
-def tell(store: Store | None, launch: Launch) -> None:
+def tell(store: Store | None) -> None:
     """Say that the first failure has been printed in full."""
     if store is not None:
-        store.set(launch.once("failure-told"), "yes")
+        store.set("failure-told", "yes")
 
 
-def told(store: Store | None, launch: Launch) -> bool:
+def told(store: Store | None) -> bool:
     """Has the first failure been printed in full? Never waits."""
-    return store is None or store.check([launch.once("failure-told")])
+    return store is None or store.check(["failure-told"])
 
 
 def _parsed(said: bytes) -> Failure:

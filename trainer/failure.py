@@ -13,13 +13,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from trainer.claim import Failure, claim, claimed, tell, told
 from trainer.launch import Launch
 from trainer.output import note, redirect, say
+from trainer.refusal import Refusal
 from trainer.status import mark_failed
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 T = TypeVar("T")
 __all__ = ["fail", "leave", "redirect", "refuse"]
@@ -99,23 +104,31 @@ def _clear_launcher_folders() -> None:
 
 def _account(error: BaseException, launch: Launch, folder: Path | None, step: int | None, trace: str) -> None:
     """Find out who failed first, and speak or be silent accordingly."""
-    store = launch.store()
+    store = _store(launch)
     echo = _is_echo(error) and launch.world_size > 1
-    first = _wait_for(lambda: claimed(store, launch)) if echo else None
+    first = _wait_for(lambda: claimed(store)) if echo else None
     if first is None:
         plain = _about_peer(error) if echo else ""
         reason = plain or traceback.format_exception_only(error)[-1].strip()
         first = claim(store, launch, reason)
         if first.rank == launch.rank:
             _speak(first, launch, folder, step, f"{trace}\n{plain}".rstrip(), late=5 if plain else 0)
-            tell(store, launch)
+            tell(store)
             return
     note(f"rank {first.rank} failed first ({first.reason}); this followed here:\n{trace}", folder, launch.rank)
     if folder is not None and launch.is_main:
         mark_failed(folder, first.reason, first.rank)
     summary = f"rank {first.rank} failed first: {first.reason}"
     _leave_for_launcher(summary, summary, first.time + 1)
-    _wait_for(lambda: told(store, launch) or None)
+    _wait_for(lambda: told(store) or None)
+
+
+def _store(launch: Launch) -> Store | None:
+    """The store where failures are claimed; without it (others never came, it went with its launcher) each speaks."""
+    try:
+        return launch.store(patience=timedelta(seconds=_MAIN_PATIENCE))
+    except Refusal:
+        return None
 
 
 def _speak(first: Failure, launch: Launch, folder: Path | None, step: int | None, trace: str, late: int) -> None:

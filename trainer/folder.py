@@ -40,15 +40,21 @@ class RunFolder:
 
         A name is generated where none is given, from the time and `label`. `resume` is auto, fresh or a path.
         """
-        store = launch.store()
+        memory = _Memory(launch.lasting_store(), launch)
         kept: list[RunFolder] = []
 
         def decide() -> dict[str, Any]:
+            if launch.restarts and not launch.hosted and name is None and dir is None:
+                raise Refusal(
+                    "give run.name: torchrun keeps no store here (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or "
+                    "distributed.init_method), so after a restart a generated name would not be found again"
+                )
             try:
                 start_path(resume)
-                path, restarted = _choose(Path(root).expanduser(), name, dir, label, _Memory(store, launch))
+                path, restarted = _choose(Path(root).expanduser(), name, dir, label, memory)
             except OSError as error:  # a name longer than the file system takes, a folder that may not be looked into
                 raise Refusal(f"the run's folder cannot be: {error.strerror}: {str(error.filename)[:200]}") from error
+            restarted = restarted or launch.requeued
             kept.append(_enter(path, fresh=resume == "fresh" and not restarted, restarted=restarted))
             return {"path": str(path), "restarted": restarted}
 
@@ -137,7 +143,7 @@ class _Memory:
     """What the launcher's store remembers over all restarts of one launch; forgets everything without a store."""
 
     def __init__(self, store: Store | None, launch: Launch):
-        self.store, self.prefix = store, f"trainer/{launch.run_id}"
+        self.store, self.prefix = store, f"trainer/{launch.run_id}/over-all-rounds"
 
     def first(self, key: str, value: str) -> str:
         """The value that was remembered first under this key: an earlier attempt's, or this one."""

@@ -1,20 +1,21 @@
-"""What the launcher left in the environment: which process this is, of how many, and the store they all reach."""
+"""Which process of a launch this is, of how many, and the store they all reach."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from trainer.launchers import place
+from trainer.meeting import meeting
 from trainer.refusal import Refusal
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-PATIENCE = timedelta(minutes=10)  # how long one process waits at the store for another that still imports or downloads
+PATIENCE = timedelta(minutes=30)  # how long one process waits at the store for another that still imports or downloads
 
 
 @dataclass(frozen=True)
@@ -25,30 +26,39 @@ class Launch:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    attempt: int = 0  # how often torchrun has restarted the group
+    attempt: int = 0  # how often torchrun has restarted the group, or Slurm requeued the job
     run_id: str = ""  # of torchrun, the same for all its restarts; empty: nothing restarts this process
-    address: str = ""  # host:port of the store; empty: there is none
+    address: str = ""  # host:port of the store, or file:///path; empty: there is none
     hosted: bool = False  # the launcher serves the store; otherwise rank 0 does
+    patience: timedelta = field(default=PATIENCE, compare=False)
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
-        """Read what torchrun exports. Refusal where it is incomplete."""
-        if "RANK" not in env and "WORLD_SIZE" not in env:
-            return cls()
-        missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not env.get(key)]
-        if missing:
-            raise Refusal(f"the environment is half a launcher's: {', '.join(missing)} missing; start with torchrun")
-        world_size = int(env["WORLD_SIZE"])
-        return cls(
-            rank=int(env["RANK"]),
-            world_size=world_size,
-            local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", world_size)),
-            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            run_id=env.get("TORCHELASTIC_RUN_ID", ""),
-            address=f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}",
-            hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
+        """Read what torchrun, Slurm or MPI left. Refusal where it is incomplete or nonsense. Needs no torch."""
+        return cls(*place(env))
+
+    def at(self, init_method: str, patience: timedelta = PATIENCE) -> Launch:
+        """The same process, meeting the others at `env://` (as the launcher says), `tcp://…` or `file://…`.
+
+        Refusal where the query names another rank than the environment, or where nothing says where to meet.
+        """
+        said = meeting(init_method)
+        rank, size = (self.rank if said.rank is None else said.rank), said.world_size or self.world_size
+        if self.world_size > 1 and (rank, size) != (self.rank, self.world_size):
+            raise Refusal(
+                f"distributed.init_method={init_method}: the launcher's environment says that this is process "
+                f"{self.rank} of {self.world_size}; leave ?rank=…&world_size=… out"
+            )
+        if size > 1 and not (said.address or self.address):
+            raise Refusal(
+                f"{size} processes, and nothing says where they meet: set MASTER_ADDR (the host of rank 0) and "
+                "MASTER_PORT for all of them, or give distributed.init_method=tcp://host:port or file:///path"
+            )
+        if not said.address or size == 1:
+            return replace(self, patience=patience)
+        local = _by_hand(rank, size) if self.world_size == 1 else (self.local_rank, self.local_world_size)
+        own = Launch(rank, size, *local, self.attempt, self.run_id, said.address)
+        return replace(own, patience=patience)
 
     @property
     def is_main(self) -> bool:
@@ -60,22 +70,32 @@ class Launch:
         """Does a launcher restart whatever does not exit with 0? A stop that was asked for must exit with 0 there."""
         return bool(self.run_id)
 
-    def store(self) -> Store | None:
-        """The key-value store that all processes reach, before any process group; None where no launcher made one."""
-        return _connected(self) if self.address else None
+    @property
+    def requeued(self) -> bool:
+        """Has a scheduler run this very command before? What it left is to be continued, not begun anew."""
+        return self.attempt > 0 and not self.restarts
 
     def once(self, key: str) -> str:
-        """A key of this attempt alone: what a dead attempt left under it must not be read by the next one."""
-        return f"trainer/{self.run_id}/attempt-{self.attempt}/{key}"
+        """A key of this attempt alone."""
+        return key
+
+    def store(self, patience: timedelta | None = None) -> Store | None:
+        """The key-value store of this round's processes alone; None where there is none. Waits for all, the first time.
+
+        A round is one start of all processes; keys of rounds before it are not seen. Refusal if somebody does not come.
+        """
+        from trainer.rendezvous import store_of_round
+
+        return store_of_round(self, patience or self.patience) if self.address else None
+
+    def lasting_store(self) -> Store | None:
+        """The store that the launcher keeps over all its rounds, restarts included; None where it keeps none."""
+        from trainer.rendezvous import connected
+
+        return connected(self) if self.hosted else None
 
 
-@lru_cache(maxsize=1)
-def _connected(launch: Launch) -> Store:
-    from torch.distributed import TCPStore
-
-    host, port = launch.address.rsplit(":", 1)
-    serves = launch.is_main and not launch.hosted
-    try:
-        return TCPStore(host, int(port), launch.world_size, serves, PATIENCE, wait_for_workers=False, multi_tenant=True)
-    except RuntimeError as error:  # DistNetworkError: port taken, host unknown, nobody answers
-        raise Refusal(f"cannot reach the store at {launch.address}: {str(error).splitlines()[0]}") from error
+def _by_hand(rank: int, size: int) -> tuple[int, int]:
+    """The place on its machine of a process that was started by hand: all are on one, unless LOCAL_… say else."""
+    found = place({"LOCAL_RANK": str(rank), **os.environ, "RANK": str(rank), "WORLD_SIZE": str(size)})
+    return found.local_rank, found.local_world_size

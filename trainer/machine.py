@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,11 +27,18 @@ class Machine:
     seed: int = 0
     compile: bool = False
     backend: str | None = None  # of torch.distributed; None: NCCL on GPUs, gloo on CPUs
-    timeout: timedelta = timedelta(minutes=30)  # of every collective up to the first step
+    interface: str | None = None  # network interface that gloo and NCCL use; None: they choose
+    timeout: timedelta = timedelta(minutes=30)  # of joining, and of every collective up to the first step
     step_timeout: timedelta = timedelta(minutes=10)  # of every collective after it
 
     def check(self) -> None:
-        """Refuse a device that is not there, before any process group."""
+        """Refuse a device or a network interface that is not there, before any process group."""
+        there = [name for _, name in socket.if_nameindex()]
+        if self.interface is not None and self.interface not in there:
+            raise Refusal(
+                f"distributed.interface={self.interface}: {socket.gethostname()} has no such network interface; it has "
+                + ", ".join(there)
+            )
         if self.device == "cuda" and not torch.cuda.is_available():
             raise Refusal("device=cuda: torch sees no GPU on this machine; use device=cpu (or auto)")
         if self.backend == "nccl" and not self._on_gpu:
@@ -48,7 +56,10 @@ class Machine:
         return self.device != "cpu" and torch.cuda.is_available()
 
     def place(self) -> torch.device:
-        """The device of this process, made the current one."""
+        """The device of this process, made the current one; and the network interface, for the group to come."""
+        if self.interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = self.interface
+            os.environ["NCCL_SOCKET_IFNAME"] = f"={self.interface}"  # without the sign eth1 would mean eth10, too
         if not self._on_gpu:
             return torch.device("cpu")
         device = torch.device("cuda", self.launch.local_rank)

@@ -121,7 +121,7 @@ class StopRequest:
     def _leave_if_another_failed(self) -> None:
         """The launcher ends all ranks when one has failed; there is nobody left to save with."""
         try:
-            failure = claimed(self._store, self._launch)
+            failure = claimed(self._store)
         except RuntimeError:  # the store is gone, and with it the launcher: nothing more will be heard
             self._terminated = False
             return

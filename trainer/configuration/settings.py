@@ -13,6 +13,7 @@ from trainer.configuration.resolved import UNRESOLVED, as_written, resolved
 from trainer.configuration.values import (
     Reader,
     Unexpected,
+    meeting_place,
     number_above,
     one_of,
     optional,
@@ -98,7 +99,10 @@ class Distributed:
     """How processes talk to each other."""
 
     backend: str | None = key(optional(one_of("nccl", "gloo")))
+    init_method: str = key(meeting_place)
+    interface: str | None = key(optional(text))
     timeout: float = key(seconds)  # seconds
+    step_timeout: float = key(seconds)  # seconds
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.cadence import Every
+from trainer.meeting import meeting
+from trainer.refusal import Refusal
 
 Reader = Callable[[Any], Any]
 
@@ -113,6 +115,16 @@ def _every(value: Any) -> Every:
         return Every(steps=whole(1)(value))
     except Unexpected:
         raise Unexpected("steps (500), epochs (1ep), time (15min), a list of them, or null for never") from None
+
+
+def meeting_place(value: Any) -> str:
+    """Where processes meet: env://, tcp://host:port or file:///path."""
+    written = text(value)
+    try:
+        meeting(written)
+    except Refusal as refusal:
+        raise Unexpected(str(refusal)) from None
+    return written
 
 
 def packages(value: Any) -> tuple[str, ...]:

@@ -14,15 +14,15 @@ from trainer.parallel.ranks import Group, Ranks
 def join(launch: Launch, device: torch.device, backend: str | None, timeout: timedelta) -> Group:
     """Collective: every process of the launch joins one group. CPU tensors always travel by gloo.
 
-    The rendezvous keys carry the attempt: with torchrun's stock settings a restarted attempt otherwise reads the dead
-    attempt's addresses from the shared store and cannot connect (pytorch/pytorch#135712).
+    The addresses travel through the store of this round alone: with torchrun's stock settings a restarted attempt would
+    otherwise read the dead attempt's and could not connect (pytorch/pytorch#135712).
     """
     store = launch.store()
     if store is None:  # a process that was started alone: a group of one
         store = dist.HashStore()
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" and backend != "gloo" else "gloo",
-        store=dist.PrefixStore(launch.once(f"group-of-{launch.world_size}"), store),
+        store=dist.PrefixStore("world", store),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,

@@ -1,0 +1,196 @@
+"""What each launcher leaves in the environment: torchrun, Open MPI, Slurm's srun, MPICH and Intel MPI.
+
+The launcher that stands nearest to the process is asked first: a torchrun that srun started leaves both kinds of
+variables, and so does a mpirun inside an allocation of Slurm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from trainer.refusal import Refusal
+
+_TASKS = "SLURM_STEP_NUM_TASKS"
+_SPECIAL_STEPS = 0xFFFFFFF0  # of Slurm: the batch script, the shell of salloc
+
+
+class Place(NamedTuple):
+    """Which process this is, of how many, and where they meet."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    attempt: int = 0
+    run_id: str = ""
+    address: str = ""
+    hosted: bool = False
+
+
+def place(env: Mapping[str, str]) -> Place:
+    """This process's place in its launch; a process that was started alone has the only one.
+
+    Refusal where the environment is half a launcher's or nonsense.
+    """
+    for variable, read in _READERS.items():
+        if variable in env and (found := read(env)) is not None:
+            return _sound(found, env)
+    return Place()
+
+
+def _torchrun(env: Mapping[str, str]) -> Place:
+    """torchrun, and whatever else speaks its variables (PyTorchJob, a shell script)."""
+    missing = [key for key in ("RANK", "WORLD_SIZE") if not env.get(key)]
+    if missing:
+        raise Refusal(f"the environment is half a launcher's: {', '.join(missing)} missing; start with torchrun")
+    rank, world_size = _whole(env, "RANK"), _whole(env, "WORLD_SIZE")
+    return Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_whole(env, "LOCAL_RANK", rank),
+        local_world_size=_whole(env, "LOCAL_WORLD_SIZE", world_size),
+        attempt=_whole(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        run_id=env.get("TORCHELASTIC_RUN_ID", ""),
+        address=_address(env),
+        hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _open_mpi(env: Mapping[str, str]) -> Place:
+    rank, world_size = _whole(env, "OMPI_COMM_WORLD_RANK"), _whole(env, "OMPI_COMM_WORLD_SIZE")
+    return Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_whole(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank),
+        local_world_size=_whole(env, "OMPI_COMM_WORLD_LOCAL_SIZE", world_size),
+        address=_address(env),
+    )
+
+
+def _mpich(env: Mapping[str, str]) -> Place | None:
+    """MPICH and Intel MPI. `srun --mpi=pmi2` sets these, too, and Slurm's own variables then say more."""
+    if all(env.get(f"PMI_{one}") == env.get(other) for one, other in (("RANK", "SLURM_PROCID"), ("SIZE", _TASKS))):
+        return None
+    rank, world_size = _whole(env, "PMI_RANK"), _whole(env, "PMI_SIZE")
+    return Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_whole(env, "MPI_LOCALRANKID", rank),
+        local_world_size=_whole(env, "MPI_LOCALNRANKS", world_size),
+        address=_address(env),
+    )
+
+
+def _slurm(env: Mapping[str, str]) -> Place | None:
+    """A task of srun. Only srun numbers its steps from 0: a batch script merely has the numbers of its allocation.
+
+    Nor is the shell of `srun --pty` or salloc one task of several. A job that was requeued runs its command again.
+    """
+    step = env.get("SLURM_STEP_ID", "")
+    if "SLURM_PROCID" not in env or "SLURM_PTY_PORT" in env or not step.isdecimal() or int(step) >= _SPECIAL_STEPS:
+        return None
+    attempt = _whole(env, "SLURM_RESTART_COUNT", 0)
+    world_size = _whole(env, _TASKS if _TASKS in env else "SLURM_NTASKS", 1)
+    if world_size == 1:
+        return Place(attempt=attempt)
+    node, rank = _whole(env, "SLURM_NODEID", 0), _whole(env, "SLURM_PROCID")
+    counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world_size))
+    return Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_whole(env, "SLURM_LOCALID", rank),
+        local_world_size=counts[min(node, len(counts) - 1)],
+        attempt=attempt,
+        address=_slurm_address(env),
+    )
+
+
+_READERS = {  # the variable that tells a launcher → its reader; nearest launcher first
+    "RANK": _torchrun,
+    "WORLD_SIZE": _torchrun,
+    "OMPI_COMM_WORLD_SIZE": _open_mpi,
+    "PMI_SIZE": _mpich,
+    "SLURM_STEP_ID": _slurm,
+}
+
+
+def first_host(hosts: str) -> str:
+    """The first host of a list as Slurm writes it: `node[01-04,7],login` begins with node01."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[\]])+", hosts.strip())
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def tasks_per_node(counts: str) -> list[int]:
+    """Slurm's `2(x3),1` spelt out: 2, 2, 2, 1. Refusal where it is nothing of the kind."""
+    spelt: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            raise Refusal(f"SLURM_STEP_TASKS_PER_NODE={counts}: expected counts such as 4(x2),1")
+        spelt += [int(match[1])] * int(match[2] or 1)
+    return spelt
+
+
+def _slurm_address(env: Mapping[str, str]) -> str:
+    """Where rank 0 serves the store: its host is the step's first, its port follows from the numbers of job and step.
+
+    Ports from 20000 to 29999 lie below those that Linux hands out by itself (32768 to 60999).
+    """
+    if env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
+        return _address(env)
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
+    alone = (env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES")) == "1"
+    host = env.get("MASTER_ADDR") or ("127.0.0.1" if alone else first_host(hosts))
+    if not host:
+        raise Refusal(
+            "the environment is half of Slurm's: SLURM_STEP_NODELIST missing; set MASTER_ADDR to rank 0's host"
+        )
+    job, step = _whole(env, "SLURM_JOB_ID", 0), _whole(env, "SLURM_STEP_ID", 0)
+    return f"{host}:{env.get('MASTER_PORT') or 20000 + (job * 7 + step) % 10000}"
+
+
+def _address(env: Mapping[str, str]) -> str:
+    """MASTER_ADDR and MASTER_PORT; empty where neither is there, then distributed.init_method must say it."""
+    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    if not host and not port:
+        return ""
+    if not (host and port):
+        missing = "MASTER_PORT" if host else "MASTER_ADDR"
+        raise Refusal(f"the environment is half a launcher's: {missing} missing; start with torchrun, or set both")
+    if not 0 < _whole(env, "MASTER_PORT") < 65536:
+        raise Refusal(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
+    return f"{host}:{port}"
+
+
+def _whole(env: Mapping[str, str], key: str, default: int | None = None) -> int:
+    """A number of the environment, from 0 on."""
+    if key not in env and default is not None:
+        return default
+    text = env.get(key, "").strip()
+    if not text.isascii() or not text.isdecimal():
+        said = f"{key}={env[key]}" if key in env else f"{key} is missing"
+        raise Refusal(f"{said}: the launcher's environment should hold a whole number there; start with torchrun")
+    return int(text)
+
+
+def _sound(found: Place, env: Mapping[str, str]) -> Place:
+    """The same place, if it can be one."""
+    for rank, size, what in (
+        (found.rank, found.world_size, "processes"),
+        (found.local_rank, found.local_world_size, "on this machine"),
+    ):
+        if rank >= size:
+            raise Refusal(
+                f"the environment contradicts itself: this is process {rank} of {size} {what}, and they count from 0; "
+                f"{_shown(env)}"
+            )
+    return found
+
+
+def _shown(env: Mapping[str, str]) -> str:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    ending = tuple(f"_{name}" for name in (*names, "PROCID", "LOCALID", "STEP_NUM_TASKS", "LOCALRANKID", "PMI_SIZE"))
+    shown = [f"{key}={value}" for key, value in env.items() if key in names or key.endswith(ending)]
+    return "it says " + ", ".join(sorted(shown)[:6])
