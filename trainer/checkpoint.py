@@ -5,7 +5,6 @@ processes reads what any other number wrote.
 """
 
 import errno
-import hashlib
 import logging
 import os
 import secrets
@@ -83,13 +82,15 @@ class Checkpoints:
         """
         ready: dict[str, Tensor] = {}
         self._together(step, tensors, lambda: ready.update(writable(tensors)))
-        shared_out = self._together(step, tensors, lambda: _fingerprint(ready))
-        alone = len(set(shared_out)) == 1 and not any(isinstance(tensor, DTensor) for tensor in ready.values())
+        held = self._together(step, tensors, lambda: sorted(ready))  # the names on each rank
+        whole = not any(isinstance(tensor, DTensor) for tensor in ready.values())
+        alone = whole and all(names == held[0] for names in held)
+        names = sorted({name for one in held for name in one})
         draft = self.folder / self._together(step, tensors, lambda: self._begin(step, tensors))[0]
         try:
-            self._together(step, tensors, lambda: self._write(draft, ready, state, alone))
-            names = self._together(step, tensors, lambda: sorted(os.listdir(draft)))[0]
-            mine = names[self.ranks.rank :: self.ranks.size]
+            self._together(step, tensors, lambda: self._write(draft, ready, state, names, alone))
+            listed = self._together(step, tensors, lambda: sorted(os.listdir(draft)))[0]
+            mine = listed[self.ranks.rank :: self.ranks.size]
             parts = self._together(step, tensors, lambda: {name: _sealed(draft / name) for name in mine})
             files = {name: FileFact(*fact) for part in parts for name, fact in part.items()}
             target = self.folder / folder_name(step)
@@ -134,9 +135,11 @@ class Checkpoints:
         (self.folder / name).mkdir()
         return name
 
-    def _write(self, draft: Path, tensors: dict[str, Tensor], state: dict[str, Any], alone: bool) -> None:
+    def _write(
+        self, draft: Path, tensors: dict[str, Tensor], state: dict[str, Any], names: list[str], alone: bool
+    ) -> None:
         if self.ranks.is_main or not alone:
-            write_tensors(draft, tensors, alone)
+            write_tensors(draft, tensors, names, alone)
         if self.ranks.is_main:
             (draft / paper.STATE).write_bytes(paper.encode(state))
 
@@ -224,11 +227,6 @@ def _sealed(path: Path) -> tuple[int, str]:
     """Size and SHA-256 of a file that is on the disk."""
     sync_file(path)
     return path.stat().st_size, paper.digest(path)
-
-
-def _fingerprint(tensors: dict[str, Tensor]) -> str:
-    """The same for the same names."""
-    return hashlib.sha256("\n".join(sorted(tensors)).encode()).hexdigest()
 
 
 def _bytes(tensors: dict[str, Tensor]) -> int:

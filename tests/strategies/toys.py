@@ -23,6 +23,7 @@ from trainer.strategies.dp import DP
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.single import Single
 from trainer.strategies.tensor import TP
+from trainer.strategies.zero1 import Zero1
 from trainer.stream import EvaluationStream, Stream, digest
 
 STRATEGIES: dict[str, type[Strategy]] = {
@@ -32,6 +33,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "tp": TP,
     "ddp_tp": DDPTP,
     "fsdp": FSDP,
+    "zero1": Zero1,
 }
 WIDTH, CLASSES, BATCH = 12, 4, 48
 

@@ -31,9 +31,12 @@ def writable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return ready
 
 
-def write_tensors(folder: Path, tensors: dict[str, Tensor], alone: bool) -> None:
-    """Write `writable` tensors into a folder. Collective where some are DTensors, else for one process."""
-    parts = {name: 2 if name.startswith(APART) else 1 for name in tensors}
+def write_tensors(folder: Path, tensors: dict[str, Tensor], names: list[str], alone: bool) -> None:
+    """Write `writable` tensors into a folder. Collective, unless one process writes everything `alone`.
+
+    names: of the tensors of all ranks. What several ranks hold whole is written once.
+    """
+    parts = {name: 2 if name.startswith(APART) else 1 for name in names}
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=parts, save_distributed=True)
     with torch.no_grad(), warnings.catch_warnings():
         _silence_one_process()
