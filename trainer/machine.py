@@ -43,10 +43,11 @@ class Machine:
             raise Refusal("device=cuda: torch sees no GPU on this machine; use device=cpu (or auto)")
         if self.backend == "nccl" and not self._on_gpu:
             raise Refusal("distributed.backend=nccl is for GPUs, and this run computes on the CPU; use gloo (or null)")
-        if self._on_gpu and self.launch.local_world_size > torch.cuda.device_count():
+        if self._on_gpu and self.backend != "gloo" and self.launch.local_world_size > torch.cuda.device_count():
             raise Refusal(
                 f"{self.launch.local_world_size} processes on this machine, but {torch.cuda.device_count()} GPU(s): one"
-                f" process a GPU; start with --nproc-per-node {torch.cuda.device_count()}, or use device=cpu"
+                f" process a GPU; start with --nproc-per-node {torch.cuda.device_count()}, or use device=cpu; to share a"
+                " GPU for a trial: distributed.backend=gloo"
             )
         if self.resolved_precision == "bf16" and self._on_gpu and not torch.cuda.is_bf16_supported():
             raise Refusal("precision=bf16: this GPU has no bfloat16; use precision=fp16 or fp32")
@@ -62,7 +63,7 @@ class Machine:
             os.environ["NCCL_SOCKET_IFNAME"] = f"={self.interface}"  # without the sign eth1 would mean eth10, too
         if not self._on_gpu:
             return torch.device("cpu")
-        device = torch.device("cuda", self.launch.local_rank)
+        device = torch.device("cuda", self.launch.local_rank % torch.cuda.device_count())  # with gloo several share one
         torch.cuda.set_device(device)  # so that nothing lands on GPU 0 by accident
         return device
 

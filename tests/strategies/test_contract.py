@@ -155,6 +155,20 @@ def test_saved_under_one_strategy_it_goes_on_under_another(
         assert rank["digests"] == reference["digests"][6:14]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("task", ["plain", "weighted"])
+@pytest.mark.parametrize("where", [name for name, (size, _) in SPREAD.items() if size <= 2])
+def test_on_a_gpu_the_curve_is_that_of_one_process_on_a_cpu(train: Any, where: str, task: str) -> None:
+    size, case = SPREAD[where]
+    backend = None if size == 1 else "gloo"  # one process uses NCCL, two share the GPU
+    (reference,) = train(1, Case(precision="fp64", task=task))
+    case = case.but(precision="fp64", task=task, device="cuda", backend=backend, micro_batches=2)
+    for rank in train(size, case):
+        assert max(apart(rank["losses"], reference["losses"])) < 1e-10
+        assert max(apart(rank["norms"], reference["norms"])) < 1e-10
+        assert rank["figures"] == pytest.approx(reference["figures"], abs=1e-9)
+
+
 def test_sequence_and_loss_parallel_are_exact_where_the_plan_asks(train: Any) -> None:
     case = Case(network="sequence", task="steps", precision="fp64")
     (reference,) = train(1, case)

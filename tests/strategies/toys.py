@@ -224,6 +224,8 @@ class Case:
     folder: str = ""
     seed: int = 3
     optimizer: str = "adamw"
+    device: str = "cpu"
+    backend: str | None = None
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -240,7 +242,9 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
     torch.manual_seed(case.seed)
     network, task = NETWORKS[case.network](), TASKS[case.task]()
     data = NestedData() if case.task == "nested" else ToyData()
-    machine = Machine(launch=launch, device="cpu", precision=case.precision, seed=case.seed)
+    machine = Machine(
+        launch=launch, device=case.device, precision=case.precision, seed=case.seed, backend=case.backend
+    )
     strategy = STRATEGIES[case.strategy](machine=machine, **case.fields)
     strategy.data_ranks(launch.world_size)
     strategy.check(task, network, launch.world_size)
