@@ -1,11 +1,28 @@
-"""What holds for every test: the order, and the reason of a skip."""
+"""What holds for every test: the order, the reason of a skip, and one group of processes for all that need ranks."""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 # Before torch is imported anywhere: with more threads than cores, waiting costs more than computing.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.processes import Processes
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Processes]:
+    """Four processes; they are started by the first test that asks for them."""
+    from tests.processes import Processes
+
+    group = Processes()
+    yield group
+    group.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

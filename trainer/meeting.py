@@ -11,6 +11,7 @@ from trainer.refusal import Refusal, nearest
 
 FORMS = "env://, tcp://host:port or file:///path"
 _SCHEMES = ("env", "tcp", "file")
+_BEGINNING = b"refcount/"  # of every file that torch's FileStore has written to, behind a length
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,36 @@ def meeting(written: str) -> Meeting:
 
 
 def shared_file(address: str) -> Path | None:
-    """The file of a meeting place that is one. Refusal where its folder cannot be used."""
+    """The file of a meeting place that is one. Refusal where it cannot be used: torch itself would try for ever.
+
+    What a dead run left in it does no harm (rendezvous.py); a file that is something else does.
+    """
     if not address.startswith("file://"):
         return None
     path = Path(address.removeprefix("file://"))
-    if not path.parent.is_dir():
-        raise Refusal(
-            f"distributed.init_method={address}: there is no folder {path.parent}; it must be one that all share"
-        )
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "it is a folder" if path.is_dir() else "it may not be written to"
-        raise Refusal(f"distributed.init_method={address}: {why}; give a file that all processes can write to")
+    try:
+        why = _unusable(path)
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        raise Refusal(f"distributed.init_method={address}: {why}; give a file in a folder that all processes share")
     return path
+
+
+def _unusable(path: Path) -> str:
+    """Why the file cannot be a store; empty if it can."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    if path.is_dir():
+        return "it is a folder"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return "it may not be written to"
+    if path.exists():
+        with path.open("rb") as file:
+            start = file.read(32)
+        if start and _BEGINNING not in start:
+            return "it holds something that no run left there"
+    return ""
 
 
 def _query(url: SplitResult) -> tuple[int | None, int | None]:

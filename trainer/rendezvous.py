@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _LOOK = 0.1  # seconds between two looks at the store, at most; the first follow one another faster
-_rounds: dict[Launch, Store] = {}  # the last one that this process was in
+_rounds: dict[Launch, Store] = {}  # those that this process has met in
 
 
 @lru_cache(maxsize=1)
@@ -62,15 +62,15 @@ def store_of_round(launch: Launch, patience: timedelta) -> Store:
     """
     from torch.distributed import PrefixStore
 
-    if launch not in _rounds:
+    known = _rounds.get(launch)
+    if known is None:
         store = connected(launch)
         try:
             nonce = (_call if launch.is_main else _answer)(store, launch, time.monotonic() + patience.total_seconds())
         except RuntimeError as error:  # the launcher went with its store; a file that is none of a store's
             raise Refusal(f"cannot meet at {launch.address}: {str(error).splitlines()[0]}") from error
-        _rounds.clear()
-        _rounds[launch] = PrefixStore(_round(launch, nonce), store)
-    return _rounds[launch]
+        known = _rounds[launch] = PrefixStore(_round(launch, nonce), store)
+    return known
 
 
 def _call(store: Store, launch: Launch, deadline: float) -> str:

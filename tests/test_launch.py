@@ -1,0 +1,311 @@
+"""What launchers leave in the environment, where processes meet, and that no round reads what another one left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from trainer import rendezvous
+from trainer.agreement import first_on_node
+from trainer.launch import Launch
+from trainer.launchers import first_host, tasks_per_node
+from trainer.meeting import meeting
+from trainer.refusal import Refusal
+
+ROOT = Path(__file__).parents[1]
+MOMENT = timedelta(milliseconds=300)
+
+# -------------------------------------------------------------------------------------------------------- environments
+
+TORCHRUN = {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "a", "MASTER_PORT": 7}
+ELASTIC = {"TORCHELASTIC_RUN_ID": "id", "TORCHELASTIC_RESTART_COUNT": 2, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+BATCH = {"SLURM_JOB_ID": 1234, "SLURM_NTASKS": 8, "SLURM_PROCID": 0, "SLURM_NODEID": 0, "SLURM_JOB_NODELIST": "n[1-2]"}
+STEP = BATCH | {
+    "SLURM_STEP_ID": 0,
+    "SLURM_STEP_NUM_TASKS": 7,
+    "SLURM_PROCID": 6,
+    "SLURM_LOCALID": 2,
+    "SLURM_NODEID": 1,
+    "SLURM_STEP_NUM_NODES": 2,
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_NODELIST": "node[01-04,7]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": 5,
+    "OMPI_COMM_WORLD_SIZE": 8,
+    "OMPI_COMM_WORLD_LOCAL_RANK": 1,
+    "OMPI_COMM_WORLD_LOCAL_SIZE": 4,
+}
+MPICH = {"PMI_RANK": 5, "PMI_SIZE": 8, "MPI_LOCALRANKID": 1, "MPI_LOCALNRANKS": 4}
+MEET = {"MASTER_ADDR": "a", "MASTER_PORT": 7}
+FIVE = Launch(5, 8, 1, 4)
+
+
+def read(*environments: dict[str, Any]) -> Launch:
+    return Launch.from_environment({key: str(value) for one in environments for key, value in one.items()})
+
+
+@pytest.mark.parametrize(
+    ("environments", "launch"),
+    [
+        ([], Launch()),
+        ([TORCHRUN], Launch(3, 4, 1, 2, address="a:7")),
+        ([TORCHRUN, ELASTIC], Launch(3, 4, 1, 2, 2, "id", "a:7", hosted=True)),
+        ([{"RANK": 1, "WORLD_SIZE": 2}, MEET], Launch(1, 2, 1, 2, address="a:7")),
+        ([STEP], Launch(6, 7, 2, 3, address="node01:28638")),
+        ([STEP, {"SLURM_RESTART_COUNT": 1}], Launch(6, 7, 2, 3, 1, address="node01:28638")),
+        ([STEP, {"SLURM_STEP_NUM_NODES": 1}], Launch(6, 7, 2, 3, address="127.0.0.1:28638")),
+        ([STEP, MEET], Launch(6, 7, 2, 3, address="a:7")),
+        ([STEP, {"MASTER_PORT": 7}], Launch(6, 7, 2, 3, address="node01:7")),
+        ([STEP, {"SLURM_STEP_NUM_TASKS": 1}], Launch()),
+        ([OPEN_MPI], FIVE),
+        ([OPEN_MPI, MEET], Launch(5, 8, 1, 4, address="a:7")),
+        ([MPICH], FIVE),
+        # What merely stands in an allocation of Slurm is no launch; nor is a shell.
+        ([BATCH], Launch()),
+        ([BATCH, {"SLURM_STEP_ID": 0xFFFFFFFB}], Launch()),
+        ([STEP, {"SLURM_PTY_PORT": 4000}], Launch()),
+        # The nearest launcher counts: torchrun in a step, mpirun and mpiexec in an allocation; srun that speaks PMI.
+        ([STEP, TORCHRUN], Launch(3, 4, 1, 2, address="a:7")),
+        ([STEP, OPEN_MPI], FIVE),
+        ([STEP, MPICH], FIVE),
+        ([STEP, {"PMI_RANK": 6, "PMI_SIZE": 7}], Launch(6, 7, 2, 3, address="node01:28638")),
+    ],
+)
+def test_every_launcher_is_understood(environments, launch):
+    assert read(*environments) == launch
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"RANK": 1}, "half a launcher's: WORLD_SIZE missing"),
+        ({"WORLD_SIZE": 1}, "half a launcher's: RANK missing"),
+        ({"RANK": "x", "WORLD_SIZE": 2}, "RANK=x: the launcher's environment should hold a whole number"),
+        ({"RANK": "²", "WORLD_SIZE": 2}, "RANK=²"),
+        ({"RANK": -1, "WORLD_SIZE": 2}, "RANK=-1"),
+        ({"RANK": 2, "WORLD_SIZE": 2}, "this is process 2 of 2 processes, and they count from 0; it says RANK=2"),
+        (TORCHRUN | {"LOCAL_RANK": 2}, "process 2 of 2 on this machine"),
+        (TORCHRUN | {"MASTER_PORT": ""}, "MASTER_PORT missing"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT=http"),
+        (TORCHRUN | {"MASTER_PORT": 70000}, "a port is a number from 1 to 65535"),
+        ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": 7}, "MASTER_ADDR missing"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(x"}, "expected counts such as"),
+        (STEP | {"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, "SLURM_STEP_NODELIST missing"),
+        (STEP | {"SLURM_PROCID": 7}, "process 7 of 7"),
+        ({"OMPI_COMM_WORLD_SIZE": 2}, "OMPI_COMM_WORLD_RANK is missing"),
+    ],
+)
+def test_half_an_environment_and_nonsense_are_refused(environment, sentence):
+    with pytest.raises(Refusal) as caught:
+        read(environment)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[01-04,7],login", "node01"),
+        ("rack[2,4]node[3-5]-ib", "rack2node3-ib"),
+        ("a-b-[007]", "a-b-007"),
+    ],
+)
+def test_the_first_host_of_slurms_lists(hosts, first):
+    assert first_host(hosts) == first
+
+
+def test_the_tasks_of_slurms_nodes():
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+
+
+def test_a_requeued_job_is_not_one_that_a_launcher_restarts():
+    again = read(STEP, {"SLURM_RESTART_COUNT": 1})
+    assert (again.requeued, again.restarts) == (True, False)
+    assert not read(TORCHRUN, ELASTIC).requeued
+
+
+# --------------------------------------------------------------------------------------------------------- init_method
+
+
+@pytest.mark.parametrize(
+    ("written", "address", "rank", "size"),
+    [
+        ("env://", "", None, None),
+        ("tcp://10.0.0.1:29500", "10.0.0.1:29500", None, None),
+        ("tcp://[fe80::1]:29500", "fe80::1:29500", None, None),
+        ("tcp://host:29500?rank=1&world_size=4", "host:29500", 1, 4),
+        ("file:///shared/a%20b", "file:///shared/a b", None, None),
+        ("file:///shared/a?rank=0&world_size=2", "file:///shared/a", 0, 2),
+    ],
+)
+def test_where_processes_meet(written, address, rank, size):
+    assert vars(meeting(written)) == {"address": address, "rank": rank, "world_size": size}
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ("tpc://a:1", "env://, tcp://host:port or file:///path; did you mean 'tcp://'?"),
+        ("files:///a", "did you mean 'file://'?"),
+        ("http://a:1", "env://, tcp://host:port or file:///path"),
+        ("a:29500", "env://, tcp://host:port or file:///path"),
+        ("env://a", "env:// alone"),
+        ("tcp://a", "tcp://host:port"),
+        ("tcp://:1", "tcp://host:port"),
+        ("tcp://a:99999", "Port out of range"),
+        ("tcp://a:1/b", "tcp://host:port"),
+        ("tcp://a:1?rank=1", "?rank=R&world_size=W"),
+        ("tcp://a:1?rank=2&world_size=2", "the last of 2 is 1"),
+        ("file://a/b", "the absolute path of a file: file:///"),
+        ("file:///", "absolute path of a file"),
+    ],
+)
+def test_other_places_are_refused_with_the_nearest(written, sentence):
+    with pytest.raises(Refusal) as caught:
+        meeting(written)
+    assert sentence in str(caught.value)
+
+
+def test_the_query_or_the_environment_says_who_this_is(monkeypatch):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert Launch().at("env://") == Launch()
+    assert Launch().at("tcp://a:1") == Launch()  # one process needs no place to meet
+    assert Launch().at("tcp://a:1?rank=1&world_size=2") == Launch(1, 2, 1, 2, address="a:1")
+    assert FIVE.at("tcp://a:1") == FIVE.at("tcp://a:1?rank=5&world_size=8") == Launch(5, 8, 1, 4, address="a:1")
+    elastic = read(TORCHRUN, ELASTIC)
+    assert elastic.at("env://") == elastic
+    assert not elastic.at("tcp://a:1").hosted  # torchrun's store is another one
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert Launch().at("tcp://a:1?rank=1&world_size=2") == Launch(1, 2, 0, 1, address="a:1")
+    with pytest.raises(Refusal, match="this is process 5 of 8"):
+        FIVE.at("tcp://a:1?rank=4&world_size=8")
+    with pytest.raises(Refusal, match="8 processes, and nothing says where they meet: set MASTER_ADDR"):
+        FIVE.at("env://")
+
+
+def test_a_wrong_place_is_refused_on_the_command_line():
+    words = [sys.executable, "-m", "trainer", "distributed.init_method=tpc://a:1"]
+    done = subprocess.run(words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "distributed.init_method=tpc://a:1: expected env://, tcp://host:port or file:///path; did you mean 'tcp://'?\n"
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- rounds
+
+
+@pytest.fixture
+def server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+
+
+def ranks(address: str, size: int, run_id: str = "run") -> list[Launch]:
+    return [Launch(rank, size, address=address, run_id=run_id, hosted=address[0] != "f") for rank in range(size)]
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """The results of calls that wait for each other, each in a thread."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            results[number] = calls[number]()
+        except Exception as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def meet(launches: list[Launch]) -> list[dist.Store]:
+    """A round of these; every rank sees what the others write, and nothing else."""
+    rendezvous._rounds.clear()
+    stores = at_once(*[launch.store for launch in launches])
+    for rank, store in enumerate(stores):
+        assert isinstance(store, dist.Store), store
+        assert not store.check(["left"])
+        store.set(f"from-{rank}", str(rank))
+    for store in stores:
+        assert [store.get(f"from-{rank}") for rank in range(len(stores))] == [b"%d" % r for r in range(len(stores))]
+    stores[0].set("left", "by this round")
+    return stores
+
+
+def test_no_round_sees_what_another_left(server, tmp_path):
+    for address in (f"127.0.0.1:{server.port}", f"file://{tmp_path}/meeting"):
+        for size in (3, 1, 3, 2, 2):
+            meet(ranks(address, size))
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_rank_that_greeted_a_dead_round_finds_the_living_one(server, answered):
+    """The dead round's rank 0 had written its nonce, and perhaps its answer, before it died."""
+    main, other = ranks(f"127.0.0.1:{server.port}", 2)
+    server.set(rendezvous._nonce(main), "dead")
+    if answered:
+        server.set("trainer/run/dead/go", '["of the dead rank 1"]')
+        server.set("trainer/run/dead/left", "an address")
+
+    def late() -> Any:
+        server.wait([rendezvous._greeting(main, "dead", 1)])  # the other has come, and has greeted the dead
+        return main.store()
+
+    stores = at_once(late, other.store)
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+    assert not stores[1].check(["left"])
+
+
+def test_who_does_not_come_is_named(server):
+    first = Launch(0, 4, address=f"127.0.0.1:{server.port}", hosted=True)
+    with pytest.raises(Refusal, match="rank 1, 2, 3 of 4 did not come to 127"):
+        first.store(MOMENT)
+    third = Launch(2, 4, 0, 1, 1, address=first.address, hosted=True)
+    with pytest.raises(Refusal, match=r"rank 2 of 4 waited for rank 0 at .*: it did not come"):
+        third.store(MOMENT)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("none/a", "there is no folder"), ("folder", "it is a folder"), ("other", "no run left there")]
+)
+def test_a_file_that_cannot_be_a_meeting_place(tmp_path, name, why):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "other").write_text("a: 1\n" * 20)
+    with pytest.raises(Refusal, match=why):
+        Launch(0, 2, address=f"file://{tmp_path / name}").store()
+
+
+def test_a_port_that_is_taken_is_said(server):
+    with pytest.raises(Refusal, match=f"cannot serve the store at 127.0.0.1:{server.port}"):
+        Launch(0, 2, address=f"127.0.0.1:{server.port}").store()
+
+
+def test_the_first_on_a_machine_prepares_for_the_others(server):
+    done: list[int] = []
+
+    def prepare() -> int:
+        done.append(len(done))
+        return done[-1]
+
+    launches = ranks(f"127.0.0.1:{server.port}", 3)
+    prepared = at_once(*[lambda launch=launch: first_on_node(launch, "data", prepare) for launch in launches])
+    assert sorted(prepared) == [0, 1, 2]
+    assert done == [0, 1, 2]

@@ -1,0 +1,93 @@
+"""A process group: which interface it uses, and how long a collective may take."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer.assembly import assemble
+from trainer.configuration.compose import compose
+from trainer.launch import Launch
+from trainer.machine import Machine
+from trainer.parallel.timeouts import shorten
+from trainer.parallel.world import join, leave
+from trainer.refusal import Refusal
+
+CPU = torch.device("cpu")
+LONG, SHORT = timedelta(minutes=30), timedelta(seconds=1)
+
+
+# ------------------------------------------------------------------------------------------------------------ timeouts
+
+
+def nobody_joins(launch: Launch) -> dict[str, Any]:
+    """After `shorten`, a collective that rank 1 never joins; before it, one that rank 1 joins late."""
+    world = join(launch, CPU, None, LONG)
+    store = launch.store()
+    late: Any = dist.new_group(timeout=LONG)
+    plain: Any = dist.new_group(timeout=LONG)
+    under_way = torch.ones(1)
+    if launch.rank == 0:
+        work = dist.all_reduce(under_way, group=late, async_op=True)
+    shorten([world.group, late, None], SHORT)
+    error = ""
+    if launch.rank == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=world.group)
+        except RuntimeError as caught:
+            error = str(caught)
+        store.set("given up", "yes")
+    store.wait(["given up"])
+    if launch.rank == 1:
+        work = dist.all_reduce(under_way, group=late, async_op=True)
+    work.wait()
+    dist.all_reduce(whole := torch.ones(1), group=plain)
+    store.set(f"done-{launch.rank}", "yes")
+    store.wait([f"done-{rank}" for rank in range(2)])
+    return {"error": error, "under way": under_way.item(), "other group": whole.item()}
+
+
+def test_a_collective_that_nobody_joins_fails_after_the_short_time(processes):
+    first, second = processes.run(2, nobody_joins)
+    assert "1000ms" in first["error"]
+    assert second["error"] == ""
+    assert first["under way"] == second["under way"] == 2  # it was given 30 minutes, and still has them
+    assert first["other group"] == second["other group"] == 2
+
+
+def test_the_time_of_a_step_is_never_longer_than_the_first():
+    def times(*words: str) -> tuple[timedelta, timedelta]:
+        machine = assemble(compose(words), words, [], Launch()).machine
+        return machine.timeout, machine.step_timeout
+
+    assert times() == (LONG, timedelta(minutes=10))
+    assert times("distributed.timeout=1min") == (timedelta(minutes=1), timedelta(minutes=1))
+    assert times("distributed.step_timeout=20s") == (LONG, timedelta(seconds=20))
+
+
+# ---------------------------------------------------------------------------------------------------------- interfaces
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(Refusal, match=r"distributed\.interface=eth77: .* has no such network interface; it has .*lo\b"):
+        Machine(interface="eth77").check()
+
+
+def test_the_interface_is_left_where_gloo_and_nccl_look(monkeypatch):
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, "as it was")
+    Machine(device="cpu").place()
+    assert [os.environ[name] for name in names] == ["as it was"] * 2
+    machine = Machine(device="cpu", interface="lo")
+    machine.check()
+    machine.place()
+    assert [os.environ[name] for name in names] == ["lo", "=lo"]
+    world = join(Launch(), CPU, None, LONG)
+    world.barrier()
+    leave(world, clean=True)
