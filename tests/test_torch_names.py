@@ -26,6 +26,8 @@ PRIVATE = {
     # A converted BatchNorm takes over its parameters and buffers as they are, those that are None too.
     "torch.nn.Module()._parameters": "trainer/parallel/batch_norm.py",
     "torch.nn.Module()._buffers": "trainer/parallel/batch_norm.py",
+    # Gives a group's collectives another timeout; torch 2.15 has a public name for it, 2.11 to 2.14 only this one.
+    "torch.distributed.distributed_c10d._set_pg_timeout": "trainer/parallel/timeouts.py",
 }
 
 
