@@ -31,10 +31,11 @@ SPREAD = {
     "fsdp on 3": (3, BATCH, Case("fsdp")),
     "hsdp on 4": (4, BATCH, Case("fsdp", {"replicate": 2})),
     "fsdp_tp on 4": (4, 49, Case("fsdp", {"tensor": 2})),
+    "zero1 on 3": (3, BATCH, Case("zero1")),
 }
 # those with data ranks of which each holds the whole network, or parts of it, in a way of its own
-GATHERING = ["ddp on 2", "ddp on 3", "ddp on 4", "ddp_tp on 4", "fsdp on 3"]
-NORMALISING = ["ddp on 2", "ddp on 3", "ddp on 4", "fsdp on 3"]
+GATHERING = ["ddp on 2", "ddp on 3", "ddp on 4", "ddp_tp on 4", "fsdp on 3", "zero1 on 3"]
+NORMALISING = ["ddp on 2", "ddp on 3", "ddp on 4", "fsdp on 3", "zero1 on 3"]
 STEPS = 10  # two epochs and a half
 everywhere = pytest.mark.parametrize("where", SPREAD)
 _done: dict[str, list[dict[str, Any]]] = {}
