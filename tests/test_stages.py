@@ -1,0 +1,242 @@
+"""Cutting a network into stages: the same function, the same names, and refusals in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from recipes.vision.cnn import CNN
+from recipes.vision.mlp import MLP
+from recipes.vision.resnet import resnet18, resnet50
+from recipes.vision.vit import VisionTransformer
+from trainer.parallel.stages import Stages, cut_stages, named_tensors
+from trainer.refusal import Refusal
+
+
+class Step(nn.Module):
+    """What a strategy hands over: a network and how it is called."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: Any, targets: Any) -> Any:
+        return self.network(inputs["x"])
+
+
+class Skips(nn.Module):
+    """A value used again three layers later, a mask of the input, a learned place, and a norm that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.third, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.place = nn.Parameter(torch.randn(6))
+        self.unused = nn.LayerNorm(6)
+        self.register_buffer("scale", torch.full((6,), 2.0))
+        self.register_buffer("hidden", torch.full((6,), 0.5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = (x > 0).to(x.dtype)
+        early = self.first(x) + self.place
+        batch = early.shape[0]
+        y = self.second(early) * seen
+        y = self.third(y) * self.scale
+        return self.last(y + early).view(batch, -1) * self.scale * self.hidden * seen
+
+
+class Chain(nn.Sequential):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*(layers or [nn.Linear(6, 6) for _ in range(4)]))
+
+
+def run(stages: list[fx.GraphModule], inputs: Any) -> Any:
+    """The stages one after the other, each with what the one before handed on."""
+    handed: Any = ()
+    for stage in stages:
+        handed = stage(inputs, None, *handed)
+    return handed
+
+
+def cut(network: nn.Module, count: int, cuts: tuple[str, ...] = (), example: Any = None) -> list[fx.GraphModule]:
+    return cut_stages(Step(network), cuts, count, example)
+
+
+RECIPES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resnet18": (lambda: resnet18(10, 3, 16), (2, 3, 16, 16)),
+    "resnet50": (lambda: resnet50(10, 3, 16), (2, 3, 16, 16)),
+    "cnn": (lambda: CNN(10, 1, 28, width=8), (2, 1, 28, 28)),
+    "mlp": (lambda: MLP(10, 1, 8, width=32), (2, 1, 8, 8)),
+    "vit": (lambda: VisionTransformer(10, 1, 8, width=24), (2, 1, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_can_be_cut_and_stays_the_same_function(recipe: str, count: int) -> None:
+    make, shape = RECIPES[recipe]
+    network, inputs = make().eval(), {"x": torch.randn(shape)}
+    whole = network(inputs["x"])
+    for example in (None, (inputs, None)):
+        stages = cut(network, count, example=example)
+        assert torch.equal(run(stages, inputs), whole)
+        names = [name for stage in stages for name in stage.state_dict()]
+        assert sorted(names) == sorted(network.state_dict())  # each in one stage
+        assert {name for stage in stages for name, _ in stage.named_modules() if name} <= {
+            name for name, _ in network.named_modules()
+        }
+        parameters = {id(parameter) for stage in stages for parameter in stage.parameters()}
+        assert parameters == {id(parameter) for parameter in network.parameters()}
+
+
+def test_equal_parts_weigh_bytes_and_arithmetic() -> None:
+    network = resnet18(10, 3, 16)
+    stages = cut(network, 2, example=({"x": torch.randn(2, 3, 16, 16)}, None))
+    sizes = [sum(parameter.numel() for parameter in stage.parameters()) for stage in stages]
+    assert hasattr(stages[0], "layer3")  # by bytes alone the last block would weigh as much as all before it
+    assert sizes[0] < sizes[1]
+    narrow, wide = cut(Chain(*(nn.Linear(6, 6) for _ in range(8))), 2)
+    assert len(narrow.state_dict()) == len(wide.state_dict())
+
+
+def test_the_plans_cuts_are_followed() -> None:
+    network = VisionTransformer(10, 1, 8, width=24)
+    stages = cut(network, 3, ("blocks.1", "norm"))
+    assert set(stages[0].state_dict()) == {
+        name for name in network.state_dict() if name.startswith(("embed", "position", "blocks.0"))
+    }
+    assert set(stages[2].state_dict()) == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
+    assert stages[1].get_submodule("blocks.2") is network.get_submodule("blocks.2")
+    inner = cut(Chain(Chain(), Chain()), 2, ("1.2",))
+    assert [len(stage.state_dict()) for stage in inner] == [12, 4]
+
+
+def test_what_skips_stages_is_handed_through_them_and_what_follows_from_the_batch_is_not() -> None:
+    network, inputs = Skips(), {"x": torch.randn(3, 6)}
+    stages = cut(network, 4, ("second", "third", "last"))
+    assert torch.equal(run(stages, inputs), network(inputs["x"]))
+    handed = [sum(node.op == "placeholder" for node in stage.graph.nodes) - 2 for stage in stages]
+    assert handed == [0, 1, 2, 2]  # nothing; early; early and y, twice
+    assert {name for stage in stages for name in stage.state_dict()} == set(network.state_dict())
+    tensors = {name for stage in stages for name, _ in named_tensors(stage)}
+    assert tensors == {name for name, _ in named_tensors(network)}  # the unused norm and the hidden buffer too
+
+
+def test_gradients_flow_back_through_every_value_that_was_handed_on() -> None:
+    network, inputs = Skips(), {"x": torch.randn(3, 6)}
+    network(inputs["x"]).square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in network.named_parameters()}
+    network.zero_grad(set_to_none=True)
+    run(cut(network, 4), inputs).square().sum().backward()
+    for name, parameter in network.named_parameters():
+        assert parameter.grad is None if expected[name] is None else torch.equal(parameter.grad, expected[name])
+
+
+def test_a_layer_that_writes_into_its_input_gets_a_copy_of_what_it_received() -> None:
+    network = Chain(nn.Linear(6, 6), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)))
+    first, second = cut(network, 2, ("1",))
+    received = torch.randn(2, 6, requires_grad=True)
+    second({}, None, received)[0].sum().backward()  # "a leaf Variable that requires grad" otherwise
+    assert received.grad is not None
+    assert "clone" not in str(first.graph)
+
+
+def test_nothing_is_computed_and_modes_stay() -> None:
+    with torch.device("meta"):
+        network = VisionTransformer(10, 1, 8, width=24, dropout=0.5)
+    network.blocks[1].eval()
+    stages = cut(network, 2)
+    assert all(tensor.is_meta for stage in stages for _, tensor in named_tensors(stage))
+    assert not network.blocks[1].training
+    assert network.blocks[0].training
+    stages[0].eval()
+    assert not network.blocks[0].training  # a stage's modules are the network's own
+
+
+def test_stages_of_one_rank_are_one_module_with_the_networks_names() -> None:
+    network = Skips()
+    stages = cut(network, 4, ("second", "third", "last"))
+    held = Stages([stages[0], stages[2]])
+    names = ["place", "first.weight", "first.bias", "unused.weight", "unused.bias", "third.weight", "third.bias"]
+    assert sorted(name for name, _ in held.named_parameters()) == sorted(names)
+    assert set(held.state_dict()) == {*names, "scale"}
+    assert held.get_submodule("third") is network.third
+    with pytest.raises(AttributeError, match="second"):
+        held.get_submodule("second")
+    held.load_state_dict({name: torch.zeros_like(value) for name, value in held.state_dict().items()})
+    assert not network.third.weight.any()
+    with pytest.raises(RuntimeError, match=r"second\.bias"):
+        held.load_state_dict({**held.state_dict(), "second.bias": torch.zeros(6)})
+    held.eval()
+    assert not network.third.training
+    assert network.second.training
+
+
+class Deciding(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class Moody(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+class Making(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.ones(6))
+
+
+class Writing(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return super().forward(x)
+
+
+class Tied(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self[3].weight = self[0].weight
+
+
+def frozen() -> nn.Module:
+    network = Chain()
+    network[0].requires_grad_(False)
+    return network
+
+
+REFUSED = {
+    "depends on values": (Deciding(), 2, (), r"Deciding cannot .*\(.*control flow\); strategy=fsdp"),
+    "depends on the mode": (Moody(), 2, (), "in training than in evaluation, or something random"),
+    "freezes a tensor": (Making(), 2, (), "makes a tensor of its own.*a buffer can hold it"),
+    "writes into the batch": (Writing(), 2, (), "changes .* in place"),
+    "no such module": (VisionTransformer(10, 1, 8, width=24), 2, ("block.3",), r"'block\.3' matches no.*'blocks\.3'"),
+    "never called": (VisionTransformer(10, 1, 8, width=24), 2, ("blocks",), "'blocks' is never called"),
+    "out of order": (Chain(), 3, ("2", "1"), "not in the order of the forward, which is 1, 2"),
+    "too many": (Chain(), 5, (), "has parts for 4 stages, 5 were asked for; with 4 it would work"),
+    "one layer": (Chain(nn.Linear(6, 6)), 2, (), "has parts for 1 stage, 2 were asked for; strategy=fsdp"),
+    "tied": (Tied(), 2, ("2",), "0 and 3 share a parameter or buffer, and would lie in stages 0 and 1"),
+    "tied over all": (Tied(), 2, (), "has parts for 1 stage, 2"),
+    "frozen": (frozen(), 2, ("1",), "stage 0 of 2 would have nothing to train"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_cut_is_refused_in_words(case: str) -> None:
+    network, count, cuts, words = REFUSED[case]
+    with pytest.raises(Refusal, match=words):
+        cut(network, count, cuts)
+
+
+def test_equal_parts_go_around_frozen_and_tied_parts() -> None:
+    first, second = cut(frozen(), 2)
+    assert any(parameter.requires_grad for parameter in first.parameters())
+    assert any(parameter.requires_grad for parameter in second.parameters())
+    network = Chain(*(nn.Linear(6, 6) for _ in range(6)))
+    network[1].weight = network[0].weight
+    assert ["1.weight" in stage.state_dict() for stage in cut(network, 5)] == [True, False, False, False, False]
