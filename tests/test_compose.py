@@ -46,7 +46,7 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("model=cmn", "model=cmn", "'cnn'"),
     ("model=resnet51", "model=resnet51", "'resnet50'"),
     ("strategy=dpd", "strategy=dpd", "'ddp'"),
-    ("strategy=dpp", "strategy=dpp", "There are: auto, ddp, ddp_tp, dp, single, tp"),
+    ("strategy=dpp", "strategy=dpp", "There are: auto, ddp, ddp_tp, "),
     ("strategy=3", "strategy=3", "expected one of auto"),
     ("log=[console,tensorbord]", "log=tensorbord", "'tensorboard'"),
     ("schedule=cosin", "schedule=cosin", "'cosine'"),
@@ -86,12 +86,12 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("model=[cnn,mlp]", "model=[cnn,mlp]", "not a list"),
     ("loop.steps=${nope}", "loop.steps", "nope"),
     ("loop.steps=???", "loop.steps", "must be given"),
-    ("optimizer.lr=0.1,0.2", "optimizer.lr", "[a,b]"),
+    ("optimizer.lr=0.1,0.2", "optimizer.lr", "add -m"),
     ("loop.epochs=[", "loop.epochs=[", "cannot be read"),
     ("word", "word", "KEY=VALUE"),
     ("=3", "=3", "no key"),
     ("hydra.run.dir=/tmp/x", "hydra.run.dir", "run.dir"),
-    ("hydra.mode=MULTIRUN", "hydra.mode", "one run for each value"),
+    ("hydra.mode=MULTIRUN", "hydra.mode", "asked for with -m"),
     ("trust=os", "trust=os", "a list of packages"),
 ]
 
@@ -139,7 +139,7 @@ def test_words_arrive() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["-m"], ["--multirun"], ["--experimental-rerun", "x"], ["--config-path", "x"]], ids=str
+    "flags", [["--experimental-rerun", "x"], ["--config-path", "x"]], ids=str
 )
 def test_flags_that_are_not_taken_are_refused_in_words(flags: list[str]) -> None:
     assert len(refusal(*flags, "seed=1").splitlines()) == 1

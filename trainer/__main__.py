@@ -29,9 +29,14 @@ def main() -> None:
 def run(words: Sequence[str], launch: Launch) -> int:
     """Compose, check, build, train; the exit code. Typos are refused before torch is imported."""
     from trainer.configuration.compose import compose, folders
+    from trainer.configuration.words import read
 
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does; a lab is importable from its parent folder
+    if read(words).multirun:
+        from trainer.multirun import run_all
+
+        return run_all(words, launch)
     cfg = compose(words)
     bundle.make_importable()
 

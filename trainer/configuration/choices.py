@@ -84,7 +84,8 @@ def harmless(override: Override, base: DictConfig, problems: list[str]) -> bool:
     if path not in known and not plain:
         problems.append(unknown(path, known))
     elif plain or override.value() != (choices[path] if path in choices else _scalar(base, path)):
-        hint = "start one run for each value" if path == "hydra.mode" else "the files of a run go to run.dir"
+        several = re.match(r"hydra[./](mode|launcher|sweeper)\b", path)
+        hint = "several runs are asked for with -m" if several else "the files of a run go to run.dir"
         problems.append(f"{line(override)}: this would have no effect, the framework does not run under Hydra; {hint}")
     return False
 

@@ -44,7 +44,7 @@ def compose(argv: Sequence[str]) -> DictConfig:
         _answer(words, words.overrides)
     overrides, problems = parse(words.overrides)
     words, overrides = take_searchpath(words, overrides)
-    with _hydra(words.folders) as places:
+    with composing(words.folders) as places:
         cfg, accepted = _composed(words, overrides, places, problems)
     if words.flags and not problems:
         _answer(words, accepted)
@@ -62,7 +62,7 @@ def folders(argv: Sequence[str]) -> tuple[Path, ...]:
 
 
 @contextmanager
-def _hydra(labs: tuple[Path, ...]) -> Iterator[list[Path]]:
+def composing(labs: tuple[Path, ...]) -> Iterator[list[Path]]:
     """Hydra's composer over our conf/; gives the places where groups are looked up, the framework's own first."""
     own = root() / "conf"
     Plugins.instance().register(LabSource)
@@ -70,8 +70,9 @@ def _hydra(labs: tuple[Path, ...]) -> Iterator[list[Path]]:
         yield [own, *(lab for lab in labs if lab != own)]
 
 
-def _load(words: Words, changes: Sequence[str], places: list[Path]) -> DictConfig:
-    labs = ",".join(_quoted(f"{LabSource.scheme()}://{place}") for place in places[1:])
+def load(words: Words, changes: Sequence[str], places: list[Path]) -> DictConfig:
+    """What Hydra composes of these words, its own part included, inside `composing`. Refusal in one line."""
+    labs = ",".join(quoted(f"{LabSource.scheme()}://{place}") for place in places[1:])
     try:
         return hydra.compose(words.config_name, [*changes, f"hydra.searchpath=[{labs}]"], return_hydra_config=True)
     except Refusal:
@@ -80,7 +81,8 @@ def _load(words: Words, changes: Sequence[str], places: list[Path]) -> DictConfi
         raise Refusal(_brief(error)) from error
 
 
-def _quoted(word: str) -> str:
+def quoted(word: str) -> str:
+    """A text as a value of Hydra's grammar."""
     return "'" + word.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
@@ -97,14 +99,14 @@ def _composed(
 ) -> tuple[DictConfig, list[str]]:
     """The configuration without Hydra's own part, and the words that made it; appends what is wrong to the problems."""
     chosen, changes, of_hydra = assort(overrides, places, problems)
-    base = _load(words, chosen, places)
+    base = load(words, chosen, places)
     known = [path for path in paths(as_written(base)) if not path.startswith("hydra.")]
     accepted = [line(each) for each in of_hydra if harmless(each, base, problems)]
     for each in changes:
         wrong = misnamed(each, known)
         problems += wrong
         accepted += [] if wrong else [line(each)]
-    cfg = _load(words, chosen + accepted, places) if accepted else base
+    cfg = load(words, chosen + accepted, places) if accepted else base
     with open_dict(cfg):
         own = cfg.pop("hydra")
     _refuse_hidden(own, places)
@@ -143,7 +145,7 @@ def _without_experiment(
     kept = [word for word in chosen if word.lstrip("+~").split("=")[0] not in ("experiment", *choices)]
     picked = [f"{group}={option}" for group, option in as_written(choices).items() if _is_choice(group, option)]
     try:
-        return _load(words, kept + picked, places)
+        return load(words, kept + picked, places)
     except Refusal:  # a choice that only exists below the experiment
         return base
 
@@ -162,7 +164,7 @@ def _answer(words: Words, overrides: Sequence[str]) -> NoReturn:
     if "COMP_LINE" in os.environ:  # shell completion; Hydra knows `program words`, not `python -m program words`
         os.environ["COMP_LINE"] = re.sub(r"^.*?-m\s+trainer\b", "trainer", os.environ["COMP_LINE"])
     labs = [part for lab in words.folders[:1] for part in ("--config-dir", str(lab))]
-    others = ",".join(_quoted(f"{LabSource.scheme()}://{lab}") for lab in words.folders[1:])
+    others = ",".join(quoted(f"{LabSource.scheme()}://{lab}") for lab in words.folders[1:])
     search = [f"hydra.searchpath=[{others}]"] if others else []
     sys.argv = [sys.argv[0], *words.flags, *labs, *overrides, *search]
     hydra.main(config_path=str(root() / "conf"), config_name=words.config_name, version_base="1.3")(_never)()

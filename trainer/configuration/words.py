@@ -27,13 +27,12 @@ class Words:
     config_name: str
     flags: tuple[str, ...]  # empty: a run is asked for
     composes: bool = True  # does the answer depend on the overrides?
+    multirun: bool = False  # several values of a word ask for several runs
 
 
 def read(argv: Sequence[str]) -> Words:
     """Take a command line apart. Refusal for a flag that is unknown, or that this program does not take."""
     found = _parser().parse_intermixed_args(list(argv))
-    if found.multirun:
-        raise Refusal("-m (--multirun) is not there yet: start one run for each value")
     if found.experimental_rerun:
         raise Refusal("--experimental-rerun reads a pickle, which this program never does; give the words again")
     if found.config_path:
@@ -50,6 +49,7 @@ def read(argv: Sequence[str]) -> Words:
         config_name=found.config_name,
         flags=spelled,
         composes=not (found.shell_completion or found.hydra_help or found.version),
+        multirun=found.multirun and not spelled,
     )
 
 
@@ -87,19 +87,19 @@ def _folder(name: str) -> Path:
     return folder
 
 
-def parse(words: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """The words in Hydra's grammar, and one line for each that cannot be read."""
+def parse(words: Sequence[str], sweeps: bool = False) -> tuple[list[Override], list[str]]:
+    """The words in Hydra's grammar, and a line for each that cannot be read. `sweeps`: may there be several values?"""
     parser = OverridesParser.create()
     overrides, problems = [], []
     for word in words:
         try:
-            overrides.append(_parsed(parser, word))
+            overrides.append(_parsed(parser, word, sweeps))
         except Refusal as refusal:
             problems.append(str(refusal))
     return overrides, problems
 
 
-def _parsed(parser: OverridesParser, word: str) -> Override:
+def _parsed(parser: OverridesParser, word: str, sweeps: bool) -> Override:
     brief = word if len(word) <= 60 else word[:57] + "..."
     if len(word) > LONGEST or sum(word.count(mark) for mark in ",[{(") > MARKS:
         raise Refusal(f"{brief}: too long for the command line; put it into a yaml file of a --config-dir")
@@ -110,8 +110,8 @@ def _parsed(parser: OverridesParser, word: str) -> Override:
         raise Refusal(f"{brief}: this cannot be read; {hint}") from None
     if not override.key_or_group or not word.lstrip("+~").split("=")[0].strip():
         raise Refusal(f"{brief}: there is no key before the =")
-    if override.is_sweep_override():
-        raise Refusal(f"{brief}: several values would be several runs, and -m is not there yet; a list is [a,b]")
+    if override.is_sweep_override() and not sweeps:
+        raise Refusal(f"{brief}: several values are several runs, add -m for them; a list is [a,b]")
     return override
 
 

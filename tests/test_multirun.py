@@ -1,0 +1,211 @@
+"""Several runs in one command: which runs the words ask for, that one fails alone, stopping, resuming, launchers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.commands import SMALL, Command, files_below, finish, lines, single, status, torchrun
+from trainer.configuration.multirun import Multirun, multirun, whole_words
+from trainer.multirun import STOPPED, meaning
+from trainer.refusal import Refusal
+
+# --------------------------------------------------------------------------------------------------- what is asked for
+
+
+def names(*words: str) -> list[str]:
+    return [job.name for job in multirun(["-m", *words]).jobs]
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(Refusal) as caught:
+        multirun(["-m", *words])
+    return str(caught.value)
+
+
+def test_every_combination_is_a_run_and_the_last_word_changes_fastest() -> None:
+    asked = multirun(["-m", "model=mlp,cnn", "loop.steps=3", "seed=range(2)"])
+    assert [job.words for job in asked.jobs] == [
+        ("model=mlp", "loop.steps=3", "seed=0"),
+        ("model=mlp", "loop.steps=3", "seed=1"),
+        ("model=cnn", "loop.steps=3", "seed=0"),
+        ("model=cnn", "loop.steps=3", "seed=1"),
+    ]
+    assert [job.name for job in asked.jobs][::3] == ["0_model=mlp,seed=0", "3_model=cnn,seed=1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["seed=3"], ["0_seed=3"]),
+        (["seed=3", "seed=1,2"], ["0_seed=1", "1_seed=2"]),  # the last word for a key holds
+        (["seed=1,2", "seed=3"], ["0_seed=3"]),
+        (["+optimizer.amsgrad=true,false"], ["0_+optimizer.amsgrad=True", "1_+optimizer.amsgrad=False"]),
+        (["model=glob(*,exclude=[r*,t*,v*,cnn])"], ["0_model=mlp"]),
+        (["log=[console],[]", "run.name=x"], ["0_log=_console", "1_log="]),
+        (["run.name=x"], ["0"]),
+        (["hydra.mode=MULTIRUN", "hydra/launcher=basic", "seed=1,2"], ["0_seed=1", "1_seed=2"]),
+    ],
+    ids=str,
+)
+def test_folders_are_named_by_what_differs(words: list[str], found: list[str]) -> None:
+    assert names(*words) == found
+
+
+def test_names_are_those_of_folders() -> None:
+    (name,) = names("data.file='/a b/c'")
+    assert name == "0_data.file=_a_b_c"
+    assert len(names("run.name=x", "optimizer.lr=0.1", "data.file=" + "x" * 500)[0]) <= 200
+
+
+def test_where_they_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def asked(*words: str) -> Multirun:
+        return multirun(["-m", "seed=1,2", *words])
+
+    assert asked().folder is None
+    assert asked("run.name=x", "run.root=r").folder == "r/x"
+    assert asked("run.name=x", "run.dir=d").folder == "d"
+    assert whole_words(asked("run.name=x").jobs[1], Path("/a b")) == ["seed=2", "run.dir='/a b/1_seed=2'"]
+    assert "run.name=../x" in refusal("run.name=../x", "seed=1,2")
+    assert "run.dir" in refusal("run.dir=a,b")
+
+
+def test_a_lab_and_an_experiment_that_lists_values(tmp_path: Path) -> None:
+    for name, text in {
+        "model/unet": "_target_: lab.net.Net\nwidth: 8\n",
+        "experiment/grid": "# @package _global_\nhydra: {sweeper: {params: {model.width: '4,8', seed: 'range(2)'}}}\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    lab = ["--config-dir", str(tmp_path), "model=unet"]
+    assert multirun(["-m", *lab, "model.width=4,8"]).jobs[1].words == (*lab, "model.width=8")
+    assert len(multirun(["-m", *lab, "experiment=grid"]).jobs) == 4
+    assert [job.name for job in multirun(["-m", *lab, "experiment=grid", "seed=7"]).jobs][1] == "1_model.width=8"
+    assert names(*lab[:2], "model=glob(u*)") == ["0_model=unet"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optimzer.lr=1,2"], "optimizer.lr"),
+        (["seed=1,2", "lr=3"], "optimizer.lr"),
+        (["seed=x,y"], "seed=y"),
+        (["seed=1,2", "loop.steps=["], "cannot be read"),
+        (["optimizer.lr=interval(0,1)"], "a,b,c"),
+        (["model=glob(nothing*)"], "no option of model"),
+        (["seed=range(10)", "optimizer.lr=range(100)", "loop.steps=range(1,100)"], "99,000 runs"),
+        (["seed=1,2", "hydra.sweep.dir=x"], "run.dir"),
+        (["seed=1,2", "hydra/launcher=nothing"], "hydra/launcher/nothing"),
+        (["hydra/launcher=basic,basic"], "one launcher"),
+    ],
+    ids=str,
+)
+def test_what_no_run_could_work_with_is_refused_at_once(words: list[str], said: str) -> None:
+    message = refusal(*words)
+    assert said in message
+    assert len(message.splitlines()) <= 2
+
+
+@pytest.mark.skipif(find_spec("submitit") is not None, reason="the submitit extra is installed here")
+def test_a_launcher_of_the_extra_names_it() -> None:
+    assert "trainer[submitit]" in refusal("seed=1,2", "hydra/launcher=submitit_slurm")
+
+
+def test_what_only_some_could_not_work_with_is_theirs() -> None:
+    problems = [job.problem for job in multirun(["-m", "strategy=single,nope", "seed=1,x"]).jobs]
+    assert problems[0] == ""
+    assert "seed=x" in problems[1]
+    assert "no such option" in problems[2]
+    assert "seed=x" in problems[3]
+    assert "no such option" in problems[3]
+
+
+@pytest.mark.parametrize(
+    ("codes", "stop", "code"),
+    [
+        ([0], False, 0),
+        ([STOPPED, 0], False, STOPPED),
+        ([0, 0], True, 0),
+        ([-signal.SIGTERM, 0], True, STOPPED),
+        ([-signal.SIGTERM, 1], True, 1),
+        ([-signal.SIGKILL, 1], False, 1),
+        ([2, -signal.SIGTERM], False, 2),
+    ],
+)
+def test_one_code_from_those_of_all_ranks(codes: list[int], stop: bool, code: int) -> None:
+    assert meaning(codes, stop) == code
+
+
+# ----------------------------------------------------------------------------------------------------------- real runs
+
+WORDS = (*SMALL, "device=cpu", "schedule=constant", "optimizer=sgd", "loop.global_batch=120", "log=[]")
+
+
+@pytest.mark.slow
+def test_a_failing_run_fails_alone(tmp_path: Path) -> None:
+    words = ["-m", *WORDS, "loop.steps=2", "loop.save_every=1", "optimizer.lr=1e30,x,0.1", "run.name=all"]
+    screen = finish(single(*words), tmp_path, code=1)
+    folder = tmp_path / "runs" / "all"
+    assert {path.name for path in folder.iterdir()} == {"0_optimizer.lr=1e+30", "2_optimizer.lr=0.1"}
+    assert status(folder / "0_optimizer.lr=1e+30")["state"] == "failed"
+    assert status(folder / "2_optimizer.lr=0.1")["state"] == "completed"
+    assert screen.count("1_optimizer.lr=x: optimizer.lr=x: expected a number") == 1  # at the start, before the others
+    end = screen.rstrip().splitlines()[-3:]
+    assert "1 completed, 2 failed" in end[0]
+    assert "exit code 1: FloatingPointError" in end[1]
+    assert "exit code 2: optimizer.lr=x" in end[2]
+
+
+@pytest.mark.slow
+def test_a_mistake_that_all_share_costs_one_message_and_leaves_nothing(tmp_path: Path) -> None:
+    screen = finish(single("-m", "optimizer.lrr=1,2", "seed=1,2"), tmp_path, code=2)
+    assert len(screen.splitlines()) == 1
+    assert files_below(tmp_path) == set()
+
+
+@pytest.mark.slow
+def test_a_signal_stops_all_and_the_same_words_go_on(tmp_path: Path) -> None:
+    words = ["-m", *WORDS, "loop.save_every=null", "run.name=stop", "seed=0,1,2"]
+    command = Command(single(*words, "loop.steps=1000000", "loop.eval_every=null"), tmp_path)
+    first, second = (tmp_path / "runs" / "stop" / name for name in ("0_seed=0", "1_seed=1"))
+    command.wait_for_step(first, 1)
+    os.kill(command.pid, signal.SIGTERM)
+    ended = command.end()
+    assert (ended.code, ended.left) == (STOPPED, []), ended.screen
+    assert "1 stopped, 2 not started" in ended.screen
+    assert status(first)["state"] == "preempted"
+    assert not second.exists()
+
+    steps = status(first)["step"] + 2
+    finish(single(*words, f"loop.steps={steps}", "loop.eval_every=null"), tmp_path)
+    assert (status(first)["resume_step"], status(first)["step"]) == (steps - 2, steps)
+    assert status(second)["state"] == "completed"
+
+
+@pytest.mark.slow
+def test_under_torchrun_each_has_processes_of_its_own(tmp_path: Path) -> None:
+    words = ["-m", *WORDS, "loop.steps=2", "loop.global_batch=101,120", "strategy=ddp", "run.root=runs"]
+    screen = finish(torchrun(2, *words), tmp_path, code=1)
+    (folder,) = (tmp_path / "runs").iterdir()  # one generated name for both ranks
+    assert [path.name for path in folder.iterdir()] == ["1_loop.global_batch=120"]
+    done = status(folder / "1_loop.global_batch=120")
+    assert (done["state"], done["world_size"], done["strategy"]) == ("completed", 2, "ddp")
+    assert len(lines(folder / "1_loop.global_batch=120", "train")) == 2
+    assert "1 completed, 1 failed" in screen
+    assert "101 / 2 data ranks" in screen.split("Root Cause")[1]  # torchrun's last block names the run's own mistake
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("submitit") is None, reason="needs the submitit extra")
+def test_a_launcher_of_hydra_starts_them(tmp_path: Path) -> None:
+    words = ["-m", *WORDS, "loop.steps=2", "loop.global_batch=120,99999", "hydra/launcher=submitit_local"]
+    screen = finish(single(*words, "hydra.launcher.timeout_min=5", "run.name=sub"), tmp_path, code=2)
+    folder = tmp_path / "runs" / "sub"
+    assert status(folder / "0_loop.global_batch=120")["state"] == "completed"
+    assert "1 completed, 1 failed" in screen

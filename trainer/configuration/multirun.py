@@ -1,0 +1,155 @@
+"""What -m asks for: the words of each job, in Hydra's grammar of several values, and what is wrong with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Glob, Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from trainer.configuration.choices import line
+from trainer.configuration.compose import compose, composing, load, quoted
+from trainer.configuration.words import Words, parse, read, take_searchpath
+from trainer.refusal import Refusal
+
+MOST = 10_000  # jobs of one command
+CHECKED = 32  # jobs whose words are read before the first one starts; of more than that the rest are read in their turn
+_PLACE = ("run", "run.root", "run.name", "run.dir")  # all jobs share one folder
+_OF_HYDRA = re.compile(r"hydra[./](mode|launcher|sweeper)\b")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of several: the name of its folder, the words that make it, and what is wrong with them alone."""
+
+    name: str
+    words: tuple[str, ...]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Multirun:
+    """Several runs, where they go, and who starts them."""
+
+    jobs: tuple[Job, ...]
+    root: str
+    folder: str | None  # run.dir, or run.name below the root; None: a name is generated
+    init_method: str  # where the processes meet
+    launcher: str  # Hydra's name of it; basic: one job after the other, here
+    cfg: DictConfig  # with Hydra's own part, for launchers that are its plugins
+
+
+def multirun(argv: Sequence[str]) -> Multirun:
+    """Take the command line of several runs apart. Refusal where no job of them could work.
+
+    What is wrong with some jobs only is left to these: they fail alone.
+    """
+    words = read(argv)
+    overrides, problems = parse(words.overrides, sweeps=True)
+    if problems:
+        raise Refusal("\n".join(problems))
+    words, overrides = take_searchpath(words, overrides)
+    of_hydra = [each for each in overrides if _OF_HYDRA.match(each.key_or_group)]
+    with composing(words.folders) as places:
+        last = {each.get_key_element(): each for each in overrides if each not in of_hydra}
+        base = _base(words, list(last.values()), of_hydra, places)
+        for key, value in (base.hydra.sweeper.get("params") or {}).items():  # of an experiment's yaml
+            last = {key: parse([f"{key}={value}"], sweeps=True)[0][0]} | last
+        jobs = _jobs(words, list(last.values()), places)
+    jobs, cfg = _checked(jobs)
+    folder = cfg.run.dir if cfg.run.dir is not None else _below_root(cfg.run.root, cfg.run.name)
+    launcher = base.hydra.runtime.choices["hydra/launcher"]
+    return Multirun(tuple(jobs), cfg.run.root, folder, cfg.distributed.init_method, launcher, base)
+
+
+def _base(words: Words, overrides: list[Override], of_hydra: list[Override], places: list[Path]) -> DictConfig:
+    """The configuration with Hydra's own part, as the first values of the groups' words choose it."""
+    wrong = [line(each) for each in of_hydra if each.is_sweep_override()]
+    if wrong:
+        raise Refusal(f"{wrong[0]}: one launcher starts all jobs")
+    groups = [each for each in overrides if any((place / each.key_or_group).is_dir() for place in places)]
+    chosen = [_values(each, places)[0] for each in groups]
+    try:
+        return load(words, [*chosen, *map(line, of_hydra)], places)
+    except Refusal as refusal:
+        missing = any("submitit" in line(each) for each in of_hydra) and find_spec("submitit") is None
+        raise Refusal(f"{refusal}" + ("; it comes with pip install 'trainer[submitit]'" if missing else "")) from None
+
+
+def _jobs(words: Words, overrides: list[Override], places: list[Path]) -> list[Job]:
+    """Every combination of values, the last word's changing fastest."""
+    values = [_values(each, places) for each in overrides]
+    several = [each.is_sweep_override() for each in overrides]
+    shared = [each.key_or_group for each, swept in zip(overrides, several, strict=True) if swept]
+    if place := set(shared) & set(_PLACE):
+        raise Refusal(f"{min(place)}: under -m all jobs share one folder, and each has its own in there")
+    if (count := prod(map(len, values))) > MOST:
+        raise Refusal(f"these words ask for {count:,} runs; at most {MOST:,} are taken")
+    labs = [part for lab in words.folders for part in ("--config-dir", str(lab))]
+    named = [] if words.config_name == "config" else ["--config-name", words.config_name]
+    jobs = []
+    for number, picked in enumerate(product(*values)):
+        telling = [word for word, swept in zip(picked, several, strict=True) if swept]
+        telling = telling or [word for word in picked if not word.startswith("run.")]
+        jobs.append(Job(_folder_name(number, ",".join(telling)), (*labs, *named, *picked)))
+    return jobs
+
+
+def _values(override: Override, places: list[Path]) -> list[str]:
+    """The words that one word stands for. Refusal where they cannot be counted."""
+    if not override.is_sweep_override():
+        return [line(override)]
+    key = override.get_key_element()
+    value: Any = override.value()
+    if isinstance(value, Glob):
+        options = {file.stem for place in places for file in (place / override.key_or_group).glob("*.yaml")}
+        if not (found := value.filter(sorted(options))):
+            raise Refusal(f"{line(override)}: no option of {override.key_or_group} is called so")
+        return [f"{key}={option}" for option in found]
+    try:
+        found = [f"{key}={each}" for each in override.sweep_string_iterator()] if override.is_discrete_sweep() else []
+    except HydraException as error:
+        raise Refusal(f"{line(override)}: {error}") from error
+    if not found:
+        raise Refusal(f"{line(override)}: these are no values to go through; write them as a,b,c or range(1,4)")
+    return found
+
+
+def _folder_name(number: int, words: str) -> str:
+    """`<number>_<overrides>`, without what a path or a shell would read as something else."""
+    return f"{number}_{re.sub(r'[^A-Za-z0-9._=,+-]+', '_', words)}"[:200].rstrip("_")
+
+
+def _checked(jobs: list[Job]) -> tuple[list[Job], DictConfig]:
+    """The jobs with what is wrong with each, and a configuration of one that works. Refusal where none does."""
+    cfg: Any = None
+    problems: dict[str, str] = {}
+    for job in jobs[:CHECKED]:
+        try:
+            composed = compose(job.words)
+            cfg = cfg or composed
+        except Refusal as refusal:
+            problems[job.name] = str(refusal)
+    if cfg is None:
+        raise Refusal("\n".join(dict.fromkeys("\n".join(problems.values()).splitlines())))
+    return [replace(job, problem=problems.get(job.name, "")) for job in jobs], cfg
+
+
+def _below_root(root: str, name: str | None) -> str | None:
+    if name is not None and (name in ("", ".", "..") or Path(name).name != name):
+        raise Refusal(f"run.name={name}: a name is that of one folder; give run.dir for a path")
+    return None if name is None else str(Path(root) / name)
+
+
+def whole_words(job: Job, folder: Path) -> list[str]:
+    """The command line of one job, with its own folder."""
+    kept = [word for word in job.words if not re.match(r"\+*run\.(dir|name)=", word)]
+    return [*kept, f"run.dir={quoted(str(folder / job.name))}"]
