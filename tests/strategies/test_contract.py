@@ -140,9 +140,19 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(train: Any, where: st
         assert rank["weights"] == whole_run["weights"]
 
 
+SPREADS = ["dp", "ddp on 2", "tp on 2", "ddp_tp on 4", "zero1 on 3", "fsdp on 3", "hsdp on 4", "fsdp_tp on 4"]
+PAIRS = [
+    *[("single", name) for name in SPREADS],
+    *[(name, "single") for name in SPREADS],
+    ("fsdp on 3", "ddp_tp on 4"),
+    ("zero1 on 3", "fsdp_tp on 4"),
+    ("fsdp_tp on 4", "zero1 on 4"),
+    ("hsdp on 4", "ddp on 3"),
+]
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("target", ["single", "ddp on 3", "tp on 2", "ddp_tp on 4", "dp"])
-@pytest.mark.parametrize("source", ["single", "ddp on 2", "tp on 2", "ddp_tp on 4"])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_saved_under_one_strategy_it_goes_on_under_another(
     train: Any, source: str, target: str, optimizer: str, tmp_path: Path
 ) -> None:

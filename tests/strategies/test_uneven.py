@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.processes import Processes
-from tests.strategies import toys
-from tests.strategies.toys import Case
+from tests.strategies.toys import Case, run
 from trainer.launch import Launch
 from trainer.machine import Machine
 from trainer.parallel.gather import dealt, gather, gathering_over
@@ -41,12 +39,6 @@ everywhere = pytest.mark.parametrize("where", SPREAD)
 _done: dict[str, list[dict[str, Any]]] = {}
 
 
-def run(launch: Launch, batch: int, case: Case) -> dict[str, Any]:
-    """Train a toy with another global batch."""
-    with patch.object(toys, "BATCH", batch):
-        return toys.run(launch, case)
-
-
 @pytest.fixture
 def train(processes: Processes) -> Any:
     """Run a case on so many ranks; one that ran before is remembered, unless it touches files."""
@@ -54,7 +46,7 @@ def train(processes: Processes) -> Any:
     def remembered(size: int, batch: int, case: Case) -> list[dict[str, Any]]:
         key = f"{size} {batch} {case}"
         if key not in _done or case.folder:
-            _done[key] = processes.run(size, run, batch, case)
+            _done[key] = processes.run(size, run, case.but(batch=batch))
         return _done[key]
 
     return remembered

@@ -224,6 +224,7 @@ class Case:
     folder: str = ""
     seed: int = 3
     optimizer: str = "adamw"
+    batch: int = BATCH
     device: str = "cpu"
     backend: str | None = None
 
@@ -250,7 +251,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
     strategy.check(task, network, launch.world_size)
     seen: dict[str, Any] = {"losses": [], "norms": [], "digests": [], "indices": [], "parts": []}
     with strategy:
-        stream = Stream(data, data.train(), strategy, BATCH, case.micro_batches, Loading())
+        stream = Stream(data, data.train(), strategy, case.batch, case.micro_batches, Loading())
         evaluation = EvaluationStream(data, data.evaluation(), strategy, 32, Loading())
         placed = strategy.build(task, network, stream.example())
         optimizer = placed.optimizer(make_optimizer(case.optimizer), [{"params": list(placed.network.parameters())}])
@@ -264,7 +265,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
             placed.load_state(optimizer, tensors)
         step, epoch, position = case.start, *divmod(case.start, stream.steps_per_epoch)
         while step < case.steps:
-            for batches in stream.epoch(epoch, position * BATCH):
+            for batches in stream.epoch(epoch, position * case.batch):
                 parts = placed.forward_backward(batches, step)
                 norm = placed.optimizer_step(optimizer, 1.0)
                 indices = torch.cat([batch.indices for batch in batches])
