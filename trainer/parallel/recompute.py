@@ -1,11 +1,153 @@
-"""Activation checkpointing."""
+"""Activation checkpointing: a unit forgets what it computed in the forward and computes it again in the backward."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from types import TracebackType
+from typing import Any, ClassVar, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from trainer.refusal import Refusal
+
+Mode = Literal["units", "operators"]
+
+# What is dear to compute, by namespace of torch.ops; torch 2.11 to 2.15 and builds without a part of them have these or
+# fewer. Attention by itself has many kernels.
+DEAR = {
+    "aten": (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_scaled_mm",
+        "_grouped_mm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    ),
+    "_c10d_functional": (
+        "all_reduce",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_to_all_single",
+    ),
+    "_dtensor": ("shard_dim_alltoall",),
+}
 
 
-def recompute(network: nn.Module, names: list[str], mode: Literal["units", "operators"]) -> None:
-    """Each unit keeps its inputs only and is run again in the backward."""
+def recompute(network: nn.Module, names: list[str], mode: Mode) -> None:
+    """Let these units of a network keep less between forward and backward, in place; names, values and losses stay.
+
+    "units": a unit keeps its inputs and is run again in the backward. "operators": it also keeps the results of matrix
+    products, convolutions, attention and collectives, so that only what is cheap is computed again. Without gradients,
+    as in evaluation, nothing changes.
+
+    Random numbers repeat. So do buffers that a forward changes (BatchNorm's statistics): the second run begins with
+    those of the first and leaves no trace. After torch.utils.checkpoint, without re-entrance.
+    """
+    for name in names:
+        unit = network.get_submodule(name)
+        for part in unit.modules():
+            if getattr(part, "inplace", False):
+                vars(part)["inplace"] = False  # would write over what is kept, and saves nothing any more
+        if "forward" in vars(unit):
+            raise Refusal(f"{name} cannot be recomputed: its forward was replaced by one that is not its class's")
+        # not a wrapper, which would be one level more in every name
+        unit.__class__ = _recomputed(type(unit), mode)  # type: ignore[arg-type]  # mypy takes no class for hashable
+
+
+@cache
+def _recomputed(kind: type[nn.Module], mode: Mode) -> type[nn.Module]:
+    """A class of the same name whose forward is recomputed. Alike units share it, and so a compiled graph."""
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "recomputed_mode": mode}
+    return type(kind.__name__, (_Recomputed, kind), own)
+
+
+class _Recomputed(nn.Module):
+    """A unit of a network. Attributes begin with `recomputed`, so that they are none of the unit's own."""
+
+    recomputed_mode: ClassVar[Mode]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        run, selective = super().forward, self.recomputed_mode == "operators"
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        if torch.compiler.is_compiling():  # repeats no change of a buffer, and must see torch's own contexts
+            if selective:
+                return checkpoint(run, *args, use_reentrant=False, context_fn=_selective, **kwargs)
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        # which modules are in training mode → the buffers that a forward then changes
+        changing: dict[tuple[bool, ...], list[str]] = vars(self).setdefault("recomputed_buffers", {})
+        modes = tuple(part.training for part in self.modules())
+        before = {name: self.get_buffer(name).clone() for name in changing.get(modes, _buffers(self))}
+        contexts = partial(_contexts, self, before, _selective if selective else _nothing)
+        output = checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if modes not in changing:  # looked at once, so that constants are not copied in every step
+            changed = [name for name, value in before.items() if not torch.equal(value, self.get_buffer(name))]
+            changing[modes] = changed
+        return output
+
+
+def _buffers(unit: nn.Module) -> list[str]:
+    return [name for name, _ in unit.named_buffers()]
+
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of the forward, of its repetition
+
+
+def _nothing() -> Contexts:
+    return nullcontext(), nullcontext()
+
+
+def _selective() -> Contexts:
+    return create_selective_checkpoint_contexts(_keep)
+
+
+def _contexts(unit: nn.Module, before: dict[str, Tensor], inner: Callable[[], Contexts]) -> Contexts:
+    first, again = inner()
+    return first, _OwnBuffers(unit, before, again)
+
+
+class _OwnBuffers:
+    """Inside it a unit has copies of the buffers that its forward began with. Can be entered several times."""
+
+    def __init__(self, unit: nn.Module, before: dict[str, Tensor], inner: AbstractContextManager[Any]) -> None:
+        self._unit, self._before, self._inner = unit, before, inner
+
+    def __enter__(self) -> None:
+        self._now = {name: self._unit.get_buffer(name) for name in self._before}
+        # other tensors, not other values: autograd may have kept the present ones
+        self._set({name: value.clone() for name, value in self._before.items()})
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inner.__exit__(kind, error, trace)
+        self._set(self._now)
+
+    def _set(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            owner, _, buffer = name.rpartition(".")
+            setattr(self._unit.get_submodule(owner), buffer, value)
+
+
+def _keep(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Which results stay. Attention with dropout does not: skipping it would shift the random numbers that follow."""
+    drops = any(isinstance(value, float) and value > 0 for value in args) or kwargs.get("dropout_p", 0.0) > 0
+    dear = operator in _dear() and not (drops and "attention" in str(operator))
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def _dear() -> frozenset[Any]:
+    packets = [getattr(getattr(torch.ops, space), name, None) for space, names in DEAR.items() for name in names]
+    return frozenset(packet.default for packet in packets if packet is not None)

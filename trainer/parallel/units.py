@@ -1,13 +1,145 @@
-"""Subtrees of a network that belong together."""
+"""Which subtrees of a network are units: gathered and released, recomputed and compiled together."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 
-from trainer.parallel.tensor import _matches
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from trainer.parallel.matching import matches
 from trainer.plan import Plan
+from trainer.refusal import Refusal, nearest
+
+SMALL = 1 / 8  # of the network's parameters: what has no more than that is not taken apart
+LARGE = 1 / 4  # a repeated block of more than that is, where blocks repeat inside it, too
+CRUMB = 1 / 32  # a layer of less stays with what surrounds it
+LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# They use the weights of the layers inside them without calling these, sometimes or always.
+SEALED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def units(network: nn.Module, plan: Plan) -> list[str]:
-    """Names of the subtrees that are gathered, recomputed and compiled together."""
-    return [name for key in plan.shard for name, _ in _matches(network, key)]
+    """Names of the units in the order of `network.named_modules()`; no unit lies in another.
+
+    Those that the plan's `shard` names. Where it is silent: the blocks that a network repeats in its lists, else the
+    largest subtrees that have at most an eighth of the parameters. What is left belongs to the network as a whole. No
+    value is read, so the network may be on the meta device.
+
+    Refusal where the plan names what is not there or cannot be a unit.
+    """
+    if plan.shard:
+        return _planned(network, plan)
+    search = _Search(_size(network), _sharing(network))
+    return list(search.below("", network, blocks_only=isinstance(network, SEALED)))
+
+
+def _planned(network: nn.Module, plan: Plan) -> list[str]:
+    """The units that the plan names. Of what a wildcard fits, modules without parameters are left out."""
+    sharing, named = _sharing(network), set()
+    for key in plan.shard:
+        matched = dict(matches(network, key))
+        if not matched:
+            names = [name for name, _ in network.named_modules() if name]
+            raise Refusal(f"the plan's shard {key!r} matches no module{nearest(key, names)}")
+        for name, module in matched.items():
+            _refuse(name, module, network, sharing)
+        full = {name for name, module in matched.items() if any(True for _ in module.parameters())}
+        if not full:
+            raise Refusal(f"the plan's shard {key!r} names only modules without parameters")
+        named |= full
+    for name in named:
+        for above in _enclosing(name):
+            if above in named:
+                raise Refusal(f"the plan's shard names {above} and {name} inside it; units do not lie in one another")
+    return [name for name, _ in network.named_modules() if name in named]
+
+
+def _refuse(name: str, module: nn.Module, network: nn.Module, sharing: set[str]) -> None:
+    if not _has_forward(module):
+        raise Refusal(
+            f"the plan's shard names {name}, a {type(module).__name__}, which is never called; {name + '.*'!r} means"
+            " what it holds"
+        )
+    if name in sharing:
+        raise Refusal(f"the plan's shard names {name}, of whose parameters one is also used outside of it")
+    for above in _enclosing(name):
+        if above and _is_sealed(network.get_submodule(above)):
+            kind = type(network.get_submodule(above)).__name__
+            raise Refusal(f"the plan's shard names {name}, but a {kind} uses weights in it without calling it: {above}")
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Finding units by size."""
+
+    total: int  # parameters of the whole network
+    sharing: set[str]  # modules of whose parameters one is also used outside of them
+
+    def below(self, prefix: str, parent: nn.Module, blocks_only: bool) -> Iterator[str]:
+        """The units inside a module. `blocks_only`: nothing but repeated blocks may be taken out of it."""
+        blocks = _blocks(parent)
+        for part, child in parent.named_children():
+            name, size, repeated = f"{prefix}{part}", _size(child), child in blocks
+            if not size:
+                continue
+            free = name not in self.sharing and _has_forward(child) and (repeated or not blocks_only)
+            if not free or not self._belongs_together(child, size, repeated):
+                yield from self.below(f"{name}.", child, blocks_only or _is_sealed(child))
+            elif repeated or any(True for _ in child.children()) or size >= CRUMB * self.total:
+                yield name
+
+    def _belongs_together(self, module: nn.Module, size: int, repeated: bool) -> bool:
+        """Is it better not taken apart?"""
+        if any(_blocks(part) for part in module.modules()):
+            return type(module) not in LISTS and size <= (LARGE if repeated else SMALL) * self.total
+        return repeated or size <= SMALL * self.total or _is_sealed(module) or _is_one_layer(module)
+
+
+def _sharing(network: nn.Module) -> set[str]:
+    """Names of modules of whose parameters one has another name outside of them: tied weights, modules used twice."""
+    users: dict[int, list[set[str]]] = defaultdict(list)
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        users[id(parameter)].append(_enclosing(name))
+    # nothing outside: then every user lies in the module
+    return {name for above in users.values() for name in chain(*above) if not all(name in other for other in above)}
+
+
+def _enclosing(name: str) -> set[str]:
+    """The modules that a module or a parameter lies in, the network itself ("") too."""
+    parts = name.split(".")
+    return {".".join(parts[:depth]) for depth in range(len(parts))}
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Can it be called? A ModuleList cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_sealed(module: nn.Module) -> bool:
+    """Must what is inside stay with it, because it may use the weights there without a call?"""
+    children = list(module.children())
+    lists = any(isinstance(child, (nn.ParameterList, nn.ParameterDict)) for child in children)
+    owns = lists or any(True for _ in module.parameters(recurse=False))
+    return bool(children) and (owns or isinstance(module, SEALED) or is_parametrized(module))
+
+
+def _is_one_layer(module: nn.Module) -> bool:
+    """Is it a layer, perhaps with some trimmings, so that nothing is gained by taking it apart?"""
+    layers = [_size(child) for child in module.children() if not any(True for _ in child.children())]
+    return max(layers, default=_size(module)) > 0.75 * _size(module)
+
+
+def _blocks(parent: nn.Module) -> list[nn.Module]:
+    """What repeats in a list: those of its modules that hold modules and whose class occurs more than once."""
+    if not isinstance(parent, LISTS):
+        return []
+    kinds = Counter(type(child) for child in parent.children())
+    return [child for child in parent.children() if kinds[type(child)] > 1 and any(True for _ in child.children())]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
