@@ -28,18 +28,20 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     """
     policy = MixedPrecisionPolicy(param_dtype=how.param_dtype, reduce_dtype=torch.float32 if how.param_dtype else None)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
-    sharded = [
+    again = how.reshard_after_forward
+    units = [
         fully_shard(
-            module, mesh=mesh, reshard_after_forward=how.reshard_after_forward, mp_policy=policy, offload_policy=offload
+            network.get_submodule(name), mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=offload
         )
-        for module in [*(network.get_submodule(name) for name in names), root]
+        for name in names
     ]
-    units = sharded[:-1]
+    again = again and not units  # what is left is small and wanted first in the backward: it stays gathered
+    whole = fully_shard(root, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=offload)
     if how.ahead > 1:
         for at, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + how.ahead])
             unit.set_modules_to_backward_prefetch(units[max(at - how.ahead, 0) : at][::-1])
-    return sharded[-1]
+    return whole
 
 
 def reshard(root: nn.Module) -> None:

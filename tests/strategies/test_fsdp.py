@@ -1,0 +1,103 @@
+"""fully_shard: what travels when, what is held, weights built without a whole network, and words before it starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from recipes.vision.vit import VisionTransformer
+from tests.processes import Processes
+from tests.strategies.counting import collectives_of_a_step
+from tests.strategies.toys import STRATEGIES, Case, Net, Plain, run
+from trainer.launch import Launch
+from trainer.machine import Machine
+from trainer.refusal import Refusal
+from trainer.seeds import seed_all
+from trainer.strategies.fsdp import FSDP
+
+
+def kinds(sent: list[tuple[str, int]]) -> Counter[str]:
+    """How often each kind of collective took place."""
+    return Counter(name for name, _ in sent)
+
+
+def test_gradients_travel_once_a_step_unless_each_micro_batch_is_to_send_its_own(processes: Processes) -> None:
+    def sent(**changes: Any) -> Counter[str]:
+        fields, micro_batches = changes.get("fields", {}), changes.get("micro_batches", 1)
+        return kinds(processes.run(2, collectives_of_a_step, Case("fsdp", fields, micro_batches=micro_batches))[0])
+
+    once, four = sent(), sent(micro_batches=4)
+    each = sent(micro_batches=4, fields={"sync_micro_batches": True})
+    reduce = "gloo:all_reduce"  # gloo scatters what it has reduced for everyone
+    assert four[reduce] == once[reduce] > 0
+    assert each[reduce] == 4 * once[reduce]
+
+
+def test_zero_2_gathers_once_and_zero_3_twice(processes: Processes) -> None:
+    three, two = (
+        kinds(processes.run(2, collectives_of_a_step, Case("fsdp", {"reshard_after_forward": again}))[0])
+        for again in (True, False)
+    )
+    gather, units = "gloo:all_gather", two["gloo:all_gather"] - 1  # and what is in no unit
+    assert three[gather] == 2 * units + 1 > two[gather]
+
+
+def test_gathered_in_bf16_the_masters_stay_whole(processes: Processes) -> None:
+    (reference,) = processes.run(1, run, Case(steps=8))
+    ranks = processes.run(2, run, Case("fsdp", {"param_dtype": "bf16"}, steps=8))
+    for mine, theirs in zip(ranks[0]["losses"], reference["losses"], strict=True):
+        assert 0 < abs(mine - theirs) < 0.05
+    assert any(value != float(torch.tensor(value).bfloat16()) for value in ranks[0]["weights"]["norm.weight"])
+
+
+def small_transformer() -> nn.Module:
+    return VisionTransformer(10, 1, 8, width=48, depth=2, heads=4)
+
+
+def initial(launch: Launch, word: str, fields: dict[str, Any]) -> tuple[bool, dict[str, Any], int]:
+    """Was the network built without values; its first weights; bytes of them on this rank."""
+    with STRATEGIES[word](machine=Machine(launch=launch, device="cpu"), **fields) as strategy:
+        seed_all(5)
+        network = strategy.construct(small_transformer)
+        without = any(parameter.is_meta for parameter in network.parameters())
+        placed = strategy.build(Plain(), network, None)
+        state = placed.network.state_dict()
+        whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+        held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in placed.network.parameters())
+    return without, {name: value.tolist() for name, value in whole.items()}, held
+
+
+@pytest.mark.parametrize(
+    ("size", "fields"), [(3, {}), (4, {"replicate": 2}), (4, {"tensor": 2}), (2, {"shard": 1, "tensor": 2})]
+)
+def test_built_without_values_it_starts_from_the_same_weights(
+    processes: Processes, size: int, fields: dict[str, Any]
+) -> None:
+    seed_all(5)
+    ordinary = small_transformer()
+    weights = {name: value.tolist() for name, value in ordinary.state_dict().items()}
+    everything = sum(parameter.nbytes for parameter in ordinary.parameters())
+    for without, state, held in processes.run(size, initial, "fsdp", fields):
+        assert without
+        assert state == weights
+        assert held < everything
+
+
+def test_degrees_and_plans_are_checked_before_it_starts() -> None:
+    with pytest.raises(Refusal, match=r"replicate 3 .* 4 processes|4 processes / .*replicate 3"):
+        FSDP(replicate=3).data_ranks(4)
+    with pytest.raises(Refusal, match="Linear has no tensor-parallel plan"):
+        FSDP(tensor=2).check(Plain(), nn.Linear(4, 4), 4)
+    FSDP().check(Plain(), nn.Linear(4, 4), 4)  # without tensor ranks nothing is asked of a network
+
+
+def test_it_says_its_degrees_and_is_named_for_them() -> None:
+    assert [FSDP().name, FSDP(replicate=2).name, FSDP(tensor=2).name] == ["fsdp", "hsdp", "fsdp_tp"]
+    machine = Machine(device="cpu")
+    with FSDP(machine=machine) as strategy:
+        assert strategy.notes(Net())[0] == "mesh replicate 1 × shard 1 × tensor 1"
