@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -45,7 +45,7 @@ def cut_stages(step: nn.Module, cuts: tuple[str, ...], count: int, example: Any 
 class Stages(nn.Module):
     """The stages that one rank holds, as one module: everything stands under the network's own names."""
 
-    def __init__(self, stages: list[fx.GraphModule]) -> None:
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
         for index, stage in enumerate(stages):
             self.add_module(str(index), stage)

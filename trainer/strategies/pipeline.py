@@ -1,0 +1,143 @@
+"""A network cut into stages that lie on different ranks; micro-batches flow through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.deferred import NotDeferrable, deferred
+from trainer.parallel.mesh import described, make_mesh, ranks_along, spread
+from trainer.parallel.ranks import Group
+from trainer.parallel.schedules import KINDS, Layout, Name, takes
+from trainer.parallel.stages import cut_stages
+from trainer.parallel.tensor import refuse_plan
+from trainer.parallel.world import join, leave
+from trainer.refusal import Refusal
+from trainer.strategies.base import Strategy
+from trainer.strategies.placed import Placed, Step
+from trainer.strategies.staged import PlacedStages
+from trainer.task import Task
+
+
+@dataclass
+class PP(Strategy):
+    """Each rank of a pipeline holds some stages of the network; a step's micro-batches flow through all of them.
+
+    Degrees multiply to the processes: `replicate` pipelines side by side, each of whose stages is spread over `shard`
+    ranks and cut over `tensor` ranks. All ranks of one pipeline read the same data. Orders of micro-batches:
+    torch.distributed.pipelining.
+    """
+
+    pipe: int | None = None  # ranks that the stages lie on; None: what the others leave
+    replicate: int | None = 1  # pipelines; they average gradients. None: what the others leave
+    shard: int | None = 1  # ranks that a stage's parameters are spread over (FSDP2). None: what the others leave
+    tensor: int = 1  # ranks that a part is cut over, by the plan; keep them on one machine
+    schedule: Name = "1F1B"  # the order in which micro-batches run
+    stages_per_rank: int | None = None  # None: 1, or 2 where the schedule is made for several
+    reshard_after_forward: bool = False  # where shard > 1, true: gathered anew in every micro-batch; false: in a step
+    param_dtype: Literal["bf16"] | None = None  # where shard > 1: what parameters are gathered in; None: as they are
+    bucket_mb: int = 25  # where shard is 1: MiB of gradients in one all-reduce
+    world: Group = field(init=False, repr=False)
+    pipeline: Group = field(init=False, repr=False)  # the ranks of this pipeline, in the order of their first stages
+    mesh: DeviceMesh = field(init=False, repr=False)  # axes of AXES; "pipe" always, the others where they are > 1
+
+    def degrees(self, world_size: int) -> dict[str, int]:
+        """How many ranks along each axis. Refusal where they do not multiply to the processes, or make no pipeline."""
+        wanted = {"pipe": self.pipe, "replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
+        degrees = spread(world_size, wanted)
+        if degrees["pipe"] < 2:
+            raise Refusal(f"a pipeline has 2 ranks or more, here {described(degrees)}; strategy=ddp or fsdp needs none")
+        return degrees
+
+    def layout(self, world_size: int) -> Layout:
+        """Which rank holds which stages. Refusal of a number of stages that the schedule has no place for."""
+        kind = KINDS[self.schedule]
+        each = self.stages_per_rank or (2 if kind.several else 1)
+        if each < 1 or (each > 1 and not kind.several) or (each != 2 and kind.turns_back):
+            fitting = "2" if kind.turns_back else "1" if not kind.several else "1 or more"
+            several = "" if kind.several else "; strategy.schedule=Interleaved1F1B takes several"
+            raise Refusal(f"strategy.stages_per_rank={each}: {self.schedule} wants {fitting}{several}")
+        return Layout(self.degrees(world_size)["pipe"], each, kind.turns_back)
+
+    @property
+    def name(self) -> str:
+        """The word for these degrees."""
+        data = "fsdp_" if self.shard != 1 else "ddp_" if self.replicate != 1 else ""
+        return f"{data}pp" + ("_tp" if self.tensor > 1 else "")
+
+    def notes(self, network: nn.Module) -> list[str]:
+        """Say which ranks do what, and what a user should know about this network here."""
+        layout = self.layout(self.world.size)
+        mesh = f"mesh {described(self.degrees(self.world.size))}; {layout.count} stages, {self.schedule}"
+        return [mesh, *super().notes(network)]
+
+    def data_ranks(self, world_size: int) -> int:
+        """Each part of each pipeline reads a slice of its own."""
+        self.layout(world_size)
+        degrees = self.degrees(world_size)
+        return degrees["replicate"] * degrees["shard"]
+
+    def refuse_shares(self, world_size: int, micro_batches: int, uneven: bool) -> None:
+        """Refuse unequal micro-batches, and numbers of them that the schedule cannot run: torch would hang or fail."""
+        if uneven:
+            raise Refusal("loop.uneven=true: a pipeline's micro-batches are of one size; strategy=ddp or fsdp takes it")
+        layout = self.layout(world_size)
+        if not takes(self.schedule, layout, micro_batches):
+            options = range(1, 2 * max(micro_batches, layout.count) + 1)
+            fitting = sorted(
+                (n for n in options if takes(self.schedule, layout, n)), key=lambda n: abs(n - micro_batches)
+            )
+            raise Refusal(
+                f"{self.schedule} cannot run {micro_batches} micro-batches over {layout.count} stages on {layout.ranks}"
+                f" ranks; nearest: loop.micro_batches={fitting[0]} or {fitting[1]}; GPipe and 1F1B take any number"
+            )
+
+    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """The network without values: each rank will compute those of its own stages."""
+        with suppress(NotDeferrable):
+            return deferred(make)
+        return make()
+
+    def check(self, task: Task, network: nn.Module, world_size: int) -> None:
+        """Refuse a network that cannot be cut into so many stages, and fields that do not go together."""
+        if self.machine.compile and KINDS[self.schedule].splits:
+            raise Refusal(
+                f"compile=true: {self.schedule} computes gradients of inputs and weights apart, which compiled stages"
+                " cannot; 1F1B, GPipe, Interleaved1F1B and LoopedBFS can"
+            )
+        if self.param_dtype and self.degrees(world_size)["shard"] == 1:
+            raise Refusal(
+                f"strategy.param_dtype={self.param_dtype} is for strategy.shard > 1; precision=bf16 needs none"
+            )
+        cut_stages(Step(task, network), task.plan(network).cuts, self.layout(world_size).count)
+        if self.tensor > 1:
+            refuse_plan(network, task.plan(network), self.tensor)
+
+    def __enter__(self) -> Self:
+        self.device = self.machine.place()
+        self.world = join(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
+        self.mesh = make_mesh(self.device.type, self.degrees(self.world.size), always=("pipe",))
+        self.pipeline = Group(self.mesh.get_group("pipe"))
+        self.data = ranks_along(self.mesh, "replicate", "shard")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leave(self.world, clean=error is None)
+
+    def groups(self) -> list[ProcessGroup]:
+        """All ranks, those along each axis, and all data ranks."""
+        data = [self.data.group] if isinstance(self.data, Group) else []
+        return [self.world.group, *self.mesh.get_all_groups(), *data]
+
+    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+        """Collective: put this rank's stages of a network here."""
+        return PlacedStages(self, task, network, example, self.mesh["tensor"] if self.tensor > 1 else None)

@@ -1,0 +1,279 @@
+"""The stages of a network that one rank holds, with the verbs of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.parallel.gather import dealt
+from trainer.parallel.handover import Handover
+from trainer.parallel.matching import matches
+from trainer.parallel.replicate import average_gradients
+from trainer.parallel.schedules import make_schedule
+from trainer.parallel.shard import Sharding, reshard, shard
+from trainer.parallel.stages import Stages, cut_stages, named_tensors
+from trainer.parallel.telling import Telling
+from trainer.parallel.tensor import cut, refuse_drift
+from trainer.parallel.units import units
+from trainer.seeds import mix, seed_torch
+from trainer.strategies.placed import Step, is_called, total_loss
+from trainer.strategies.tensor import PlacedTensor
+from trainer.task import Task
+from trainer.tree import floats_as, rows, tensors
+
+if TYPE_CHECKING:
+    from trainer.strategies.pipeline import PP
+
+
+class Stage(nn.Module):
+    """One stage as a schedule calls it: with what the stage before handed on. What a call does is said for each use."""
+
+    turn: Callable[..., Any]
+
+    def __init__(self, number: int, body: fx.GraphModule) -> None:
+        super().__init__()
+        self.number, self.body = number, body
+
+    def forward(self, *received: Tensor) -> Any:
+        """What the stage hands on; of the last one the loss, or the output where nothing is learned."""
+        return self.turn(*received)
+
+
+class PlacedStages(PlacedTensor):
+    """Some stages of a network. `network` holds those of this rank, under the whole network's names."""
+
+    strategy: PP
+
+    def __init__(self, strategy: PP, task: Task, network: nn.Module, example: Any, mesh: DeviceMesh | None) -> None:
+        self._layout_of_stages = strategy.layout(strategy.world.size)
+        ranks, last = strategy.pipeline, self._layout_of_stages.owner(self._layout_of_stages.count - 1)
+        self._handover = Handover(ranks, self._layout_of_stages, strategy.device)
+        self._telling = Telling(ranks, last, strategy.device)
+        self._schedules: dict[Hashable, Any] = {}  # by the shapes and the number of a step's micro-batches
+        self._degrees = strategy.degrees(strategy.world.size)
+        super().__init__(strategy, task, network, example, mesh)
+
+    # The network.
+
+    def _lay_out(self, network: nn.Module) -> None:
+        if self._degrees["shard"] == 1:  # fully_shard takes weights whose rows lie in order
+            super()._lay_out(network)
+
+    def _units(self) -> list[str]:
+        return units(self.network, self._plan) if self._degrees["shard"] > 1 else super()._units()
+
+    def _cut(self) -> None:
+        whole, layout = self.network, self._layout_of_stages
+        bodies = cut_stages(Step(self.task, whole), self._plan.cuts, layout.count, self._cast(self.example))
+        own = layout.held_by(self.strategy.pipeline.rank)
+        self._stages = {number: Stage(number, bodies[number]) for number in own}
+        self.network = Stages(self._pieces())
+        _let_go(whole, self.network)
+        if self._mesh:
+            for body in self._pieces():
+                fitting = {key: style for key, style in self._plan.tensor.items() if any(matches(body, key))}
+                cut(body, self._mesh, replace(self._plan, tensor=fitting))
+        refuse_drift(self.network, self._tensor_ranks)
+
+    def _pieces(self) -> list[nn.Module]:
+        return [stage.body for stage in self._stages.values()]
+
+    def _shard(self, names: list[str]) -> None:
+        if self._degrees["shard"] == 1:
+            return
+        strategy = self.strategy
+        how = Sharding(strategy.reshard_after_forward, torch.bfloat16 if strategy.param_dtype else None)
+        mesh = strategy.mesh["replicate", "shard"] if self._degrees["replicate"] > 1 else strategy.mesh["shard"]
+        for stage in self._stages.values():
+            shard(stage, stage.body, [name for name in names if is_called(stage.body, name)], mesh, how)
+
+    # The verbs of a step.
+
+    def forward_backward(self, batches: list[Any], step: int) -> dict[str, Tensor]:
+        """Run every micro-batch of one step through the pipeline; returns the same on all ranks of a pipeline.
+
+        Afterwards `.grad` is the gradient of the global weighted mean, of the parameters that this rank holds.
+        """
+        self._mode(training=True)
+        shares, pending = self._weigh(batches)
+        schedule = self._schedule(batches)
+        pending.wait()
+        sums: dict[str, Tensor] = {}
+        for stage in self._stages.values():
+            stage.turn = self._learning(stage, batches, step, shares, sums)
+        with self._computing():
+            # which micro-batch it is each stage counts; torch wants something to cut into targets
+            schedule.step(target=torch.arange(len(batches)), return_outputs=False)
+        self._settle_gradients()
+        return self._telling.tell("training", sums)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor]:
+        """Sums over the first `valid` samples of a batch, the same on all ranks of a pipeline.
+
+        The batch goes through the stages as a whole: a network's output may depend on which samples are together.
+        """
+        self._mode(training=False)
+        size, cut = len(batch.indices), max(valid, 1)
+        inputs, targets = (rows(tree, 0, cut, size) for tree in (batch.inputs, batch.targets))
+        for stage in self._stages.values():
+            stage.turn = partial(self._output if self._is_last(stage) else self._hand_on, stage, inputs, targets)
+        with self._computing(valid):
+            output = self._handover.run(("evaluation", _shapes(inputs, targets)), self._stages)
+            sums = self._sums(output, self._cast(targets), cut) if output is not None else {}
+        self._release()
+        sums = self._telling.tell("evaluation", sums)
+        return sums if valid else {name: torch.zeros_like(value) for name, value in sums.items()}
+
+    def _settle_gradients(self) -> None:
+        super()._settle_gradients()
+        if self._degrees["shard"] == 1:
+            average_gradients(list(self.network.parameters()), self.strategy.data, self.strategy.bucket_mb * 2**20)
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        square = super()._norm(gradients).to(self.strategy.device).square()
+        self.strategy.pipeline.sum_(square).wait()  # the ranks of this pipeline, each with its stages; one number
+        return square.sqrt()
+
+    # What a stage does when it is called.
+
+    def _learning(
+        self, stage: Stage, batches: list[Any], step: int, shares: Callable[[int], Any], sums: dict[str, Tensor]
+    ) -> Callable[..., Any]:
+        """One step's turns of a stage: every schedule gives a stage its micro-batches in order."""
+        order = iter(range(len(batches)))
+
+        def turn(*received: Tensor) -> Any:
+            index = next(order)
+            batch = batches[index]
+            numbers = (self._machine.seed, step, index, self.strategy.data_rank, stage.number)
+            seed_torch(mix(*numbers), self.strategy.device)
+            with dealt(batch.part):
+                if not self._is_last(stage):
+                    return self._hand_on(stage, batch.inputs, batch.targets, *received)
+                parts = self._losses(partial(self._call, stage, received), batch.inputs, batch.targets)
+            share = shares(index)
+            for name, part in parts.items():
+                kept = part.detach() * share
+                sums[name] = sums[name] + kept if name in sums else kept
+            # the gradients of the data ranks are averaged: undo it here
+            return self.scaler.scale(parts["loss"] * (share * self.strategy.data_size))
+
+        return turn
+
+    def _hand_on(self, stage: Stage, inputs: Any, targets: Any, *received: Tensor) -> tuple[Any, ...]:
+        """What a stage before the last gives to the next: copies, in order in memory and free of all else."""
+        with self._machine.autocast(self.strategy.device):
+            values = self._call(stage, received, self._cast(inputs), self._cast(targets))
+        return tuple(
+            value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
+            for value in values
+        )
+
+    def _output(self, stage: Stage, inputs: Any, targets: Any, *received: Tensor) -> Any:
+        with self._machine.autocast(self.strategy.device):
+            return self._whole(self._call(stage, received, self._cast(inputs), self._cast(targets)))
+
+    def _call(self, stage: Stage, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
+        if self.strategy.param_dtype:  # what is no argument of the stage fully_shard does not cast
+            inputs, targets = floats_as((inputs, targets), torch.bfloat16)
+        return stage.body(inputs, targets, *self._cast(received))
+
+    def _sums(self, output: Any, targets: Any, samples: int) -> dict[str, Tensor]:
+        with self._machine.autocast(self.strategy.device):
+            loss = total_loss(self.task.loss(output, targets))
+            weight = torch.as_tensor(self.task.weight(targets), device=loss.device)
+            sums = {"loss": loss.double() * weight, "weight": weight, "samples": torch.tensor(samples)}
+            return self.task.metrics(output, targets) | sums
+
+    def _is_last(self, stage: Stage) -> bool:
+        return stage.number == self._layout_of_stages.count - 1
+
+    # The schedule.
+
+    def _schedule(self, batches: list[Any]) -> Any:
+        """The schedule for micro-batches of these shapes. Collective where it is new on some data rank."""
+        shapes = {_shapes(batch.inputs, batch.targets) for batch in batches}
+        if len(shapes) > 1:
+            raise RuntimeError("the micro-batches of a step differ in shape; those of a pipeline must be alike")
+        key = ("training", *shapes)
+        new = torch.tensor([(key, len(batches)) not in self._schedules], dtype=torch.uint8)
+        if self._degrees["shard"] > 1 or self.strategy.sync_bn:  # then a forward is collective over the data ranks
+            self.strategy.data.largest_(new).wait()  # one byte: is it new to any of them?
+        if new:
+            self._try(key, batches[0])
+            self._schedules[key, len(batches)] = self._made(key, len(batches))
+        return self._schedules[key, len(batches)]
+
+    def _try(self, key: Hashable, batch: Any) -> None:
+        """Collective over the pipeline: one forward that leaves no trace, to see which shapes are handed on."""
+        for stage in self._stages.values():
+            stage.turn = partial(self._hand_on, stage, batch.inputs, batch.targets)
+        calls = {n: (lambda *_: ()) if self._is_last(stage) else stage for n, stage in self._stages.items()}
+        with torch.no_grad(), self._computing(), dealt(batch.part), _buffers_kept(self.network):
+            self._handover.run(key, calls)
+        self._release()
+
+    def _made(self, key: Hashable, micro_batches: int) -> Any:
+        from torch.distributed.pipelining import PipelineStage  # here, because the import takes seconds
+
+        count, loss = self._layout_of_stages.count, torch.empty((), device="meta")
+        stages = [
+            PipelineStage(
+                stage,
+                number,
+                count,
+                self.strategy.device,
+                input_args=self._learnable(key, number),
+                output_args=loss if self._is_last(stage) else self._learnable(key, number + 1),
+                group=self.strategy.pipeline.group,
+            )
+            for number, stage in self._stages.items()
+        ]
+        return make_schedule(self.strategy.schedule, stages, micro_batches)
+
+    def _learnable(self, key: Hashable, number: int) -> tuple[Tensor, ...]:
+        """What a stage receives, as tensors that a gradient comes back for."""
+        received = self._handover.received(key, number)
+        for value in received:
+            if not value.is_floating_point():
+                raise RuntimeError(
+                    f"stage {number} would receive {value.dtype} of shape {tuple(value.shape)}, through which no"
+                    " gradient can come back: cut elsewhere, in the plan's cuts"
+                )
+        return tuple(value.requires_grad_() for value in received)
+
+    def _release(self) -> None:
+        """A forward without a backward leaves parameters gathered."""
+        if self._degrees["shard"] > 1:
+            for stage in self._stages.values():
+                reshard(stage)
+
+
+def _shapes(inputs: Any, targets: Any) -> Hashable:
+    return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors((inputs, targets)))
+
+
+def _let_go(whole: nn.Module, held: nn.Module) -> None:
+    """Free the memory of what other ranks hold: whoever made the network still has it."""
+    kept = {id(tensor) for _, tensor in named_tensors(held)}
+    for _, tensor in named_tensors(whole):
+        if id(tensor) not in kept and not tensor.is_meta:
+            tensor.data = tensor.data.new_empty(0)
+
+
+@contextmanager
+def _buffers_kept(network: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
