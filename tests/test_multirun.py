@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.commands import SMALL, Command, files_below, finish, lines, single, status, torchrun
+from trainer.child import STOPPED, meaning
 from trainer.configuration.multirun import Multirun, multirun, whole_words
-from trainer.multirun import STOPPED, meaning
 from trainer.refusal import Refusal
 
 # --------------------------------------------------------------------------------------------------- what is asked for
@@ -110,6 +110,25 @@ def test_what_no_run_could_work_with_is_refused_at_once(words: list[str], said: 
     message = refusal(*words)
     assert said in message
     assert len(message.splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# @package _global_\nhydra: {sweeper: {params: {trust: '[os]'}}}\n", "trust"),
+        ("# @package _global_\nhydra: {launcher: {_target_: os.system}}\n", "hydra.launcher"),
+        ("# @package _global_\ndefaults:\n  - override /hydra/launcher: mine\n", "hydra.launcher"),
+    ],
+    ids=["trust", "keys", "choice"],
+)
+def test_a_yaml_cannot_say_what_is_trusted_or_run(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "bad.yaml").write_text(text)
+    (tmp_path / "hydra" / "launcher").mkdir(parents=True)
+    (tmp_path / "hydra" / "launcher" / "mine.yaml").write_text("_target_: os.system\ncommand: id\n")
+    message = refusal("--config-dir", str(tmp_path), "experiment=bad", "seed=1,2")
+    assert said in message
+    assert "only the command line" in message
 
 
 @pytest.mark.skipif(find_spec("submitit") is not None, reason="the submitit extra is installed here")

@@ -61,8 +61,8 @@ def multirun(argv: Sequence[str]) -> Multirun:
     with composing(words.folders) as places:
         last = {each.get_key_element(): each for each in overrides if each not in of_hydra}
         base = _base(words, list(last.values()), of_hydra, places)
-        for key, value in (base.hydra.sweeper.get("params") or {}).items():  # of an experiment's yaml
-            last = {key: parse([f"{key}={value}"], sweeps=True)[0][0]} | last
+        _refuse_launcher_of_yaml(words, of_hydra, places, base)
+        last = _of_yaml(base) | last
         jobs = _jobs(words, list(last.values()), places)
     jobs, cfg = _checked(jobs)
     folder = cfg.run.dir if cfg.run.dir is not None else _below_root(cfg.run.root, cfg.run.name)
@@ -82,6 +82,29 @@ def _base(words: Words, overrides: list[Override], of_hydra: list[Override], pla
     except Refusal as refusal:
         missing = any("submitit" in line(each) for each in of_hydra) and find_spec("submitit") is None
         raise Refusal(f"{refusal}" + ("; it comes with pip install 'trainer[submitit]'" if missing else "")) from None
+
+
+def _of_yaml(base: DictConfig) -> dict[str, Override]:
+    """The words that an experiment's yaml adds under hydra.sweeper.params; they may do what a yaml may."""
+    added, problems = parse([f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()], sweeps=True)
+    problems += [
+        f"hydra.sweeper.params: only the command line can say {each.key_or_group}, and here a yaml does"
+        for each in added
+        if re.match(r"(trust|hydra)\b", each.key_or_group)
+    ]
+    if problems:
+        raise Refusal("\n".join(problems))
+    return {each.get_key_element(): each for each in added}
+
+
+def _refuse_launcher_of_yaml(words: Words, of_hydra: list[Override], places: list[Path], base: DictConfig) -> None:
+    """What a launcher is told can be shell commands (setup), or name what it calls: no yaml may say it."""
+    try:
+        said = load(words, list(map(line, of_hydra)), places[:1]).hydra.launcher
+    except Refusal:  # an option that only a lab has
+        said = None
+    if said != base.hydra.launcher:
+        raise Refusal("hydra.launcher: only the command line can choose it and set its keys, and here a yaml does")
 
 
 def _jobs(words: Words, overrides: list[Override], places: list[Path]) -> list[Job]:
