@@ -92,7 +92,7 @@ def submitted(jobs: Sequence[Job], asked: Multirun, folder: Path, launch: Launch
     if launch.world_size > 1:
         raise Refusal(f"hydra/launcher={asked.launcher} starts the processes itself; start this one with python, once")
     sound = [job for job in jobs if not job.problem]
-    codes = dict(zip(sound, submit(asked.cfg, [job.words for job in sound], folder), strict=True))
+    codes = dict(zip(sound, submit(asked.composed, [job.words for job in sound], folder), strict=True))
     return [Ended(job, codes.get(job, 2)) for job in jobs]
 
 

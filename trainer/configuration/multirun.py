@@ -44,7 +44,7 @@ class Multirun:
     folder: str | None  # run.dir, or run.name below the root; None: a name is generated
     init_method: str  # where the processes meet
     launcher: str  # Hydra's name of it; basic: one job after the other, here
-    cfg: DictConfig  # with Hydra's own part, for launchers that are its plugins
+    composed: DictConfig  # with Hydra's own part, for launchers that are its plugins
 
 
 def multirun(argv: Sequence[str]) -> Multirun:
