@@ -1,0 +1,236 @@
+"""Tensor cut, recomputing, compiling, data axes, in that order: under every strategy the curve of one plain process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from recipes.vision.vit import Block
+from tests.processes import Processes
+from tests.strategies.toys import CLASSES, STRATEGIES, WIDTH, Plain, ToyData, make_optimizer, whole
+from trainer import Plan
+from trainer.launch import Launch
+from trainer.machine import Machine
+from trainer.reader import Loading
+from trainer.strategies.base import Strategy
+from trainer.strategies.placed import Placed
+from trainer.stream import EvaluationStream, Stream
+
+BATCH = 24
+TOKENS, DEPTH = 6, 3
+
+
+class Tower(nn.Module):
+    """A small transformer: blocks that are units, each cut over tensor ranks. x: (B, 12) read as (B, 6, 2)."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH // TOKENS, 8)
+        self.blocks = nn.ModuleList(Block(8, 4, dropout) for _ in range(DEPTH))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x.unflatten(1, (TOKENS, -1)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+    def plan(self) -> Plan:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        tensor = {
+            "blocks.*.attention.qkv": ColwiseParallel(),
+            "blocks.*.attention.out": RowwiseParallel(),
+            "blocks.*.mlp.up": ColwiseParallel(),
+            "blocks.*.mlp.down": RowwiseParallel(),
+        }
+        return Plan(tensor, {"heads": 4}, shard=("blocks.*",))
+
+
+class Normed(nn.Sequential):
+    """Units with batch statistics."""
+
+    def __init__(self) -> None:
+        blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU()) for _ in range(DEPTH))
+        super().__init__(*blocks, nn.Linear(WIDTH, CLASSES))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "tower": Tower,
+    "normed": Normed,
+    "dropout": lambda: Tower(dropout=0.3),
+}
+
+
+@dataclass(frozen=True)
+class Order:
+    """A few steps of a toy under a strategy."""
+
+    strategy: str = "single"
+    fields: dict[str, Any] = field(default_factory=dict)
+    network: str = "tower"
+    mode: str = "none"  # what is recomputed
+    compile: bool = False
+    precision: str = "fp64"
+    steps: int = 4
+    micro_batches: int = 2
+
+    def but(self, **changes: Any) -> Order:
+        return replace(self, **changes)
+
+    def place(self, launch: Launch) -> Strategy:
+        machine = Machine(launch=launch, device="cpu", precision=self.precision, compile=self.compile)
+        fields = {"activation_checkpointing": self.mode, **self.fields}
+        return STRATEGIES[self.strategy](machine=machine, **fields)
+
+
+SINGLE = Order()
+# name → (processes, the case)
+SPREAD = {
+    "single": (1, SINGLE),
+    "ddp on 2": (2, Order("ddp")),
+    "zero1 on 2": (2, Order("zero1")),
+    "tp on 2": (2, Order("tp")),
+    "ddp_tp on 4": (4, Order("ddp_tp", {"tensor": 2})),
+    "fsdp on 2": (2, Order("fsdp")),
+    "fsdp_tp on 4": (4, Order("fsdp", {"tensor": 2})),
+}
+everywhere = pytest.mark.parametrize("where", SPREAD)
+modes = pytest.mark.parametrize("mode", ["units", "operators"])
+_done: dict[str, list[dict[str, Any]]] = {}
+
+
+def train(launch: Launch, case: Order) -> dict[str, Any]:
+    """Losses by step, and what the network holds at the end."""
+    torch.manual_seed(3)
+    strategy = case.place(launch)
+    strategy.data_ranks(launch.world_size)
+    network, task = strategy.construct(NETWORKS[case.network]), Plain()
+    strategy.check(task, network, launch.world_size)
+    with strategy:
+        stream = _stream(strategy, case)
+        placed = strategy.build(task, network, stream.example())
+        optimizer = placed.optimizer(make_optimizer("sgd"), [{"params": list(placed.network.parameters())}])
+        losses = []
+        for step, batches in zip(range(case.steps), stream.epoch(0), strict=False):
+            parts = placed.forward_backward(batches, step)
+            placed.optimizer_step(optimizer, 1.0)
+            losses.append(float(strategy.reduce(parts)["loss"]))
+        placed.settle()
+        figures = strategy.reduce(_evaluated(placed, strategy, case))
+        weights = {name: whole(value) for name, value in placed.network.state_dict().items()}
+    if case.compile:
+        torch.compiler.reset()
+    return {"losses": losses, "evaluation": float(figures["loss"] / figures["weight"]), "weights": weights}
+
+
+def _evaluated(placed: Placed, strategy: Strategy, case: Order) -> dict[str, Tensor]:
+    """The first evaluation batch, which has the same samples whatever the number of ranks."""
+    data = ToyData()
+    batch, valid = next(iter(EvaluationStream(data, data.evaluation(), strategy, BATCH, Loading()).batches()))
+    return placed.evaluate(batch, valid)
+
+
+def _stream(strategy: Strategy, case: Order) -> Stream:
+    data = ToyData()
+    return Stream(data, data.train(), strategy, BATCH, case.micro_batches, Loading())
+
+
+@pytest.fixture
+def trained(processes: Processes) -> Any:
+    """Train a case on so many ranks; one that ran before is remembered."""
+
+    def remembered(size: int, case: Order) -> list[dict[str, Any]]:
+        key = f"{size} {case}"
+        if key not in _done:
+            _done[key] = processes.run(size, train, case)
+        return _done[key]
+
+    return remembered
+
+
+def close(ranks: list[dict[str, Any]], reference: dict[str, Any], bound: float) -> None:
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(reference["losses"], abs=bound)
+        assert rank["weights"].keys() <= reference["weights"].keys()
+        for name, value in rank["weights"].items():
+            assert torch.allclose(torch.tensor(value), torch.tensor(reference["weights"][name]), 0, bound), name
+
+
+@everywhere
+@modes
+def test_recomputing_leaves_the_curve_that_of_one_process(trained: Any, where: str, mode: str) -> None:
+    size, case = SPREAD[where]
+    (reference,) = trained(1, SINGLE)
+    close(trained(size, case.but(mode=mode)), reference, 1e-10)
+
+
+@everywhere
+@modes
+def test_dropout_repeats_its_masks(trained: Any, where: str, mode: str) -> None:
+    size, case = SPREAD[where]
+    case = case.but(network="dropout")
+    (reference, *_) = trained(size, case)  # as many data ranks: each has masks of its own
+    close(trained(size, case.but(mode=mode)), reference, 1e-10)
+
+
+@modes
+@pytest.mark.parametrize("sync_bn", [False, True])
+def test_running_statistics_move_once_a_step(trained: Any, mode: str, sync_bn: bool) -> None:
+    case = Order("ddp", {"sync_bn": sync_bn}, network="normed")
+    (reference, _) = trained(2, case)
+    close(trained(2, case.but(mode=mode)), reference, 1e-10)
+    if sync_bn:
+        (alone,) = trained(1, SINGLE.but(network="normed"))
+        close([reference], alone, 1e-10)
+
+
+def collectives(launch: Launch, case: Order) -> Counter[str]:
+    """How many collectives one step has, by name."""
+    torch.manual_seed(3)
+    with case.place(launch) as strategy:
+        stream = _stream(strategy, case)
+        placed: Placed = strategy.build(Plain(), NETWORKS[case.network](), stream.example())
+        batches = next(iter(stream.epoch(0)))
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            placed.forward_backward(batches, 0)
+            strategy.barrier()  # a collective's event may end just after it
+    return Counter(event.name for event in recorded.events() if event.name.startswith("gloo:"))
+
+
+def test_what_tensor_ranks_told_each_other_is_not_told_again_where_operators_are_kept(processes: Processes) -> None:
+    case = Order("tp", micro_batches=1)
+    plain, units, operators = (
+        processes.run(2, collectives, case.but(mode=mode))[0]["gloo:all_reduce"]
+        for mode in ("none", "units", "operators")
+    )
+    assert operators == plain
+    assert plain < units <= plain + 2 * DEPTH  # an attention's and an MLP's in each block
+
+
+COMPILED = {
+    "single": (1, SINGLE.but(mode="units")),
+    "ddp on 2": (2, Order("ddp")),
+    "tp on 2": (2, Order("tp", mode="operators")),
+    "fsdp on 2": (2, Order("fsdp", mode="units")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", COMPILED)
+def test_compiled_it_is_the_same_curve(trained: Any, where: str) -> None:
+    size, case = COMPILED[where]
+    case = case.but(precision="fp32", steps=2)
+    (reference,) = trained(1, SINGLE.but(precision="fp32", steps=2))
+    ranks = trained(size, case.but(compile=True))
+    close(ranks, reference, 1e-5)
+    for rank in ranks:
+        assert list(rank["weights"]) == list(reference["weights"])  # names stay
+        assert rank["evaluation"] == pytest.approx(reference["evaluation"], abs=1e-5)
