@@ -103,6 +103,7 @@ def test_a_lab_and_an_experiment_that_lists_values(tmp_path: Path) -> None:
         (["seed=1,2", "hydra.sweep.dir=x"], "run.dir"),
         (["seed=1,2", "hydra/launcher=nothing"], "hydra/launcher/nothing"),
         (["hydra/launcher=basic,basic"], "one launcher"),
+        (["--cfg", "job", "seed=1,2"], "leave out -m"),
     ],
     ids=str,
 )

@@ -39,6 +39,8 @@ def read(argv: Sequence[str]) -> Words:
         raise Refusal(f"--config-path would replace the framework's own conf/; use --config-dir {found.config_path}")
     if found.resolve and not (found.cfg or found.help):
         raise Refusal("--resolve goes with --cfg job or --help")
+    if found.multirun and (found.cfg or found.info):
+        raise Refusal("--cfg and --info show one run: give each word one value, and leave out -m")
     flags = [flag for flag in ("help", "hydra_help", "version", "shell_completion", "resolve") if getattr(found, flag)]
     spelled = tuple("--" + flag.replace("_", "-") for flag in flags)
     for flag, value in (("--cfg", found.cfg), ("--package", found.package), ("--info", found.info)):
