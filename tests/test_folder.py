@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from trainer import folder as folder_module
 from trainer.folder import RunFolder, generated_name
 from trainer.launch import Launch
 from trainer.refusal import Refusal
@@ -26,6 +28,7 @@ from trainer.resume import (
 from trainer.status import mark_failed, read_status
 from trainer.storage import lock as lock_module
 from trainer.storage.durable import replace_file
+from trainer.storage.lock import holder
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,6 +50,13 @@ class Stored(Launch):
 
 def open_folder(root, name=None, dir=None, resume="auto", launch=None):
     return RunFolder.open(str(root), name, None if dir is None else str(dir), resume, launch or Launch(), "cnn_ddp")
+
+
+def open_on_both(root, **facts):
+    """Two ranks, which wait for each other."""
+    launches = [Stored(rank=rank, world_size=2, **facts) for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda launch: open_folder(root, launch=launch), launches))
 
 
 def commit(folder, step=1):
@@ -72,15 +82,14 @@ def test_a_name_is_made_from_the_time_and_the_label(tmp_path):
 
 def test_all_ranks_and_all_restarts_agree_on_a_generated_name(tmp_path):
     store = dist.HashStore()
-    main = open_folder(tmp_path, launch=Stored(rank=0, world_size=2, kept=store))
-    other = open_folder(tmp_path, launch=Stored(rank=1, world_size=2, kept=store))
+    main, other = open_on_both(tmp_path, kept=store)
     assert other.path == main.path
     assert not main.restarted
     main.close()
-    again = open_folder(tmp_path, launch=Stored(rank=0, world_size=2, attempt=1, kept=store))
-    assert again.path == main.path
+    again, other = open_on_both(tmp_path, kept=store, attempt=1)
+    assert again.path == other.path == main.path
     assert again.restarted
-    assert open_folder(tmp_path, launch=Stored(rank=1, world_size=2, attempt=1, kept=store)).restarted
+    assert other.restarted
 
 
 def test_a_refusal_of_the_main_rank_is_everybodys(tmp_path):
@@ -126,6 +135,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, dir, monkeypatc
 
 HOLDING = """
 import sys
+from trainer import folder as folder_module
 from trainer.folder import RunFolder
 from trainer.launch import Launch
 folder = RunFolder.open(sys.argv[1], "a", None, "auto", Launch(), "")
@@ -187,14 +197,39 @@ def test_earlier_configurations_stay_one_an_attempt(tmp_path):
 def test_fresh_moves_the_old_folder_aside_but_not_on_a_restart(tmp_path):
     for number in (1, 2, 3):
         store = dist.HashStore()
-        folder = open_folder(tmp_path, "a", resume="fresh", launch=Stored(world_size=2, kept=store))
+        folder = open_folder(tmp_path, "a", resume="fresh", launch=Stored(kept=store))
         folder.write_start(f"n: {number}\n", [], {})
         folder.close()
-        again = open_folder(tmp_path, "a", resume="fresh", launch=Stored(world_size=2, attempt=1, kept=store))
+        again = open_folder(tmp_path, "a", resume="fresh", launch=Stored(attempt=1, kept=store))
         assert (again.path / "config.yaml").read_text() == f"n: {number}\n"
         again.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.1", "a.2"]
     assert (tmp_path / "a.1" / "config.yaml").read_text() == "n: 1\n"
+
+
+def test_a_requeued_job_goes_on_where_it_was_told_to_start_fresh(tmp_path):
+    for attempt in (0, 1, 2):
+        folder = open_folder(tmp_path, "a", resume="fresh", launch=Launch(attempt=attempt))
+        assert folder.restarted == (attempt > 0)
+        folder.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_launcher_that_remembers_nothing_needs_a_name(tmp_path):
+    """torchrun without a store of its own starts the processes again in the folder that the time would name then."""
+    launch = Stored(hosted=False, kept=dist.HashStore())
+    with pytest.raises(Refusal, match=r"^give run\.name: torchrun keeps no store here"):
+        open_folder(tmp_path, launch=launch)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_another_machine_does_not_see_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "_SIGHT", 0.1)
+    folder = open_folder(tmp_path, "a")
+    folder_module._see(folder.path, holder(folder.path))
+    for there in ("a", "b"):  # a folder of that name that another run has used; none
+        with pytest.raises(Refusal, match="these machines share no such folder"):
+            folder_module._see(tmp_path / there, "host elsewhere, pid 7")
 
 
 def test_fresh_in_a_folder_in_use_moves_nothing(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from trainer import rendezvous
-from trainer.agreement import first_on_node
+from trainer.agreement import everywhere, first_on_node
 from trainer.launch import Launch
 from trainer.launchers import first_host, tasks_per_node
 from trainer.meeting import meeting
@@ -214,7 +214,8 @@ def server() -> dist.TCPStore:
 
 
 def ranks(address: str, size: int, run_id: str = "run") -> list[Launch]:
-    return [Launch(rank, size, address=address, run_id=run_id, hosted=address[0] != "f") for rank in range(size)]
+    hosted = not address.startswith("file:")
+    return [Launch(rank, size, rank, size, address=address, run_id=run_id, hosted=hosted) for rank in range(size)]
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -309,3 +310,20 @@ def test_the_first_on_a_machine_prepares_for_the_others(server):
     prepared = at_once(*[lambda launch=launch: first_on_node(launch, "data", prepare) for launch in launches])
     assert sorted(prepared) == [0, 1, 2]
     assert done == [0, 1, 2]
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_what_one_rank_refuses_all_refuse(server, wrong):
+    def act(rank: int) -> int:
+        if rank == wrong:
+            raise Refusal("there is no GPU here")
+        return rank
+
+    launches = ranks(f"127.0.0.1:{server.port}", 3)
+    calls = [lambda launch=launch: everywhere(launch, "gpu", lambda: act(launch.rank)) for launch in launches]
+    assert [(type(one), str(one)) for one in at_once(*calls)] == [(Refusal, "there is no GPU here")] * 3
+    assert at_once(*[lambda launch=launch: everywhere(launch, "rank", lambda: launch.rank) for launch in launches]) == [
+        0,
+        1,
+        2,
+    ]

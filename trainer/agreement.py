@@ -6,10 +6,13 @@ import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.launch import Launch
 from trainer.refusal import Refusal
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 T = TypeVar("T")
 
@@ -19,11 +22,31 @@ def decided_by_main(launch: Launch, what: str, decide: Callable[[], Any]) -> Any
     return _said(launch, what, speaker=0, decide=decide)
 
 
+def everywhere(launch: Launch, what: str, act: Callable[[], T]) -> T:
+    """Run `act` on every rank; where it refuses on one, all refuse with its sentence, and nobody waits for the gone."""
+    store = launch.store()
+    if store is None:
+        return act()
+    try:
+        value = act()
+    except BaseException as error:
+        _check_in(store, launch, what, _sentence(error, launch))
+        raise
+    if problem := _check_in(store, launch, what, ""):
+        raise Refusal(problem)
+    return value
+
+
 def first_on_node(launch: Launch, what: str, prepare: Callable[[], T]) -> T:
     """Run `prepare` on one process of each machine (downloads, caches), then on the others, which find it done.
 
     The first to come does it. Ranks need not be dealt to machines in order: Slurm and MPI can be told otherwise.
+    Where it refuses on one machine, all refuse.
     """
+    return everywhere(launch, f"{what}-everywhere", lambda: _first_here(launch, what, prepare))
+
+
+def _first_here(launch: Launch, what: str, prepare: Callable[[], T]) -> T:
     store = launch.store()
     if store is None:
         return prepare()
@@ -36,6 +59,23 @@ def first_on_node(launch: Launch, what: str, prepare: Callable[[], T]) -> T:
 
     _said(launch, key, speaker, once)
     return prepared[0] if prepared else prepare()
+
+
+def _check_in(store: Store, launch: Launch, what: str, problem: str) -> str:
+    """Leave word of this rank; the main one reads all and says what is wrong. Who has a problem does not wait."""
+    if not launch.is_main:
+        store.set(f"{what}-{launch.rank}", problem)
+        return problem or store.get(f"{what}-all").decode()
+    others = [f"{what}-{rank}" for rank in range(1, launch.world_size)]
+    said = [problem] if problem or not others else [word.decode() for word in store.multi_get(others)]
+    first = next((word for word in said if word), "")
+    store.set(f"{what}-all", first)
+    return first
+
+
+def _sentence(error: BaseException, launch: Launch) -> str:
+    said = str(error) if isinstance(error, Refusal) else f"rank {launch.rank} failed: {type(error).__name__}: {error}"
+    return said if launch.rank == launch.local_rank else f"{socket.gethostname()}: {said}"
 
 
 def _machine() -> str:
@@ -52,11 +92,8 @@ def _said(launch: Launch, key: str, speaker: int, decide: Callable[[], Any]) -> 
     if launch.rank == speaker:
         try:
             value = decide()
-        except Refusal as refusal:
-            store.set(key, json.dumps({"refusal": str(refusal)}))
-            raise
         except BaseException as error:
-            store.set(key, json.dumps({"refusal": f"rank {speaker} failed: {type(error).__name__}: {error}"}))
+            store.set(key, json.dumps({"refusal": _sentence(error, launch)}))
             raise
         store.set(key, json.dumps({"value": value}))
         return value

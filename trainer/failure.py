@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -51,7 +52,7 @@ def refuse(message: str, launch: Launch) -> NoReturn:
     _no_more_requests()
     # the main rank's file first, in every attempt: the launcher ends the others as soon as one is gone
     if (launch.is_main or not _main_has_spoken(launch)) and not _refused_before(message, launch):
-        say(message)
+        say(message if launch.rank == launch.local_rank else f"{socket.gethostname()}: {message}")
     _leave_for_launcher(message, message, time.time() + (not launch.is_main))
     leave(2)
 
@@ -204,9 +205,9 @@ def _leave_for_launcher(message: str, trace: str, when: float) -> None:
 def _main_has_spoken(launch: Launch) -> bool:
     """Wait until the main rank has printed its refusal. Its error file, beside this one, tells."""
     path = _error_file()
-    if path is None or launch.rank != launch.local_rank:  # another machine: torchrun shows it there
-        time.sleep(1)
-        return True
+    if path is None or launch.rank != launch.local_rank:  # another machine: torchrun shows it there, srun nowhere
+        time.sleep(1)  # mpirun, and srun if told so, have ended all by then
+        return path is not None or launch.local_rank > 0
     main = path.parent.parent / "0" / path.name
     return bool(_wait_for(lambda: main.is_file() or None, _MAIN_PATIENCE))
 
@@ -214,8 +215,8 @@ def _main_has_spoken(launch: Launch) -> bool:
 def _refused_before(message: str, launch: Launch) -> bool:
     """Did an earlier attempt under the same launcher end with this very sentence?"""
     path = _error_file()
-    if not launch.attempt or path is None:
-        return launch.attempt > 0
+    if not launch.attempt or not launch.restarts or path is None:  # a requeued job speaks into a file of its own
+        return launch.attempt > 0 and launch.restarts
     for file in path.parent.parent.parent.glob(f"attempt_*/*/{path.name}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if json.loads(file.read_text(encoding="utf-8"))["message"]["message"] == message:

@@ -14,6 +14,7 @@ from trainer.announcement import describe, end_lines, start_lines
 from trainer.arithmetic import more_micro_batches
 from trainer.cadence import Due
 from trainer.checkpoint import Checkpoints, Found, newest_in, open_checkpoint
+from trainer.departure import left_behind
 from trainer.launch import Launch
 from trainer.log import Log
 from trainer.memory import keep_freed_memory
@@ -89,10 +90,12 @@ def train(parts: Parts, plans: Plans, changed: list[str], log: Log, stop: StopRe
     log.start([*start_lines(parts, plans, start), *[f"changed     {line}" for line in changed]])
     trainer = make_trainer(parts, plans, checkpoints, log, stop, progress, lambda state, at: report(state, step=at))
     done = trainer.fit(start)
-    report("completed" if done else "preempted", step=progress.step, reason=None if done else why(parts, stop))
+    lost = not done and left_behind(parts.machine.launch, stop, strategy.share)
+    reason = None if done else "another machine left the run" if lost else why(parts, stop)
+    report("completed" if done else "preempted", step=progress.step, reason=reason)
     log.start(end_lines(parts, plans, trainer.figures, progress.step, done))
     log.close()
-    return leave_code(done, parts.machine.launch)
+    return leave_code(done, parts.machine.launch, lost)
 
 
 def why(parts: Parts, stop: StopRequest) -> str:
@@ -101,15 +104,16 @@ def why(parts: Parts, stop: StopRequest) -> str:
     return stop.reason or (f"run.stop_after={after:g} s" if after is not None else "another rank was asked to stop")
 
 
-def leave_code(done: bool, launch: Launch) -> int:
+def leave_code(done: bool, launch: Launch, lost: bool = False) -> int:
     """The exit code: 75 for a run that stopped as asked, but 0 where a launcher would restart anything else.
 
-    Who must know all the same names a file in TRAINER_EXIT_FILE; the main rank writes the code there.
+    `lost`: only other machines were asked, and the launcher is to start this one again. Who must know all the same
+    names a file in TRAINER_EXIT_FILE; the main rank writes the code there.
     """
     meant = 0 if done else STOPPED
     if launch.is_main and (path := os.environ.get("TRAINER_EXIT_FILE")):
         Path(path).write_text(str(meant))
-    return 0 if launch.restarts else meant
+    return 0 if launch.restarts and not lost else meant
 
 
 def make_trainer(

@@ -11,17 +11,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.agreement import decided_by_main
+from trainer.agreement import decided_by_main, everywhere
 from trainer.launch import Launch
 from trainer.refusal import Refusal
 from trainer.resume import has_checkpoint, read_config, start_path
 from trainer.status import State, Status, read_status
 from trainer.storage.durable import replace_file
-from trainer.storage.lock import lock, unlock
+from trainer.storage.lock import holder, lock, unlock
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+_SIGHT = 10.0  # seconds until a network file system shows one machine what another has written
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -56,9 +57,10 @@ class RunFolder:
                 raise Refusal(f"the run's folder cannot be: {error.strerror}: {str(error.filename)[:200]}") from error
             restarted = restarted or launch.requeued
             kept.append(_enter(path, fresh=resume == "fresh" and not restarted, restarted=restarted))
-            return {"path": str(path), "restarted": restarted}
+            return {"path": str(path), "restarted": restarted, "holder": holder(path)}
 
         verdict = decided_by_main(launch, "folder", decide)
+        everywhere(launch, "folder-seen", lambda: _see(Path(verdict["path"]), verdict["holder"]))
         return kept[0] if kept else cls(Path(verdict["path"]), restarted=verdict["restarted"])
 
     @property
@@ -204,6 +206,18 @@ def _enter(path: Path, fresh: bool, restarted: bool) -> RunFolder:
             f"the run folder {path} cannot be written to: {reason}; another run.dir or run.root can"
         ) from None
     return RunFolder(path, held, restarted)
+
+
+def _see(path: Path, wanted: str) -> None:
+    """Refuse a folder that is another one here than on the main rank's machine: the first checkpoint would fail."""
+    until = time.monotonic() + _SIGHT
+    while holder(path) != wanted:
+        if time.monotonic() > until:
+            raise Refusal(
+                f"the run folder {path} is not the main rank's: these machines share no such folder; give a run.dir or "
+                "run.root on a file system that they all see"
+            )
+        time.sleep(0.05)
 
 
 def _aside(path: Path) -> Path:

@@ -75,10 +75,6 @@ class Launch:
         """Has a scheduler run this very command before? What it left is to be continued, not begun anew."""
         return self.attempt > 0 and not self.restarts
 
-    def once(self, key: str) -> str:
-        """A key of this attempt alone."""
-        return key
-
     def store(self, patience: timedelta | None = None) -> Store | None:
         """The key-value store of this round's processes alone; None where there is none. Waits for all, the first time.
 

@@ -23,13 +23,24 @@ def lock(folder: Path) -> int:
     deadline = time.monotonic() + PATIENCE
     while not _taken(descriptor):
         if time.monotonic() > deadline:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "an unknown process"
             unlock(descriptor)
-            raise Refusal(f"{folder} is in use by another run ({holder}); stop that one or give another run.name")
+            raise Refusal(
+                f"{folder} is in use by another run ({holder(folder) or 'an unknown process'}); stop that one or give "
+                "another run.name"
+            )
         time.sleep(0.05)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
+    os.fsync(descriptor)  # on network file systems other machines see it only then
     return descriptor
+
+
+def holder(folder: Path) -> str:
+    """Who took a folder last, in words; empty where nobody did, or where it is not to be seen."""
+    try:
+        return (folder / ".lock").read_text(encoding="utf-8", errors="replace").strip()[:200]
+    except OSError:
+        return ""
 
 
 def unlock(descriptor: int) -> None:
