@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import math
 import random
 from collections.abc import Callable
@@ -201,6 +202,7 @@ def types(network: Any) -> None:
 def asks_for_values(network: Any) -> None:
     network.rates = [x.item() for x in torch.linspace(0, 0.3, 4)]
     assert torch.linspace(0, 1, 3).tolist() == [0, 0.5, 1]
+    assert f"{torch.ones(3).sum():.1f} {torch.ones(2)}" == "3.0 tensor([1., 1.])"
     network.layer = layer = nn.Linear(4, int(torch.randperm(5)[0]) + 1)
     if layer.weight.sum() > 0:
         network.sometimes = nn.Linear(2, 2)
@@ -287,6 +289,8 @@ def copies(network: Any) -> None:
 
 
 OUTSIDE = {"weight": torch.eye(4), "bias": torch.ones(4)}
+FILE = io.BytesIO()
+torch.save(OUTSIDE, FILE)
 
 
 def numpy_memory(network: Any) -> None:
@@ -301,6 +305,12 @@ def numpy_memory(network: Any) -> None:
     nn.init.normal_(network.scalar)
 
 
+def loads_a_file(network: Any) -> None:
+    network.layer = nn.Linear(4, 4)
+    network.layer.load_state_dict(torch.load(io.BytesIO(FILE.getvalue())))
+    nn.init.normal_(network.layer.bias)
+
+
 def positions(network: Any) -> None:
     table, place = torch.zeros(10, 8), torch.arange(10).unsqueeze(1)
     scale = torch.exp(torch.arange(0, 8, 2) * (-math.log(1e4) / 8))
@@ -309,7 +319,7 @@ def positions(network: Any) -> None:
 
 
 CONSTRUCTORS = [initialisers, views, types, asks_for_values, own_generators, seeds, parametrized, skips_initialisation]
-CONSTRUCTORS += [runs_a_forward, copies, numpy_memory, positions]
+CONSTRUCTORS += [runs_a_forward, copies, numpy_memory, loads_a_file, positions]
 
 
 @pytest.mark.parametrize("build", CONSTRUCTORS)

@@ -132,5 +132,7 @@ _ANSWERS: dict[Any, Callable[[Recorder, Any, Any, Any], Any]] = {
     Tensor.tolist: _of_value,
     Tensor.numpy: _of_value,
     Tensor.__array__: _of_value,
+    Tensor.__format__: _of_value,
+    Tensor.__repr__: _of_value,
     Tensor.data_ptr: _address,
 }

@@ -79,6 +79,8 @@ class _Call:
         """The operation's result, after it has been recorded where that is due."""
         ours = [tensor for tensor in self.given if self.recorder.knows(tensor)]
         outside = [tensor for tensor in self.given if tensor.is_meta and not self.recorder.knows(tensor)]
+        if ours and self.name == "set_" and any(isinstance(one, torch.UntypedStorage) for one in self.args):
+            return self._around_storage(*self.args)
         if not self.given or self.by_shape:
             return self._untouched() if self._explicitly_meta(bool(outside)) else self._recorded()
         if outside and ours:
@@ -119,6 +121,13 @@ class _Call:
         if self.name == "lift_fresh" and result.untyped_storage().resizable():
             return self.recorder.adopt(result)
         return result
+
+    def _around_storage(self, tensor: Tensor, storage: torch.UntypedStorage, *layout: Any) -> Tensor:
+        """An empty tensor is laid around memory that is real, as `torch.load` does: a constant."""
+        if storage.device.type != "cpu":
+            raise self.recorder.refusal(f"it takes memory on {storage.device} into a tensor")
+        value = torch.empty(0, dtype=tensor.dtype, device=_CPU).set_(storage, *layout)
+        return tensor.set_(self.recorder.adopt(value.clone()))  # type: ignore[call-overload]
 
     def _with_values(self) -> Any:
         """Call it for real, on the values that its tensors have by now."""
@@ -165,7 +174,7 @@ class _Call:
 
     def _without_meta(self, operation: Operation, error: Exception) -> Any:
         """The meta device cannot do it, as a rule because the shape or the result depends on values."""
-        if self._in_place():
+        if self._in_place() and torch.Tag.inplace_view not in self.func.tags:
             return self._recorded_in_place(operation)
         if self._random() or self.changed or self.replaced:
             raise self.recorder.refusal(f"{self.name} does not work without values: {error}") from error
