@@ -36,6 +36,8 @@ from trainer.storage.safetensors_header import TensorFact, read_tensors
 from trainer.storage.tensor_files import misfits, read_into, writable, write_tensors
 from trainer.storage.together import together
 
+MARGIN = 2**20  # bytes of a checkpoint beside its tensors: headers and JSON
+
 log = logging.getLogger(__name__)
 
 
@@ -82,13 +84,13 @@ class Checkpoints:
         """
         ready: dict[str, Tensor] = {}
         self._together(step, tensors, lambda: ready.update(writable(tensors)))
-        held = self._together(step, tensors, lambda: sorted(ready))  # the names on each rank
+        held = self._together(step, tensors, lambda: _sizes(ready))  # on each rank: name → bytes
         whole = not any(isinstance(tensor, DTensor) for tensor in ready.values())
-        alone = whole and all(names == held[0] for names in held)
-        names = sorted({name for one in held for name in one})
-        draft = self.folder / self._together(step, tensors, lambda: self._begin(step, tensors))[0]
+        alone = whole and all(one.keys() == held[0].keys() for one in held)
+        sizes = {name: size for one in held for name, size in one.items()}
+        draft = self.folder / self._together(step, tensors, lambda: self._begin(step, sum(sizes.values())))[0]
         try:
-            self._together(step, tensors, lambda: self._write(draft, ready, state, names, alone))
+            self._together(step, tensors, lambda: self._write(draft, ready, state, list(sizes), alone))
             listed = self._together(step, tensors, lambda: sorted(os.listdir(draft)))[0]
             mine = listed[self.ranks.rank :: self.ranks.size]
             parts = self._together(step, tensors, lambda: {name: _sealed(draft / name) for name in mine})
@@ -125,11 +127,11 @@ class Checkpoints:
         asked = {name for names in self.ranks.share(sorted(tensors)) for name in names}
         together(self.ranks, lambda: _fill(tensors, found, asked), CorruptCheckpoint)
 
-    def _begin(self, step: int, tensors: dict[str, Tensor]) -> str:
+    def _begin(self, step: int, needed: int) -> str:
         if not self.ranks.is_main:
             return ""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(self.folder).free < _bytes(tensors):
+        if shutil.disk_usage(self.folder).free < needed + MARGIN:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         name = f"{DRAFT}step-{step}-{secrets.token_hex(4)}"
         (self.folder / name).mkdir()
@@ -163,7 +165,7 @@ class Checkpoints:
             free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
             raise FailedSave(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {error}. It needs about "
-                f"{_bytes(tensors):,} bytes, {free:,} are free there; the older checkpoints are intact"
+                f"{sum(_sizes(tensors).values()) + MARGIN:,} bytes, {free:,} are free there; the older checkpoints are intact"
             ) from error
 
 
@@ -229,6 +231,6 @@ def _sealed(path: Path) -> tuple[int, str]:
     return path.stat().st_size, paper.digest(path)
 
 
-def _bytes(tensors: dict[str, Tensor]) -> int:
-    """What a checkpoint of these tensors takes, over all ranks, with something for headers and JSON."""
-    return 2**20 + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def _sizes(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Bytes of each tensor, over all ranks that hold a part of it."""
+    return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
