@@ -13,12 +13,14 @@ from torch.distributed.tensor import DTensor
 from recipes.vision.vit import VisionTransformer
 from tests.processes import Processes
 from tests.strategies.counting import collectives_of_a_step
-from tests.strategies.toys import STRATEGIES, Case, Net, Plain, run
+from tests.strategies.toys import STRATEGIES, Case, Net, Plain, Rows, ToyData, make_optimizer, run, whole
 from trainer.launch import Launch
 from trainer.machine import Machine
+from trainer.reader import Loading
 from trainer.refusal import Refusal
 from trainer.seeds import seed_all
 from trainer.strategies.fsdp import FSDP
+from trainer.stream import Stream
 
 
 def kinds(sent: list[tuple[str, int]]) -> Counter[str]:
@@ -100,3 +102,41 @@ def test_it_says_its_degrees_and_is_named_for_them() -> None:
     machine = Machine(device="cpu")
     with FSDP(machine=machine) as strategy:
         assert strategy.notes(Net())[0] == "mesh replicate 1 × shard 1 × tensor 1"
+
+
+class Tied(nn.Module):
+    """A head that is the embedding, as in many language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.up = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.up(self.embed((x.abs() * 4).long().clamp(max=15)).mean(1))))
+
+
+def tied(launch: Launch, word: str) -> list[Any]:
+    """Weights after three steps of a tied network, and whether they are still tied."""
+    with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", precision="fp64")) as strategy:
+        seed_all(5)
+        placed = strategy.build(Plain(), strategy.construct(Tied), None)
+        optimizer = placed.optimizer(make_optimizer("adamw"), [{"params": list(placed.network.parameters())}])
+        rows = Rows(48, 1)
+        stream = Stream(ToyData(), rows, strategy, 24, 1, Loading())
+        for step in range(3):
+            placed.forward_backward(next(iter(stream.epoch(step))), step)
+            placed.optimizer_step(optimizer, 1.0)
+        network = placed.network
+        assert placed.network.state_dict().keys() == Tied().state_dict().keys()
+        return [network.head.weight is network.embed.weight, whole(network.embed.weight), whole(network.up.weight)]
+
+
+def test_tied_weights_stay_tied(processes: Processes) -> None:
+    (reference,) = processes.run(1, tied, "single")
+    for one, embed, up in processes.run(3, tied, "fsdp"):
+        assert one
+        assert torch.allclose(torch.tensor(embed), torch.tensor(reference[1]), atol=1e-12, rtol=0)
+        assert torch.allclose(torch.tensor(up), torch.tensor(reference[2]), atol=1e-12, rtol=0)

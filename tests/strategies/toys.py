@@ -21,12 +21,14 @@ from trainer.strategies.ddp import DDP
 from trainer.strategies.ddp_tensor import DDPTP
 from trainer.strategies.dp import DP
 from trainer.strategies.fsdp import FSDP
+from trainer.strategies.mesh import mesh
+from trainer.strategies.pipeline import PP
 from trainer.strategies.single import Single
 from trainer.strategies.tensor import TP
 from trainer.strategies.zero1 import Zero1
 from trainer.stream import EvaluationStream, Stream, digest
 
-STRATEGIES: dict[str, type[Strategy]] = {
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "single": Single,
     "dp": DP,
     "ddp": DDP,
@@ -34,6 +36,8 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "ddp_tp": DDPTP,
     "fsdp": FSDP,
     "zero1": Zero1,
+    "pp": PP,
+    "mesh": mesh,
 }
 WIDTH, CLASSES, BATCH = 12, 4, 48
 
@@ -243,9 +247,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
     torch.manual_seed(case.seed)
     network, task = NETWORKS[case.network](), TASKS[case.task]()
     data = NestedData() if case.task == "nested" else ToyData()
-    machine = Machine(
-        launch=launch, device=case.device, precision=case.precision, seed=case.seed, backend=case.backend
-    )
+    machine = Machine(launch=launch, device=case.device, precision=case.precision, seed=case.seed, backend=case.backend)
     strategy = STRATEGIES[case.strategy](machine=machine, **case.fields)
     strategy.data_ranks(launch.world_size)
     strategy.check(task, network, launch.world_size)
@@ -288,6 +290,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
                 sums[name] = sums.get(name, 0) + part
         totals = strategy.reduce(sums)
         seen["samples"], seen["figures"] = int(totals["samples"]), task.finish(totals)
+        seen["data_rank"] = strategy.data_rank
         seen["names"] = [name for name, _ in placed.network.named_parameters()]
         seen["state"] = sorted(placed.state(optimizer))
         seen["weights"] = {name: whole(value) for name, value in placed.network.state_dict().items()}

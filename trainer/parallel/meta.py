@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.deferred import materialise
+from trainer.deferred import materialise, ties
 
 
 @torch.no_grad()
@@ -19,14 +19,32 @@ def fill(network: nn.Module, built: nn.Module, device: torch.device) -> None:
     `built`: the network as it was constructed; `network`: what has become of it, with the same names or fewer. The
     values are those of an ordinary construction; no more than one tensor is whole at any time, and nothing travels.
     """
-    network.to_empty(device=device)
+    make_room(network, device)
     own = dict(chain(network.named_parameters(remove_duplicate=False), network.named_buffers(remove_duplicate=False)))
+    tied: dict[str, list[str]] = {}  # a rank may hold a tied tensor under its second name alone
+    for other, first in ties(built).items():
+        tied.setdefault(first, []).append(other)
 
     def take(name: str, value: Tensor) -> None:
-        if name in own:
-            copy_part(own[name], value)
+        for one in {id(own[name]): own[name] for name in (name, *tied.get(name, ())) if name in own}.values():
+            copy_part(one, value)
 
     materialise(built, take)
+
+
+def make_room(network: nn.Module, device: torch.device) -> None:
+    """Replace what is on the meta device by memory without values; what was one tensor under two names stays one."""
+    made: dict[int, Tensor] = {}
+    for module in network.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if not tensor.is_meta:
+                continue
+            if id(tensor) not in made:
+                empty = torch.empty_like(tensor, device=device)
+                made[id(tensor)] = (
+                    nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                )
+            setattr(module, name, made[id(tensor)])
 
 
 def copy_part(tensor: Tensor, value: Tensor) -> None:
