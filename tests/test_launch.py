@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.commands import Command, Ended, single, status
 from trainer import rendezvous
 from trainer.agreement import everywhere, first_on_node
 from trainer.launch import Launch
@@ -327,3 +329,45 @@ def test_what_one_rank_refuses_all_refuse(server, wrong):
         1,
         2,
     ]
+
+
+# ------------------------------------------------------------------------------------------ without torchrun, for real
+
+SMALL = ("model=mlp", "device=cpu", "strategy=ddp", "log=[]", "loop.steps=3", "loop.eval_every=null")
+
+
+def ended(place: Path, commands: list[tuple[list[str], dict[str, str]]]) -> list[Ended]:
+    """Start these at once; how they ended."""
+    return [one.end() for one in [Command(words, place, environment) for words, environment in commands]]
+
+
+@pytest.mark.slow
+def test_processes_started_by_hand_meet_in_a_file_again_and_again(tmp_path):
+    def by_hand(*words: str) -> list[Ended]:
+        meet = f"distributed.init_method='file://{tmp_path}/meeting?rank=%d&world_size=2'"
+        return ended(tmp_path, [(single(*SMALL, meet % rank, *words), {}) for rank in range(2)])
+
+    first = by_hand("run.dir=run")
+    assert [(one.code, one.left) for one in first] == [(0, [])] * 2, first[0].screen + first[1].screen
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["world_size"]) == ("completed", 2)
+    again = by_hand("run.dir=run")  # the file is a dead run's now
+    assert [one.code for one in again] == [0, 0], again[0].screen + again[1].screen
+    assert [one.screen.count("this run is complete") for one in again] == [1, 0]
+
+
+@pytest.mark.slow
+def test_the_tasks_of_srun_meet_at_rank_0_and_refuse_with_one_voice(tmp_path):
+    def srun(*words: str) -> list[Ended]:
+        step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+        tasks = [{**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+        with socket.socket() as one:
+            one.bind(("", 0))
+            port = {"MASTER_PORT": str(one.getsockname()[1])}
+        return ended(tmp_path, [(single(*SMALL, "run.dir=run", *words), {**task, **port}) for task in tasks])
+
+    first = srun("run.stop_after=0.001")
+    assert [one.code for one in first] == [75, 75], first[0].screen + first[1].screen  # nothing restarts them
+    refused = srun("seed=7")
+    assert [one.code for one in refused] == [2, 2]
+    assert "seed" in refused[0].screen
+    assert refused[1].screen == ""

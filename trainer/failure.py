@@ -22,6 +22,7 @@ from trainer.claim import Failure, claim, claimed, tell, told
 from trainer.launch import Launch
 from trainer.output import note, redirect, say
 from trainer.refusal import Refusal
+from trainer.rendezvous import part
 from trainer.status import mark_failed
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     logging.shutdown()
+    if code != 1:
+        part()
     if code == 0:
         _clear_launcher_folders()
     os._exit(code)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _LOOK = 0.1  # seconds between two looks at the store, at most; the first follow one another faster
+_PARTING = 5.0  # seconds that rank 0 waits for the others to leave; one that was killed does not say so
 _rounds: dict[Launch, Store] = {}  # those that this process has met in
 
 
@@ -71,6 +72,25 @@ def store_of_round(launch: Launch, patience: timedelta) -> Store:
             raise Refusal(f"cannot meet at {launch.address}: {str(error).splitlines()[0]}") from error
         known = _rounds[launch] = PrefixStore(_round(launch, nonce), store)
     return known
+
+
+def part() -> None:
+    """Leave the rounds that this process was in. Where rank 0 serves the store, it stays until the others have left.
+
+    Otherwise they would lose it while they still read what was decided last: a refusal, that nothing is left to do.
+    """
+    for launch, store in _rounds.items():
+        if launch.hosted or launch.world_size == 1:
+            continue
+        byes = [f"bye-{rank}" for rank in range(1, launch.world_size)]
+        try:
+            if launch.is_main:
+                _until(lambda store=store, byes=byes: store.check(byes) or None, time.monotonic() + _PARTING)
+            else:
+                store.set(f"bye-{launch.rank}", "")
+        except RuntimeError:  # it is gone already
+            continue
+    _rounds.clear()
 
 
 def _call(store: Store, launch: Launch, deadline: float) -> str:
