@@ -112,6 +112,11 @@ class PP(Strategy):
                 f"compile=true: {self.schedule} computes gradients of inputs and weights apart, which compiled stages"
                 " cannot; 1F1B, GPipe, Interleaved1F1B and LoopedBFS can"
             )
+        if self.reshard_after_forward and KINDS[self.schedule].splits:
+            raise Refusal(
+                f"strategy.reshard_after_forward=true: {self.schedule} computes gradients of weights later, from what"
+                " would have been released (torch then trains wrongly, without a word); use false, or another schedule"
+            )
         if self.param_dtype and self.degrees(world_size)["shard"] == 1:
             raise Refusal(
                 f"strategy.param_dtype={self.param_dtype} is for strategy.shard > 1; precision=bf16 needs none"
