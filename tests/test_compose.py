@@ -46,7 +46,7 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("model=cmn", "model=cmn", "'cnn'"),
     ("model=resnet51", "model=resnet51", "'resnet50'"),
     ("strategy=dpd", "strategy=dpd", "'ddp'"),
-    ("strategy=dpp", "strategy=dpp", "There are: auto, ddp, ddp_tp, "),
+    ("strategy=dpp", "strategy=dpp", "There are: auto, ddp, "),
     ("strategy=3", "strategy=3", "expected one of auto"),
     ("log=[console,tensorbord]", "log=tensorbord", "'tensorboard'"),
     ("schedule=cosin", "schedule=cosin", "'cosine'"),
@@ -339,7 +339,7 @@ class TestProcess:
 
     def test_completion_knows_how_the_program_is_started(self, tmp_path: Path) -> None:
         done = process("-sc", "query=bash", cwd=tmp_path, COMP_LINE="python -m trainer strategy=dd")
-        assert done.stdout.split() == ["strategy=ddp", "strategy=ddp_tp"]
+        assert done.stdout.split() == ["strategy=ddp", "strategy=ddp_pp", "strategy=ddp_tp"]
 
     def test_of_several_processes_one_answers(self, tmp_path: Path) -> None:
         assert process("--help", cwd=tmp_path, RANK="1", WORLD_SIZE="2").stdout == ""
