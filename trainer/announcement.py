@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import Found
+from trainer.launch import Launch
 from trainer.order import size_of
 from trainer.preparation import Parts, Plans
 from trainer.surroundings import surroundings
@@ -57,12 +58,22 @@ def command(parts: Parts, plans: Plans) -> str:
     """The command that continues this run."""
     launch = parts.machine.launch
     own = [word for word in parts.words if not word.startswith(("run.dir=", "run.name=", "run.resume="))]
-    start = f"torchrun --nproc-per-node {launch.local_world_size}" if launch.world_size > 1 else "python"
-    if launch.world_size == launch.local_world_size > 1:
-        start = start.replace("torchrun", "torchrun --standalone")
     overrides = [at for at, word in enumerate(own) if "=" in word and not word.startswith("-")]
     own.insert(overrides[-1] + 1 if overrides else len(own), f"run.dir={quoted(plans.folder.path.absolute())}")
-    return f"{start} -m trainer {shlex.join(own)}"  # beside the other overrides: flags may not stand between them
+    # run.dir stands beside the other overrides: flags may not stand between them
+    return f"{launcher(launch)} -m trainer {shlex.join(own)}"
+
+
+def launcher(launch: Launch) -> str:
+    """What stood before `-m trainer`, as far as a process can know: not how machines find each other."""
+    if launch.world_size == 1:
+        return "python"
+    if not launch.restarts:
+        return "<srun, mpirun … as before> python"
+    if launch.world_size == launch.local_world_size:
+        return f"torchrun --standalone --nproc-per-node {launch.local_world_size}"
+    machines = launch.world_size // launch.local_world_size
+    return f"torchrun --nnodes {machines} --nproc-per-node {launch.local_world_size} <rendezvous as before>"
 
 
 def quoted(path: Path) -> str:
