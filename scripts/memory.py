@@ -1,10 +1,10 @@
 """Memory of one rank under each strategy, beside what the arithmetic says: the table in docs/strategies.md.
 
-    python scripts/memory.py                      a vision transformer of 100 million parameters on 1, 2 and 4 processes
+    python scripts/memory.py                      a vision transformer of 100 million parameters
     python scripts/memory.py --depth 4 fsdp tp    a smaller one, two strategies
 
-Each rank is a process of its own. `held`: bytes of weights, gradients and AdamW's state at the end of a backward, counted
-tensor by tensor. `peak`: by how much the process grew at most (VmHWM) since it joined the group, while it built the
+Each rank is a process of its own. `held`: bytes of weights, gradients and AdamW's state at the end of a backward,
+counted tensor by tensor. `peak`: by how much the process grew at most (VmHWM) since it joined the group, while it built the
 network and trained two steps; activations, gathered units and buffers are in it. The largest rank counts.
 """
 
@@ -45,31 +45,31 @@ SAMPLES = 4  # of one step, over all ranks
 
 
 class Row(NamedTuple):
-    """A strategy on so many processes, and the bytes that a rank should hold of P parameters, C of them in cut layers."""
+    """A strategy on n processes, and the bytes that a rank should hold of p parameters, c of them in cut layers."""
 
     words: str
     kind: type[Strategy]
     fields: dict[str, Any]
     processes: int
     arithmetic: str
-    expected: Callable[[float, float], float]
+    expected: Callable[[float, float, int], float]  # of p, c and n
 
 
 def rows() -> Iterator[Row]:
     """Every line of the table."""
-    yield Row("single", Single, {}, 1, "16P", lambda p, c: 16 * p)
+    yield Row("single", Single, {}, 1, "16P", lambda p, c, n: 16 * p)
     for n in (1, 2, 4):
-        yield Row("ddp", DDP, {}, n, "16P", lambda p, c: 16 * p)
-        yield Row("zero1", Zero1, {}, n, "4P + 12P/n", lambda p, c, n=n: 4 * p + 12 * p / n)
-        yield Row("fsdp", FSDP, {}, n, "16P/n", lambda p, c, n=n: 16 * p / n)
-    yield Row("hsdp", FSDP, {"replicate": 2}, 4, "16P/2", lambda p, c: 8 * p)
+        yield Row("ddp", DDP, {}, n, "16P", lambda p, c, n: 16 * p)
+        yield Row("zero1", Zero1, {}, n, "4P + 12P/n", lambda p, c, n: 4 * p + 12 * p / n)
+        yield Row("fsdp", FSDP, {}, n, "16P/n", lambda p, c, n: 16 * p / n)
+    yield Row("hsdp", FSDP, {"replicate": 2}, 4, "16P/2", lambda p, c, n: 8 * p)
     for n in (2, 4):
-        yield Row("tp", TP, {}, n, "16(C/n + P-C)", lambda p, c, n=n: 16 * (c / n + p - c))
-        yield Row("pp", PP, {}, n, "16P/n", lambda p, c, n=n: 16 * p / n)
-    yield Row("ddp_tp", DDPTP, {}, 4, "16(C/2 + P-C)", lambda p, c: 16 * (c / 2 + p - c))
-    yield Row("fsdp_tp", FSDP, {"tensor": 2}, 4, "16(C/4 + (P-C)/2)", lambda p, c: 16 * (c / 4 + (p - c) / 2))
-    yield Row("ddp_pp", PP, {"pipe": 2, "replicate": 2}, 4, "16P/2", lambda p, c: 8 * p)
-    yield Row("fsdp_pp", PP, {"pipe": 2, "shard": 2}, 4, "16P/4", lambda p, c: 4 * p)
+        yield Row("tp", TP, {}, n, "16(C/n + P-C)", lambda p, c, n: 16 * (c / n + p - c))
+        yield Row("pp", PP, {}, n, "16P/n", lambda p, c, n: 16 * p / n)
+    yield Row("ddp_tp", DDPTP, {}, 4, "16(C/2 + P-C)", lambda p, c, n: 16 * (c / 2 + p - c))
+    yield Row("fsdp_tp", FSDP, {"tensor": 2}, 4, "16(C/4 + (P-C)/2)", lambda p, c, n: 16 * (c / 4 + (p - c) / 2))
+    yield Row("ddp_pp", PP, {"pipe": 2, "replicate": 2}, 4, "16P/2", lambda p, c, n: 8 * p)
+    yield Row("fsdp_pp", PP, {"pipe": 2, "shard": 2}, 4, "16P/4", lambda p, c, n: 4 * p)
 
 
 def measure(launch: Launch, row: Row, depth: int, answers: Any) -> None:
@@ -169,19 +169,15 @@ def main() -> None:
     words = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # in the ranks: what is freed leaves the process, and is not counted
     everything, cut = sizes(words.depth)
-    print(
-        f"P = {everything / 1e6:.1f} million parameters, C = {cut / 1e6:.1f} million of them in cut layers; MiB a rank\n"
-    )
+    print(f"P = {everything / 1e6:.1f} million parameters, C = {cut / 1e6:.1f} million in cut layers; MiB a rank\n")
     print("| strategy | processes | arithmetic | is | held | peak |\n| --- | --- | --- | --- | --- | --- |")
     for index, row in enumerate(rows()):
         if words.strategies and row.words not in words.strategies:
             continue
         held, peak = run(row, index, words.depth)
-        expected = row.expected(everything, cut) / MIB
-        print(
-            f"| {row.words} | {row.processes} | {row.arithmetic} | {expected:.0f} | {held / MIB:.0f} | {peak / MIB:.0f} |",
-            flush=True,
-        )
+        expected = row.expected(everything, cut, row.processes)
+        figures = " | ".join(f"{size / MIB:.0f}" for size in (expected, held, peak))
+        print(f"| {row.words} | {row.processes} | {row.arithmetic} | {figures} |", flush=True)
 
 
 if __name__ == "__main__":

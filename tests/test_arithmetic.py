@@ -68,7 +68,7 @@ def test_the_size_of_an_uneven_micro_batch_is_the_most_that_one_has(ranks: int, 
         ((50, 3, 1, 1), r"17 micro-batches \(loop.micro_batch 1\) .* loop.global_batch=51; or loop.micro_batch=2"),
     ],
 )
-def test_every_uneven_micro_batch_needs_a_sample(words: tuple, said: str) -> None:
+def test_every_uneven_micro_batch_needs_a_sample(words: tuple[int, int, int, int | None], said: str) -> None:
     with pytest.raises(Refusal, match=said + "$"):
         deal(*words, uneven=True)
 

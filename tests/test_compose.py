@@ -138,9 +138,7 @@ def test_words_arrive() -> None:
     assert "hydra" not in cfg
 
 
-@pytest.mark.parametrize(
-    "flags", [["--experimental-rerun", "x"], ["--config-path", "x"]], ids=str
-)
+@pytest.mark.parametrize("flags", [["--experimental-rerun", "x"], ["--config-path", "x"]], ids=str)
 def test_flags_that_are_not_taken_are_refused_in_words(flags: list[str]) -> None:
     assert len(refusal(*flags, "seed=1").splitlines()) == 1
 

@@ -163,9 +163,10 @@ class Checkpoints:
             return together(self.ranks, action, FailedSave)
         except FailedSave as error:
             free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
+            needed = sum(_sizes(tensors).values()) + MARGIN
             raise FailedSave(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {error}. It needs about "
-                f"{sum(_sizes(tensors).values()) + MARGIN:,} bytes, {free:,} are free there; the older checkpoints are intact"
+                f"{needed:,} bytes, {free:,} are free there; the older checkpoints are intact"
             ) from error
 
 

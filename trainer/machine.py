@@ -63,7 +63,7 @@ class Machine:
             os.environ["NCCL_SOCKET_IFNAME"] = f"={self.interface}"  # without the sign eth1 would mean eth10, too
         if not self._on_gpu:
             return torch.device("cpu")
-        device = torch.device("cuda", self.launch.local_rank % torch.cuda.device_count())  # with gloo several share one
+        device = torch.device("cuda", self.launch.local_rank % torch.cuda.device_count())  # gloo lets them share
         torch.cuda.set_device(device)  # so that nothing lands on GPU 0 by accident
         return device
 

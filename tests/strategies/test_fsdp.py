@@ -129,7 +129,7 @@ def tied(launch: Launch, word: str) -> list[Any]:
         for step in range(3):
             placed.forward_backward(next(iter(stream.epoch(step))), step)
             placed.optimizer_step(optimizer, 1.0)
-        network = placed.network
+        network: Any = placed.network
         assert placed.network.state_dict().keys() == Tied().state_dict().keys()
         return [network.head.weight is network.embed.weight, whole(network.embed.weight), whole(network.up.weight)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -28,15 +29,11 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     """
     policy = MixedPrecisionPolicy(param_dtype=how.param_dtype, reduce_dtype=torch.float32 if how.param_dtype else None)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
+    spread = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     again = how.reshard_after_forward
-    units = [
-        fully_shard(
-            network.get_submodule(name), mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=offload
-        )
-        for name in names
-    ]
-    again = again and not units  # what is left is small and wanted first in the backward: it stays gathered
-    whole = fully_shard(root, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=offload)
+    units = [spread(network.get_submodule(name), reshard_after_forward=again) for name in names]
+    # what is left is small and wanted first in the backward: it stays gathered, unless it is everything
+    whole = spread(root, reshard_after_forward=again and not units)
     if how.ahead > 1:
         for at, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + how.ahead])
