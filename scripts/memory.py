@@ -4,8 +4,8 @@
     python scripts/memory.py --depth 4 fsdp tp    a smaller one, two strategies
 
 Each rank is a process of its own. `held`: bytes of weights, gradients and AdamW's state at the end of a backward,
-counted tensor by tensor. `peak`: by how much the process grew at most (VmHWM) since it joined the group, while it built the
-network and trained two steps; activations, gathered units and buffers are in it. The largest rank counts.
+counted tensor by tensor. `peak`: by how much the process grew at most (VmHWM) while it built the network and trained
+two steps; activations, gathered units and buffers are in it. The largest rank counts.
 """
 
 from __future__ import annotations

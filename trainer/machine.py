@@ -46,8 +46,8 @@ class Machine:
         if self._on_gpu and self.backend != "gloo" and self.launch.local_world_size > torch.cuda.device_count():
             raise Refusal(
                 f"{self.launch.local_world_size} processes on this machine, but {torch.cuda.device_count()} GPU(s): one"
-                f" process a GPU; start with --nproc-per-node {torch.cuda.device_count()}, or use device=cpu; to share a"
-                " GPU for a trial: distributed.backend=gloo"
+                f" process a GPU; start with --nproc-per-node {torch.cuda.device_count()}, or use device=cpu; to"
+                " share a GPU for a trial: distributed.backend=gloo"
             )
         if self.resolved_precision == "bf16" and self._on_gpu and not torch.cuda.is_bf16_supported():
             raise Refusal("precision=bf16: this GPU has no bfloat16; use precision=fp16 or fp32")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,3 +30,11 @@ def compile_network(network: nn.Module, names: list[str]) -> None:
     for unit in units:
         # where sizes differ from unit to unit torch would take them for variable, and compute slower for it
         unit.compile(dynamic=None if len(shapes[type(unit)]) == 1 else False)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Inside it what was compiled runs as it was written: for a rehearsal, whose batch has another size than a step's.
+
+    A first call of another size would cost a graph that is never used again, and have torch take the size for variable.
+    """
+    return torch.compiler.set_stance("force_eager")
