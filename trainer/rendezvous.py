@@ -13,6 +13,7 @@ So nothing is read but under a nonce that rank 0 has drawn for this round:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
@@ -80,17 +81,18 @@ def part() -> None:
     Otherwise they would lose it while they still read what was decided last: a refusal, that nothing is left to do.
     """
     for launch, store in _rounds.items():
-        if launch.hosted or launch.world_size == 1:
-            continue
-        byes = [f"bye-{rank}" for rank in range(1, launch.world_size)]
-        try:
-            if launch.is_main:
-                _until(lambda store=store, byes=byes: store.check(byes) or None, time.monotonic() + _PARTING)
-            else:
-                store.set(f"bye-{launch.rank}", "")
-        except RuntimeError:  # it is gone already
-            continue
+        with contextlib.suppress(RuntimeError):  # it is gone already
+            if launch.world_size > 1 and not launch.hosted:
+                _say_goodbye(store, launch)
     _rounds.clear()
+
+
+def _say_goodbye(store: Store, launch: Launch) -> None:
+    if launch.is_main:
+        others = [f"bye-{rank}" for rank in range(1, launch.world_size)]
+        _until(lambda: store.check(others) or None, time.monotonic() + _PARTING)
+    else:
+        store.set(f"bye-{launch.rank}", "")
 
 
 def _call(store: Store, launch: Launch, deadline: float) -> str:

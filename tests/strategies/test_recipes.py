@@ -56,9 +56,9 @@ def losses(
     launch: Launch, make: Any, strategy: str, fields: dict[str, Any], precision: str, steps: int, slices: int = 1
 ) -> tuple[list[float], list[float]]:
     torch.manual_seed(0)
-    network, task, data = make(), Classification(), Data()
     machine = Machine(launch=launch, device="cpu", precision=precision)
     chosen = STRATEGIES[strategy](machine=machine, **fields)
+    network, task, data = chosen.construct(make), Classification(), Data()
     chosen.check(task, network, launch.world_size)
     with chosen:
         stream = Stream(data, Pictures(), chosen, 16, slices, Loading())
@@ -80,7 +80,17 @@ def losses(
 
 
 @pytest.mark.parametrize("make", [own_transformer, torchvisions_transformer])
-@pytest.mark.parametrize(("size", "strategy", "fields"), [(2, "tp", {}), (4, "ddp_tp", {"tensor": 2})])
+@pytest.mark.parametrize(
+    ("size", "strategy", "fields"),
+    [
+        (2, "tp", {}),
+        (4, "ddp_tp", {"tensor": 2}),
+        (2, "zero1", {}),
+        (2, "pp", {"schedule": "GPipe"}),
+        (4, "fsdp", {"tensor": 2, "activation_checkpointing": "operators"}),
+        (4, "mesh", {"pipe": 2, "tensor": 2, "activation_checkpointing": "units"}),
+    ],
+)
 def test_transformers_are_cut_exactly(
     processes: Processes, make: Any, size: int, strategy: str, fields: dict[str, Any]
 ) -> None:
@@ -90,7 +100,10 @@ def test_transformers_are_cut_exactly(
             assert max(abs(a - b) for a, b in zip(own, theirs, strict=True)) < 1e-10
 
 
-def test_a_residual_network_with_synchronised_statistics_learns_the_curve_of_one_process(processes: Processes) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_residual_network_with_synchronised_statistics_learns_the_curve_of_one_process(
+    processes: Processes, strategy: str
+) -> None:
     (reference,) = processes.run(1, losses, small_resnet, "single", {}, "fp32", 12)
-    for rank in processes.run(2, losses, small_resnet, "ddp", {"sync_bn": True}, "fp32", 12):
+    for rank in processes.run(2, losses, small_resnet, strategy, {"sync_bn": True}, "fp32", 12):
         assert max(abs(a - b) for a, b in zip(rank[0], reference[0], strict=True)) < 1e-3

@@ -66,8 +66,8 @@ def _refuse(name: str, module: nn.Module, network: nn.Module, sharing: set[str])
         )
     if name in sharing:
         raise Refusal(f"the plan's shard names {name}, of whose parameters one is also used outside of it")
-    for above in _enclosing(name):
-        if above and _is_sealed(network.get_submodule(above)):
+    for above in _enclosing(name):  # of other networks that own weights beside blocks the plan's author knows more
+        if above and isinstance(network.get_submodule(above), SEALED):
             kind = type(network.get_submodule(above)).__name__
             raise Refusal(f"the plan's shard names {name}, but a {kind} uses weights in it without calling it: {above}")
 
