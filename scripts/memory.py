@@ -99,11 +99,16 @@ def train(strategy: Strategy, width: int, depth: int) -> int:
     held = 0
     for step in range(2):
         placed.forward_backward([Batch(images, classes, torch.arange(share), range(SAMPLES), SAMPLES)], step)
-        gradients = [p.grad for p in placed.network.parameters() if p.grad is not None]
-        memory = [m for state in optimizer.state.values() for m in state.values() if isinstance(m, Tensor)]
-        held = sum(_bytes(tensor) for tensor in [*placed.network.parameters(), *gradients, *memory])
+        held = held_by(placed.network, optimizer)
         placed.optimizer_step(optimizer, 1.0)
     return held
+
+
+def held_by(network: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of this rank's weights, gradients and optimizer state."""
+    gradients = [p.grad for p in network.parameters() if p.grad is not None]
+    memory = [m for state in optimizer.state.values() for m in state.values() if isinstance(m, Tensor)]
+    return sum(_bytes(tensor) for tensor in [*network.parameters(), *gradients, *memory])
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from trainer.parallel.matching import matches
 from trainer.parallel.ranks import Ranks
 from trainer.plan import Plan
 from trainer.refusal import Refusal, nearest
@@ -28,7 +28,7 @@ def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
         if count % degree:
             raise Refusal(f"{count} {what} / {degree} tensor ranks is not whole; {_degrees(count)}; {ELSE}")
     for key, style in plan.tensor.items():
-        matched = list(_matches(network, key))
+        matched = list(matches(network, key))
         if not matched:
             names = [name for name, _ in network.named_modules() if name]
             raise Refusal(f"the plan's {key!r} matches no module{nearest(key, names)}; {ELSE}")
@@ -83,20 +83,6 @@ def settle(parameters: Iterator[Tensor]) -> None:
             continue
         if gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-
-def _matches(network: nn.Module, key: str) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose name fits a plan's key; `*` and the like stand within one level, as in parallelize_module."""
-    levels = [re.compile(_as_expression(level)) for level in key.split(".")]
-    for name, module in network.named_modules():
-        parts = name.split(".") if name else []
-        if len(parts) == len(levels) and all(level.fullmatch(part) for level, part in zip(levels, parts, strict=True)):
-            yield name, module
-
-
-def _as_expression(level: str) -> str:
-    """fnmatch's wildcards for one level of a name."""
-    return re.escape(level).replace(r"\*", ".*").replace(r"\?", ".").replace(r"\[", "[").replace(r"\]", "]")
 
 
 def _refuse_size(name: str, module: nn.Module, style: ParallelStyle, degree: int) -> None:

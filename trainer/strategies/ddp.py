@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import signature
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.parallel.ranks import Group
-from trainer.parallel.world import join, leave
 from trainer.refusal import Refusal
-from trainer.strategies.base import Strategy
+from trainer.strategies.joined import Joined
 from trainer.strategies.placed import Placed, Step
 from trainer.task import Task
 
@@ -30,32 +27,17 @@ COMPRESSION = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
 @dataclass
-class DDP(Strategy):
+class DDP(Joined):
     """One full copy of the network per process; gradients averaged while the last micro-batch's backward still runs."""
 
     bucket_mb: int = 25  # MiB of gradients in one all-reduce; larger: fewer and later
     static_graph: bool = False  # the same parameters are used in the same way in every step
     find_unused_parameters: bool = False  # some parameters get no gradient in some steps; costs a walk of the graph
     compress: Literal["fp16", "bf16"] | None = None  # the precision in which gradients travel; None: their own
-    world: Group = field(init=False, repr=False)
 
     def data_ranks(self, world_size: int) -> int:
         """Every process reads its own slice."""
         return world_size
-
-    def __enter__(self) -> Self:
-        self.device = self.machine.place()
-        self.world = self.data = join(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        leave(self.world, clean=error is None)
-
-    def groups(self) -> list[ProcessGroup]:
-        """All ranks."""
-        return [self.world.group]
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put a copy of the network on every rank."""

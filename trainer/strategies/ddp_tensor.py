@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from trainer.parallel.ranks import Group
 from trainer.parallel.replicate import average_gradients
 from trainer.parallel.tensor import refuse_plan
-from trainer.parallel.world import join, leave
 from trainer.refusal import Refusal
-from trainer.strategies.base import Strategy
+from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed
 from trainer.strategies.tensor import PlacedTensor
 from trainer.task import Task
 
 
 @dataclass
-class DDPTP(Strategy):
+class DDPTP(Meshed):
     """Every `tensor` neighbouring processes hold one copy of the network, cut by its plan; copies average gradients."""
 
     tensor: int = 2  # processes that share one copy; keep them on one machine
     bucket_mb: int = 25  # MiB of gradients in one all-reduce
-    world: Group = field(init=False, repr=False)
-    mesh: DeviceMesh = field(init=False, repr=False)  # axes "replicate" (outer) × "tensor" (inner)
 
     @property
     def name(self) -> str:
@@ -48,22 +43,10 @@ class DDPTP(Strategy):
         """Refuse a network without a plan, or one whose sizes do not divide."""
         refuse_plan(network, task.plan(network), self.tensor)
 
-    def __enter__(self) -> Self:
-        self.device = self.machine.place()
-        self.world = join(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
+    def _arrange(self) -> None:
         shape = (self.data_ranks(self.world.size), self.tensor)
         self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "tensor"))
         self.data = Group(self.mesh.get_group("replicate"))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        leave(self.world, clean=error is None)
-
-    def groups(self) -> list[ProcessGroup]:
-        """All ranks, one copy's, and those with the same part of each copy."""
-        return [self.world.group, *self.mesh.get_all_groups()]
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put a cut copy of a network on every `tensor` ranks."""

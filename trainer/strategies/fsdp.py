@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.deferred import NotDeferrable, deferred
 from trainer.parallel.mesh import described, make_mesh, ranks_along, spread
-from trainer.parallel.ranks import Group
 from trainer.parallel.shard import Sharding, reshard, shard
 from trainer.parallel.tensor import refuse_plan
 from trainer.parallel.units import units
-from trainer.parallel.world import join, leave
-from trainer.strategies.base import Strategy
+from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed
 from trainer.strategies.tensor import PlacedTensor
 from trainer.task import Task
 
 
 @dataclass
-class FSDP(Strategy):
+class FSDP(Meshed):
     """Each rank holds a part of every parameter; a unit is gathered when it computes, and released.
 
     Degrees multiply to the processes: `replicate` copies (HSDP), each spread over `shard` ranks, of which each is cut
@@ -42,8 +37,6 @@ class FSDP(Strategy):
     param_dtype: Literal["bf16"] | None = None  # what parameters are gathered in; masters stay fp32. None: as they are
     cpu_offload: bool = False  # parts and optimizer state lie in the host's memory; the optimizer runs there
     prefetch: int = 1  # units gathered before they are needed
-    world: Group = field(init=False, repr=False)
-    mesh: DeviceMesh = field(init=False, repr=False)  # axes of AXES; "shard" always, the others where they are > 1
 
     def degrees(self, world_size: int) -> dict[str, int]:
         """How many ranks along each axis. Refusal where they do not multiply to the processes."""
@@ -75,22 +68,9 @@ class FSDP(Strategy):
         if self.tensor > 1:
             refuse_plan(network, task.plan(network), self.tensor)
 
-    def __enter__(self) -> Self:
-        self.device = self.machine.place()
-        self.world = join(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
+    def _arrange(self) -> None:
         self.mesh = make_mesh(self.device.type, self.degrees(self.world.size), always=("shard",))
         self.data = ranks_along(self.mesh, "replicate", "shard")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        leave(self.world, clean=error is None)
-
-    def groups(self) -> list[ProcessGroup]:
-        """All ranks, those along each axis, and all data ranks."""
-        data = [self.data.group] if isinstance(self.data, Group) else []
-        return [self.world.group, *self.mesh.get_all_groups(), *data]
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put this rank's part of a network here."""

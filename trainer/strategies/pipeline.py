@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.deferred import NotDeferrable, deferred
 from trainer.parallel.mesh import described, make_mesh, ranks_along, spread
@@ -18,16 +15,15 @@ from trainer.parallel.ranks import Group
 from trainer.parallel.schedules import KINDS, Layout, Name, takes
 from trainer.parallel.stages import cut_stages
 from trainer.parallel.tensor import refuse_plan
-from trainer.parallel.world import join, leave
 from trainer.refusal import Refusal
-from trainer.strategies.base import Strategy
+from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed, Step
 from trainer.strategies.staged import PlacedStages
 from trainer.task import Task
 
 
 @dataclass
-class PP(Strategy):
+class PP(Meshed):
     """Each rank of a pipeline holds some stages of the network; a step's micro-batches flow through all of them.
 
     Degrees multiply to the processes: `replicate` pipelines side by side, each of whose stages is spread over `shard`
@@ -44,9 +40,7 @@ class PP(Strategy):
     reshard_after_forward: bool = False  # where shard > 1, true: gathered anew in every micro-batch; false: in a step
     param_dtype: Literal["bf16"] | None = None  # where shard > 1: what parameters are gathered in; None: as they are
     bucket_mb: int = 25  # where shard is 1: MiB of gradients in one all-reduce
-    world: Group = field(init=False, repr=False)
     pipeline: Group = field(init=False, repr=False)  # the ranks of this pipeline, in the order of their first stages
-    mesh: DeviceMesh = field(init=False, repr=False)  # axes of AXES; "pipe" always, the others where they are > 1
 
     def degrees(self, world_size: int) -> dict[str, int]:
         """How many ranks along each axis. Refusal where they do not multiply to the processes, or make no pipeline."""
@@ -125,23 +119,10 @@ class PP(Strategy):
         if self.tensor > 1:
             refuse_plan(network, task.plan(network), self.tensor)
 
-    def __enter__(self) -> Self:
-        self.device = self.machine.place()
-        self.world = join(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
+    def _arrange(self) -> None:
         self.mesh = make_mesh(self.device.type, self.degrees(self.world.size), always=("pipe",))
         self.pipeline = Group(self.mesh.get_group("pipe"))
         self.data = ranks_along(self.mesh, "replicate", "shard")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        leave(self.world, clean=error is None)
-
-    def groups(self) -> list[ProcessGroup]:
-        """All ranks, those along each axis, and all data ranks."""
-        data = [self.data.group] if isinstance(self.data, Group) else []
-        return [self.world.group, *self.mesh.get_all_groups(), *data]
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put this rank's stages of a network here."""

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from trainer.parallel.ranks import Group, Ranks
 from trainer.parallel.tensor import cut, refuse_drift, refuse_plan, settle
-from trainer.parallel.world import join, leave
 from trainer.strategies.base import Strategy
+from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed
 from trainer.task import Task
 from trainer.tree import changed
@@ -27,11 +25,8 @@ TAKES_CUT = (torch.optim.Adam, torch.optim.AdamW)  # whose fused step knows DTen
 
 
 @dataclass
-class TP(Strategy):
+class TP(Meshed):
     """One network cut over all processes by its plan; all read the same data, activations travel in every layer."""
-
-    world: Group = field(init=False, repr=False)
-    mesh: DeviceMesh = field(init=False, repr=False)  # one axis, "tensor"
 
     def data_ranks(self, world_size: int) -> int:
         """One slice: tensor ranks read the same samples."""
@@ -41,20 +36,9 @@ class TP(Strategy):
         """Refuse a network without a plan, or one whose sizes do not divide."""
         refuse_plan(network, task.plan(network), world_size)
 
-    def __enter__(self) -> Self:
-        self.device, self.data = self.machine.place(), Ranks()
-        self.world = join(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
+    def _arrange(self) -> None:
+        self.data = Ranks()
         self.mesh = init_device_mesh(self.device.type, (self.world.size,), mesh_dim_names=("tensor",))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        leave(self.world, clean=error is None)
-
-    def groups(self) -> list[ProcessGroup]:
-        """All ranks, twice: the mesh has a group of its own."""
-        return [self.world.group, *self.mesh.get_all_groups()]
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: cut a network over all ranks."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,22 +14,20 @@ from torch.distributed import ProcessGroup
 from trainer.parallel.clip import global_norm
 from trainer.parallel.owners import Delivery, buckets, owners, send_from_owners
 from trainer.parallel.ranks import Group
-from trainer.parallel.world import join, leave
 from trainer.refusal import Refusal
-from trainer.strategies.base import Strategy
+from trainer.strategies.joined import Joined
 from trainer.strategies.placed import Placed, Step
 from trainer.task import Task
 
 
 @dataclass
-class Zero1(Strategy):
+class Zero1(Joined):
     """Every rank owns whole parameters: their gradients come to it, it updates them and sends them to all.
 
     What parameter servers do, in step and among peers; stage 1 of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
 
     bucket_mb: int = 25  # MiB of gradients or parameters that travel as one; larger: fewer and later
-    world: Group = field(init=False, repr=False)
     owning: Group = field(init=False, repr=False)  # all ranks again, for gradients and parameters alone
 
     def data_ranks(self, world_size: int) -> int:
@@ -46,24 +43,17 @@ class Zero1(Strategy):
                     "build it with sparse=False, or use strategy=ddp"
                 )
 
-    def __enter__(self) -> Self:
-        self.device = self.machine.place()
-        self.world = self.data = join(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
+    def _arrange(self) -> None:
+        super()._arrange()
         # gradients leave when a backward completes them, which may be at another moment on each rank: in a group of
         # their own they cannot be mistaken for what a network sends itself (sync_bn, gather)
         group = dist.new_group(timeout=self.machine.timeout)
         assert isinstance(group, ProcessGroup)
         self.owning = Group(group)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        leave(self.world, clean=error is None)
 
     def groups(self) -> list[ProcessGroup]:
         """All ranks, twice."""
-        return [self.world.group, self.owning.group]
+        return [*super().groups(), self.owning.group]
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put a copy of the network on every rank."""
