@@ -4,8 +4,8 @@
     python scripts/memory.py --depth 4 fsdp tp    a smaller one, two strategies
 
 Each rank is a process of its own. `held`: bytes of weights, gradients and AdamW's state at the end of a backward,
-counted tensor by tensor. `peak`: by how much the process grew at most (VmHWM) while it built the network and trained
-two steps; activations, gathered units and buffers are in it. The largest rank counts.
+counted tensor by tensor. `built` and `peak`: by how much the process grew at most (VmHWM) until the network stood, and
+until it had trained two steps; activations, gathered units and buffers are in it. The largest rank counts.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def rows() -> Iterator[Row]:
 
 
 def measure(launch: Launch, row: Row, depth: int, answers: Any) -> None:
-    """On one rank: build, train two steps, say what was held and how far the process grew."""
+    """On one rank: build, train two steps, say what was held, and how far the process grew before and after."""
     torch.set_num_threads(1)
     strategy = row.kind(machine=Machine(launch=launch, device="cpu"), **row.fields)
     with strategy:
@@ -82,17 +82,18 @@ def measure(launch: Launch, row: Row, depth: int, answers: Any) -> None:
         gc.collect()
         before = _status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
-        held = train(strategy, width=768, depth=depth)
-        answers.put((launch.rank, held, _status("VmHWM") - before))
+        held, built = train(strategy, width=768, depth=depth)
+        answers.put((held, built - before, _status("VmHWM") - before))
 
 
-def train(strategy: Strategy, width: int, depth: int) -> int:
-    """Collective: two steps of a vision transformer; the bytes that this rank held at the end of the last backward."""
+def train(strategy: Strategy, width: int, depth: int) -> tuple[int, int]:
+    """Collective: two steps of a vision transformer; bytes held at the end of a backward, high-water mark before it."""
     seed_all(0)
     network = strategy.construct(lambda: VisionTransformer(10, 3, 32, patch_size=8, width=width, depth=depth))
     share = SAMPLES // strategy.data_size
     images, classes = torch.randn(share, 3, 32, 32), torch.zeros(share, dtype=torch.int64)
     placed = strategy.build(Classification(), network, (images[:1], classes[:1]))
+    built = _status("VmHWM")
     optimizer = placed.optimizer(
         lambda groups: torch.optim.AdamW(groups, fused=True), [{"params": list(placed.network.parameters())}]
     )
@@ -101,7 +102,7 @@ def train(strategy: Strategy, width: int, depth: int) -> int:
         placed.forward_backward([Batch(images, classes, torch.arange(share), range(SAMPLES), SAMPLES)], step)
         held = held_by(placed.network, optimizer)
         placed.optimizer_step(optimizer, 1.0)
-    return held
+    return held, built
 
 
 def held_by(network: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -123,8 +124,8 @@ def _status(key: str) -> int:
     return int(found[1]) * 1024
 
 
-def run(row: Row, index: int, depth: int) -> tuple[int, int]:
-    """Bytes held and grown by, on the largest rank."""
+def run(row: Row, index: int, depth: int) -> list[int]:
+    """Bytes held, grown by until the network stood, and grown by at the end, on the largest rank."""
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(minutes=5), wait_for_workers=False)
     answers = context.SimpleQueue()
@@ -147,7 +148,7 @@ def run(row: Row, index: int, depth: int) -> tuple[int, int]:
         if member.exitcode:
             raise SystemExit(f"{row.words} on {row.processes}: a rank ended with {member.exitcode}")
     seen = [answers.get() for _ in members]
-    return max(held for _, held, _ in seen), max(peak for _, _, peak in seen)
+    return [max(figures) for figures in zip(*seen, strict=True)]
 
 
 def _member(launch: Launch, index: int, depth: int, answers: Any) -> None:
@@ -175,13 +176,12 @@ def main() -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # in the ranks: what is freed leaves the process, and is not counted
     everything, cut = sizes(words.depth)
     print(f"P = {everything / 1e6:.1f} million parameters, C = {cut / 1e6:.1f} million in cut layers; MiB a rank\n")
-    print("| strategy | processes | arithmetic | is | held | peak |\n| --- | --- | --- | --- | --- | --- |")
+    print("| strategy | processes | arithmetic | is | held | built | peak |\n|" + 7 * " --- |")
     for index, row in enumerate(rows()):
         if words.strategies and row.words not in words.strategies:
             continue
-        held, peak = run(row, index, words.depth)
         expected = row.expected(everything, cut, row.processes)
-        figures = " | ".join(f"{size / MIB:.0f}" for size in (expected, held, peak))
+        figures = " | ".join(f"{size / MIB:.0f}" for size in (expected, *run(row, index, words.depth)))
         print(f"| {row.words} | {row.processes} | {row.arithmetic} | {figures} |", flush=True)
 
 
