@@ -76,8 +76,15 @@ def _inputs(graph: Any) -> Iterator[Any]:
     return (node for node in graph.graph.nodes if node.op == "placeholder" and "example_value" in node.meta)
 
 
+class Chain(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:  # torch 2.11 looks into no forward of its own
+        for block in self:
+            x = block(x)
+        return x
+
+
 def test_without_units_the_network_is_one_graph_under_its_own_names(graphs: list[Any]) -> None:
-    network = nn.Sequential(nn.Linear(4, 4), *(Block(4 + index) for index in range(3)))
+    network = Chain(nn.Linear(4, 4), *(Block(4 + index) for index in range(3)))
     before = list(network.state_dict())
     compile_network(network, [])
     network(torch.ones(3, 4))
