@@ -75,7 +75,7 @@ class PlacedStages(PlacedTensor):
         own = layout.held_by(self.strategy.pipeline.rank)
         self._stages = {number: Stage(number, bodies[number]) for number in own}
         self.network = Stages(self._pieces())
-        _let_go(whole, self.network)
+        self._whole_network = whole
         if self._mesh:
             for body in self._pieces():
                 fitting = {key: style for key, style in self._plan.tensor.items() if any(matches(body, key))}
@@ -86,13 +86,14 @@ class PlacedStages(PlacedTensor):
         return [stage.body for stage in self._stages.values()]
 
     def _shard(self, names: list[str]) -> None:
-        if self._degrees["shard"] == 1:
-            return
         strategy = self.strategy
-        how = Sharding(strategy.reshard_after_forward, torch.bfloat16 if strategy.param_dtype else None)
-        mesh = strategy.mesh["replicate", "shard"] if self._degrees["replicate"] > 1 else strategy.mesh["shard"]
-        for stage in self._stages.values():
-            shard(stage, stage.body, [name for name in names if is_called(stage.body, name)], mesh, how)
+        if self._degrees["shard"] > 1:
+            how = Sharding(strategy.reshard_after_forward, torch.bfloat16 if strategy.param_dtype else None)
+            mesh = strategy.mesh["replicate", "shard"] if self._degrees["replicate"] > 1 else strategy.mesh["shard"]
+            for stage in self._stages.values():
+                shard(stage, stage.body, [name for name in names if is_called(stage.body, name)], mesh, how)
+        _let_go(self._whole_network, self.network)
+        del self._whole_network
 
     # The verbs of a step.
 
