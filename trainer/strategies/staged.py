@@ -185,7 +185,7 @@ class PlacedStages(PlacedTensor):
     def _call(self, stage: Stage, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
         if self.strategy.param_dtype:  # what is no argument of the stage fully_shard does not cast
             inputs, targets = floats_as((inputs, targets), torch.bfloat16)
-        return stage.body(inputs, targets, *self._cast(received))
+        return stage.body(inputs, targets, *self._cast(tuple(_InOrder.apply(value) for value in received)))
 
     def _sums(self, output: Any, targets: Any, samples: int) -> dict[str, Tensor]:
         with self._machine.autocast(self.strategy.device):
@@ -256,6 +256,21 @@ class PlacedStages(PlacedTensor):
         if self._degrees["shard"] > 1:
             for stage in self._stages.values():
                 reshard(stage)
+
+
+class _InOrder(torch.autograd.Function):
+    """The same value; its gradient comes back in order in memory, for else it cannot be sent.
+
+    Schedules that compute gradients of inputs by themselves send them as autograd made them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
 
 
 def _shapes(inputs: Any, targets: Any) -> Hashable:
