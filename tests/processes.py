@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import resource
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from trainer.launch import Launch
+from trainer.rendezvous import connected, part
 
 MOST = 4
-PATIENCE = 120.0  # seconds until a group that does not answer is given up
+PATIENCE = 300.0  # seconds until a group that does not answer is given up
 
 
 class Processes:
@@ -24,22 +27,22 @@ class Processes:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._members = []
         self._cases = count()
-        for _ in range(MOST):
+        for rank in range(MOST):
             ours, theirs = context.Pipe()
-            member = context.Process(target=_serve, args=(theirs,), daemon=True)
+            member = context.Process(target=_serve, args=(theirs, rank == 0), daemon=True)
             member.start()
             self._pipes.append(ours)
             self._members.append(member)
+        self._port = self._pipes[0].recv()
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(launch, *args)` on so many ranks; the results in rank order; AssertionError if one fails."""
         case = f"case-{next(self._cases)}"
         for rank in range(size):
-            launch = Launch(rank, size, rank, size, 0, case, f"127.0.0.1:{self._store.port}", hosted=True)
+            launch = Launch(rank, size, rank, size, 0, case, f"127.0.0.1:{self._port}", hosted=True)
             self._pipes[rank].send((launch, function, args))
         answers: dict[int, Any] = {}
         while len(answers) < size:
@@ -66,8 +69,13 @@ class Processes:
                 member.kill()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, first: bool) -> None:
     torch.set_num_threads(1)
+    if first:  # not the tests' own process: meshes and DTensors live on in torch's caches, and with them connections
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        pipe.send(store.port)
     while (job := pipe.recv()) is not None:
         launch, function, args = job
         try:
@@ -77,3 +85,6 @@ def _serve(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():  # an error inside `with strategy` leaves the group to the end of the process
                 dist.destroy_process_group()
+            part()  # or every case would leave a connection to the store open, in both processes
+            connected.cache_clear()
+            gc.collect()

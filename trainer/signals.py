@@ -86,9 +86,11 @@ class StopRequest:
 
     def _listen(self) -> None:
         """In a thread of its own: the kernel's side of a handler writes the number of every signal into the pipe."""
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
         while True:
             pause = _LOOK if self._terminated else None if self._parent is None else _GLANCE
-            ready, _, _ = select.select([self._reader], [], [], pause)
+            ready = poll.poll(None if pause is None else 1000 * pause)  # not select(): it knows 1024 files and no more
             numbers = os.read(self._reader, 64) if ready else b""
             if self._parent not in (None, os.getppid()):
                 self._ask("the launcher is gone")
