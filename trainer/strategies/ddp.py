@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.parallel.compiling import uncompiled
 from trainer.parallel.ranks import Group
 from trainer.refusal import Refusal
 from trainer.strategies.joined import Joined
@@ -104,7 +105,7 @@ class _Placed(Placed):
         self._mode(training=True)
         buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
         devices = [self.strategy.device] if self.strategy.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), self._computing():
+        with torch.random.fork_rng(devices=devices), self._computing(), uncompiled():
             yield
         with torch.no_grad():
             for name, buffer in self.network.named_buffers():

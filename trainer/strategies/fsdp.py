@@ -86,6 +86,9 @@ class _Placed(PlacedTensor):
     def _units(self) -> list[str]:
         return units(self.network, self._plan)
 
+    def _compiled(self, names: list[str]) -> list[str]:
+        return names  # each is gathered before it runs: no graph could reach over two
+
     def _shard(self, names: list[str]) -> None:
         # the root is the whole step: so the task may use the network as it likes, everything is gathered by then
         strategy = self.strategy

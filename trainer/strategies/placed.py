@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from trainer.deferred import is_deferred
 from trainer.parallel.batch_norm import average_statistics, synchronised
 from trainer.parallel.clip import clip_, global_norm
-from trainer.parallel.compiling import compile_network
+from trainer.parallel.compiling import compile_network, uncompiled
 from trainer.parallel.gather import dealt, gathering_over
 from trainer.parallel.meta import fill
 from trainer.parallel.ranks import Done, Waitable
@@ -93,7 +94,11 @@ class Placed:
             if self.strategy.activation_checkpointing != "none":
                 recompute(piece, own, self.strategy.activation_checkpointing)
             if self._machine.compile:
-                compile_network(piece, own)
+                compile_network(piece, self._compiled(own))
+
+    def _compiled(self, names: list[str]) -> list[str]:
+        """The subtrees that are compiled by themselves; none: the whole network is, where the plan is silent."""
+        return names if self._plan.shard else []
 
     # What a strategy says differently.
 
@@ -182,7 +187,8 @@ class Placed:
         Where none is valid the sums are zeros of the same shape, so that the keys agree on all ranks.
         """
         self._mode(training=False)
-        with self._computing(valid), self._machine.autocast(self.strategy.device):
+        rehearsing = uncompiled() if self._young else nullcontext()  # its batch may be of another size
+        with rehearsing, self._computing(valid), self._machine.autocast(self.strategy.device):
             size, cut = len(batch.indices), max(valid, 1)
             inputs, targets = (rows(self._cast(tree), 0, cut, size) for tree in (batch.inputs, batch.targets))
             output = self._whole(self._evaluation_forward(inputs, targets))

@@ -69,6 +69,9 @@ class PlacedStages(PlacedTensor):
     def _units(self) -> list[str]:
         return units(self.network, self._plan) if self._degrees["shard"] > 1 else super()._units()
 
+    def _compiled(self, names: list[str]) -> list[str]:
+        return names if self._degrees["shard"] > 1 else super()._compiled(names)
+
     def _cut(self) -> None:
         whole, layout = self.network, self._layout_of_stages
         bodies = cut_stages(Step(self.task, whole), self._plan.cuts, layout.count, self._cast(self.example))
@@ -165,7 +168,8 @@ class PlacedStages(PlacedTensor):
                 kept = part.detach() * share
                 sums[name] = sums[name] + kept if name in sums else kept
             # the gradients of the data ranks are averaged: undo it here
-            return self.scaler.scale(parts["loss"] * (share * self.strategy.data_size))
+            scaled = self.scaler.scale(parts["loss"] * (share * self.strategy.data_size))
+            return scaled.to(self._machine.parameter_dtype)  # what the schedule was told to expect
 
         return turn
 
@@ -225,7 +229,7 @@ class PlacedStages(PlacedTensor):
     def _made(self, key: Hashable, micro_batches: int) -> Any:
         from torch.distributed.pipelining import PipelineStage  # here, because the import takes seconds
 
-        count, loss = self._layout_of_stages.count, torch.empty((), device="meta")
+        count, loss = self._layout_of_stages.count, torch.empty((), dtype=self._machine.parameter_dtype, device="meta")
         stages = [
             PipelineStage(
                 stage,
