@@ -106,6 +106,11 @@ class PP(Meshed):
                 f"compile=true: {self.schedule} computes gradients of inputs and weights apart, which compiled stages"
                 " cannot; 1F1B, GPipe, Interleaved1F1B and LoopedBFS can"
             )
+        if self.activation_checkpointing == "operators" and KINDS[self.schedule].splits:
+            raise Refusal(
+                f"strategy.activation_checkpointing=operators: {self.schedule} runs two backwards, of which torch's"
+                " selective recomputing allows one; use units, or another schedule"
+            )
         if self.reshard_after_forward and KINDS[self.schedule].splits:
             raise Refusal(
                 f"strategy.reshard_after_forward=true: {self.schedule} computes gradients of weights later, from what"
