@@ -1,0 +1,413 @@
+"""Pipelines: every schedule is exact, whatever flows through; what cannot flow is refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipes.vision.resnet import resnet18
+from recipes.vision.vit import VisionTransformer
+from tests.processes import Processes
+from tests.strategies import toys
+from trainer import Plan, Task
+from trainer.launch import Launch
+from trainer.machine import Machine
+from trainer.parallel.schedules import KINDS, Layout, takes
+from trainer.refusal import Refusal
+from trainer.strategies.pipeline import PP
+from trainer.strategies.single import Single
+from trainer.stream import Batch
+
+
+class Skips(nn.Module):
+    """Values used again stages later, a shape, a mask, a running count, and places where nothing may be in order."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(12, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.dropout = nn.Dropout(dropout)
+        self.place = nn.Parameter(torch.linspace(-1, 1, 16))
+        self.last = nn.Linear(16, 4)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.linspace(0.5, 2, 16))
+
+    def forward(self, inputs: Any) -> Tensor:
+        x = inputs["x"]
+        early = F.gelu(self.first(x)).t().contiguous().t() + self.place  # (B, 16), not in order in memory
+        batch = early.shape[0]
+        y = self.dropout(self.second(early)) * (x[:, :1] > -1)
+        y = F.gelu(self.third(y)) + early
+        return self.last(y.view(batch, -1) * self.scale)
+
+    def plan(self) -> Plan:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        return Plan(tensor={"second": ColwiseParallel(), "third": RowwiseParallel()}, cuts=("third",))
+
+
+class Indices(nn.Module):
+    """Hands on which channel was the largest: whole numbers, through which no gradient can come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: Any) -> Tensor:
+        early = self.first(inputs["x"])
+        largest = early.argmax(-1)
+        return self.last(early) + F.one_hot(largest, 4)
+
+    def plan(self) -> Plan:
+        return Plan(cuts=("last",))
+
+
+class Images(nn.Module):
+    """An image network that is given more than images."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: Any) -> Tensor:
+        return self.network(inputs["image"])
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "skips": Skips,
+    "dropout": lambda: Skips(0.4),
+    "indices": Indices,
+    "resnet": lambda: Images(resnet18(4, 3, 8)),
+    "vit": lambda: Images(VisionTransformer(4, 3, 8, patch_size=4, width=24, heads=4)),
+}
+
+
+class Weighted(Task):
+    """Samples that do not count, a loss of two parts, and a table of results."""
+
+    def loss(self, output: Any, target: Any) -> Any:
+        each = F.cross_entropy(output, target[0], reduction="none") * target[1]
+        mean = each.sum() / target[1].sum().clamp(min=1)
+        decay = (output.square().mean(1) * target[1]).sum() / target[1].sum().clamp(min=1)
+        return {"entropy": mean, "decay": 0.1 * decay}
+
+    def weight(self, target: Any) -> Tensor:
+        return target[1].sum()
+
+    def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
+        cells = target[0] * 4 + output.argmax(-1)
+        return {"confusion": torch.bincount(cells, minlength=16), "norm": output.square().sum()}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A few steps of a network under pp with these fields, or under single where there are none."""
+
+    fields: dict[str, Any] | None = None
+    network: str = "skips"
+    micro_batches: int = 4
+    samples: int = 24  # of a global batch
+    precision: str = "fp64"
+    steps: int = 3
+
+    def alone(self) -> Run:
+        return replace(self, fields=None)
+
+
+def learn(launch: Launch, run: Run) -> dict[str, Any]:
+    """Train, and evaluate batches of which one rank has few samples that count, or none."""
+    torch.manual_seed(5)
+    network, task = NETWORKS[run.network](), Weighted()
+    machine = Machine(launch=launch, device="cpu", precision=run.precision, seed=7)
+    strategy: Any = Single(machine=machine) if run.fields is None else PP(machine=machine, **run.fields)
+    strategy.data_ranks(launch.world_size)
+    strategy.refuse_shares(launch.world_size, run.micro_batches, False)
+    strategy.check(task, network, launch.world_size)
+    seen: dict[str, Any] = {"sums": [], "norms": [], "evaluations": []}
+    with strategy:
+        inputs, targets = samples(0, 2)
+        placed = strategy.build(task, network, (inputs, targets))
+        assert not run.fields or all(not p.numel() for p in network.parameters() if id(p) not in held(placed.network))
+        optimizer = placed.optimizer(lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9), groups_of(placed))
+        for step in range(run.steps):
+            sums = placed.forward_backward(share(strategy, run, step), step)
+            seen["norms"].append(float(placed.optimizer_step(optimizer, 1.0)))
+            seen["sums"].append({name: float(value) for name, value in strategy.reduce(sums).items()})
+        placed.settle()
+        for size in (7, 4, 1):
+            rank, ranks = strategy.data_rank, strategy.data_size
+            own = list(range(size))[rank::ranks]
+            width = -(-size // ranks)
+            indices = torch.tensor((own or [0]) + [0] * (width - max(len(own), 1)))
+            inputs, targets = samples(1000, size)
+            batch = Batch(taken(inputs, indices), taken(targets, indices), indices, range(size), size)
+            totals = strategy.reduce(placed.evaluate(batch, len(own)))
+            seen["evaluations"].append({name: value.double().flatten().tolist() for name, value in totals.items()})
+        seen["weights"] = {name: toys.whole(value) for name, value in placed.network.state_dict().items()}
+        seen["memories"] = sorted(placed.state(optimizer))
+    return seen
+
+
+def samples(seed: int, size: int) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 12, generator=generator)
+    image = torch.randn(size, 3, 8, 8, generator=generator)
+    counts = torch.rand(size, generator=generator) < 0.7
+    inputs = {"x": x, "image": image, "names": [f"sample {index}" for index in range(size)]}
+    return inputs, ((x.sum(1) > 0).long() + 2 * (image.mean((1, 2, 3)) > 0), counts)
+
+
+def taken(tree: Any, indices: Tensor) -> Any:
+    """Samples of a tree by their indices."""
+    if isinstance(tree, Tensor):
+        return tree[indices]
+    if isinstance(tree, dict):
+        return {key: taken(value, indices) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(taken(value, indices) for value in tree)
+    return [tree[index] for index in indices.tolist()]
+
+
+def share(strategy: Any, run: Run, step: int) -> list[Batch]:
+    """This rank's micro-batches of one step's global batch."""
+    inputs, targets = samples(step + 1, run.samples)
+    size = run.samples // run.micro_batches
+    batches = []
+    for start in range(0, run.samples, size):
+        part = range(start, min(start + size, run.samples))
+        at = torch.tensor(list(part)[strategy.data_rank :: strategy.data_size])
+        batches.append(Batch(taken(inputs, at), taken(targets, at), at, part, run.samples))
+    return batches
+
+
+def groups_of(placed: Any) -> list[dict[str, Any]]:
+    return [{"params": [p for p in placed.network.parameters() if p.requires_grad]}]
+
+
+def held(network: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in network.parameters()}
+
+
+_done: dict[str, list[dict[str, Any]]] = {}
+
+
+@pytest.fixture
+def train(processes: Processes) -> Any:
+    """Run on so many ranks; what ran before is remembered."""
+
+    def remembered(size: int, run: Run) -> list[dict[str, Any]]:
+        if (key := f"{size} {run}") not in _done:
+            _done[key] = processes.run(size, learn, run)
+        return _done[key]
+
+    return remembered
+
+
+def same(ranks: list[dict[str, Any]], alone: dict[str, Any], within: float = 1e-10) -> None:
+    """Every rank has seen what one process sees, and together they hold what it holds."""
+    weights: dict[str, Any] = {}
+    for rank in ranks:
+        assert rank["norms"] == pytest.approx(alone["norms"], abs=within)
+        for kind in ("sums", "evaluations"):
+            for own, other in zip(rank[kind], alone[kind], strict=True):
+                assert own.keys() == other.keys()
+                for name, value in own.items():
+                    assert value == pytest.approx(other[name], abs=max(within, 1e-9)), (kind, name)
+        weights |= rank["weights"]
+    assert weights.keys() == alone["weights"].keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(torch.tensor(value), torch.tensor(alone["weights"][name]), rtol=0, atol=within)
+    assert {name for rank in ranks for name in rank["memories"]} == set(alone["memories"])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches"), [(s, m) for s in KINDS for m in (1, 4, 8) if takes(s, Layout(2, 2), m)]
+)
+def test_every_schedule_computes_what_one_process_does(train: Any, schedule: str, micro_batches: int) -> None:
+    run = Run({"schedule": schedule}, micro_batches=micro_batches)
+    same(train(2, run), train(1, run.alone())[0])
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("1F1B", 1), ("1F1B", 2), ("1F1B", 4), ("GPipe", 2)])
+def test_fewer_micro_batches_than_stages_are_run_one_after_the_other(
+    train: Any, schedule: str, micro_batches: int
+) -> None:
+    run = Run({"schedule": schedule}, micro_batches=micro_batches)
+    same(train(4, run), train(1, run.alone())[0])
+
+
+@pytest.mark.parametrize(
+    ("axis", "schedule"),
+    [("shard", s) for s in KINDS] + [(a, s) for a in ("replicate", "tensor") for s in ("1F1B", "ZBVZeroBubble")],
+)
+def test_the_other_axes_of_the_mesh_change_nothing(train: Any, axis: str, schedule: str) -> None:
+    run = Run({"pipe": 2, axis: 2, "schedule": schedule})
+    same(train(4, run), train(1, run.alone())[0])
+
+
+@pytest.mark.parametrize("fields", [{"pipe": 2, "shard": 2}, {"pipe": 2, "shard": 2, "schedule": "LoopedBFS"}])
+def test_parameters_may_be_gathered_in_every_micro_batch(train: Any, fields: dict[str, Any]) -> None:
+    run = Run({**fields, "reshard_after_forward": True})
+    same(train(4, run), train(1, run.alone())[0])
+
+
+@pytest.mark.parametrize(
+    ("size", "fields"), [(2, {}), (4, {}), (2, {"schedule": "Interleaved1F1B"}), (4, {"pipe": 2, "shard": 2})]
+)
+def test_a_vision_transformer_is_the_same_in_any_number_of_stages(
+    train: Any, size: int, fields: dict[str, Any]
+) -> None:
+    run = Run(fields, network="vit")
+    same(train(size, run), train(1, run.alone())[0])
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_convolutional_network_keeps_its_statistics_by_micro_batch(train: Any, schedule: str) -> None:
+    run = Run({"schedule": schedule}, network="resnet", micro_batches=2, steps=2)
+    same(train(2, run), train(1, run.alone())[0], within=1e-8)  # ReLU's kinks and small batches enlarge rounding
+
+
+def test_synchronised_statistics_are_those_of_the_whole_micro_batch(train: Any) -> None:
+    run = Run({"pipe": 2, "replicate": 2, "sync_bn": True}, network="resnet", micro_batches=2, steps=2)
+    same(train(4, run), train(1, run.alone())[0], within=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mode"),
+    [("1F1B", "operators"), ("LoopedBFS", "units"), ("ZBVZeroBubble", "units"), ("DualPipeV", "units")],
+)
+def test_recomputing_changes_nothing(train: Any, schedule: str, mode: str) -> None:
+    run = Run({"schedule": schedule, "activation_checkpointing": mode}, network="vit")
+    same(train(2, run), train(1, run.alone())[0])
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"schedule": "ZBVZeroBubble"}, {"schedule": "Interleaved1F1B", "activation_checkpointing": "units"}]
+)
+def test_dropout_follows_from_numbers(processes: Processes, fields: dict[str, Any]) -> None:
+    run = Run(fields, network="dropout", precision="fp32")
+    once, again = processes.run(2, learn, run), processes.run(2, learn, run)
+    assert once == again
+    plain = Run({**fields, "activation_checkpointing": "none"}, network="dropout", precision="fp32")
+    assert [rank["sums"] for rank in processes.run(2, learn, plain)] == [rank["sums"] for rank in once]
+
+
+@pytest.mark.parametrize(
+    ("fields", "precision"),
+    [
+        ({}, "bf16"),
+        ({}, "fp16"),
+        ({"pipe": 2, "shard": 2}, "bf16"),
+        ({"pipe": 2, "shard": 2, "param_dtype": "bf16"}, "fp32"),
+    ],
+)
+def test_half_precision_travels_between_stages(train: Any, fields: dict[str, Any], precision: str) -> None:
+    run = Run(fields, precision=precision)
+    (alone,), ranks = train(1, run.alone()), train(4 if "shard" in fields else 2, run)
+    for rank in ranks:
+        assert [s["loss"] for s in rank["sums"]] == pytest.approx([s["loss"] for s in alone["sums"]], abs=2e-3)
+
+
+def resume(launch: Launch, case: toys.Case) -> dict[str, Any]:
+    toys.STRATEGIES.setdefault("pp", PP)
+    return toys.run(launch, case)
+
+
+@pytest.mark.parametrize(
+    ("size", "fields"),
+    [
+        (2, {}),
+        (2, {"schedule": "ZBVZeroBubble"}),
+        (4, {"pipe": 2, "replicate": 2, "schedule": "Interleaved1F1B"}),
+        (4, {"pipe": 2, "shard": 2}),
+        (4, {"pipe": 2, "tensor": 2}),
+    ],
+)
+def test_checkpoints_are_those_of_one_process(
+    processes: Processes, size: int, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    case = toys.Case("pp", fields, micro_batches=4, steps=14)
+    unbroken = processes.run(size, resume, case)
+    processes.run(size, resume, case.but(folder=str(tmp_path / "pp"), save=6, steps=6))
+    for rank, whole in zip(
+        processes.run(size, resume, case.but(folder=str(tmp_path / "pp"), start=6)), unbroken, strict=True
+    ):
+        assert rank["losses"] == whole["losses"][6:]
+        assert rank["weights"] == whole["weights"]
+    single = case.but(strategy="single", fields={})
+    (alone,) = processes.run(1, toys.run, single.but(folder=str(tmp_path / "pp"), start=6))
+    assert alone["losses"] == pytest.approx(unbroken[0]["losses"][6:], abs=1e-5)
+    processes.run(1, toys.run, single.but(folder=str(tmp_path / "single"), save=6, steps=6))
+    for rank in processes.run(size, resume, case.but(folder=str(tmp_path / "single"), start=6)):
+        assert rank["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What is asked of a strategy in one launch, and the words of the refusal."""
+
+    words: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    world: int = 4
+    micro_batches: int = 4
+    uneven: bool = False
+    compile: bool = False
+
+
+REFUSED = {
+    "alone": Wrong("a pipeline has 2 ranks or more, here pipe 1", world=1),
+    "not whole": Wrong(r"4 processes / \(strategy\.pipe 3", {"pipe": 3, "replicate": None}),
+    "stages for 1F1B": Wrong("stages_per_rank=2: 1F1B wants 1; strategy.schedule=Interl", {"stages_per_rank": 2}),
+    "stages for a V": Wrong("wants 2", {"schedule": "DualPipeV", "stages_per_rank": 3}, world=2),
+    "uneven": Wrong("loop.uneven=true: .* of one size; strategy=ddp or fsdp takes it", uneven=True),
+    "rounds": Wrong("cannot run 7 .* nearest: loop.micro_batches=6 or 8", {"schedule": "Interleaved1F1B"}, 2, 7),
+    "rounds too": Wrong("cannot run 5 .* loop.micro_batches=4 or 6", {"schedule": "InterleavedZeroBubble"}, 2, 5),
+    "too few": Wrong("cannot run 2 .* over 4 stages .* loop.micro_batches=4 or 5", {"schedule": "DualPipeV"}, 2, 2),
+    "compiled": Wrong("compile=true: ZBVZeroBubble computes", {"schedule": "ZBVZeroBubble"}, 2, compile=True),
+    "two backwards": Wrong(
+        "activation_checkpointing=operators: DualPipeV runs two",
+        {"schedule": "DualPipeV", "activation_checkpointing": "operators"},
+        2,
+    ),
+    "released": Wrong(
+        "reshard_after_forward=true: ZBV", {"schedule": "ZBVZeroBubble", "reshard_after_forward": True}, 2
+    ),
+    "not gathered": Wrong("param_dtype=bf16 is for strategy.shard > 1", {"param_dtype": "bf16"}),
+    "too many stages": Wrong("has parts for 4 stages, 8 were asked for", {"schedule": "LoopedBFS"}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_pipeline_cannot_do_is_refused_before_any_group(case: str) -> None:
+    wrong = REFUSED[case]
+    strategy = PP(machine=Machine(device="cpu", compile=wrong.compile), **wrong.fields)
+    with pytest.raises(Refusal, match=wrong.words):  # noqa: PT012 (in the order in which a run asks)
+        strategy.data_ranks(wrong.world)
+        strategy.refuse_shares(wrong.world, wrong.micro_batches, wrong.uneven)
+        strategy.check(Weighted(), Skips(), wrong.world)
+
+
+def test_what_torch_can_run_is_not_refused(train: Any) -> None:
+    for schedule, micro_batches in (("Interleaved1F1B", 3), ("InterleavedZeroBubble", 6), ("LoopedBFS", 3)):
+        run = Run({"schedule": schedule}, micro_batches=micro_batches)
+        same(train(2, run), train(1, run.alone())[0])
+
+
+def test_values_without_a_gradient_and_unlike_micro_batches_end_in_words(processes: Processes) -> None:
+    for size in (2, 4):  # every rank hears of it, and none waits
+        with pytest.raises(AssertionError, match=r"stage 1 would receive torch\.int64 of shape .*: cut elsewhere"):
+            processes.run(size, learn, Run({"pipe": 2, "replicate": size // 2}, network="indices"))
+    with pytest.raises(AssertionError, match="differ in shape; those of a pipeline must be alike"):
+        processes.run(2, learn, Run({}, samples=25))
+
+
+def test_the_word_for_its_degrees() -> None:
+    words = {(1, 1, 1): "pp", (2, 1, 1): "ddp_pp", (None, 1, 1): "ddp_pp", (2, 2, 1): "fsdp_pp", (1, 1, 2): "pp_tp"}
+    for (replicate, shard, tensor), word in words.items():
+        assert PP(replicate=replicate, shard=shard, tensor=tensor).name == word
