@@ -114,3 +114,27 @@ class Handover:
 def _written(news: Any) -> list[Tensor]:
     letters = torch.tensor(list(json.dumps(news).encode()), dtype=torch.uint8)
     return [torch.tensor([len(letters)]), letters]
+
+
+def in_order(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a stage hands on, ready to be sent: copies in order in memory, that nothing else looks at or writes to."""
+    return tuple(
+        value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value for value in values
+    )
+
+
+class InOrder(torch.autograd.Function):
+    """A value that was received; its gradient goes back in order in memory, for else it cannot be sent.
+
+    Schedules that compute gradients of inputs by themselves send them as autograd made them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The same value."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """The same gradient, contiguous."""
+        return grads[0].contiguous()

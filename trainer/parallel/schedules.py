@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 Name = Literal["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -62,6 +63,11 @@ def takes(name: str, layout: Layout, micro_batches: int) -> bool:
     if kind.full and micro_batches < layout.count:
         return False
     return not kind.rounds or micro_batches % max(1, micro_batches // layout.ranks) == 0
+
+
+def runs_over_gloo(name: str) -> bool:
+    """Can gloo run it? Before torch 2.13 two neighbouring stages on one rank begin with a message to themselves."""
+    return not KINDS[name].turns_back or torch.__version__ >= "2.13"
 
 
 def make_schedule(name: str, stages: list[Any], micro_batches: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor, fx, nn
 
 from trainer.parallel.balance import equal_cuts, weights
 from trainer.parallel.flow import Flow, attribute, writes
+from trainer.parallel.held import named_tensors
 from trainer.parallel.tracing import ROOT, Untraceable, enclosing, trace
 from trainer.refusal import Refusal, nearest
 
@@ -40,50 +40,6 @@ def cut_stages(step: nn.Module, cuts: tuple[str, ...], count: int, example: Any 
     stages = [_stage(network, flow, bounds, index) for index in range(count)]
     _keep_state(network, stages)
     return stages
-
-
-class Stages(nn.Module):
-    """The stages that one rank holds, as one module: everything stands under the network's own names."""
-
-    def __init__(self, stages: Sequence[nn.Module]) -> None:
-        super().__init__()
-        for index, stage in enumerate(stages):
-            self.add_module(str(index), stage)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Every module under its name in the network; parameters and buffers follow from this."""
-        memo = set() if memo is None else memo
-        yield prefix, self
-        for stage in self.children():
-            yield from stage.named_modules(memo, prefix, remove_duplicate)
-
-    def get_submodule(self, target: str) -> nn.Module:
-        """The module of this name. AttributeError where no stage here has it."""
-        for name, module in self.named_modules():
-            if name == target:
-                return module
-        raise AttributeError(f"no stage of this rank has a module {target}")
-
-    def state_dict(  # type: ignore[override]  # the base also takes positions, which torch has deprecated
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """What all stages here hold, under the network's own names."""
-        held: dict[str, Any] = {} if destination is None else destination
-        for stage in self.children():
-            held.update(stage.state_dict(prefix=prefix, keep_vars=keep_vars))
-        return held
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take over the values of all stages here. RuntimeError for names that are missing, or that none has."""
-        unknown = set(state_dict)
-        for stage in self.children():
-            own = {name: state_dict[name] for name in stage.state_dict() if name in state_dict}
-            stage.load_state_dict(own, strict, assign)
-            unknown -= set(own)
-        if unknown and strict:
-            raise RuntimeError(f"no stage of this rank has {', '.join(sorted(unknown))}")
 
 
 def _equal(step: nn.Module, count: int, example: Any) -> list[str]:
@@ -198,12 +154,6 @@ def _keep_state(network: nn.Module, stages: list[fx.GraphModule]) -> None:
     for stage in stages:
         for name in set(stage.state_dict()) - stored:
             _hold(stage, name, attribute(stage, name), persistent=False)
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer, under each of its names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _hold(stage: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None:

@@ -7,12 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from trainer.deferred import NotDeferrable, deferred
 from trainer.parallel.mesh import described, make_mesh, ranks_along, spread
 from trainer.parallel.ranks import Group
-from trainer.parallel.schedules import KINDS, Layout, Name, takes
+from trainer.parallel.schedules import KINDS, Layout, Name, runs_over_gloo, takes
 from trainer.parallel.stages import cut_stages
 from trainer.parallel.tensor import refuse_plan
 from trainer.refusal import Refusal
@@ -101,25 +102,8 @@ class PP(Meshed):
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse a network that cannot be cut into so many stages, and fields that do not go together."""
-        if self.machine.compile and KINDS[self.schedule].splits:
-            raise Refusal(
-                f"compile=true: {self.schedule} computes gradients of inputs and weights apart, which compiled stages"
-                " cannot; 1F1B, GPipe, Interleaved1F1B and LoopedBFS can"
-            )
-        if self.activation_checkpointing == "operators" and KINDS[self.schedule].splits:
-            raise Refusal(
-                f"strategy.activation_checkpointing=operators: {self.schedule} runs two backwards, of which torch's"
-                " selective recomputing allows one; use units, or another schedule"
-            )
-        if self.reshard_after_forward and KINDS[self.schedule].splits:
-            raise Refusal(
-                f"strategy.reshard_after_forward=true: {self.schedule} computes gradients of weights later, from what"
-                " would have been released (torch then trains wrongly, without a word); use false, or another schedule"
-            )
-        if self.param_dtype and self.degrees(world_size)["shard"] == 1:
-            raise Refusal(
-                f"strategy.param_dtype={self.param_dtype} is for strategy.shard > 1; precision=bf16 needs none"
-            )
+        self._refuse_backend()
+        self._refuse_fields(world_size)
         cut_stages(Step(task, network), task.plan(network).cuts, self.layout(world_size).count)
         if self.tensor > 1:
             refuse_plan(network, task.plan(network), self.tensor)
@@ -132,3 +116,39 @@ class PP(Meshed):
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put this rank's stages of a network here."""
         return PlacedStages(self, task, network, example, self.mesh["tensor"] if self.tensor > 1 else None)
+
+    def _refuse_backend(self) -> None:
+        """Refuse gloo where it cannot send what must be sent."""
+        on_gpu = self.machine.device != "cpu" and torch.cuda.is_available()
+        if on_gpu and self.machine.backend == "gloo":
+            raise Refusal(
+                "distributed.backend=gloo cannot send a GPU's tensors to one other rank, as pipelines do; use nccl (null)"
+            )
+        if not on_gpu and not runs_over_gloo(self.schedule):
+            raise Refusal(
+                f"{self.schedule} on CPUs wants torch 2.13 or later, this is {torch.__version__}; 1F1B, GPipe and the"
+                " interleaved ones do not"
+            )
+
+    def _refuse_fields(self, world_size: int) -> None:
+        """Refuse fields that do not go together."""
+        splits = KINDS[self.schedule].splits  # into gradients of inputs and of weights
+        if self.machine.compile and splits:
+            raise Refusal(
+                f"compile=true: {self.schedule} computes gradients of inputs and weights apart, which compiled stages"
+                " cannot; 1F1B, GPipe, Interleaved1F1B and LoopedBFS can"
+            )
+        if self.activation_checkpointing == "operators" and splits:
+            raise Refusal(
+                f"strategy.activation_checkpointing=operators: {self.schedule} runs two backwards, of which torch's"
+                " selective recomputing allows one; use units, or another schedule"
+            )
+        if self.reshard_after_forward and splits:
+            raise Refusal(
+                f"strategy.reshard_after_forward=true: {self.schedule} computes gradients of weights later, from what"
+                " would have been released (torch then trains wrongly, without a word); use false, or another schedule"
+            )
+        if self.param_dtype and self.degrees(world_size)["shard"] == 1:
+            raise Refusal(
+                f"strategy.param_dtype={self.param_dtype} is for strategy.shard > 1; precision=bf16 needs none"
+            )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,12 +12,13 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.parallel.gather import dealt
-from trainer.parallel.handover import Handover
+from trainer.parallel.handover import Handover, InOrder, in_order
+from trainer.parallel.held import Stages, buffers_kept, let_go
 from trainer.parallel.matching import matches
 from trainer.parallel.replicate import average_gradients
 from trainer.parallel.schedules import make_schedule
 from trainer.parallel.shard import Sharding, reshard, shard
-from trainer.parallel.stages import Stages, cut_stages, named_tensors
+from trainer.parallel.stages import cut_stages
 from trainer.parallel.telling import Telling
 from trainer.parallel.tensor import cut, refuse_drift
 from trainer.parallel.units import units
@@ -95,7 +95,7 @@ class PlacedStages(PlacedTensor):
             mesh = strategy.mesh["replicate", "shard"] if self._degrees["replicate"] > 1 else strategy.mesh["shard"]
             for stage in self._stages.values():
                 shard(stage, stage.body, [name for name in names if is_called(stage.body, name)], mesh, how)
-        _let_go(self._whole_network, self.network)
+        let_go(self._whole_network, self.network)
         del self._whole_network
 
     # The verbs of a step.
@@ -174,13 +174,9 @@ class PlacedStages(PlacedTensor):
         return turn
 
     def _hand_on(self, stage: Stage, inputs: Any, targets: Any, *received: Tensor) -> tuple[Any, ...]:
-        """What a stage before the last gives to the next: copies, in order in memory and free of all else."""
+        """What a stage before the last gives to the next."""
         with self._machine.autocast(self.strategy.device):
-            values = self._call(stage, received, self._cast(inputs), self._cast(targets))
-        return tuple(
-            value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
-            for value in values
-        )
+            return in_order(self._call(stage, received, self._cast(inputs), self._cast(targets)))
 
     def _output(self, stage: Stage, inputs: Any, targets: Any, *received: Tensor) -> Any:
         with self._machine.autocast(self.strategy.device):
@@ -189,7 +185,7 @@ class PlacedStages(PlacedTensor):
     def _call(self, stage: Stage, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
         if self.strategy.param_dtype:  # what is no argument of the stage fully_shard does not cast
             inputs, targets = floats_as((inputs, targets), torch.bfloat16)
-        return stage.body(inputs, targets, *self._cast(tuple(_InOrder.apply(value) for value in received)))
+        return stage.body(inputs, targets, *self._cast(tuple(InOrder.apply(value) for value in received)))
 
     def _sums(self, output: Any, targets: Any, samples: int) -> dict[str, Tensor]:
         with self._machine.autocast(self.strategy.device):
@@ -222,7 +218,7 @@ class PlacedStages(PlacedTensor):
         for stage in self._stages.values():
             stage.turn = partial(self._hand_on, stage, batch.inputs, batch.targets)
         calls = {n: (lambda *_: ()) if self._is_last(stage) else stage for n, stage in self._stages.items()}
-        with torch.no_grad(), self._computing(), dealt(batch.part), _buffers_kept(self.network):
+        with torch.no_grad(), self._computing(), dealt(batch.part), buffers_kept(self.network):
             self._handover.run(key, calls)
         self._release()
 
@@ -262,38 +258,5 @@ class PlacedStages(PlacedTensor):
                 reshard(stage)
 
 
-class _InOrder(torch.autograd.Function):
-    """The same value; its gradient comes back in order in memory, for else it cannot be sent.
-
-    Schedules that compute gradients of inputs by themselves send them as autograd made them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].contiguous()
-
-
 def _shapes(inputs: Any, targets: Any) -> Hashable:
     return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors((inputs, targets)))
-
-
-def _let_go(whole: nn.Module, held: nn.Module) -> None:
-    """Free the memory of what other ranks hold: whoever made the network still has it."""
-    kept = {id(tensor) for _, tensor in named_tensors(held)}
-    for _, tensor in named_tensors(whole):
-        if id(tensor) not in kept and not tensor.is_meta:
-            tensor.data = tensor.data.new_empty(0)
-
-
-@contextmanager
-def _buffers_kept(network: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.clone()) for buffer in network.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            buffer.copy_(value)

@@ -1,0 +1,78 @@
+"""What one rank holds of a network that was cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Stages(nn.Module):
+    """The stages that one rank holds, as one module: everything stands under the network's own names."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for index, stage in enumerate(stages):
+            self.add_module(str(index), stage)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Every module under its name in the network; parameters and buffers follow from this."""
+        memo = set() if memo is None else memo
+        yield prefix, self
+        for stage in self.children():
+            yield from stage.named_modules(memo, prefix, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The module of this name. AttributeError where no stage here has it."""
+        for name, module in self.named_modules():
+            if name == target:
+                return module
+        raise AttributeError(f"no stage of this rank has a module {target}")
+
+    def state_dict(  # type: ignore[override]  # the base also takes positions, which torch has deprecated
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """What all stages here hold, under the network's own names."""
+        held: dict[str, Any] = {} if destination is None else destination
+        for stage in self.children():
+            held.update(stage.state_dict(prefix=prefix, keep_vars=keep_vars))
+        return held
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take over the values of all stages here. RuntimeError for names that are missing, or that none has."""
+        unknown = set(state_dict)
+        for stage in self.children():
+            own = {name: state_dict[name] for name in stage.state_dict() if name in state_dict}
+            stage.load_state_dict(own, strict, assign)
+            unknown -= set(own)
+        if unknown and strict:
+            raise RuntimeError(f"no stage of this rank has {', '.join(sorted(unknown))}")
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer, under each of its names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def let_go(whole: nn.Module, held: nn.Module) -> None:
+    """Free the memory of what other ranks hold: whoever made the network still has it."""
+    kept = {id(tensor) for _, tensor in named_tensors(held)}
+    for _, tensor in named_tensors(whole):
+        if id(tensor) not in kept and not tensor.is_meta:
+            tensor.data = tensor.data.new_empty(0)
+
+
+@contextmanager
+def buffers_kept(network: nn.Module) -> Iterator[None]:
+    """Whatever a forward in here does to buffers is undone."""
+    before = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
