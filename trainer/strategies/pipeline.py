@@ -122,7 +122,7 @@ class PP(Meshed):
         on_gpu = self.machine.device != "cpu" and torch.cuda.is_available()
         if on_gpu and self.machine.backend == "gloo":
             raise Refusal(
-                "distributed.backend=gloo cannot send a GPU's tensors to one other rank, as pipelines do; use nccl (null)"
+                "distributed.backend=gloo cannot send a GPU's tensors to another rank, which pipelines do; use nccl"
             )
         if not on_gpu and not runs_over_gloo(self.schedule):
             raise Refusal(
