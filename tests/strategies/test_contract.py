@@ -23,14 +23,12 @@ SPREAD = {
     "ddp_tp on 2, nothing cut": (2, Case("ddp_tp", {"tensor": 1})),
     "zero1 on 1": (1, Case("zero1")),
     "zero1 on 3": (3, Case("zero1")),
-    "zero1 on 4": (4, Case("zero1")),
     "fsdp on 1": (1, Case("fsdp")),
     "fsdp on 2": (2, Case("fsdp", {"reshard_after_forward": False})),
     "fsdp on 3": (3, Case("fsdp", {"sync_micro_batches": True})),
     "fsdp on 4": (4, Case("fsdp", {"cpu_offload": True, "prefetch": 2})),
     "hsdp on 4": (4, Case("fsdp", {"replicate": 2})),
     "fsdp_tp on 4": (4, Case("fsdp", {"tensor": 2})),
-    "hsdp over tensor ranks alone on 2": (2, Case("fsdp", {"shard": 1, "tensor": 2})),
 }
 SPREAD |= {
     "pp on 2": (2, Case("pp")),
@@ -79,7 +77,7 @@ def test_in_double_precision_every_curve_is_the_same_curve(
     train: Any, where: str, task: str, micro_batches: int
 ) -> None:
     size, case = SPREAD[where]
-    case = case.but(precision="fp64", task=task)
+    case = case.but(precision="fp64", task=task, steps=8)  # two epochs
     (reference,) = train(1, case.but(strategy="single", fields={}))
     for rank in train(size, case.but(micro_batches=micro_batches)):
         assert max(apart(rank["losses"], reference["losses"])) < 1e-10
@@ -91,8 +89,9 @@ def test_in_double_precision_every_curve_is_the_same_curve(
 @everywhere
 def test_evaluation_counts_every_sample_once(train: Any, where: str) -> None:
     size, case = SPREAD[where]
-    (reference,) = train(1, case.but(strategy="single", fields={}, precision="fp64"))
-    for rank in train(size, case.but(precision="fp64")):
+    case = case.but(precision="fp64", task="plain", steps=8)
+    (reference,) = train(1, case.but(strategy="single", fields={}))
+    for rank in train(size, case.but(micro_batches=2)):  # a run that another test has made
         assert rank["samples"] == 101  # a prime: it divides by no number of ranks
         assert rank["figures"] == pytest.approx(reference["figures"], abs=1e-9)
 
@@ -164,7 +163,7 @@ PAIRS = [
     *[(name, "single") for name in SPREADS],
     ("fsdp on 3", "ddp_tp on 4"),
     ("zero1 on 3", "fsdp_tp on 4"),
-    ("fsdp_tp on 4", "zero1 on 4"),
+    ("fsdp_tp on 4", "zero1 on 3"),
     ("hsdp on 4", "pp on 3"),
     ("pp on 2", "tp on 2"),
     ("ddp_pp on 4", "fsdp on 3"),

@@ -205,13 +205,17 @@ def train(processes: Processes) -> Any:
     """Run on so many ranks; what ran before is remembered."""
 
     def remembered(size: int, run: Run) -> list[dict[str, Any]]:
-        if run.fields and not runs_over_gloo(run.fields.get("schedule", "1F1B")):
-            pytest.skip("this torch's gloo cannot run it; it is refused")
+        skip_what_is_refused(run.fields or {})
         if (key := f"{size} {run}") not in _done:
             _done[key] = processes.run(size, learn, run)
         return _done[key]
 
     return remembered
+
+
+def skip_what_is_refused(fields: dict[str, Any]) -> None:
+    if not runs_over_gloo(fields.get("schedule", "1F1B")):
+        pytest.skip("this torch's gloo cannot run it, so it is refused")
 
 
 def same(ranks: list[dict[str, Any]], alone: dict[str, Any], within: float = 1e-10) -> None:
@@ -309,6 +313,7 @@ def test_recomputing_changes_nothing(train: Any, schedule: str, mode: str) -> No
     "fields", [{}, {"schedule": "ZBVZeroBubble"}, {"schedule": "Interleaved1F1B", "activation_checkpointing": "units"}]
 )
 def test_dropout_follows_from_numbers(processes: Processes, fields: dict[str, Any]) -> None:
+    skip_what_is_refused(fields)
     run = Run(fields, network="dropout", precision="fp32")
     once, again = processes.run(2, learn, run), processes.run(2, learn, run)
     assert once == again
@@ -332,11 +337,6 @@ def test_half_precision_travels_between_stages(train: Any, fields: dict[str, Any
         assert [s["loss"] for s in rank["sums"]] == pytest.approx([s["loss"] for s in alone["sums"]], abs=2e-3)
 
 
-def resume(launch: Launch, case: toys.Case) -> dict[str, Any]:
-    toys.STRATEGIES.setdefault("pp", PP)
-    return toys.run(launch, case)
-
-
 @pytest.mark.parametrize(
     ("size", "fields"),
     [
@@ -350,11 +350,12 @@ def resume(launch: Launch, case: toys.Case) -> dict[str, Any]:
 def test_checkpoints_are_those_of_one_process(
     processes: Processes, size: int, fields: dict[str, Any], tmp_path: Path
 ) -> None:
+    skip_what_is_refused(fields)
     case = toys.Case("pp", fields, micro_batches=4, steps=14)
-    unbroken = processes.run(size, resume, case)
-    processes.run(size, resume, case.but(folder=str(tmp_path / "pp"), save=6, steps=6))
+    unbroken = processes.run(size, toys.run, case)
+    processes.run(size, toys.run, case.but(folder=str(tmp_path / "pp"), save=6, steps=6))
     for rank, whole in zip(
-        processes.run(size, resume, case.but(folder=str(tmp_path / "pp"), start=6)), unbroken, strict=True
+        processes.run(size, toys.run, case.but(folder=str(tmp_path / "pp"), start=6)), unbroken, strict=True
     ):
         assert rank["losses"] == whole["losses"][6:]
         assert rank["weights"] == whole["weights"]
@@ -362,7 +363,7 @@ def test_checkpoints_are_those_of_one_process(
     (alone,) = processes.run(1, toys.run, single.but(folder=str(tmp_path / "pp"), start=6))
     assert alone["losses"] == pytest.approx(unbroken[0]["losses"][6:], abs=1e-5)
     processes.run(1, toys.run, single.but(folder=str(tmp_path / "single"), save=6, steps=6))
-    for rank in processes.run(size, resume, case.but(folder=str(tmp_path / "single"), start=6)):
+    for rank in processes.run(size, toys.run, case.but(folder=str(tmp_path / "single"), start=6)):
         assert rank["losses"] == pytest.approx(alone["losses"], abs=1e-5)
 
 
