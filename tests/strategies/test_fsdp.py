@@ -140,3 +140,44 @@ def test_tied_weights_stay_tied(processes: Processes) -> None:
         assert one
         assert torch.allclose(torch.tensor(embed), torch.tensor(reference[1]), atol=1e-12, rtol=0)
         assert torch.allclose(torch.tensor(up), torch.tensor(reference[2]), atol=1e-12, rtol=0)
+
+
+class Odd(nn.Module):
+    """A single number, a weight whose rows do not lie in order, a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.turned = nn.Parameter(torch.randn(4, 16).t() / 4)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(self.norm(self.up(x))) @ self.turned) * self.scale
+
+
+def odd(launch: Launch, word: str, fields: dict[str, Any], precision: str) -> list[float]:
+    with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", precision=precision), **fields) as strategy:
+        seed_all(5)
+        stream = Stream(ToyData(), Rows(96, 1), strategy, 24, 2, Loading())
+        placed = strategy.build(Plain(), strategy.construct(Odd), stream.example())
+        optimizer = placed.optimizer(make_optimizer("sgd"), [{"params": list(placed.network.parameters())}])
+        losses = []
+        for step, batches in enumerate(stream.epoch(0)):
+            parts = placed.forward_backward(batches, step)
+            placed.optimizer_step(optimizer, 1.0)
+            losses.append(float(strategy.reduce(parts)["loss"]))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("size", "word", "fields"), [(3, "fsdp", {}), (4, "fsdp", {"replicate": 2}), (4, "pp", {"pipe": 2, "shard": 2})]
+)
+def test_numbers_and_turned_weights_are_trained_too(
+    processes: Processes, size: int, word: str, fields: dict[str, Any]
+) -> None:
+    (reference,) = processes.run(1, odd, "single", {}, "fp64")
+    for losses in processes.run(size, odd, word, {**fields, "sync_bn": True}, "fp64"):
+        assert max(abs(a - b) for a, b in zip(losses, reference, strict=True)) < 1e-10
+    for losses in processes.run(size, odd, word, {**fields, "param_dtype": "bf16"}, "bf16"):
+        assert max(abs(a - b) for a, b in zip(losses, reference, strict=True)) < 0.1

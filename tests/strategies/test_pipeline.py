@@ -334,7 +334,7 @@ def test_half_precision_travels_between_stages(train: Any, fields: dict[str, Any
     run = Run(fields, precision=precision)
     (alone,), ranks = train(1, run.alone()), train(4 if "shard" in fields else 2, run)
     for rank in ranks:
-        assert [s["loss"] for s in rank["sums"]] == pytest.approx([s["loss"] for s in alone["sums"]], abs=2e-3)
+        assert [s["loss"] for s in rank["sums"]] == pytest.approx([s["loss"] for s in alone["sums"]], abs=5e-3)
 
 
 @pytest.mark.parametrize(

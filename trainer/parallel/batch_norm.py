@@ -18,6 +18,11 @@ def batch_norms(network: nn.Module) -> list[_BatchNorm]:
     return [module for module in network.modules() if isinstance(module, BATCH_NORMS)]
 
 
+def with_statistics(network: nn.Module) -> list[_BatchNorm]:
+    """All layers with BatchNorm's running statistics, synchronised or not."""
+    return [module for module in network.modules() if isinstance(module, _BatchNorm)]
+
+
 def synchronised(network: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
     """The network with every BatchNorm taking its statistics over all of these ranks; DDP does not do this by itself.
 

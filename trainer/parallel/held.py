@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +25,18 @@ class Stages(nn.Module):
         yield prefix, self
         for stage in self.children():
             yield from stage.named_modules(memo, prefix, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        """A part of the network. AttributeError, in words, where another rank has it."""
+        with suppress(AttributeError):
+            return super().__getattr__(name)
+        with suppress(AttributeError):
+            return self.get_submodule(name)
+        held = ", ".join(sorted({held.split(".")[0] for held, _ in self.named_modules() if held}))
+        raise AttributeError(
+            f"{name}: this rank of a pipeline holds a part of the network only: {held}; a task's after_step finds what is"
+            " there by network.named_parameters()"
+        )
 
     def get_submodule(self, target: str) -> nn.Module:
         """The module of this name. AttributeError where no stage here has it."""

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainer.parallel.batch_norm import with_statistics
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,16 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     """Collective over the mesh: every parameter becomes a DTensor of which each rank holds a part, in place.
 
     The units of `network` that are named are gathered and released one by one, the rest of it with `root`, the module
-    that is called. mesh: one axis ("shard"), or two ("replicate", "shard"). Names stay.
+    that is called. mesh: one axis ("shard"), or two ("replicate", "shard"). Names stay, and so do parameters that are
+    `kept_whole`: every rank holds them, and their gradients are not averaged here.
     """
+    for parameter in network.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()  # fully_shard takes nothing else
     policy = MixedPrecisionPolicy(param_dtype=how.param_dtype, reduce_dtype=torch.float32 if how.param_dtype else None)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
-    spread = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    kept = set(kept_whole(network, how.param_dtype))
+    spread = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=kept)
     again = how.reshard_after_forward
     units = [spread(network.get_submodule(name), reshard_after_forward=again) for name in names]
     # what is left is small and wanted first in the backward: it stays gathered, unless it is everything
@@ -39,6 +47,16 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
             unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + how.ahead])
             unit.set_modules_to_backward_prefetch(units[max(at - how.ahead, 0) : at][::-1])
     return whole
+
+
+def kept_whole(network: nn.Module, param_dtype: torch.dtype | None) -> list[nn.Parameter]:
+    """The parameters that are not spread: single numbers, and in another precision those of BatchNorms.
+
+    fully_shard takes no single numbers; a BatchNorm's weights must have the type of its running statistics.
+    """
+    norms = with_statistics(network) if param_dtype else []
+    own = {id(parameter) for norm in norms for parameter in norm.parameters()}
+    return [parameter for parameter in network.parameters() if parameter.dim() == 0 or id(parameter) in own]
 
 
 def reshard(root: nn.Module) -> None:

@@ -12,13 +12,16 @@ from torch import nn
 
 from trainer.deferred import NotDeferrable, deferred
 from trainer.parallel.mesh import described, make_mesh, ranks_along, spread
-from trainer.parallel.shard import Sharding, reshard, shard
+from trainer.parallel.replicate import average_gradients
+from trainer.parallel.shard import Sharding, kept_whole, reshard, shard
 from trainer.parallel.tensor import refuse_plan
 from trainer.parallel.units import units
 from trainer.strategies.joined import Meshed
-from trainer.strategies.placed import Placed
+from trainer.strategies.placed import Placed, Step
 from trainer.strategies.tensor import PlacedTensor
 from trainer.task import Task
+
+BUCKET = 25 * 2**20  # bytes of gradients that travel together, of the few parameters that are not spread
 
 
 @dataclass
@@ -94,16 +97,40 @@ class _Placed(PlacedTensor):
         strategy = self.strategy
         how = Sharding(
             strategy.reshard_after_forward,
-            torch.bfloat16 if strategy.param_dtype == "bf16" else None,
+            self._param_dtype(),
             strategy.cpu_offload,
             strategy.prefetch,
         )
         mesh = strategy.mesh["replicate", "shard"] if strategy.replicate > 1 else strategy.mesh["shard"]
         self._root = shard(self._plain, self.network, names, mesh, how)
 
+    def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
+        def forward(inputs: Any, targets: Any) -> Any:
+            try:
+                return step(inputs, targets)
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" in str(error):
+                    error.add_note(
+                        "A weight is used outside of the unit that holds it, where it is not gathered. Name units in the"
+                        " network's plan, Plan(shard=(…)), each of which holds all that uses a weight of it."
+                    )
+                raise
+
+        return forward
+
+    def _evaluation_forward(self, inputs: Any, targets: Any) -> Any:
+        return self._forward(inputs, targets)
+
     def _sync(self, last: bool) -> Any:
         self._root.set_requires_gradient_sync(last or self.strategy.sync_micro_batches)
         return super()._sync(last)
+
+    def _param_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.strategy.param_dtype else None
+
+    def _settle_gradients(self) -> None:
+        super()._settle_gradients()
+        average_gradients(kept_whole(self.network, self._param_dtype()), self.strategy.data, BUCKET)
 
     def evaluate(self, batch: Any, valid: int) -> dict[str, torch.Tensor]:
         """Sums over the first `valid` samples of a batch; every data rank computes, for each gathers from all."""

@@ -102,8 +102,8 @@ class PP(Meshed):
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse a network that cannot be cut into so many stages, and fields that do not go together."""
-        self._refuse_backend()
         self._refuse_fields(world_size)
+        self._refuse_backend()
         cut_stages(Step(task, network), task.plan(network).cuts, self.layout(world_size).count)
         if self.tensor > 1:
             refuse_plan(network, task.plan(network), self.tensor)

@@ -17,7 +17,7 @@ from trainer.parallel.held import Stages, buffers_kept, let_go
 from trainer.parallel.matching import matches
 from trainer.parallel.replicate import average_gradients
 from trainer.parallel.schedules import make_schedule
-from trainer.parallel.shard import Sharding, reshard, shard
+from trainer.parallel.shard import Sharding, kept_whole, reshard, shard
 from trainer.parallel.stages import cut_stages
 from trainer.parallel.telling import Telling
 from trainer.parallel.tensor import cut, refuse_drift
@@ -91,12 +91,15 @@ class PlacedStages(PlacedTensor):
     def _shard(self, names: list[str]) -> None:
         strategy = self.strategy
         if self._degrees["shard"] > 1:
-            how = Sharding(strategy.reshard_after_forward, torch.bfloat16 if strategy.param_dtype else None)
+            how = Sharding(strategy.reshard_after_forward, self._param_dtype())
             mesh = strategy.mesh["replicate", "shard"] if self._degrees["replicate"] > 1 else strategy.mesh["shard"]
             for stage in self._stages.values():
                 shard(stage, stage.body, [name for name in names if is_called(stage.body, name)], mesh, how)
         let_go(self._whole_network, self.network)
         del self._whole_network
+
+    def _param_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.strategy.param_dtype else None
 
     # The verbs of a step.
 
@@ -138,8 +141,10 @@ class PlacedStages(PlacedTensor):
 
     def _settle_gradients(self) -> None:
         super()._settle_gradients()
-        if self._degrees["shard"] == 1:
-            average_gradients(list(self.network.parameters()), self.strategy.data, self.strategy.bucket_mb * 2**20)
+        whole = list(self.network.parameters())
+        if self._degrees["shard"] > 1:
+            whole = kept_whole(self.network, self._param_dtype())
+        average_gradients(whole, self.strategy.data, self.strategy.bucket_mb * 2**20)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         square = super()._norm(gradients).to(self.strategy.device).square()
