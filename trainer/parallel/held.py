@@ -34,8 +34,8 @@ class Stages(nn.Module):
             return self.get_submodule(name)
         held = ", ".join(sorted({held.split(".")[0] for held, _ in self.named_modules() if held}))
         raise AttributeError(
-            f"{name}: this rank of a pipeline holds a part of the network only: {held}; a task's after_step finds what is"
-            " there by network.named_parameters()"
+            f"{name}: this rank of a pipeline holds a part of the network only: {held}; a task's after_step finds what"
+            " is there by network.named_parameters()"
         )
 
     def get_submodule(self, target: str) -> nn.Module:

@@ -111,8 +111,8 @@ class _Placed(PlacedTensor):
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     error.add_note(
-                        "A weight is used outside of the unit that holds it, where it is not gathered. Name units in the"
-                        " network's plan, Plan(shard=(…)), each of which holds all that uses a weight of it."
+                        "A weight is used outside of the unit that holds it, where it is not gathered. Name units in"
+                        " the network's plan, Plan(shard=(…)), each of which holds all that uses a weight of it."
                     )
                 raise
 
