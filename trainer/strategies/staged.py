@@ -128,13 +128,13 @@ class PlacedStages(PlacedTensor):
         The batch goes through the stages as a whole: a network's output may depend on which samples are together.
         """
         self._mode(training=False)
-        size, cut = len(batch.indices), max(valid, 1)
-        inputs, targets = (rows(tree, 0, cut, size) for tree in (batch.inputs, batch.targets))
+        size, count = len(batch.indices), max(valid, 1)
+        inputs, targets = (rows(tree, 0, count, size) for tree in (batch.inputs, batch.targets))
         for stage in self._stages.values():
             stage.turn = partial(self._output if self._is_last(stage) else self._hand_on, stage, inputs, targets)
         with self._computing(valid):
             output = self._handover.run(("evaluation", _shapes(inputs, targets)), self._stages)
-            sums = self._sums(output, self._cast(targets), cut) if output is not None else {}
+            sums = self._sums(output, self._cast(targets), count) if output is not None else {}
         self._release()
         sums = self._telling.tell("evaluation", sums)
         return sums if valid else {name: torch.zeros_like(value) for name, value in sums.items()}
