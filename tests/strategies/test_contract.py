@@ -158,6 +158,8 @@ SPREADS = [
     "pp on 2",
     "ddp_pp on 4",
 ]
+# gloo sends no GPU tensors from rank to rank, which a pipeline needs
+ON_A_GPU = [name for name, (size, case) in SPREAD.items() if size <= 2 and case.strategy != "pp"]
 PAIRS = [
     *[("single", name) for name in SPREADS],
     *[(name, "single") for name in SPREADS],
@@ -188,7 +190,7 @@ def test_saved_under_one_strategy_it_goes_on_under_another(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("task", ["plain", "weighted"])
-@pytest.mark.parametrize("where", [name for name, (size, _) in SPREAD.items() if size <= 2])
+@pytest.mark.parametrize("where", ON_A_GPU)
 def test_on_a_gpu_the_curve_is_that_of_one_process_on_a_cpu(train: Any, where: str, task: str) -> None:
     size, case = SPREAD[where]
     backend = None if size == 1 else "gloo"  # one process uses NCCL, two share the GPU
