@@ -236,7 +236,7 @@ def same(ranks: list[dict[str, Any]], alone: dict[str, Any], within: float = 1e-
 
 
 @pytest.mark.parametrize(
-    ("schedule", "micro_batches"), [(s, m) for s in KINDS for m in (1, 4, 8) if takes(s, Layout(2, 2), m)]
+    ("schedule", "micro_batches"), [(s, m) for s in KINDS for m in (1, 4) if takes(s, Layout(2, 2), m)]
 )
 def test_every_schedule_computes_what_one_process_does(train: Any, schedule: str, micro_batches: int) -> None:
     run = Run({"schedule": schedule}, micro_batches=micro_batches)
@@ -253,7 +253,7 @@ def test_fewer_micro_batches_than_stages_are_run_one_after_the_other(
 
 @pytest.mark.parametrize(
     ("axis", "schedule"),
-    [("shard", s) for s in KINDS] + [(a, s) for a in ("replicate", "tensor") for s in ("1F1B", "ZBVZeroBubble")],
+    [(a, s) for a in ("shard", "replicate", "tensor") for s in ("1F1B", "ZBVZeroBubble")],
 )
 def test_the_other_axes_of_the_mesh_change_nothing(train: Any, axis: str, schedule: str) -> None:
     run = Run({"pipe": 2, axis: 2, "schedule": schedule})
@@ -289,9 +289,8 @@ def test_stages_that_are_built_without_values_begin_with_the_same(
             same(train(size, run), train(1, run.alone())[0])
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_a_convolutional_network_keeps_its_statistics_by_micro_batch(train: Any, schedule: str) -> None:
-    run = Run({"schedule": schedule}, network="resnet", micro_batches=2, steps=2)
+def test_a_convolutional_network_keeps_its_statistics_by_micro_batch(train: Any) -> None:
+    run = Run({"schedule": "ZBVZeroBubble"}, network="resnet", micro_batches=2, steps=2)
     same(train(2, run), train(1, run.alone())[0], within=1e-8)  # ReLU's kinks and small batches enlarge rounding
 
 
