@@ -162,7 +162,7 @@ def test_nothing_is_computed_and_modes_stay() -> None:
 def test_stages_of_one_rank_are_one_module_with_the_networks_names() -> None:
     network = Skips()
     stages = cut(network, 4, ("second", "third", "last"))
-    held = Stages([stages[0], stages[2]])
+    held = Stages([stages[0], stages[2]], [name for name, _ in network.named_modules()])
     names = ["place", "first.weight", "first.bias", "unused.weight", "unused.bias", "third.weight", "third.bias"]
     assert sorted(name for name, _ in held.named_parameters()) == sorted(names)
     assert set(held.state_dict()) == {*names, "scale"}
@@ -199,6 +199,38 @@ class Writing(Chain):
         return super().forward(x)
 
 
+class Stopping(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self[0](x)
+        for layer in self[1:]:
+            x = layer(x)
+        return x
+
+
+class Precise(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+class Looking(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 2 if torch.is_grad_enabled() else x)
+
+
+class Typed(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 0.5 if isinstance(x, Tensor) else x)
+
+
+class Minding(Chain):
+    def train(self, mode: bool = True) -> Minding:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
 class Tied(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -216,6 +248,11 @@ REFUSED = {
     "depends on the mode": (Moody(), 2, (), "in training than in evaluation, or something random"),
     "freezes a tensor": (Making(), 2, (), "makes a tensor of its own.*a buffer can hold it"),
     "writes into the batch": (Writing(), 2, (), "changes .* in place"),
+    "stops gradients": (Stopping(), 2, (), "a part of it runs without gradient"),
+    "has a precision of its own": (Precise(), 2, (), "in a precision of its own"),
+    "asks for gradients": (Looking(), 2, (), "in training than in evaluation"),
+    "asks for types": (Typed(), 2, (), "of what type a value is"),
+    "has a mode of its own": (Minding(), 2, (), r"a train\(\) of its own"),
     "no such module": (VisionTransformer(10, 1, 8, width=24), 2, ("block.3",), r"'block\.3' matches no.*'blocks\.3'"),
     "never called": (VisionTransformer(10, 1, 8, width=24), 2, ("blocks",), "'blocks' is never called"),
     "out of order": (Chain(), 3, ("2", "1"), "not in the order of the forward, which is 1, 2"),

@@ -10,10 +10,14 @@ from torch import Tensor, nn
 
 
 class Stages(nn.Module):
-    """The stages that one rank holds, as one module: everything stands under the network's own names."""
+    """The stages that one rank holds, as one module: everything stands under the network's own names.
 
-    def __init__(self, stages: Sequence[nn.Module]) -> None:
+    order: the names of the network's modules. Parts come in this order, so that of tied weights the same name is first.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], order: Sequence[str]) -> None:
         super().__init__()
+        self._order = {name: place for place, name in enumerate(order)}
         for index, stage in enumerate(stages):
             self.add_module(str(index), stage)
 
@@ -23,8 +27,9 @@ class Stages(nn.Module):
         """Every module under its name in the network; parameters and buffers follow from this."""
         memo = set() if memo is None else memo
         yield prefix, self
-        for stage in self.children():
-            yield from stage.named_modules(memo, prefix, remove_duplicate)
+        held = [pair for stage in self.children() for pair in stage.named_modules(memo, "", remove_duplicate)]
+        for name, module in sorted(held, key=lambda pair: self._order.get(pair[0], len(self._order))):
+            yield f"{prefix}.{name}".strip("."), module
 
     def __getattr__(self, name: str) -> Any:
         """A part of the network. AttributeError, in words, where another rank has it."""

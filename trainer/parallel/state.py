@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, zeros
 
 from trainer.refusal import Refusal
 
@@ -46,13 +47,31 @@ def space_for_optimizer(
         if parameter_name not in parameters:
             continue
         parameter, fact = parameters[parameter_name], stored[name]
-        alike = tuple(fact.shape) == tuple(parameter.shape)
-        space[name] = (
-            torch.zeros_like(parameter, dtype=fact.dtype, requires_grad=False)
-            if alike
-            else torch.zeros(tuple(fact.shape), dtype=fact.dtype)
-        )
+        if tuple(fact.shape) == tuple(parameter.shape):
+            space[name] = torch.zeros_like(parameter, dtype=fact.dtype, requires_grad=False)
+        elif isinstance(parameter, DTensor) and len(fact.shape):
+            space[name] = zeros(
+                tuple(fact.shape),
+                dtype=fact.dtype,
+                device_mesh=parameter.device_mesh,
+                placements=_as_far_as(parameter, fact.shape),
+            )
+        else:
+            space[name] = torch.zeros(tuple(fact.shape), dtype=fact.dtype)
     return space
+
+
+def _as_far_as(parameter: DTensor, shape: Sequence[int]) -> list[Placement]:
+    """How a memory of another shape is spread: along its parameter's dimensions where it has them, else whole.
+
+    One number for each row of a parameter whose rows are spread lies beside its row.
+    """
+    spread = []
+    for placement in parameter.placements:
+        dim = getattr(placement, "dim", None)
+        has = dim is not None and dim < len(shape) and shape[dim] == parameter.shape[dim]
+        spread.append(placement if has else Replicate())
+    return spread
 
 
 def restore_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import fx, nn
 
 ROOT = "network"  # the attribute under which the traced module holds the network
@@ -22,8 +25,15 @@ def trace(step: nn.Module, opened: set[str]) -> fx.Graph:
     Targets are the network's own names. Untraceable where the forward depends on values, on the mode or on chance.
     """
     inside = {f"{ROOT}.{name}" for name in opened} | {ROOT}
+    for name, part in step.named_modules():
+        if name in inside and type(part).train is not nn.Module.train:
+            raise Untraceable("it has a train() of its own, which stages would not call")
     with _modes_kept(step):
-        training, evaluation = (_traced(step.train(mode), inside) for mode in (True, False))
+        # once as if learning in another precision, once as if evaluating: whoever asks for one of these is found out
+        with _autocasting():
+            training = _traced(step.train(), inside)
+        with torch.no_grad():
+            evaluation = _traced(step.eval(), inside)
     if str(training) != str(evaluation):
         raise Untraceable("it does something else in training than in evaluation, or something random")
     return training
@@ -35,16 +45,44 @@ def enclosing(name: str) -> set[str]:
     return {".".join(parts[:depth]) for depth in range(1, len(parts))}
 
 
+class _StandIn(fx.Proxy):
+    """A value of a forward that is being read. Whoever asks for its type would be told the stand-in's."""
+
+    @property  # type: ignore[misc]  # the base has it as an attribute
+    def __class__(self) -> Any:
+        asker = sys._getframe(1).f_globals.get("__name__", "")
+        if not asker.startswith(("torch.fx", "torch.utils._pytree", "torch.nn.parameter")):
+            raise Untraceable("it asks of what type a value is")
+        return fx.Proxy
+
+
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # a buffer is read in the graph, not frozen into it
 
     def __init__(self, opened: set[str]) -> None:
         super().__init__()
         self._opened = opened
+        self._surroundings = _surroundings()
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """What stands for a node's value while a forward is read."""
+        return _StandIn(node, self)
+
+    def create_node(self, *words: Any, **more: Any) -> fx.Node:
+        """Take down one operation. Untraceable where it happens under a context that the graph would not have."""
+        if _surroundings() != self._surroundings:
+            raise Untraceable("a part of it runs without gradient, or in a precision of its own")
+        return super().create_node(*words, **more)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Is the module called as a whole?"""
         return module_qualified_name not in self._opened
+
+
+def _surroundings() -> tuple[bool, ...]:
+    """What a forward may change around some of its lines, and fx does not take down."""
+    precisions = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *precisions)
 
 
 def _traced(step: nn.Module, opened: set[str]) -> fx.Graph:
@@ -58,6 +96,19 @@ def _traced(step: nn.Module, opened: set[str]) -> fx.Graph:
                 raise Untraceable("it makes a tensor of its own, which would be frozen; a buffer can hold it")
             node.target = node.target.removeprefix(f"{ROOT}.")
     return graph
+
+
+@contextmanager
+def _autocasting() -> Iterator[None]:
+    kinds = ("cpu", "cuda")
+    before = [torch.is_autocast_enabled(kind) for kind in kinds]
+    try:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
+        yield
+    finally:
+        for kind, enabled in zip(kinds, before, strict=True):
+            torch.set_autocast_enabled(kind, enabled)
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class PlacedStages(PlacedTensor):
         bodies = cut_stages(Step(self.task, whole), self._plan.cuts, layout.count, self._cast(self.example))
         own = layout.held_by(self.strategy.pipeline.rank)
         self._stages = {number: Stage(number, bodies[number]) for number in own}
-        self.network = Stages(self._pieces())
+        self.network = Stages(self._pieces(), [name for name, _ in whole.named_modules()])
         self._whole_network = whole
         if self._mesh:
             for body in self._pieces():
