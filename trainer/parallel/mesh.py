@@ -40,7 +40,8 @@ def _unfit(world_size: int, wanted: dict[str, int | None], taken: int, rest: boo
         said = f"{started} / ({factors} = {taken}) is not whole"
     fitting = [" ".join(f"strategy.{axis}={d}" for axis, d in one.items()) for one in _nearest(world_size, named, rest)]
     counts = sorted({max(world_size // taken, 1) * taken, -(-world_size // taken) * taken} if rest else {taken})
-    return f"{said}; nearest: {', or '.join(fitting)}; or start {' or '.join(map(str, counts))} processes"
+    processes = f"{' or '.join(map(str, counts))} process{'' if counts == [1] else 'es'}"
+    return f"{said}; nearest: {', or '.join(fitting)}; or start {processes}"
 
 
 def _nearest(world_size: int, wanted: dict[str, int], rest: bool) -> list[dict[str, int]]:

@@ -13,13 +13,13 @@ from trainer.deferred import materialise, ties
 
 
 @torch.no_grad()
-def fill(network: nn.Module, built: nn.Module, device: torch.device) -> None:
+def fill(network: nn.Module, built: nn.Module, device: torch.device, parts: torch.device) -> None:
     """Give a network that was built on the meta device its values, of each tensor the part that this rank holds.
 
     `built`: the network as it was constructed; `network`: what has become of it, with the same names or fewer. The
     values are those of an ordinary construction; no more than one tensor is whole at any time, and nothing travels.
     """
-    make_room(network, device)
+    make_room(network, device, parts)
     own = dict(chain(network.named_parameters(remove_duplicate=False), network.named_buffers(remove_duplicate=False)))
     tied: dict[str, list[str]] = {}  # a rank may hold a tied tensor under its second name alone
     for other, first in ties(built).items():
@@ -32,15 +32,18 @@ def fill(network: nn.Module, built: nn.Module, device: torch.device) -> None:
     materialise(built, take)
 
 
-def make_room(network: nn.Module, device: torch.device) -> None:
-    """Replace what is on the meta device by memory without values; what was one tensor under two names stays one."""
+def make_room(network: nn.Module, device: torch.device, parts: torch.device) -> None:
+    """Replace what is on the meta device by memory without values; what was one tensor under two names stays one.
+
+    parts: where DTensors lie; the rest lies on the device.
+    """
     made: dict[int, Tensor] = {}
     for module in network.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if not tensor.is_meta:
                 continue
             if id(tensor) not in made:
-                empty = torch.empty_like(tensor, device=device)
+                empty = torch.empty_like(tensor, device=parts if isinstance(tensor, DTensor) else device)
                 made[id(tensor)] = (
                     nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
                 )

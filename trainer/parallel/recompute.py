@@ -61,7 +61,9 @@ def recompute(network: nn.Module, names: list[str], mode: Mode) -> None:
         if "forward" in vars(unit):
             raise Refusal(f"{name} cannot be recomputed: its forward was replaced by one that is not its class's")
         # not a wrapper, which would be one level more in every name
-        unit.__class__ = _recomputed(type(unit), mode)  # type: ignore[arg-type]  # mypy takes no class for hashable
+        # recurrent layers write into products that "operators" would keep, which no version counter sees
+        recurrent = any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in unit.modules())
+        unit.__class__ = _recomputed(type(unit), "units" if recurrent else mode)  # type: ignore[arg-type]  # mypy takes no class for hashable
 
 
 @cache

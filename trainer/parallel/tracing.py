@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import currentframe
 from typing import Any
 
 import torch
@@ -50,7 +50,8 @@ class _StandIn(fx.Proxy):
 
     @property  # type: ignore[misc]  # the base has it as an attribute
     def __class__(self) -> Any:
-        asker = sys._getframe(1).f_globals.get("__name__", "")
+        frame = currentframe()
+        asker = frame.f_back.f_globals.get("__name__", "") if frame and frame.f_back else ""
         if not asker.startswith(("torch.fx", "torch.utils._pytree", "torch.nn.parameter")):
             raise Untraceable("it asks of what type a value is")
         return fx.Proxy

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -16,6 +15,8 @@ from trainer.parallel.replicate import average_gradients
 from trainer.parallel.shard import Sharding, kept_whole, reshard, shard
 from trainer.parallel.tensor import refuse_plan
 from trainer.parallel.units import units
+from trainer.refusal import Refusal
+from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed, Step
 from trainer.strategies.tensor import PlacedTensor
@@ -40,6 +41,7 @@ class FSDP(Meshed):
     param_dtype: Literal["bf16"] | None = None  # what parameters are gathered in; masters stay fp32. None: as they are
     cpu_offload: bool = False  # parts and optimizer state lie in the host's memory; the optimizer runs there
     prefetch: int = 1  # units gathered before they are needed
+    built_whole: str = field(default="", init=False, repr=False)  # why, where a constructor could not be deferred
 
     def degrees(self, world_size: int) -> dict[str, int]:
         """How many ranks along each axis. Refusal where they do not multiply to the processes."""
@@ -52,7 +54,8 @@ class FSDP(Meshed):
 
     def notes(self, network: nn.Module) -> list[str]:
         """Say which ranks do what, and what a user should know about this network here."""
-        return [f"mesh {described(self.degrees(self.world.size))}", *super().notes(network)]
+        whole = [f"built whole on every rank first: {self.built_whole}"] if self.built_whole else []
+        return [f"mesh {described(self.degrees(self.world.size))}", *whole, *super().notes(network)]
 
     def data_ranks(self, world_size: int) -> int:
         """Each part of each copy reads a slice of its own."""
@@ -61,12 +64,17 @@ class FSDP(Meshed):
 
     def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
         """The network without values: each rank will compute its own part of them."""
-        with suppress(NotDeferrable):
+        try:
             return deferred(make)
+        except NotDeferrable as reason:
+            self.built_whole = str(reason)
         return make()
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse units that are not there; with tensor ranks what has no plan, or sizes that do not divide."""
+        if self.prefetch < 1:
+            raise Refusal(f"strategy.prefetch={self.prefetch}: at least 1 unit is gathered ahead")
+        refuse_sparse(network, self.name)
         units(network, task.plan(network))
         if self.tensor > 1:
             refuse_plan(network, task.plan(network), self.tensor)
@@ -124,6 +132,9 @@ class _Placed(PlacedTensor):
     def _sync(self, last: bool) -> Any:
         self._root.set_requires_gradient_sync(last or self.strategy.sync_micro_batches)
         return super()._sync(last)
+
+    def _parts_lie_on(self) -> torch.device:
+        return torch.device("cpu") if self.strategy.cpu_offload else self.strategy.device
 
     def _param_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.strategy.param_dtype else None

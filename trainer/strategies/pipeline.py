@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from trainer.parallel.schedules import KINDS, Layout, Name, runs_over_gloo, take
 from trainer.parallel.stages import cut_stages
 from trainer.parallel.tensor import refuse_plan
 from trainer.refusal import Refusal
+from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed, Step
 from trainer.strategies.staged import PlacedStages
@@ -41,6 +41,7 @@ class PP(Meshed):
     reshard_after_forward: bool = False  # where shard > 1, true: gathered anew in every micro-batch; false: in a step
     param_dtype: Literal["bf16"] | None = None  # where shard > 1: what parameters are gathered in; None: as they are
     bucket_mb: int = 25  # where shard is 1: MiB of gradients in one all-reduce
+    built_whole: str = field(default="", init=False, repr=False)  # why, where a constructor could not be deferred
     pipeline: Group = field(init=False, repr=False)  # the ranks of this pipeline, in the order of their first stages
 
     def degrees(self, world_size: int) -> dict[str, int]:
@@ -54,7 +55,7 @@ class PP(Meshed):
     def layout(self, world_size: int) -> Layout:
         """Which rank holds which stages. Refusal of a number of stages that the schedule has no place for."""
         kind = KINDS[self.schedule]
-        each = self.stages_per_rank or (2 if kind.several else 1)
+        each = (2 if kind.several else 1) if self.stages_per_rank is None else self.stages_per_rank
         if each < 1 or (each > 1 and not kind.several) or (each != 2 and kind.turns_back):
             fitting = "2" if kind.turns_back else "1" if not kind.several else "1 or more"
             several = "" if kind.several else "; strategy.schedule=Interleaved1F1B takes several"
@@ -71,7 +72,8 @@ class PP(Meshed):
         """Say which ranks do what, and what a user should know about this network here."""
         layout = self.layout(self.world.size)
         mesh = f"mesh {described(self.degrees(self.world.size))}; {layout.count} stages, {self.schedule}"
-        return [mesh, *super().notes(network)]
+        whole = [f"built whole on every rank first: {self.built_whole}"] if self.built_whole else []
+        return [mesh, *whole, *super().notes(network)]
 
     def data_ranks(self, world_size: int) -> int:
         """Each part of each pipeline reads a slice of its own."""
@@ -96,14 +98,17 @@ class PP(Meshed):
 
     def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
         """The network without values: each rank will compute those of its own stages."""
-        with suppress(NotDeferrable):
+        try:
             return deferred(make)
+        except NotDeferrable as reason:
+            self.built_whole = str(reason)
         return make()
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse a network that cannot be cut into so many stages, and fields that do not go together."""
         self._refuse_fields(world_size)
         self._refuse_backend()
+        refuse_sparse(network, self.name)
         cut_stages(Step(task, network), task.plan(network).cuts, self.layout(world_size).count)
         if self.tensor > 1:
             refuse_plan(network, task.plan(network), self.tensor)

@@ -64,7 +64,7 @@ class Placed:
         self._plain = Step(task, self.network)
         self._shard(parts)
         if is_deferred(built):
-            fill(self.network, built, strategy.device)
+            fill(self.network, built, strategy.device, self._parts_lie_on())
         self._forward: Callable[[Any, Any], Any] = self._wrap(self._plain)
 
     def _moved(self, network: nn.Module) -> nn.Module:
@@ -95,6 +95,10 @@ class Placed:
                 recompute(piece, own, self.strategy.activation_checkpointing)
             if self._machine.compile:
                 compile_network(piece, self._compiled(own))
+
+    def _parts_lie_on(self) -> torch.device:
+        """Where this rank keeps its part of what is spread."""
+        return self.strategy.device
 
     def _compiled(self, names: list[str]) -> list[str]:
         """The subtrees that are compiled by themselves; none: the whole network is, where the plan is silent."""

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from trainer.parallel.clip import global_norm
 from trainer.parallel.owners import Delivery, buckets, owners, send_from_owners
 from trainer.parallel.ranks import Group
-from trainer.refusal import Refusal
+from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Joined
 from trainer.strategies.placed import Placed, Step
 from trainer.task import Task
@@ -36,12 +36,7 @@ class Zero1(Joined):
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse sparse gradients: buckets are dense."""
-        for name, module in network.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-                raise Refusal(
-                    f"strategy=zero1 sends dense gradients, and the embedding {name or 'itself'} makes sparse ones; "
-                    "build it with sparse=False, or use strategy=ddp"
-                )
+        refuse_sparse(network, self.name)
 
     def _arrange(self) -> None:
         super()._arrange()
