@@ -73,7 +73,7 @@ def same(rank: dict[str, Any], reference: dict[str, Any]) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize(("micro_batches", "task"), [(1, "weighted"), (2, "plain"), (4, "weighted")])
+@pytest.mark.parametrize(("micro_batches", "task"), [(1, "weighted"), (4, "plain")])
 def test_the_curve_is_that_of_one_process(train: Any, where: str, task: str, micro_batches: int) -> None:
     size, batch, case = SPREAD[where]
     case = case.but(precision="fp64", task=task, steps=STEPS)
@@ -83,7 +83,7 @@ def test_the_curve_is_that_of_one_process(train: Any, where: str, task: str, mic
 
 
 @pytest.mark.parametrize("where", GATHERING)
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", [4])
 def test_gathered_rows_are_those_of_one_process(train: Any, where: str, micro_batches: int) -> None:
     size, batch, case = SPREAD[where]
     case = case.but(precision="fp64", task="contrast", micro_batches=micro_batches, steps=STEPS)
@@ -93,7 +93,7 @@ def test_gathered_rows_are_those_of_one_process(train: Any, where: str, micro_ba
 
 
 @pytest.mark.parametrize("where", NORMALISING)
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", [4])
 def test_synchronised_batch_norm_is_that_of_one_process(train: Any, where: str, micro_batches: int) -> None:
     size, batch, case = SPREAD[where]
     # plain SGD: Adam would amplify a bias without gradient
