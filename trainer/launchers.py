@@ -59,26 +59,24 @@ def _torchrun(env: Mapping[str, str]) -> Place:
 
 
 def _open_mpi(env: Mapping[str, str]) -> Place:
-    rank, world_size = _whole(env, "OMPI_COMM_WORLD_RANK"), _whole(env, "OMPI_COMM_WORLD_SIZE")
-    return Place(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_whole(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank),
-        local_world_size=_whole(env, "OMPI_COMM_WORLD_LOCAL_SIZE", world_size),
-        address=_address(env),
-    )
+    return _numbered(env, *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 
 
 def _mpich(env: Mapping[str, str]) -> Place | None:
     """MPICH and Intel MPI. `srun --mpi=pmi2` sets these, too, and Slurm's own variables then say more."""
     if all(env.get(f"PMI_{one}") == env.get(other) for one, other in (("RANK", "SLURM_PROCID"), ("SIZE", _TASKS))):
         return None
-    rank, world_size = _whole(env, "PMI_RANK"), _whole(env, "PMI_SIZE")
+    return _numbered(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def _numbered(env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> Place:
+    """What variables of these names say; where there are no local ones, all processes are on one machine."""
+    number, count = _whole(env, rank), _whole(env, size)
     return Place(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_whole(env, "MPI_LOCALRANKID", rank),
-        local_world_size=_whole(env, "MPI_LOCALNRANKS", world_size),
+        rank=number,
+        world_size=count,
+        local_rank=_whole(env, local_rank, number),
+        local_world_size=_whole(env, local_size, count),
         address=_address(env),
     )
 

@@ -41,19 +41,20 @@ class Machine:
             )
         if self.device == "cuda" and not torch.cuda.is_available():
             raise Refusal("device=cuda: torch sees no GPU on this machine; use device=cpu (or auto)")
-        if self.backend == "nccl" and not self._on_gpu:
+        if self.backend == "nccl" and not self.on_gpu:
             raise Refusal("distributed.backend=nccl is for GPUs, and this run computes on the CPU; use gloo (or null)")
-        if self._on_gpu and self.backend != "gloo" and self.launch.local_world_size > torch.cuda.device_count():
+        if self.on_gpu and self.backend != "gloo" and self.launch.local_world_size > torch.cuda.device_count():
             raise Refusal(
                 f"{self.launch.local_world_size} processes on this machine, but {torch.cuda.device_count()} GPU(s): one"
                 f" process a GPU; start with --nproc-per-node {torch.cuda.device_count()}, or use device=cpu; to"
                 " share a GPU for a trial: distributed.backend=gloo"
             )
-        if self.resolved_precision == "bf16" and self._on_gpu and not torch.cuda.is_bf16_supported():
+        if self.resolved_precision == "bf16" and self.on_gpu and not torch.cuda.is_bf16_supported():
             raise Refusal("precision=bf16: this GPU has no bfloat16; use precision=fp16 or fp32")
 
     @property
-    def _on_gpu(self) -> bool:
+    def on_gpu(self) -> bool:
+        """Does this run compute on GPUs?"""
         return self.device != "cpu" and torch.cuda.is_available()
 
     def place(self) -> torch.device:
@@ -61,7 +62,7 @@ class Machine:
         if self.interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = self.interface
             os.environ["NCCL_SOCKET_IFNAME"] = f"={self.interface}"  # without the sign eth1 would mean eth10, too
-        if not self._on_gpu:
+        if not self.on_gpu:
             return torch.device("cpu")
         device = torch.device("cuda", self.launch.local_rank % torch.cuda.device_count())  # gloo lets them share
         torch.cuda.set_device(device)  # so that nothing lands on GPU 0 by accident
@@ -72,7 +73,7 @@ class Machine:
         """The precision that `auto` stands for: bf16 where the GPU has it, else fp32."""
         if self.precision != "auto":
             return self.precision
-        return "bf16" if self._on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        return "bf16" if self.on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -88,7 +89,7 @@ class Machine:
     def devices(self) -> str:
         """The devices in use of those that this machine has, and how to use them all."""
         used = self.launch.local_world_size
-        if not self._on_gpu:
+        if not self.on_gpu:
             return f"cpu, {used} process(es) of {torch.get_num_threads()} thread(s) on {os.cpu_count()} cores"
         seen = torch.cuda.device_count()
         more = (

@@ -67,7 +67,7 @@ def prepare(parts: Parts) -> Plans:
         torch.use_deterministic_algorithms(True)
     ranks = parts.strategy.data_ranks(launch.world_size)
     batches = deal(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch, loop.uneven)
-    parts.strategy.refuse_shares(launch.world_size, batches.micro_batches, loop.uneven)
+    parts.strategy.refuse_shares(launch.world_size, loop.global_batch // ranks, batches.micro_batches, loop.uneven)
     training, evaluation = first_on_node(launch, "data", lambda: read_data(parts))
     order = Order(parts.data, training, settings.seed)
     length = measure(order.length, loop.global_batch, loop.epochs, loop.steps)

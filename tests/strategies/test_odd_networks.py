@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.processes import Processes
-from tests.strategies.toys import CLASSES, NETWORKS, TASKS, WIDTH, Case, Net, Plain, run
-from trainer import Plan, Task
+from tests.strategies.toys import CLASSES, NETWORKS, TASKS, WIDTH, Case, Net, Plain, Routed, run
+from trainer import Task
 from trainer.launch import Launch
 from trainer.refusal import Refusal
 from trainer.strategies.tensor import TP
@@ -47,21 +46,6 @@ class FourDimensions(Net):
 class Recomputed(Net):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
-
-
-class Routed(Net):
-    """A layer that only some samples use: some ranks have no gradient for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rare = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, some = super().forward(x), x[:, 0] > 1.8
-        return y + torch.where(some[:, None], self.rare(x), 0.0) if bool(some.any()) else y
-
-    def plan(self) -> Plan:
-        return Plan(tensor={"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 class Tied(Net):

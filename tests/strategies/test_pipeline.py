@@ -129,7 +129,7 @@ def learn(launch: Launch, run: Run) -> dict[str, Any]:
     make, task = NETWORKS[run.network], Weighted()
     network = strategy.construct(make) if run.deferred else make()
     strategy.data_ranks(launch.world_size)
-    strategy.refuse_shares(launch.world_size, run.micro_batches, False)
+    strategy.refuse_shares(launch.world_size, 48, run.micro_batches, False)
     strategy.check(task, network, launch.world_size)
     seen: dict[str, Any] = {"sums": [], "norms": [], "evaluations": []}
     with strategy:
@@ -376,6 +376,7 @@ class Wrong:
     micro_batches: int = 4
     uneven: bool = False
     compile: bool = False
+    share: int = 840  # samples, which divide by 1 to 8
 
 
 REFUSED = {
@@ -385,6 +386,9 @@ REFUSED = {
     "stages for a V": Wrong("wants 2", {"schedule": "DualPipeV", "stages_per_rank": 3}, world=2),
     "uneven": Wrong("loop.uneven=true: .* of one size; strategy=ddp or fsdp takes it", uneven=True),
     "rounds": Wrong("cannot run 7 .* nearest: loop.micro_batches=6 or 8", {"schedule": "Interleaved1F1B"}, 2, 7),
+    "rounds that divide": Wrong(
+        "nearest: loop.micro_batches=2 or 4; G", {"schedule": "Interleaved1F1B"}, 2, 5, share=40
+    ),
     "rounds too": Wrong("cannot run 5 .* loop.micro_batches=4 or 6", {"schedule": "InterleavedZeroBubble"}, 2, 5),
     "too few": Wrong("cannot run 2 .* over 4 stages .* loop.micro_batches=4 or 5", {"schedule": "DualPipeV"}, 2, 2),
     "compiled": Wrong("compile=true: ZBVZeroBubble computes", {"schedule": "ZBVZeroBubble"}, 2, compile=True),
@@ -407,7 +411,7 @@ def test_what_a_pipeline_cannot_do_is_refused_before_any_group(case: str) -> Non
     strategy = PP(machine=Machine(device="cpu", compile=wrong.compile), **wrong.fields)
     with pytest.raises(Refusal, match=wrong.words):  # noqa: PT012 (in the order in which a run asks)
         strategy.data_ranks(wrong.world)
-        strategy.refuse_shares(wrong.world, wrong.micro_batches, wrong.uneven)
+        strategy.refuse_shares(wrong.world, wrong.share, wrong.micro_batches, wrong.uneven)
         strategy.check(Weighted(), Skips(), wrong.world)
 
 

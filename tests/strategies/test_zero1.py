@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.processes import Processes
 from tests.strategies import toys
 from tests.strategies.counting import collectives_of_a_step
-from tests.strategies.toys import CLASSES, NETWORKS, WIDTH, Case, Net, Plain, ToyData, run
+from tests.strategies.toys import CLASSES, NETWORKS, WIDTH, Case, Net, Plain, Routed, ToyData, run
 from trainer.launch import Launch
 from trainer.machine import Machine
 from trainer.parallel.owners import Delivery
@@ -30,18 +30,6 @@ class HeadOnly(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(WIDTH, CLASSES)
-
-
-class Routed(Net):
-    """A layer that only some samples use: some ranks have no gradient for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rare = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, some = super().forward(x), x[:, 0] > 1.8
-        return y + torch.where(some[:, None], self.rare(x), 0.0) if bool(some.any()) else y
 
 
 class Idle(Net):

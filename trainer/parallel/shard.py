@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ class Sharding:
     """How parameters are spread and gathered."""
 
     reshard_after_forward: bool = True  # True: gathered anew for the backward (ZeRO-3); False: kept until then (ZeRO-2)
-    param_dtype: torch.dtype | None = None  # what parameters are gathered and computed in; None: their own
+    param_dtype: Literal["bf16"] | None = None  # what parameters are gathered and computed in; None: their own
     offload: bool = False  # shards, gradients and the optimizer's memory lie in the host's memory
     ahead: int = 1  # units that are gathered before they are needed
 
@@ -28,16 +30,18 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     """Collective over the mesh: every parameter becomes a DTensor of which each rank holds a part, in place.
 
     The units of `network` that are named are gathered and released one by one, the rest of it with `root`, the module
-    that is called. mesh: one axis ("shard"), or two ("replicate", "shard"). Names stay, and so do parameters that are
-    `kept_whole`: every rank holds them, and their gradients are not averaged here.
+    that is called. mesh: the axis "shard", and "replicate" where there is one. Names stay. Single numbers, and beside
+    another precision BatchNorms, stay whole on every rank (`not_spread`); their gradients are not averaged here.
     """
     for parameter in network.parameters():
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()  # fully_shard takes nothing else
-    policy = MixedPrecisionPolicy(param_dtype=how.param_dtype, reduce_dtype=torch.float32 if how.param_dtype else None)
+    policy = MixedPrecisionPolicy()
+    if how.param_dtype:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
-    kept = set(kept_whole(network, how.param_dtype))
-    spread = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=kept)
+    kept = _kept_whole(network, with_statistics(network) if how.param_dtype else [])
+    spread = partial(fully_shard, mesh=_data_axes(mesh), mp_policy=policy, offload_policy=offload, ignored_params=kept)
     again = how.reshard_after_forward
     units = [spread(network.get_submodule(name), reshard_after_forward=again) for name in names]
     # what is left is small and wanted first in the backward: it stays gathered, unless it is everything
@@ -49,14 +53,27 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     return whole
 
 
-def kept_whole(network: nn.Module, param_dtype: torch.dtype | None) -> list[nn.Parameter]:
-    """The parameters that are not spread: single numbers, and in another precision those of BatchNorms.
+def _data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes that parameters are spread or copied over, of a mesh that may have others."""
+    return mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"]
 
-    fully_shard takes no single numbers; a BatchNorm's weights must have the type of its running statistics.
+
+def _kept_whole(network: nn.Module, norms: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """The parameters that are not to be spread: single numbers, which fully_shard refuses, and those of these norms.
+
+    A BatchNorm's weights must have the type of its running statistics.
     """
-    norms = with_statistics(network) if param_dtype else []
-    own = {id(parameter) for norm in norms for parameter in norm.parameters()}
-    return [parameter for parameter in network.parameters() if parameter.dim() == 0 or id(parameter) in own]
+    own = {parameter for norm in norms for parameter in norm.parameters()}
+    return own | {parameter for parameter in network.parameters() if parameter.dim() == 0}
+
+
+def not_spread(network: nn.Module) -> list[nn.Parameter]:
+    """The parameters that lie on no axis "shard": each data rank holds the same of them, and its own gradient."""
+    return [
+        parameter
+        for parameter in network.parameters()
+        if not isinstance(parameter, DTensor) or "shard" not in (parameter.device_mesh.mesh_dim_names or ())
+    ]
 
 
 def reshard(root: nn.Module) -> None:

@@ -49,8 +49,11 @@ class Strategy:
             raise Refusal(f"strategy={self.name} uses one process, {world_size} were started; use strategy=ddp")
         return 1
 
-    def refuse_shares(self, world_size: int, micro_batches: int, uneven: bool) -> None:
-        """Refuse a number of micro-batches, or shares that differ in size, where this strategy cannot run them."""
+    def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
+        """Refuse a number of micro-batches, or shares that differ in size, where this strategy cannot run them.
+
+        share: samples of one data rank in a step.
+        """
 
     def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
         """The network as its constructor makes it; a strategy that holds parts may leave its values for later."""

@@ -14,7 +14,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.parallel.compiling import uncompiled
-from trainer.parallel.ranks import Group
 from trainer.refusal import Refusal
 from trainer.strategies.joined import Joined
 from trainer.strategies.placed import Placed, Step
@@ -52,12 +51,11 @@ class _Placed(Placed):
         strategy = self.strategy
         if not any(parameter.requires_grad for parameter in step.parameters()):
             raise Refusal("strategy=ddp: the network has no trainable parameter, so no gradient to average")
-        assert isinstance(strategy.data, Group)
         if not (strategy.find_unused_parameters or strategy.static_graph):
             self._refuse_unused(step)
         self._replica = DistributedDataParallel(
             step,
-            process_group=strategy.data.group,
+            process_group=strategy.world.group,
             bucket_cap_mb=strategy.bucket_mb,
             init_sync=False,  # Placed has sent rank 0's tensors already
             gradient_as_bucket_view=True,
@@ -66,7 +64,7 @@ class _Placed(Placed):
             **BUFFERS_STAY,
         )
         if strategy.compress:
-            self._replica.register_comm_hook(strategy.data.group, COMPRESSION[strategy.compress])
+            self._replica.register_comm_hook(strategy.world.group, COMPRESSION[strategy.compress])
         self._rehearse(self._replica)
         return self._replica
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from trainer.deferred import NotDeferrable, deferred
-from trainer.parallel.mesh import described, make_mesh, ranks_along, spread
+from trainer.parallel.mesh import make_mesh, ranks_along, spread
 from trainer.parallel.replicate import average_gradients
-from trainer.parallel.shard import Sharding, kept_whole, reshard, shard
+from trainer.parallel.shard import Sharding, not_spread, reshard, shard
 from trainer.parallel.tensor import refuse_plan
 from trainer.parallel.units import units
 from trainer.refusal import Refusal
 from trainer.strategies.dense import refuse_sparse
-from trainer.strategies.joined import Meshed
+from trainer.strategies.joined import Parted
 from trainer.strategies.placed import Placed, Step
 from trainer.strategies.tensor import PlacedTensor
 from trainer.task import Task
@@ -26,7 +25,7 @@ BUCKET = 25 * 2**20  # bytes of gradients that travel together, of the few param
 
 
 @dataclass
-class FSDP(Meshed):
+class FSDP(Parted):
     """Each rank holds a part of every parameter; a unit is gathered when it computes, and released.
 
     Degrees multiply to the processes: `replicate` copies (HSDP), each spread over `shard` ranks, of which each is cut
@@ -41,7 +40,6 @@ class FSDP(Meshed):
     param_dtype: Literal["bf16"] | None = None  # what parameters are gathered in; masters stay fp32. None: as they are
     cpu_offload: bool = False  # parts and optimizer state lie in the host's memory; the optimizer runs there
     prefetch: int = 1  # units gathered before they are needed
-    built_whole: str = field(default="", init=False, repr=False)  # why, where a constructor could not be deferred
 
     def degrees(self, world_size: int) -> dict[str, int]:
         """How many ranks along each axis. Refusal where they do not multiply to the processes."""
@@ -51,24 +49,6 @@ class FSDP(Meshed):
     def name(self) -> str:
         """The word for these degrees."""
         return ("hsdp" if self.replicate > 1 else "fsdp") + ("_tp" if self.tensor > 1 else "")
-
-    def notes(self, network: nn.Module) -> list[str]:
-        """Say which ranks do what, and what a user should know about this network here."""
-        whole = [f"built whole on every rank first: {self.built_whole}"] if self.built_whole else []
-        return [f"mesh {described(self.degrees(self.world.size))}", *whole, *super().notes(network)]
-
-    def data_ranks(self, world_size: int) -> int:
-        """Each part of each copy reads a slice of its own."""
-        degrees = self.degrees(world_size)
-        return degrees["replicate"] * degrees["shard"]
-
-    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """The network without values: each rank will compute its own part of them."""
-        try:
-            return deferred(make)
-        except NotDeferrable as reason:
-            self.built_whole = str(reason)
-        return make()
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse units that are not there; with tensor ranks what has no plan, or sizes that do not divide."""
@@ -102,17 +82,13 @@ class _Placed(PlacedTensor):
 
     def _shard(self, names: list[str]) -> None:
         # the root is the whole step: so the task may use the network as it likes, everything is gathered by then
-        strategy = self.strategy
-        how = Sharding(
-            strategy.reshard_after_forward,
-            self._param_dtype(),
-            strategy.cpu_offload,
-            strategy.prefetch,
-        )
-        mesh = strategy.mesh["replicate", "shard"] if strategy.replicate > 1 else strategy.mesh["shard"]
-        self._root = shard(self._plain, self.network, names, mesh, how)
+        own = self.strategy
+        how = Sharding(own.reshard_after_forward, own.param_dtype, own.cpu_offload, own.prefetch)
+        self._root = shard(self._plain, self.network, names, own.mesh, how)
 
     def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
+        self._copied = not_spread(self.network)
+
         def forward(inputs: Any, targets: Any) -> Any:
             try:
                 return step(inputs, targets)
@@ -136,12 +112,9 @@ class _Placed(PlacedTensor):
     def _parts_lie_on(self) -> torch.device:
         return torch.device("cpu") if self.strategy.cpu_offload else self.strategy.device
 
-    def _param_dtype(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.strategy.param_dtype else None
-
     def _settle_gradients(self) -> None:
         super()._settle_gradients()
-        average_gradients(kept_whole(self.network, self._param_dtype()), self.strategy.data, BUCKET)
+        average_gradients(self._copied, self.strategy.data, BUCKET)
 
     def evaluate(self, batch: Any, valid: int) -> dict[str, torch.Tensor]:
         """Sums over the first `valid` samples of a batch; every data rank computes, for each gathers from all."""

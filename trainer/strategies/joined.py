@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.deferred import NotDeferrable, deferred
+from trainer.parallel.mesh import described
 from trainer.parallel.ranks import Group
 from trainer.parallel.world import join, leave
 from trainer.strategies.base import Strategy
@@ -50,3 +54,32 @@ class Meshed(Joined):
     def groups(self) -> list[ProcessGroup]:
         """All ranks, the data ranks, and those along each axis."""
         return [*super().groups(), *self.mesh.get_all_groups()]
+
+
+@dataclass
+class Parted(Meshed):
+    """A grid on which no rank need hold a whole network: it is built without values, each rank computes its part."""
+
+    built_whole: str = field(default="", init=False, repr=False)  # why, where a constructor could not be deferred
+
+    def degrees(self, world_size: int) -> dict[str, int]:
+        """How many ranks along each axis. Refusal where they do not multiply to the processes."""
+        raise NotImplementedError
+
+    def data_ranks(self, world_size: int) -> int:
+        """Each part of each copy reads a slice of its own."""
+        degrees = self.degrees(world_size)
+        return degrees["replicate"] * degrees["shard"]
+
+    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """The network without values, where its constructor allows that."""
+        try:
+            return deferred(make)
+        except NotDeferrable as reason:
+            self.built_whole = str(reason)
+        return make()
+
+    def notes(self, network: nn.Module) -> list[str]:
+        """Say which ranks do what, and what a user should know about this network here."""
+        whole = [f"built whole on every rank first: {self.built_whole}"] if self.built_whole else []
+        return [f"mesh {described(self.degrees(self.world.size))}", *whole, *super().notes(network)]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from trainer.deferred import NotDeferrable, deferred
 from trainer.parallel.mesh import described, make_mesh, ranks_along, spread
 from trainer.parallel.ranks import Group
 from trainer.parallel.schedules import KINDS, Layout, Name, runs_over_gloo, takes
@@ -17,14 +15,14 @@ from trainer.parallel.stages import cut_stages
 from trainer.parallel.tensor import refuse_plan
 from trainer.refusal import Refusal
 from trainer.strategies.dense import refuse_sparse
-from trainer.strategies.joined import Meshed
+from trainer.strategies.joined import Parted
 from trainer.strategies.placed import Placed, Step
 from trainer.strategies.staged import PlacedStages
 from trainer.task import Task
 
 
 @dataclass
-class PP(Meshed):
+class PP(Parted):
     """Each rank of a pipeline holds some stages of the network; a step's micro-batches flow through all of them.
 
     Degrees multiply to the processes: `replicate` pipelines side by side, each of whose stages is spread over `shard`
@@ -41,7 +39,6 @@ class PP(Meshed):
     reshard_after_forward: bool = False  # where shard > 1, true: gathered anew in every micro-batch; false: in a step
     param_dtype: Literal["bf16"] | None = None  # where shard > 1: what parameters are gathered in; None: as they are
     bucket_mb: int = 25  # where shard is 1: MiB of gradients in one all-reduce
-    built_whole: str = field(default="", init=False, repr=False)  # why, where a constructor could not be deferred
     pipeline: Group = field(init=False, repr=False)  # the ranks of this pipeline, in the order of their first stages
 
     def degrees(self, world_size: int) -> dict[str, int]:
@@ -70,39 +67,27 @@ class PP(Meshed):
 
     def notes(self, network: nn.Module) -> list[str]:
         """Say which ranks do what, and what a user should know about this network here."""
-        layout = self.layout(self.world.size)
-        mesh = f"mesh {described(self.degrees(self.world.size))}; {layout.count} stages, {self.schedule}"
-        whole = [f"built whole on every rank first: {self.built_whole}"] if self.built_whole else []
-        return [mesh, *whole, *super().notes(network)]
+        mesh, *others = super().notes(network)
+        return [f"{mesh}; {self.layout(self.world.size).count} stages, {self.schedule}", *others]
 
     def data_ranks(self, world_size: int) -> int:
         """Each part of each pipeline reads a slice of its own."""
         self.layout(world_size)
-        degrees = self.degrees(world_size)
-        return degrees["replicate"] * degrees["shard"]
+        return super().data_ranks(world_size)
 
-    def refuse_shares(self, world_size: int, micro_batches: int, uneven: bool) -> None:
+    def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
         """Refuse unequal micro-batches, and numbers of them that the schedule cannot run: torch would hang or fail."""
         if uneven:
             raise Refusal("loop.uneven=true: a pipeline's micro-batches are of one size; strategy=ddp or fsdp takes it")
         layout = self.layout(world_size)
         if not takes(self.schedule, layout, micro_batches):
-            options = range(1, 2 * max(micro_batches, layout.count) + 1)
-            fitting = sorted(
-                (n for n in options if takes(self.schedule, layout, n)), key=lambda n: abs(n - micro_batches)
-            )
+            fitting = [n for n in range(1, share + 1) if share % n == 0 and takes(self.schedule, layout, n)]
+            nearest = sorted(fitting, key=lambda n: abs(n - micro_batches))[:2]
+            said = f"nearest: loop.micro_batches={' or '.join(map(str, sorted(nearest)))}; " if nearest else ""
             raise Refusal(
                 f"{self.schedule} cannot run {micro_batches} micro-batches over {layout.count} stages on {layout.ranks}"
-                f" ranks; nearest: loop.micro_batches={fitting[0]} or {fitting[1]}; GPipe and 1F1B take any number"
+                f" ranks; {said}GPipe and 1F1B take any number"
             )
-
-    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """The network without values: each rank will compute those of its own stages."""
-        try:
-            return deferred(make)
-        except NotDeferrable as reason:
-            self.built_whole = str(reason)
-        return make()
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse a network that cannot be cut into so many stages, and fields that do not go together."""
@@ -124,12 +109,11 @@ class PP(Meshed):
 
     def _refuse_backend(self) -> None:
         """Refuse gloo where it cannot send what must be sent."""
-        on_gpu = self.machine.device != "cpu" and torch.cuda.is_available()
-        if on_gpu and self.machine.backend == "gloo":
+        if self.machine.on_gpu and self.machine.backend == "gloo":
             raise Refusal(
                 "distributed.backend=gloo cannot send a GPU's tensors to another rank, which pipelines do; use nccl"
             )
-        if not on_gpu and not runs_over_gloo(self.schedule):
+        if not self.machine.on_gpu and not runs_over_gloo(self.schedule):
             raise Refusal(
                 f"{self.schedule} on CPUs wants torch 2.13 or later, this is {torch.__version__}; 1F1B, GPipe and the"
                 " interleaved ones do not"

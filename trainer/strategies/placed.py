@@ -195,12 +195,7 @@ class Placed:
         with rehearsing, self._computing(valid), self._machine.autocast(self.strategy.device):
             size, cut = len(batch.indices), max(valid, 1)
             inputs, targets = (rows(self._cast(tree), 0, cut, size) for tree in (batch.inputs, batch.targets))
-            output = self._whole(self._evaluation_forward(inputs, targets))
-            loss = total_loss(self.task.loss(output, targets))
-            weight = torch.as_tensor(self.task.weight(targets), device=loss.device)
-            samples = torch.tensor(cut, device=loss.device)
-            sums = {"loss": loss.double() * weight, "weight": weight, "samples": samples}
-            sums = self.task.metrics(output, targets) | sums
+            sums = self._sums(self._whole(self._evaluation_forward(inputs, targets)), targets, cut)
         return sums if valid else {name: torch.zeros_like(value) for name, value in sums.items()}
 
     def after_step(self, step: int) -> None:
@@ -253,6 +248,13 @@ class Placed:
     def _evaluation_forward(self, inputs: Any, targets: Any) -> Any:
         return self._plain(inputs, targets)
 
+    def _sums(self, output: Any, targets: Any, samples: int) -> dict[str, Tensor]:
+        """What an evaluation adds up over these samples."""
+        loss = total_loss(self.task.loss(output, targets))
+        weight = torch.as_tensor(self.task.weight(targets), device=loss.device)
+        sums = {"loss": loss.double() * weight, "weight": weight, "samples": torch.tensor(samples, device=loss.device)}
+        return self.task.metrics(output, targets) | sums
+
     def _cast(self, tree: Any) -> Any:
         """A batch in the precision and memory layout of the network: images (B, C, H, W) with the channels last."""
         if self._machine.resolved_precision == "fp64":
@@ -281,8 +283,10 @@ class Placed:
 
 def is_called(network: nn.Module, name: str) -> bool:
     """Does the network have a module of this name that computes? A stage has bare holders in place of some."""
-    modules = dict(network.named_modules())
-    return name in modules and type(modules[name]) is not nn.Module
+    try:
+        return type(network.get_submodule(name)) is not nn.Module
+    except AttributeError:
+        return False
 
 
 def refuse_extra_state(network: nn.Module) -> None:

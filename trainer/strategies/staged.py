@@ -17,13 +17,13 @@ from trainer.parallel.held import Stages, buffers_kept, let_go
 from trainer.parallel.matching import matches
 from trainer.parallel.replicate import average_gradients
 from trainer.parallel.schedules import make_schedule
-from trainer.parallel.shard import Sharding, kept_whole, reshard, shard
+from trainer.parallel.shard import Sharding, not_spread, reshard, shard
 from trainer.parallel.stages import cut_stages
 from trainer.parallel.telling import Telling
 from trainer.parallel.tensor import cut, refuse_drift
 from trainer.parallel.units import units
 from trainer.seeds import mix, seed_torch
-from trainer.strategies.placed import Step, is_called, total_loss
+from trainer.strategies.placed import Step, is_called
 from trainer.strategies.tensor import PlacedTensor
 from trainer.task import Task
 from trainer.tree import floats_as, rows, tensors
@@ -57,20 +57,20 @@ class PlacedStages(PlacedTensor):
         self._handover = Handover(ranks, self._layout_of_stages, strategy.device)
         self._telling = Telling(ranks, last, strategy.device)
         self._schedules: dict[Hashable, Any] = {}  # by the shapes and the number of a step's micro-batches
-        self._degrees = strategy.degrees(strategy.world.size)
+        self._spreads = strategy.degrees(strategy.world.size)["shard"] > 1  # a stage over several ranks
         super().__init__(strategy, task, network, example, mesh)
 
     # The network.
 
     def _lay_out(self, network: nn.Module) -> None:
-        if self._degrees["shard"] == 1:  # fully_shard takes weights whose rows lie in order
+        if not self._spreads:  # fully_shard takes weights whose rows lie in order
             super()._lay_out(network)
 
     def _units(self) -> list[str]:
-        return units(self.network, self._plan) if self._degrees["shard"] > 1 else super()._units()
+        return units(self.network, self._plan) if self._spreads else super()._units()
 
     def _compiled(self, names: list[str]) -> list[str]:
-        return names if self._degrees["shard"] > 1 else super()._compiled(names)
+        return names if self._spreads else super()._compiled(names)
 
     def _cut(self) -> None:
         whole, layout = self.network, self._layout_of_stages
@@ -89,17 +89,16 @@ class PlacedStages(PlacedTensor):
         return [stage.body for stage in self._stages.values()]
 
     def _shard(self, names: list[str]) -> None:
-        strategy = self.strategy
-        if self._degrees["shard"] > 1:
-            how = Sharding(strategy.reshard_after_forward, self._param_dtype())
-            mesh = strategy.mesh["replicate", "shard"] if self._degrees["replicate"] > 1 else strategy.mesh["shard"]
-            for stage in self._stages.values():
-                shard(stage, stage.body, [name for name in names if is_called(stage.body, name)], mesh, how)
+        how = Sharding(self.strategy.reshard_after_forward, self.strategy.param_dtype)
+        for stage in self._stages.values() if self._spreads else ():
+            own = [name for name in names if is_called(stage.body, name)]
+            shard(stage, stage.body, own, self.strategy.mesh, how)
         let_go(self._whole_network, self.network)
         del self._whole_network
 
-    def _param_dtype(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.strategy.param_dtype else None
+    def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
+        self._copied = not_spread(self.network)
+        return step  # which nobody calls: the schedule calls stages
 
     # The verbs of a step.
 
@@ -132,7 +131,7 @@ class PlacedStages(PlacedTensor):
         inputs, targets = (rows(tree, 0, count, size) for tree in (batch.inputs, batch.targets))
         for stage in self._stages.values():
             stage.turn = partial(self._output if self._is_last(stage) else self._hand_on, stage, inputs, targets)
-        with self._computing(valid):
+        with self._computing(valid), self._machine.autocast(self.strategy.device):
             output = self._handover.run(("evaluation", _shapes(inputs, targets)), self._stages)
             sums = self._sums(output, self._cast(targets), count) if output is not None else {}
         self._release()
@@ -141,10 +140,7 @@ class PlacedStages(PlacedTensor):
 
     def _settle_gradients(self) -> None:
         super()._settle_gradients()
-        whole = list(self.network.parameters())
-        if self._degrees["shard"] > 1:
-            whole = kept_whole(self.network, self._param_dtype())
-        average_gradients(whole, self.strategy.data, self.strategy.bucket_mb * 2**20)
+        average_gradients(self._copied, self.strategy.data, self.strategy.bucket_mb * 2**20)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         square = super()._norm(gradients).to(self.strategy.device).square()
@@ -184,20 +180,12 @@ class PlacedStages(PlacedTensor):
             return in_order(self._call(stage, received, self._cast(inputs), self._cast(targets)))
 
     def _output(self, stage: Stage, inputs: Any, targets: Any, *received: Tensor) -> Any:
-        with self._machine.autocast(self.strategy.device):
-            return self._whole(self._call(stage, received, self._cast(inputs), self._cast(targets)))
+        return self._whole(self._call(stage, received, self._cast(inputs), self._cast(targets)))
 
     def _call(self, stage: Stage, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
         if self.strategy.param_dtype:  # what is no argument of the stage fully_shard does not cast
             inputs, targets = floats_as((inputs, targets), torch.bfloat16)
         return stage.body(inputs, targets, *self._cast(tuple(InOrder.apply(value) for value in received)))
-
-    def _sums(self, output: Any, targets: Any, samples: int) -> dict[str, Tensor]:
-        with self._machine.autocast(self.strategy.device):
-            loss = total_loss(self.task.loss(output, targets))
-            weight = torch.as_tensor(self.task.weight(targets), device=loss.device)
-            sums = {"loss": loss.double() * weight, "weight": weight, "samples": torch.tensor(samples)}
-            return self.task.metrics(output, targets) | sums
 
     def _is_last(self, stage: Stage) -> bool:
         return stage.number == self._layout_of_stages.count - 1
@@ -211,7 +199,7 @@ class PlacedStages(PlacedTensor):
             raise RuntimeError("the micro-batches of a step differ in shape; those of a pipeline must be alike")
         key = ("training", *shapes)
         new = torch.tensor([(key, len(batches)) not in self._schedules], dtype=torch.uint8)
-        if self._degrees["shard"] > 1 or self.strategy.sync_bn:  # then a forward is collective over the data ranks
+        if self._spreads or self.strategy.sync_bn:  # then a forward is collective over the data ranks
             self.strategy.data.largest_(new).wait()  # one byte: is it new to any of them?
         if new:
             self._try(key, batches[0])
@@ -258,9 +246,8 @@ class PlacedStages(PlacedTensor):
 
     def _release(self) -> None:
         """A forward without a backward leaves parameters gathered."""
-        if self._degrees["shard"] > 1:
-            for stage in self._stages.values():
-                reshard(stage)
+        for stage in self._stages.values():
+            reshard(stage)
 
 
 def _shapes(inputs: Any, targets: Any) -> Hashable:
