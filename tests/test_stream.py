@@ -196,15 +196,22 @@ def test_a_loader_draws_nothing_from_the_global_generator() -> None:
 @pytest.mark.parametrize("kind", [Numbers, InMemory])
 @pytest.mark.parametrize("count", [1, 3, 7, 24, 25])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_evaluation_gives_every_sample_once_in_as_many_calls_on_every_rank(kind: type, count: int, size: int) -> None:
+@pytest.mark.parametrize("slices", [1, 2, 3])
+def test_evaluation_gives_every_sample_once_in_as_many_calls_on_every_rank(
+    kind: type, count: int, size: int, slices: int
+) -> None:
     seen, calls = [], set()
     for rank in range(size):
         strategy = Strategy(machine=Machine(seed=5, device="cpu"))
         strategy.__enter__()
         strategy.data = Slice(rank, size)
-        batches = list(EvaluationStream(NumberData(None), kind(count), strategy, 8, Loading(workers=0)).batches())
-        calls.add(tuple(len(batch.indices) for batch, _ in batches))
-        seen += [int(i) for batch, valid in batches for i in batch.inputs["x"][:valid]]
+        stream = EvaluationStream(NumberData(None), kind(count), strategy, 8, slices, Loading(workers=0))
+        batches = list(stream.batches())
+        calls.add(tuple((len(batch.indices), batch.part) for batch, _ in batches))
+        for batch, valid in batches:
+            assert 0 <= valid <= len(batch.indices) <= -(-8 // (size * slices))
+            assert len(batch.inputs["x"]) == len(batch.targets) == len(batch.indices)
+            seen += [int(i) for i in batch.inputs["x"][:valid]]
     assert sorted(seen) == list(range(count))
     assert len(calls) == 1
 

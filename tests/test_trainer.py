@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.strategies.toys import BATCH, Net, Plain, ToyData
+from recipes.vision.classification import Classification
+from tests.strategies.toys import BATCH, Net, Plain, ToyData, Weighted
 from trainer.cadence import Due, Every
 from trainer.checkpoint import Checkpoints
 from trainer.launch import Launch
@@ -57,13 +58,14 @@ def made(folder: Path, task: Task | None = None, device: str = "cpu", keep: int 
     log = Log(folder, [], is_main=True)
     log.rewind(0)
     with Single(machine=Machine(launch=Launch(), device=device, precision="fp32")) as strategy:
-        stream = Stream(data, data.train(), strategy, BATCH, changes.pop("micro_batches", 1), Loading())
+        micro_batches = changes.pop("micro_batches", 1)
+        stream = Stream(data, data.train(), strategy, BATCH, micro_batches, Loading())
         placed = strategy.build(task, Net(), stream.example())
         optimizer = torch.optim.AdamW(placed.network.parameters(), lr=changes.pop("lr", 0.01), fused=True)
         states: list[tuple[str, int]] = []
         steps = changes.pop("steps", 10)
         words: dict[str, Any] = {
-            "evaluation": EvaluationStream(data, data.evaluation(), strategy, 50, Loading()),
+            "evaluation": EvaluationStream(data, data.evaluation(), strategy, 50, micro_batches, Loading()),
             "stop": Stop(),
             "steps": steps,
             "horizon": steps,
@@ -212,18 +214,18 @@ def test_an_evaluation_that_loses_samples_fails(tmp_path: Path, monkeypatch: pyt
 
 
 class Waiting(TorchDispatchMode):
-    """Notes every operation that reads a number out of a tensor: on a GPU each would make the host wait."""
+    """Notes every operation that would make the host wait for a GPU: those that read a number out of a tensor.
 
-    def __init__(self) -> None:
+    `also`: others, by name. `torch.tensor(3)` is a lift_fresh; with device="cuda" it copies from the host, and waits.
+    """
+
+    def __init__(self, *also: str) -> None:
         super().__init__()
+        self.waits = ("_local_scalar_dense", "item", "nonzero", *also)
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (
-            torch.ops.aten._local_scalar_dense.default,
-            torch.ops.aten.item.default,
-            torch.ops.aten.nonzero.default,
-        ):
+        if func.overloadpacket.__name__ in self.waits:
             self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -240,9 +242,31 @@ def test_nothing_in_a_step_waits_for_the_device(tmp_path: Path, max_norm: float 
             for step in batches[1:3]:
                 trainer.train_step(step)
         assert waiting.seen == []
-        with Waiting() as waiting:
-            torch.ones(1).item()
-        assert waiting.seen  # the watch itself works
+        with Waiting("lift_fresh") as waiting:
+            torch.ones(1).item(), torch.tensor(3)
+        assert len(waiting.seen) == 2  # the watch itself works
+
+
+class Counting(Plain):
+    """Figures as the product's own task counts them: torch.bincount waits for a GPU."""
+
+    def metrics(self, output: Tensor, target: Any) -> dict[str, Tensor]:
+        return Classification().metrics(output, target[0])
+
+    def finish(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        return Classification().finish(totals)
+
+
+@pytest.mark.parametrize("task", [Counting, Weighted])
+def test_nothing_in_an_evaluation_waits_for_the_device(tmp_path: Path, task: type[Plain]) -> None:
+    with made(tmp_path, task()) as run:
+        trainer = run.trainer
+        trainer.begin(None)
+        assert trainer.evaluation is not None
+        for batch, valid in trainer.evaluation.batches():
+            with Waiting("lift_fresh") as waiting:
+                trainer.placed.evaluate(batch, valid)
+            assert waiting.seen == []
 
 
 @pytest.mark.gpu
@@ -252,9 +276,27 @@ def test_nothing_in_a_step_waits_for_the_gpu(tmp_path: Path) -> None:
         trainer.begin(None)
         batches = [batches for epoch in (0, 1) for batches in trainer.stream.epoch(epoch)]
         trainer.train_step(batches[0])
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             for step in batches[1:3]:
                 trainer.train_step(step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_nothing_in_an_evaluation_waits_for_the_gpu(tmp_path: Path, micro_batches: int) -> None:
+    with made(tmp_path, Counting(), device="cuda", micro_batches=micro_batches) as run:
+        trainer = run.trainer
+        trainer.begin(None)
+        assert trainer.evaluation is not None
+        with no_waiting():
+            for batch, valid in trainer.evaluation.batches():
+                trainer.placed.evaluate(batch, valid)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -11,7 +11,6 @@ from pathlib import Path
 from trainer import failure
 from trainer.agreement import decided_by_main
 from trainer.announcement import describe, end_lines, start_lines
-from trainer.arithmetic import more_micro_batches
 from trainer.cadence import Due
 from trainer.checkpoint import Checkpoints, Found, newest_in, open_checkpoint
 from trainer.departure import left_behind
@@ -23,6 +22,7 @@ from trainer.parallel.ranks import Ranks
 from trainer.preparation import Parts, Plans, decide_resume, keep_precision, prepare
 from trainer.reader import Loading
 from trainer.refusal import Refusal
+from trainer.remedy import evaluation_batch, memory_note
 from trainer.resume import is_checkpoint, read_config, start_path
 from trainer.signals import StopRequest
 from trainer.stream import EvaluationStream, Stream
@@ -54,8 +54,6 @@ def accounted(parts: Parts, plans: Plans, progress: Progress, log: Log) -> Itera
     except Refusal:
         raise
     except Exception as error:
-        more = more_micro_batches(plans.batches)
-        remedy = f"Try loop.micro_batches={more}." if more else "There are no smaller micro-batches."
         with suppress(Exception):
             log.close()
         failure.fail(
@@ -63,7 +61,7 @@ def accounted(parts: Parts, plans: Plans, progress: Progress, log: Log) -> Itera
             parts.machine.launch,
             plans.folder.path,
             progress.step or None,
-            memory_note=f"The device's memory ran out with {plans.batches}. {remedy}",
+            memory_note=memory_note(error, parts, plans),
         )
 
 
@@ -129,10 +127,10 @@ def make_trainer(
     settings, strategy = parts.settings, parts.strategy
     loop, loading = settings.loop, Loading(**vars(settings.loader))
     stream = Stream(parts.data, plans.training, strategy, loop.global_batch, plans.batches.micro_batches, loading)
-    width = loop.eval_batch or 4 * loop.global_batch
     evaluation = None
     if plans.evaluation is not None:
-        evaluation = EvaluationStream(parts.data, plans.evaluation, strategy, width, loading)
+        width, micro_batches = evaluation_batch(loop), plans.batches.micro_batches
+        evaluation = EvaluationStream(parts.data, plans.evaluation, strategy, width, micro_batches, loading)
     placed = strategy.build(parts.task, plans.network, stream.example())
     groups = parameter_groups(placed.network, parts.optimizer_kind, settings.decay)
     optimizer = placed.optimizer(parts.make_optimizer, groups)

@@ -75,14 +75,20 @@ class Stream:
 class EvaluationStream:
     """The evaluation data in file order: every sample once, whatever the number of ranks."""
 
-    def __init__(self, data: Data, dataset: Any, strategy: Strategy, global_batch: int, loading: Loading) -> None:
+    def __init__(
+        self, data: Data, dataset: Any, strategy: Strategy, global_batch: int, micro_batches: int, loading: Loading
+    ) -> None:
         self.size = size_of(dataset)
         self._global_batch, self._ranks, self._rank = global_batch, strategy.data_size, strategy.data_rank
+        self._most = -(-global_batch // (self._ranks * micro_batches))  # samples of a rank in one forward
         self._device, self._data, self._seed = strategy.device, data, strategy.machine.seed
         self._reader = make_reader(dataset, data.collate, self._seed, loading, pin=self._device.type == "cuda")
 
     def batches(self, most: int | None = None) -> Iterator[tuple[Batch, int]]:
-        """Batches and how many of their samples count; as many batches on every rank. `most`: stop after so many."""
+        """Micro-batches of each batch, and how many of their samples count; as many of them on every rank.
+
+        `most`: stop after so many batches.
+        """
         lists, valid, wholes = [], [], []
         for at in range(0, self.size, self._global_batch)[:most]:
             together = torch.arange(at, min(at + self._global_batch, self.size))
@@ -95,7 +101,11 @@ class EvaluationStream:
         read = zip(lists, valid, wholes, self._reader.read(0, lists), strict=True)
         for indices, count, whole, (inputs, targets) in read:
             inputs, targets = prepare(self._data, inputs, targets, indices, self._device, self._seed, 0, training=False)
-            yield Batch(inputs, targets, indices, range(whole), whole), count
+            share = Batch(inputs, targets, indices, range(whole), whole)
+            for start in range(0, len(indices), self._most):
+                own = range(start, min(start + self._most, len(indices)))
+                part = range(start * self._ranks, min(own.stop * self._ranks, whole))
+                yield cut(share, own, part), min(max(count - start, 0), len(own))
 
 
 def prepare(

@@ -153,7 +153,7 @@ def train(launch: Launch, case: Order) -> dict[str, Any]:
 def _evaluated(placed: Placed, strategy: Strategy) -> dict[str, Tensor]:
     """The first evaluation batch, which has the same samples whatever the number of ranks."""
     data = ToyData()
-    batch, valid = next(iter(EvaluationStream(data, data.evaluation(), strategy, BATCH, Loading()).batches()))
+    batch, valid = next(iter(EvaluationStream(data, data.evaluation(), strategy, BATCH, 1, Loading()).batches()))
     return placed.evaluate(batch, valid)
 
 

@@ -266,7 +266,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
     seen: dict[str, Any] = {"losses": [], "norms": [], "digests": [], "indices": [], "parts": []}
     with strategy:
         stream = Stream(data, data.train(), strategy, case.batch, case.micro_batches, Loading())
-        evaluation = EvaluationStream(data, data.evaluation(), strategy, 32, Loading())
+        evaluation = EvaluationStream(data, data.evaluation(), strategy, 32, case.micro_batches, Loading())
         placed = strategy.build(task, network, stream.example())
         optimizer = placed.optimizer(make_optimizer(case.optimizer), [{"params": list(placed.network.parameters())}])
         checkpoints = Checkpoints(Path(case.folder), strategy.world, keep=3) if case.folder else None

@@ -251,9 +251,8 @@ class Placed:
     def _sums(self, output: Any, targets: Any, samples: int) -> dict[str, Tensor]:
         """What an evaluation adds up over these samples."""
         loss = total_loss(self.task.loss(output, targets))
-        weight = torch.as_tensor(self.task.weight(targets), device=loss.device)
-        sums = {"loss": loss.double() * weight, "weight": weight, "samples": torch.tensor(samples, device=loss.device)}
-        return self.task.metrics(output, targets) | sums
+        weight, count = (number_on(loss.device, number) for number in (self.task.weight(targets), samples))
+        return self.task.metrics(output, targets) | {"loss": loss.double() * weight, "weight": weight, "samples": count}
 
     def _cast(self, tree: Any) -> Any:
         """A batch in the precision and memory layout of the network: images (B, C, H, W) with the channels last."""
@@ -279,6 +278,11 @@ class Placed:
         summed = local.sum()
         pending = self.strategy.data.sum_(summed)  # data ranks; 8 bytes travel, while the first forward computes
         return lambda index: local[index] / summed.clamp(min=1), pending
+
+
+def number_on(device: torch.device, number: Tensor | float) -> Tensor:
+    """A number as a tensor of this device: filled in there, for a copy from the host would wait for the device."""
+    return number.to(device, non_blocking=True) if isinstance(number, Tensor) else torch.full((), number, device=device)
 
 
 def is_called(network: nn.Module, name: str) -> bool:

@@ -124,7 +124,7 @@ class PlacedStages(PlacedTensor):
     def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor]:
         """Sums over the first `valid` samples of a batch, the same on all ranks of a pipeline.
 
-        The batch goes through the stages as a whole: a network's output may depend on which samples are together.
+        They go through the stages together, one stage after the other; the stream has cut them as small as a step's.
         """
         self._mode(training=False)
         size, count = len(batch.indices), max(valid, 1)

@@ -1,0 +1,84 @@
+"""How much one forward computes, and what a run says where the memory does not suffice for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer import fit
+from trainer.assembly import assemble
+from trainer.configuration.compose import compose
+from trainer.launch import Launch
+
+
+class Room(nn.Module):
+    """A classifier of digits that notes how many samples it is given at once, and has memory for so many."""
+
+    def __init__(self, training: int, evaluating: int) -> None:
+        super().__init__()
+        self.most = {True: training, False: evaluating}
+        self.seen: dict[bool, list[int]] = {True: [], False: []}
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen[self.training].append(len(x))
+        if len(x) > self.most[self.training]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.head(x.flatten(1))
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Room, str]]:
+    """Run words as the command line does, but stay: the network, and what is said where its memory runs out."""
+    said: list[str] = []
+
+    def account(error: BaseException, *_: Any, memory_note: str) -> None:
+        assert isinstance(error, torch.OutOfMemoryError), error
+        said.append(memory_note)
+
+    monkeypatch.setattr(fit.failure, "redirect", lambda *_: None)
+    monkeypatch.setattr(fit.failure, "fail", account)
+
+    def run(*words: str, training: int = 10**9, evaluating: int = 10**9) -> tuple[Room, str]:
+        words = (f"run.dir={tmp_path}/{len(words)}-{len(said)}", "device=cpu", "loop.steps=1", "log=[]", *words)
+        parts, room = assemble(compose(words), words, [], Launch()), Room(training, evaluating)
+        parts.make_network = lambda: room
+        fit.fit(parts)
+        return room, said.pop() if said else ""
+
+    return run
+
+
+def test_an_evaluation_forward_is_cut_as_a_training_forward_is(train: Callable[..., tuple[Room, str]]) -> None:
+    room, _ = train("loop.global_batch=64", "loop.micro_batches=4")
+    assert max(room.seen[True]) == 16
+    assert max(room.seen[False]) == 64  # of 256, also in the rehearsal
+    assert sum(room.seen[False]) == 256 + 360  # the rehearsal, and every sample once
+    room, _ = train("loop.global_batch=64", "loop.micro_batches=4", "loop.eval_batch=40")
+    assert max(room.seen[False]) == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "room", "said"),
+    [
+        (["loop.global_batch=64"], {"training": 32}, "with 64 samples × 1 .* Try loop.micro_batches=2."),
+        (["loop.global_batch=64", "loop.micro_batch=16"], {"training": 8}, "Try loop.micro_batch=8."),
+        (["loop.global_batch=8", "loop.micro_batches=8"], {"training": 0}, "no smaller micro-batches; strategy=fsdp"),
+        (["loop.global_batch=64"], {"evaluating": 128}, "256 samples at once .* Try loop.eval_batch=128."),
+        (["loop.eval_batch=6", "loop.micro_batches=2"], {"evaluating": 1}, "3 samples at once .*eval_batch=2."),
+        (["loop.eval_batch=4000"], {"evaluating": 180}, "360 samples at once .* Try loop.eval_batch=180."),
+        (["loop.eval_batch=1"], {"evaluating": 0}, "There is no less; strategy=fsdp"),
+    ],
+)  # fmt: skip
+def test_where_memory_runs_out_the_key_that_helps_is_named(
+    train: Callable[..., tuple[Room, str]], words: list[str], room: dict[str, int], said: str
+) -> None:
+    _, note = train(*words, **room)
+    assert len(note.splitlines()) == 1
+    assert re.search(said, note), note
