@@ -67,6 +67,7 @@ MISTAKES = [  # words, what the one message contains
     ("optimizer.lr=-1", "optimizer", "-1"),
     ("strategy=ddp_tp strategy.tensor=3", "3", "tensor"),
     ("device=cuda", "no GPU", "device=cpu"),
+    ("profile=true loop.steps=5", "steps 10 to 12", "profile=[2,4]"),
 ]
 
 

@@ -10,7 +10,7 @@ from trainer.bundle import root
 from trainer.cadence import Every
 from trainer.configuration.resolved import resolved, written
 from trainer.configuration.settings import GROUPS, SECTIONS, Settings, settings
-from trainer.configuration.values import Unexpected, packages, rhythm, seconds, text, truth, whole
+from trainer.configuration.values import Unexpected, packages, rhythm, seconds, text, truth, whole, window
 from trainer.refusal import Refusal
 
 
@@ -89,7 +89,15 @@ def test_scalars_are_taken_at_their_word() -> None:
     assert text(2024) == "2024"
     assert whole(1)(1e4) == 10_000
     assert packages(["monai"]) == ("monai",)
-    for read, wrong in ((truth, 1), (truth, "yes"), (text, True), (text, ""), (whole(1), True), (packages, ["a b"])):
+    for read, wrong in (
+        (truth, 1),
+        (truth, "yes"),
+        (text, True),
+        (text, ""),
+        (whole(1), True),
+        (packages, ["a b"]),
+        (window, [1, 3]),
+    ):
         with pytest.raises(Unexpected):
             read(wrong)
 

@@ -61,6 +61,7 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
 
 def test_strategies_know_neither_loop_nor_configuration() -> None:
     allowed = ("parallel", "strategies", "task", "plan", "refusal", "launch", "machine", "seeds", "tree", "deferred")
+    allowed += ("stopwatch",)
     assert strangers("trainer/strategies", tuple(f"trainer.{name}" for name in allowed)) == []
 
 

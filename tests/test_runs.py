@@ -53,8 +53,8 @@ def two(place: Path) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def three(place: Path) -> Path:
-    """The same on three."""
-    finish(torchrun(3, *words(place / "three", "strategy=ddp")), place)
+    """The same on three, with traces of two steps."""
+    finish(torchrun(3, *words(place / "three", "strategy=ddp", "profile=[3,4]")), place)
     return place / "three"
 
 
@@ -97,10 +97,22 @@ def test_every_rank_has_a_log_file_and_the_main_one_the_console(two):
     for start in ("run folder ", "strategy  ", "precision ", "batch  ", "completed ", f"epoch 1/6  step  1/{STEPS} "):
         wanted = 2 if start == "run folder " else 1  # at the start and at the end
         assert sum(line.startswith(start) for line in screen.splitlines()) == wanted, screen
+    (spent,) = [line for line in screen.splitlines() if line.startswith("step time ")]
+    assert re.fullmatch(r"step time   [0-9.e+]+ ms: (data|forward)( [a-z]+)* \d+ %, .+", spent)
+    shares = [int(share) for share in re.findall(r"(\d+) %", spent)]
+    assert 96 <= sum(shares) <= 104  # each is rounded
     assert "60 samples × 1 micro-batches × 2 data ranks = global batch 120" in screen
     assert "global batch 120" in (folder / "logs" / "rank-0.log").read_text()
     assert "Traceback" not in screen
     assert "Warning" not in screen
+
+
+def test_a_profile_has_a_trace_of_each_rank_with_the_steps_that_were_asked_for(three):
+    assert {path.name for path in (three / "profile").iterdir()} == {"rank-0.json", "rank-1.json", "rank-2.json"}
+    for path in (three / "profile").iterdir():
+        names = [event["name"] for event in json.loads(path.read_text())["traceEvents"] if "name" in event]
+        assert len([name for name in names if name.startswith("ProfilerStep")]) == 2
+        assert any(name.startswith("gloo:") for name in names)  # what travelled
 
 
 def test_a_run_says_what_it_was(two):

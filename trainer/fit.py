@@ -20,6 +20,7 @@ from trainer.memory import keep_freed_memory
 from trainer.optim import parameter_groups
 from trainer.parallel.ranks import Ranks
 from trainer.preparation import Parts, Plans, decide_resume, keep_precision, prepare
+from trainer.profile import NoProfile, Profile
 from trainer.reader import Loading
 from trainer.refusal import Refusal
 from trainer.remedy import evaluation_batch, memory_note
@@ -91,7 +92,8 @@ def train(parts: Parts, plans: Plans, changed: list[str], log: Log, stop: StopRe
     lost = not done and left_behind(parts.machine.launch, stop, strategy.share)
     reason = None if done else "another machine left the run" if lost else why(parts, stop)
     report("completed" if done else "preempted", step=progress.step, reason=reason)
-    log.start(end_lines(parts, plans, trainer.figures, progress.step, done))
+    spent = trainer.placed.watch.line(ahead=strategy.device.type == "cuda")
+    log.start([spent, *trainer.profile.close(), *end_lines(parts, plans, trainer.figures, progress.step, done)])
     log.close()
     return leave_code(done, parts.machine.launch, lost)
 
@@ -157,7 +159,16 @@ def make_trainer(
         state={"configuration": read_config(parts.configuration), "precision": parts.machine.resolved_precision},
         stop_after=settings.run.stop_after,
         progress=progress,
+        profile=make_profile(parts, plans),
     )
+
+
+def make_profile(parts: Parts, plans: Plans) -> NoProfile:
+    """What traces the steps that were asked for."""
+    window, strategy = parts.settings.profile, parts.strategy
+    if window is None:
+        return NoProfile()
+    return Profile(*window, plans.folder.path / "profile" / f"rank-{strategy.rank}.json", strategy.device)
 
 
 def start_from(path: Path | None, ranks: Ranks) -> Found | None:

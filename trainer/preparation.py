@@ -19,6 +19,7 @@ from trainer.folder import RunFolder
 from trainer.log import Sink
 from trainer.machine import Machine
 from trainer.order import Order, size_of
+from trainer.profile import refuse_window
 from trainer.refusal import Refusal
 from trainer.resume import changes, completed, learning_changes, read_config, refuse_changes
 from trainer.schedule import Schedule
@@ -71,6 +72,7 @@ def prepare(parts: Parts) -> Plans:
     training, evaluation = first_on_node(launch, "data", lambda: read_data(parts))
     order = Order(parts.data, training, settings.seed)
     length = measure(order.length, loop.global_batch, loop.epochs, loop.steps)
+    refuse_window(settings.profile, length.steps)
     evaluation = evaluation if evaluation is not None and size_of(evaluation) else None
     if evaluation is None and settings.checkpoint.best is not None:
         raise Refusal(f"checkpoint.best={settings.checkpoint.best}: the data has no evaluation set to measure it on")

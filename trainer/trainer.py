@@ -14,6 +14,7 @@ from trainer.cadence import Due
 from trainer.checkpoint import Checkpoints, Found
 from trainer.log import Log
 from trainer.meter import Meter, PendingLine
+from trainer.profile import NoProfile
 from trainer.refusal import Refusal, nearest
 from trainer.schedule import Schedule
 from trainer.strategies.base import Strategy
@@ -72,6 +73,7 @@ class Trainer:
     stop_after: float | None = None  # seconds; then as if somebody had asked to stop
     progress: Progress = field(default_factory=Progress)
     figures: dict[str, float] | None = None  # of the last evaluation
+    profile: NoProfile = field(default_factory=NoProfile)
 
     def fit(self, start: Found | None) -> bool:
         """Train to the end, from a checkpoint where there is one; False: stopped as asked, and saved."""
@@ -79,6 +81,7 @@ class Trainer:
         while not self._over():
             for batches in self.stream.epoch(self.progress.epoch, self.progress.position):
                 self.train_step(batches)
+                self.profile.step()
                 if self._over():
                     break
         self._write_pending()
@@ -127,6 +130,8 @@ class Trainer:
 
     def train_step(self, batches: list[Batch]) -> None:
         """Collective: one optimizer step, and what is due after it."""
+        watch = self.placed.watch
+        watch.step()
         step, epoch = self.progress.step, self.progress.epoch
         ended = self._advance()
         log_now = self.finished or self.log_due.now(step + 1, ended, self._log_clock)
@@ -138,10 +143,13 @@ class Trainer:
             self.eval_due.clock(),
             self.save_due.clock(),
         )
+        watch.lap("communication")
         self._write_pending()  # of the step before: its numbers have arrived by now
+        watch.lap("log")
         limit = self.max_norm if self.max_norm is not None or not log_now else math.inf
         norm = self.placed.optimizer_step(self.optimizer, limit)
         self.placed.after_step(step + 1)
+        watch.lap("optimizer")
         self._meter.add(parts)
         if step == 0:
             self.log.images("inputs", batches[0].inputs, step)
@@ -149,7 +157,9 @@ class Trainer:
             known = {"step": step + 1, "epoch": epoch, "lr": rate, "samples": self.progress.samples}
             self._pending = self._meter.line(batches, norm, known)
             self.log_due.restart()
+        watch.lap("log")
         self._stopped, self._log_clock, eval_clock, save_clock = vote.read()
+        watch.lap("communication")
         figures = None
         if self.evaluation is not None and (self.finished or self.eval_due.now(step + 1, ended, eval_clock)):
             figures = self.evaluate(epoch)
@@ -171,6 +181,7 @@ class Trainer:
         self.figures = figures
         self.eval_due.restart()
         self._meter.resume()
+        self.placed.watch.lap("evaluation")
         return figures
 
     def save(self, figures: dict[str, float] | None) -> None:
@@ -186,6 +197,7 @@ class Trainer:
         self.report("running", self.progress.step)
         self.save_due.restart()
         self._meter.resume()
+        self.placed.watch.lap("save")
 
     def _advance(self) -> int | None:
         """Count a step; how many epochs are done, if it ends one."""

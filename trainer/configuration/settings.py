@@ -23,6 +23,7 @@ from trainer.configuration.values import (
     text,
     truth,
     whole,
+    window,
 )
 from trainer.refusal import Refusal
 
@@ -119,6 +120,7 @@ class Settings:
     device: str = key(one_of("auto", "cpu", "cuda"))
     precision: str = key(one_of("auto", "fp32", "bf16", "fp16", "fp64"))
     compile: bool = key(truth)
+    profile: tuple[int, int] | None = key(window)  # first and last step
     trust: tuple[str, ...] = key(packages)
     decay: str = "weights"  # optimizer.decay: what weight decay shrinks: weights (not biases and norms) or all
     fused: bool | None = None  # optimizer.fused: one kernel for the whole step; None: where it pays

@@ -117,6 +117,17 @@ def _every(value: Any) -> Every:
         raise Unexpected("steps (500), epochs (1ep), time (15min), a list of them, or null for never") from None
 
 
+def window(value: Any) -> tuple[int, int] | None:
+    """Steps to trace: the first and the last of them; true: 10 to 12; false: none."""
+    if isinstance(value, bool):
+        return (10, 12) if value else None
+    if isinstance(value, list) and len(value) == 2 and all(type(step) is int for step in value):
+        first, last = value
+        if 2 <= first <= last:
+            return first, last
+    raise Unexpected("true, false or [first,last]; the first is 2 or more: the step before it warms the profiler up")
+
+
 def meeting_place(value: Any) -> str:
     """Where processes meet: env://, tcp://host:port or file:///path."""
     written = text(value)

@@ -21,6 +21,7 @@ from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, s
 from trainer.parallel.units import units
 from trainer.refusal import Refusal
 from trainer.seeds import mix, seed_torch
+from trainer.stopwatch import Stopwatch
 from trainer.strategies.scaler import NoScaler, Scaler
 from trainer.task import Task
 from trainer.tree import changed, floats_as, rows
@@ -49,6 +50,7 @@ class Placed:
         self.strategy, self.task, self.example = strategy, task, example
         self._machine = strategy.machine
         self._young = True  # no step has been done
+        self.watch = Stopwatch()
         self.scaler = Scaler(strategy.device) if self._machine.resolved_precision == "fp16" else NoScaler()
         built = network  # as it was constructed; what follows may put other modules in place of its own
         network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
@@ -162,6 +164,7 @@ class Placed:
             for name, part in parts.items():
                 kept = part.detach() * share
                 sums[name] = sums[name] + kept if name in sums else kept
+        self.watch.lap("forward and backward")
         self._settle_gradients()
         return sums
 

@@ -117,6 +117,7 @@ class PlacedStages(PlacedTensor):
         with self._computing():
             # which micro-batch it is each stage counts; torch wants something to cut into targets
             schedule.step(target=torch.arange(len(batches)), return_outputs=False)
+        self.watch.lap("forward and backward")
         self._settle_gradients()
         return self._telling.tell("training", sums)
 

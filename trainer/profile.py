@@ -1,0 +1,58 @@
+"""Traces of chosen steps by torch.profiler, one file a rank; and the neutral element that traces nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from trainer.refusal import Refusal
+
+
+class NoProfile:
+    """No step is traced, and nothing is paid for it."""
+
+    def step(self) -> None:
+        """A step has been done."""
+
+    def close(self) -> list[str]:
+        """The run is over; lines that say where the traces are."""
+        return []
+
+
+class Profile(NoProfile):
+    """One trace of the steps `first` to `last`, counted from 1 at this start; the step before warms the profiler up."""
+
+    def __init__(self, first: int, last: int, path: Path, device: torch.device) -> None:
+        self._first, self._path, self._written = first, path, False
+        if device.type != "cuda":
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler calls a GPU that is not there an error
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        window = schedule(wait=first - 2, warmup=1, active=last - first + 1, repeat=1)
+        self._profiler = profile(activities=activities, schedule=window, on_trace_ready=self._write)
+        self._profiler.start()
+
+    def step(self) -> None:
+        """A step has been done."""
+        self._profiler.step()
+
+    def close(self) -> list[str]:
+        """The run is over, perhaps in the middle of the window; lines that say where the traces are."""
+        self._profiler.stop()
+        if not self._written:
+            return [f"profile     nothing traced: this start ended before its step {self._first}"]
+        return [f"profile     {self._path.parent}: a trace of each rank, for https://ui.perfetto.dev"]
+
+    def _write(self, profiler: profile) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._path))
+        self._written = True
+
+
+def refuse_window(window: tuple[int, int] | None, steps: int) -> None:
+    """Refuse steps to trace that the run will not reach."""
+    if window is not None and window[1] > steps:
+        nearest = f"; profile=[2,{min(4, steps)}] would fit" if steps > 1 else ""
+        raise Refusal(f"profile: steps {window[0]} to {window[1]} are to be traced, but the run has {steps}{nearest}")
