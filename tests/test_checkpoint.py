@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer import checkpoint as checkpoint_module
 from trainer.checkpoint import Checkpoints, FailedSave, open_checkpoint
@@ -570,6 +571,16 @@ def fail_to_write(*_, **__):
     raise OSError(5, "Input/output error", "disk of rank 1")
 
 
+class Copies(TorchDispatchMode):
+    """Counts the pictures and filters that are copied."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.clone.default and args[0].dim() == 4
+        return func(*args, **(kwargs or {}))
+
+
 def exchange(folder, ranks):
     """Read what one process wrote, write sharded and replicated, fail together, fall back together."""
     whole = whole_tensors()
@@ -592,7 +603,7 @@ def exchange(folder, ranks):
     ranks.barrier()
     assert Checkpoints(folder / "two", ranks).newest().step == 1
 
-    for place in ("trainer.checkpoint.writable", "safetensors.torch.save", "trainer.checkpoint._sealed"):
+    for place in ("safetensors.torch.save", "trainer.checkpoint._sealed"):
         with pytest.MonkeyPatch.context() as patch:
             if ranks.rank == 1:  # an error that only one rank has
                 patch.setattr(place, fail_to_write)
@@ -608,6 +619,15 @@ def exchange(folder, ranks):
     into = zeros_like(whole)
     three.read(three.newest(), into)
     assert equal(into, whole)
+
+    turned = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)
+    four = Checkpoints(folder / "four", ranks)
+    with Copies() as copies:
+        four.save(1, {"conv": turned, "optimizer/conv/exp_avg": turned + 1}, {})
+    assert copies.count == (2 if ranks.is_main else 0)  # who writes nothing copies nothing
+    with Copies() as copies:
+        four.save(2, {"conv": turned, f"optimizer/{ranks.rank}/exp_avg": turned + 1}, {})  # a moment of one's own
+    assert sum(ranks.share(copies.count)) == 3  # the weight is written, and copied, by one of them
 
 
 def test_one_process_and_two_read_what_the_other_wrote(tmp_path):

@@ -33,7 +33,7 @@ from trainer.storage.retention import (
     sweep,
 )
 from trainer.storage.safetensors_header import TensorFact, read_tensors
-from trainer.storage.tensor_files import misfits, read_into, writable, write_tensors
+from trainer.storage.tensor_files import misfits, read_into, write_tensors
 from trainer.storage.together import together
 
 MARGIN = 2**20  # bytes of a checkpoint beside its tensors: headers and JSON
@@ -82,15 +82,13 @@ class Checkpoints:
         tensors: what this rank holds. Those that are whole are equal on every rank that has them; not all ranks need
         have the same.
         """
-        ready: dict[str, Tensor] = {}
-        self._together(step, tensors, lambda: ready.update(writable(tensors)))
-        held = self._together(step, tensors, lambda: _sizes(ready))  # on each rank: name → bytes
-        whole = not any(isinstance(tensor, DTensor) for tensor in ready.values())
+        held = self._together(step, tensors, lambda: _sizes(tensors))  # on each rank: name → bytes
+        whole = not any(isinstance(tensor, DTensor) for tensor in tensors.values())
         alone = whole and all(one.keys() == held[0].keys() for one in held)
         sizes = {name: size for one in held for name, size in one.items()}
         draft = self.folder / self._together(step, tensors, lambda: self._begin(step, sum(sizes.values())))[0]
         try:
-            self._together(step, tensors, lambda: self._write(draft, ready, state, list(sizes), alone))
+            self._together(step, tensors, lambda: self._write(draft, tensors, state, list(sizes), alone))
             listed = self._together(step, tensors, lambda: sorted(os.listdir(draft)))[0]
             mine = listed[self.ranks.rank :: self.ranks.size]
             parts = self._together(step, tensors, lambda: {name: _sealed(draft / name) for name in mine})

@@ -1,13 +1,14 @@
 """Tensors to safetensors files and back, through torch.distributed.checkpoint: whole ones and sharded ones alike."""
 
 import warnings
+from io import BytesIO
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import WriteItem
 
 from trainer.storage.safetensors_header import TensorFact
 
@@ -15,24 +16,30 @@ from trainer.storage.safetensors_header import TensorFact
 APART = ("optimizer/", "scaler/")
 
 
-def writable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same values as safetensors takes them: rows in order (channels_last is not), no two on one memory."""
-    seen: set[tuple[torch.device, int]] = set()
-    ready: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        where = (local.device, local.data_ptr())
-        if not local.is_contiguous() or (local.numel() and where in seen):
-            local = local.clone(memory_format=torch.contiguous_format)
-            tensor = _resembling(tensor, local) if isinstance(tensor, DTensor) else local
-        seen.add(where)
-        ready[name] = tensor
-    return ready
+class _InRows(DefaultSavePlanner):
+    """Tensors as safetensors takes them: rows in order (channels_last is not), no two on one memory.
+
+    Only what this rank writes is copied for that, and not before it is written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given: set[tuple[torch.device, int]] = set()  # where memory begins that another name has brought already
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
+        """What is written for one item of the plan: a tensor, or this rank's part of one."""
+        tensor = super().resolve_data(write_item)
+        if not isinstance(tensor, Tensor):
+            return tensor
+        where = (tensor.device, tensor.data_ptr())
+        if not tensor.is_contiguous() or (tensor.numel() and where in self._given):
+            return tensor.clone(memory_format=torch.contiguous_format)
+        self._given.add(where)
+        return tensor
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], names: list[str], alone: bool) -> None:
-    """Write `writable` tensors into a folder. Collective, unless one process writes everything `alone`.
+    """Write tensors into a folder. Collective, unless one process writes everything `alone`.
 
     names: of the tensors of all ranks. What several ranks hold whole is written once.
     """
@@ -40,7 +47,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], names: list[str], al
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=parts, save_distributed=True)
     with torch.no_grad(), warnings.catch_warnings():
         _silence_one_process()
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=alone)
+        dcp.save(dict(tensors), storage_writer=writer, planner=_InRows(), no_dist=alone)
 
 
 def read_into(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -64,14 +71,6 @@ def misfits(stored: dict[str, TensorFact], wanted: dict[str, Tensor], asked: set
         elif tensor.dtype.is_floating_point != fact.dtype.is_floating_point:
             lines.append(f"{name}: {fact.dtype} in the checkpoint, {tensor.dtype} here")
     return sorted(lines)
-
-
-def _resembling(tensor: DTensor, local: Tensor) -> DTensor:
-    """A DTensor cut like another, around another local part."""
-    shape = torch.empty(tensor.shape, device="meta")  # for the strides of rows in order
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape.shape, stride=shape.stride()
-    )
 
 
 def _silence_one_process() -> None:
