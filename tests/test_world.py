@@ -22,6 +22,24 @@ CPU = torch.device("cpu")
 LONG, SHORT = timedelta(minutes=30), timedelta(seconds=1)
 
 
+@pytest.mark.parametrize(
+    ("backend", "used", "bound"),
+    [(None, "cpu:gloo,cuda:nccl", True), ("nccl", "cpu:gloo,cuda:nccl", True), ("gloo", "gloo", False)],
+)
+def test_on_a_gpu_nccl_alone_is_bound_to_the_device(monkeypatch, backend, used, bound):
+    asked = {}
+    init = dist.init_process_group
+
+    def without_nccl(backend, device_id, **words):
+        asked.update(backend=backend, device=device_id)
+        init(backend="gloo", **words)
+
+    monkeypatch.setattr(dist, "init_process_group", without_nccl)
+    gpu = torch.device("cuda", 0)
+    leave(join(Launch(), gpu, backend, LONG), clean=True)
+    assert asked == {"backend": used, "device": gpu if bound else None}  # gloo that is bound makes no sub-groups
+
+
 # ------------------------------------------------------------------------------------------------------------ timeouts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterable
 
 import torch
 
@@ -23,6 +24,12 @@ def seed_torch(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+def seed_more_gpus(indices: Iterable[int]) -> None:
+    """Seed further GPUs, each otherwise, from the seed that the CPU's generator was given last."""
+    for index in indices:
+        torch.cuda.default_generators[index].manual_seed(mix(torch.initial_seed(), index))
 
 
 def seed_all(seed: int) -> None:

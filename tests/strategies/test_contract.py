@@ -151,6 +151,7 @@ SPREADS = [
 ]
 # gloo sends no GPU tensors from rank to rank, which a pipeline needs
 ON_A_GPU = [name for name, (size, case) in SPREAD.items() if size <= 2 and case.strategy != "pp"]
+ON_A_GPU += ["zero1 on 3", "ddp_tp on 4"]  # which have groups beside that of all ranks
 PAIRS = [
     *[("single", name) for name in SPREADS],
     *[(name, "single") for name in SPREADS],
@@ -191,6 +192,15 @@ def test_on_a_gpu_the_curve_is_that_of_one_process_on_a_cpu(train: Any, where: s
         assert max(apart(rank["losses"], reference["losses"])) < 1e-10
         assert max(apart(rank["norms"], reference["norms"])) < 1e-10
         assert rank["figures"] == pytest.approx(reference["figures"], abs=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_on_a_gpu_offloaded_parameters_learn_in_fp16(train: Any, optimizer: str) -> None:
+    (reference,) = train(1, Case(optimizer=optimizer))
+    case = Case("fsdp", {"cpu_offload": True}, precision="fp16", device="cuda", optimizer=optimizer)
+    (rank,) = train(1, case)  # gradients on the host, the loss's scale on the GPU
+    assert rank["losses"][-1] == pytest.approx(reference["losses"][-1], abs=0.1)
 
 
 def test_sequence_and_loss_parallel_are_exact_where_the_plan_asks(train: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import nn
 
 from tests.strategies.toys import STRATEGIES, Case, run
 from trainer.launch import Launch
+from trainer.machine import Machine
 from trainer.refusal import Refusal
 from trainer.strategies.dp import DP
+from trainer.task import Task
 from trainer.tree import first_tensor, rows
 
 
@@ -78,8 +81,50 @@ def test_several_processes_are_refused_with_the_strategy_that_wants_them() -> No
         DP().data_ranks(2)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nn.DataParallel needs two GPUs; this machine has fewer")
+def test_compiled_replicas_would_compute_with_the_first_ones_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = nn.Linear(2, 2)
+    network.compile(backend="eager")
+    replica = _replica(network)
+    replica.weight = torch.zeros(2, 2)  # as on another GPU
+    assert torch.equal(replica(torch.ones(1, 2)), network(torch.ones(1, 2)))  # hence the refusal
+    compiling = DP(machine=Machine(compile=True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for count in (1, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        with pytest.raises(Refusal, match=r"compile=true.*use compile=false") if count > 1 else nullcontext():
+            compiling.check(Task(), network, 1)
+
+
+def test_every_gpu_draws_its_own_numbers_and_the_same_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = [torch.Generator() for _ in range(3)]
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(DP, "devices", lambda self: [0, 1, 2])
+    drawn = []
+
+    class Drawing(OnThreads):
+        def replicas(self, step: nn.Module) -> Callable[[Any, Any], Any]:
+            def forward(*batch: Any) -> Any:
+                drawn.append([generator.initial_seed() for generator in generators[1:]])
+                return step(*batch)
+
+            return forward
+
+    monkeypatch.setitem(STRATEGIES, "drawing", Drawing)
+    for _ in range(2):
+        run(Launch(), Case("drawing", micro_batches=2, steps=2))
+    half = len(drawn) // 2
+    assert drawn[:half] == drawn[half:]
+    training = drawn[:4]  # two steps of two micro-batches
+    assert len({seed for seeds in training for seed in seeds}) == 8
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_repeat_their_random_numbers() -> None:
+    one, again = (run(Launch(), Case("dp", network="dropout", device="cuda")) for _ in range(2))
+    assert one["losses"] == again["losses"]
+
+
+@pytest.mark.gpu(2)
 def test_two_gpus_give_the_curve_of_one() -> None:
-    reference, dealt = run(Launch(), Case()), run(Launch(), Case("dp"))
+    reference, dealt = run(Launch(), Case()), run(Launch(), Case("dp", device="cuda"))
     assert max(abs(a - b) for a, b in zip(dealt["losses"], reference["losses"], strict=True)) < 1e-3

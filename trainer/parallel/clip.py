@@ -25,15 +25,17 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
             cut.setdefault(axes, []).append(local)
     if not cut:
         return get_total_norm(whole)
-    square = get_total_norm(whole).square() if whole else torch.zeros((), device=_local(gradients[0]).device)
+    squares = [get_total_norm(whole).square()] if whole else []
     for (mesh, axes_of_mesh), locals_ in cut.items():
         part = get_total_norm(locals_).square()
         for axis in axes_of_mesh:
             dist.all_reduce(
                 part, group=mesh.get_group(axis)
             )  # the axis's ranks, each with its shard; one number travels
-        square = square + part
-    return square.sqrt()
+        squares.append(part)
+    if len({square.device for square in squares}) > 1:  # some were offloaded: the optimizer needs the norm there
+        squares = [square.to("cpu") for square in squares]
+    return torch.stack(squares).sum().sqrt()
 
 
 def clip_(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -43,9 +45,15 @@ def clip_(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 def multiply_(gradients: list[Tensor], factor: Tensor) -> None:
-    """Multiply what this rank holds of each gradient, in place, by one number that stays on the device."""
-    if gradients:
-        torch._foreach_mul_([_local(gradient) for gradient in gradients], factor)
+    """Multiply what this rank holds of each gradient, in place, by one number that stays on the device.
+
+    Gradients that were offloaded to the host meet it there: it is copied once, and waited for.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for local in map(_local, gradients):
+        by_device.setdefault(local.device, []).append(local)
+    for device, alike in by_device.items():
+        torch._foreach_mul_(alike, factor.to(device))
 
 
 def _local(gradient: Tensor) -> Tensor:

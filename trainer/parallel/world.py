@@ -20,13 +20,14 @@ def join(launch: Launch, device: torch.device, backend: str | None, timeout: tim
     store = launch.store()
     if store is None:  # a process that was started alone: a group of one
         store = dist.HashStore()
+    nccl = device.type == "cuda" and backend != "gloo"
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" and backend != "gloo" else "gloo",
+        backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
         store=dist.PrefixStore("world", store),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,  # binds NCCL to this device from the start
+        device_id=device if nccl else None,  # binds NCCL to it from the start; gloo so bound could make no sub-groups
     )
     assert dist.group.WORLD is not None
     return Group(dist.group.WORLD)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainer.refusal import Refusal
+from trainer.seeds import seed_more_gpus
 from trainer.strategies.base import Strategy
 from trainer.strategies.placed import Placed, Step
 from trainer.task import Task
@@ -30,6 +31,11 @@ class DP(Strategy):
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse what replicas in threads cannot do."""
+        if self.machine.compile and len(self.devices()) > 1:
+            raise Refusal(
+                "strategy=dp compile=true: a compiled network is bound to the first GPU, and its replicas on the others"
+                " would compute with what lies there; use compile=false, or strategy=ddp"
+            )
         if self.sync_bn:
             raise Refusal(
                 "strategy=dp cannot synchronise BatchNorm over its replicas; use strategy=ddp strategy.sync_bn=true"
@@ -45,7 +51,7 @@ class DP(Strategy):
 
     def devices(self) -> list[int]:
         """The GPUs among which a micro-batch is dealt."""
-        return list(range(torch.cuda.device_count())) if self.device.type == "cuda" else []
+        return list(range(torch.cuda.device_count())) if self.machine.on_gpu else []
 
     def replicas(self, step: nn.Module) -> Callable[[Any, Any], Any]:
         """What deals a micro-batch out and gathers the outputs on the first device."""
@@ -60,7 +66,13 @@ class _Placed(Placed):
     strategy: DP
 
     def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
-        return self.strategy.replicas(step)
+        replicas, others = self.strategy.replicas(step), self.strategy.devices()[1:]
+
+        def forward(inputs: Any, targets: Any) -> Any:
+            seed_more_gpus(others)  # the first one's generator is seeded for every micro-batch, as on one device
+            return replicas(inputs, targets)
+
+        return forward
 
     def _evaluation_forward(self, inputs: Any, targets: Any) -> Any:
         return self._forward(inputs, targets)
