@@ -51,6 +51,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     machine.check()
     check(cfg.model, nn.Module, "model", names)
     kind: Any = names.find(cfg.optimizer.get("_target_"), "optimizer._target_")
+    fused = fused_words(kind, chosen.fused, cfg.optimizer.get("dampening", 0))
     return Parts(
         settings=chosen,
         words=list(words),
@@ -59,9 +60,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         strategy=build(cfg.strategy, Strategy, "strategy", names, machine=machine),
         task=build(cfg.task, Task, "task", names),
         schedule=build(cfg.schedule, Schedule, "schedule", names),
-        make_optimizer=maker(
-            cfg.optimizer, Optimizer, "optimizer", names, OPTIMIZER_KEYS, **fused_words(kind, chosen.fused)
-        ),
+        make_optimizer=maker(cfg.optimizer, Optimizer, "optimizer", names, OPTIMIZER_KEYS, **fused),
         optimizer_kind=kind,
         sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
         open_folder=partial(RunFolder.open, run.root, run.name, run.dir, run.resume, launch, label(cfg)),

@@ -18,6 +18,7 @@ from trainer.data import Data
 from trainer.folder import RunFolder
 from trainer.log import Sink
 from trainer.machine import Machine
+from trainer.optim import refuse_sparse_step
 from trainer.order import Order, size_of
 from trainer.profile import refuse_window
 from trainer.refusal import Refusal
@@ -79,6 +80,7 @@ def prepare(parts: Parts) -> Plans:
     seed_all(settings.seed)  # one initialisation, whatever the strategy
     network = parts.make_network()
     parts.strategy.check(parts.task, network, launch.world_size)
+    refuse_sparse_step(network, parts.make_optimizer)
     folder = parts.open_folder()  # last: a run that cannot work leaves none behind
     return Plans(training, evaluation, batches, length, network, folder)
 

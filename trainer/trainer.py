@@ -14,6 +14,7 @@ from trainer.cadence import Due
 from trainer.checkpoint import Checkpoints, Found
 from trainer.log import Log
 from trainer.meter import Meter, PendingLine
+from trainer.optim import begin_momentum
 from trainer.profile import NoProfile
 from trainer.refusal import Refusal, nearest
 from trainer.schedule import Schedule
@@ -98,6 +99,7 @@ class Trainer:
         self._deadline = math.inf if self.stop_after is None else monotonic() + self.stop_after
         if start is not None:
             self.resume(start)
+        begin_momentum(self.optimizer)
         self.rehearse()
         self._meter = Meter(self.strategy, self.stream.global_batch)
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.parallel.compiling import uncompiled
 from trainer.refusal import Refusal
+from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Joined
 from trainer.strategies.placed import Placed, Step
 from trainer.task import Task
@@ -38,6 +39,11 @@ class DDP(Joined):
     def data_ranks(self, world_size: int) -> int:
         """Every process reads its own slice."""
         return world_size
+
+    def check(self, task: Task, network: nn.Module, world_size: int) -> None:
+        """Refuse sparse gradients where NCCL would have to send them: only gloo can."""
+        if self.machine.on_gpu and self.machine.backend != "gloo":
+            refuse_sparse(network, self.name)
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put a copy of the network on every rank."""

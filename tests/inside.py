@@ -1,0 +1,33 @@
+"""The command line's own path, taken inside this process or inside a rank of the group that stays: no launch to pay."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from trainer import failure
+from trainer.__main__ import run
+from trainer.launch import Launch
+
+
+def product(launch: Launch, place: Path, words: list[str]) -> int:
+    """What `python -m trainer …` does in the folder `place`; the exit code. Leaves nothing switched on."""
+    before, handlers = os.getcwd(), logging.getLogger().handlers[:]
+    os.chdir(place)
+    try:
+        with patch.object(failure, "fail", _raised):  # it would end the process
+            return run([*words, "device=cpu", "log=[]"], launch)
+    finally:
+        os.chdir(before)
+        logging.getLogger().handlers[:] = handlers
+        logging.captureWarnings(False)
+        torch.use_deterministic_algorithms(False)
+
+
+def _raised(error: Exception, *_: Any, **__: Any) -> None:
+    raise error

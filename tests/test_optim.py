@@ -1,0 +1,123 @@
+"""Optimizers as runs use them: a fused step does what torch's plain one does, whatever gradients come, and when."""
+
+from __future__ import annotations
+
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.commands import curve, lines
+from tests.inside import product
+from tests.processes import Processes
+from trainer.launch import Launch
+from trainer.refusal import Refusal
+
+
+class Late(nn.Module):
+    """A part of it has its first gradients in the fourth step; `loud` outputs overflow in fp16's first steps."""
+
+    def __init__(self, loud: float = 1.0) -> None:
+        super().__init__()
+        self.head, self.late, self.loud = nn.Linear(64, 10), nn.Linear(64, 10), loud
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        y = self.head(x.flatten(1))
+        return self.loud * (y + self.late(x.flatten(1)) if self.calls > 3 else y)
+
+
+class Table(nn.Module):
+    """Pixels as rows of a table, whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 4, sparse=True), nn.Linear(256, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table((x * 4 + 8).long().clamp(0, 19)).flatten(1))
+
+
+BRIEF = ["trust=[tests]", "loop.log_every=1", "loop.global_batch=24", "loop.eval_every=null", "schedule=constant"]
+PLAIN = ["optimizer=sgd", "optimizer.nesterov=false", "optimizer.weight_decay=0"]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder with these networks as options of `model`."""
+    for name in ("late", "table"):
+        option = tmp_path / "conf" / "model" / f"{name}.yaml"
+        option.parent.mkdir(parents=True, exist_ok=True)
+        option.write_text(f"_target_: tests.test_optim.{name.title()}\n")
+    return tmp_path
+
+
+def words(name: str, *others: str) -> list[str]:
+    return ["--config-dir", "conf", *BRIEF, f"run.dir={name}", *others]
+
+
+def losses(home: Path, name: str, *others: str) -> list[float]:
+    assert product(Launch(), home, words(name, *others)) == 0
+    return curve(home / name)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ["optimizer=sgd"],
+        ["optimizer=sgd", "+optimizer.maximize=true", "optimizer.nesterov=false"],
+        ["optimizer=sgd", "+optimizer.dampening=0.5", "optimizer.nesterov=false"],
+        ["optimizer=adamw"],
+        ["optimizer=adam", "optimizer._target_=torch.optim.Adagrad", "~optimizer.betas"],
+    ],
+    ids=" ".join,
+)
+def test_late_gradients_and_overflows_are_those_of_torchs_plain_step(home: Path, optimizer: list[str]) -> None:
+    # deterministic: torch fills memory that nobody has written with NaN
+    run = [
+        "model=late",
+        "+model.loud=100",
+        "optimizer.lr=1e-5",
+        "precision=fp16",
+        "loop.deterministic=true",
+        *optimizer,
+    ]
+    whole = losses(home, "fused", *run, "loop.steps=24")
+    norms = curve(home / "fused", "grad_norm")
+    assert [isfinite(norm) for norm in (norms[0], norms[1], norms[-1])] == [False, False, True]
+    assert whole == pytest.approx(losses(home, "plain", *run, "loop.steps=24", "optimizer.fused=false"), rel=1e-5)
+    losses(home, "begun", *run, "loop.steps=2")  # nothing but overflows so far, and the late part has not begun
+    assert product(Launch(), home, words("on", *run, "loop.steps=24", "run.resume=begun")) == 0
+    assert [line["loss"] for line in lines(home / "on", "train")] == whole[2:]
+
+
+def test_a_dampened_step_is_not_fused(home: Path) -> None:
+    with pytest.raises(Refusal, match=r"leave optimizer.fused out"):
+        losses(
+            home, "no", "optimizer=sgd", "optimizer.nesterov=false", "optimizer.fused=true", "+optimizer.dampening=0.5"
+        )
+
+
+def test_sparse_gradients_train_alone_and_under_ddp(home: Path, processes: Processes) -> None:
+    run = ["model=table", *PLAIN, "loop.steps=6", "loop.max_norm=1"]
+    alone = losses(home, "alone", *run)
+    assert processes.run(2, product, home, words("two", *run, "strategy=ddp", "loop.micro_batches=2")) == [0, 0]
+    assert curve(home / "two") == pytest.approx(alone, abs=1e-5)
+    assert alone[-1] < alone[0]
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (["optimizer=adamw"], "AdamW says: Adam does not support sparse gradients"),
+        (["optimizer=sgd"], "the embedding table makes sparse gradients, and SGD says"),
+    ],
+)
+def test_an_optimizer_that_takes_no_sparse_gradients_is_refused(home: Path, others: Any, said: str) -> None:
+    with pytest.raises(Refusal, match=said):
+        losses(home, "no", "model=table", *others)
+    assert not (home / "no").exists()
