@@ -59,6 +59,12 @@ class Broken(nn.Module):
         raise ZeroDivisionError("my own mistake")
 
 
+class Picky(nn.Module):
+    def __init__(self, width: int, token: str = ""):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+
 class Cells(Data):
     def __init__(self, classes: int = 2):
         self.classes = classes
@@ -264,6 +270,26 @@ class TestErrorsOfTheCallee:
             build(node("biolab.net.Broken"), nn.Module, "model", names)
         assert Path(caught.traceback[-1].path).name == "net.py"
         assert caught.value.__notes__ == ["while building model from the configuration: biolab.net.Broken"]
+
+    def test_values_that_a_constructor_does_not_take_are_the_configuration_s(
+        self, names: Names, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SECRET_TOK", "tok123")
+        given = node("biolab.net.Picky", width=-3, token="${oc.env:SECRET_TOK}")
+        message = refusal(given, nn.Module, "model", names)
+        said = "model: biolab.net.Picky cannot be built with width=-3, token=${oc.env:SECRET_TOK}: "
+        assert message.startswith(said)
+        assert "negative dimension -3" in message
+
+    @pytest.mark.parametrize(
+        ("target", "values", "said"),
+        [
+            ("recipes.vision.classification.Classification", {"label_smoothing": 3.0}, "between 0 and 1"),
+            ("recipes.vision.cnn.CNN", {"width": 4, "num_classes": 2, "channels": 1, "image_size": 8}, "at least 8"),
+        ],
+    )
+    def test_recipes_say_what_they_take(self, target: str, values: dict[str, Any], said: str) -> None:
+        assert said in refusal(node(target, **values), Task if "label" in str(values) else nn.Module, "it", Names())
 
     def test_what_a_lab_cannot_import_is_its_own_error(self, names: Names) -> None:
         with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere") as caught:

@@ -65,6 +65,12 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("hydra.ouput_subdir=null", "hydra.ouput_subdir", "hydra.output_subdir"),
     ("hydra/lancher=basic", "hydra/lancher", "hydra/launcher"),
     ("+loop.epcohs=3", "loop.epcohs", "loop.epochs"),
+    ("optimizer.rho=2", "optimizer.rho", "If AdamW has a parameter rho, write +optimizer.rho=2"),
+    ("--lr=3", "--lr", "write optimizer.lr=3"),
+    ("--global-batch=3", "--global_batch", "write loop.global_batch=3"),
+    ("--optimizer.lr=3", "--optimizer.lr", "write optimizer.lr=3"),
+    ("schedule.warmup=1ep", "schedule.warmup=1ep", "an epoch has (training samples ÷ loop.global_batch)"),
+    ("optimizer.betas=[a,b]", "optimizer.betas", "a list of numbers, like [0.9, 0.999]"),
     ("+extra=3", "extra", "no such key"),
     ("~loop.epochs", "loop.epochs", "cannot be taken away"),
     ("~nothing", "nothing", "no such key"),
@@ -141,6 +147,15 @@ def test_words_arrive() -> None:
 @pytest.mark.parametrize("flags", [["--experimental-rerun", "x"], ["--config-path", "x"]], ids=str)
 def test_flags_that_are_not_taken_are_refused_in_words(flags: list[str]) -> None:
     assert len(refusal(*flags, "seed=1").splitlines()) == 1
+
+
+def test_a_key_written_like_a_flag_takes_its_value_along() -> None:
+    assert refusal("--epochs", "3", "seed=1").endswith("write loop.epochs=3")
+
+
+def test_milestones_are_counted_in_steps() -> None:
+    message = refusal("schedule=step", "schedule.milestones=[1ep,2ep]")
+    assert "a list of whole numbers, like [1000, 2000]; count in optimizer steps" in message
 
 
 def test_a_mistyped_flag_is_named() -> None:

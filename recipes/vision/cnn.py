@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from trainer.refusal import Refusal
+
 
 def _convolution(inputs: int, outputs: int, halve: bool = False) -> nn.Sequential:
     """3×3 convolution, pooling, normalisation, GELU.
@@ -29,6 +31,8 @@ class CNN(nn.Module):
 
     def __init__(self, num_classes: int, channels: int, image_size: int, width: int = 32) -> None:
         super().__init__()
+        if width < 8:
+            raise Refusal(f"model.width is {width}; at least 8 channels, for one group of the group norm")
         side, halvings = image_size, 0
         while side > 7:
             side, halvings = side // 2, halvings + 1

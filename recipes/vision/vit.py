@@ -78,6 +78,8 @@ class VisionTransformer(nn.Module):
             raise Refusal(
                 f"{image_size} pixels do not divide into patches of {patch}; {_patches(image_size)} would work"
             )
+        if heads < 1:
+            raise Refusal(f"model.heads is {heads}; at least 1")
         if width % heads:
             raise Refusal(f"width {width} ÷ heads {heads} is not whole; width {-(-width // heads) * heads} would work")
         self.heads = heads

@@ -42,6 +42,7 @@ class Call(NamedTuple):
     target: Callable[..., Any]
     args: list[Any]  # as plain values; nested nodes are still dicts
     values: dict[str, Any]
+    written: Any  # the node before interpolation: what messages show
     partly: bool  # _partial_: hand over the target with these arguments instead of calling it
 
 
@@ -165,7 +166,7 @@ def _checked(
         found = [line for line in found if not line.endswith(" needs it")]
     if found:
         raise Refusal("\n".join(found))
-    return Call(target, list(args), words, partly)
+    return Call(target, list(args), words, written, partly)
 
 
 def _refuse_special(name: str, value: Any, where: str) -> None:
@@ -187,7 +188,7 @@ def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
 
 def _check_nested(items: Iterable[tuple[Any, Any]], written: Any, where: str, names: Names) -> None:
     for key, value in items:
-        below = written.get(key) if isinstance(written, dict) else None
+        below = _below(written, key)
         if isinstance(value, dict) and "_target_" in value:
             _nested(value, below, f"{where}.{key}", names)
         elif isinstance(value, dict):
@@ -211,8 +212,10 @@ def _nested(value: Mapping[str, Any], written: Any, where: str, names: Names) ->
 def _make(call: Call, where: str, names: Names, extra: Mapping[str, Any]) -> Any:
     hints = signature.hints(call.target)
     positions = list(_parameters(call.target))
-    args = [_built(value, f"{where}.{index}", names) for index, value in enumerate(call.args)]
-    values = {name: _built(value, f"{where}.{name}", names) for name, value in call.values.items()}
+    args = [_built(value, None, f"{where}.{index}", names) for index, value in enumerate(call.args)]
+    values = {
+        name: _built(value, _below(call.written, name), f"{where}.{name}", names) for name, value in call.values.items()
+    }
     args = [signature.converted(value, hints.get(name)) for name, value in zip(positions, args, strict=False)]
     values = {name: signature.converted(value, hints.get(name)) for name, value in values.items()}
     if call.partly:
@@ -223,6 +226,7 @@ def _make(call: Call, where: str, names: Names, extra: Mapping[str, Any]) -> Any
         raise
     except Exception as error:
         _refuse_strange_key(error, call, where)
+        _refuse_values(error, call, where)
         error.add_note(f"while building {where} from the configuration: {real_name(call.target)}")
         raise
 
@@ -234,11 +238,26 @@ def _refuse_strange_key(error: Exception, call: Call, where: str) -> None:
             raise Refusal(f"{where}.{name}: {real_name(call.target)} takes no such key") from error
 
 
-def _built(value: Any, where: str, names: Names) -> Any:
+def _refuse_values(error: Exception, call: Call, where: str) -> None:
+    """What a constructor says against its values is the configuration's fault; other errors are its own."""
+    if call.values and isinstance(error, ValueError | RuntimeError | AssertionError | ArithmeticError):
+        plain = [name for name, value in call.values.items() if not isinstance(value, dict)]
+        given = ", ".join(f"{name}={signature.shown(call.written, name)}" for name in plain)
+        reason = str(error).strip() or type(error).__name__
+        raise Refusal(f"{where}: {real_name(call.target)} cannot be built with {given}: {reason}") from error
+
+
+def _built(value: Any, written: Any, where: str, names: Names) -> Any:
     if isinstance(value, dict):
         if "_target_" in value:
-            return _make(_nested(value, value, where, names), where, names, {})
-        return {key: _built(item, f"{where}.{key}", names) for key, item in value.items()}
+            return _make(_nested(value, written, where, names), where, names, {})
+        return {key: _built(item, _below(written, key), f"{where}.{key}", names) for key, item in value.items()}
     if isinstance(value, list):
-        return [_built(item, f"{where}.{index}", names) for index, item in enumerate(value)]
+        return [_built(item, _below(written, index), f"{where}.{index}", names) for index, item in enumerate(value)]
     return value
+
+
+def _below(written: Any, key: Any) -> Any:
+    """A part of a node as it was written; the whole of it where one interpolation stands for it."""
+    known = isinstance(written, dict) and key in written or isinstance(written, list) and key < len(written)
+    return written[key] if known else written

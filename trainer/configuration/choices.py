@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from trainer.configuration.resolved import as_written
 from trainer.configuration.settings import GROUPS
-from trainer.configuration.typos import paths, unknown
+from trainer.configuration.typos import nearest_paths, paths, unknown
 from trainer.refusal import nearest
 
 LISTED = ("job", *GROUPS, "experiment")  # in config.yaml's defaults: +experiment=x can only mean experiment=x
@@ -57,7 +57,15 @@ def _no_option(override: Override, places: list[Path]) -> str | None:
     return None
 
 
-def misnamed(override: Override, known: list[str]) -> list[str]:
+def dashed(flag: str, known: list[str]) -> str:
+    """What to write instead of a key that was written like a flag: --lr=3 means optimizer.lr=3."""
+    key, _, value = flag.partition("=")
+    right = [key] if key in known else nearest_paths(key, known)
+    hint = f"; write {' or '.join(f'{path}={value}' for path in right)}" if right else "; --help shows what there is"
+    return f"--{key}: keys are written as KEY=VALUE, without dashes{hint}"
+
+
+def misnamed(override: Override, base: DictConfig, known: list[str]) -> list[str]:
     """What is wrong with the key of a word, given the paths of everything there is."""
     path = re.sub(r"\[['\"]?([^]'\"]*)['\"]?\]", r".\1", override.key_or_group)
     names = set(known)
@@ -69,7 +77,16 @@ def misnamed(override: Override, known: list[str]) -> list[str]:
         return [f"{line(override)}: the framework reads this key; it cannot be taken away"]
     value = override.value()
     inside = paths(value, f"{path}.") if isinstance(value, dict) and not override.is_add() else []
-    return [unknown(each, known) for each in (path, *inside) if each not in names]
+    return [unknown(each, known) + _beyond_yaml(override, each, base) for each in (path, *inside) if each not in names]
+
+
+def _beyond_yaml(override: Override, path: str, base: DictConfig) -> str:
+    """How to give a target a key that its yaml does not show; whether it takes it, its signature says later."""
+    above, _, name = path.rpartition(".")
+    node = OmegaConf.select(base, above) if above else None
+    if override.is_delete() or path != override.key_or_group or not isinstance(node, DictConfig) or "_target_" not in node:
+        return ""
+    return f" If {str(node['_target_']).rpartition('.')[2]} has a parameter {name}, write +{line(override)}"
 
 
 def harmless(override: Override, base: DictConfig, problems: list[str]) -> bool:

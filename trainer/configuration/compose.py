@@ -21,7 +21,7 @@ from omegaconf import DictConfig, open_dict
 
 import trainer
 from trainer.bundle import root
-from trainer.configuration.choices import assort, harmless, line, misnamed
+from trainer.configuration.choices import assort, dashed, harmless, line, misnamed
 from trainer.configuration.lab import LabSource
 from trainer.configuration.resolved import as_written
 from trainer.configuration.settings import GROUPS, examine
@@ -101,9 +101,10 @@ def _composed(
     chosen, changes, of_hydra = assort(overrides, places, problems)
     base = load(words, chosen, places)
     known = [path for path in paths(as_written(base)) if not path.startswith("hydra.")]
+    problems += [dashed(flag, known) for flag in words.strange]
     accepted = [line(each) for each in of_hydra if harmless(each, base, problems)]
     for each in changes:
-        wrong = misnamed(each, known)
+        wrong = misnamed(each, base, known)
         problems += wrong
         accepted += [] if wrong else [line(each)]
     cfg = load(words, chosen + accepted, places) if accepted else base

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 from math import prod
@@ -21,18 +21,16 @@ from trainer.configuration.words import Words, parse, read, take_searchpath
 from trainer.refusal import Refusal
 
 MOST = 10_000  # jobs of one command
-CHECKED = 32  # jobs whose words are read before the first one starts; of more than that the rest are read in their turn
 _PLACE = ("run", "run.root", "run.name", "run.dir")  # all jobs share one folder
 _OF_HYDRA = re.compile(r"hydra[./](mode|launcher|sweeper)\b")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of several: the name of its folder, the words that make it, and what is wrong with them alone."""
+    """One run of several: the name of its folder, and the words that make it."""
 
     name: str
     words: tuple[str, ...]
-    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,10 +46,7 @@ class Multirun:
 
 
 def multirun(argv: Sequence[str]) -> Multirun:
-    """Take the command line of several runs apart. Refusal where no job of them could work.
-
-    What is wrong with some jobs only is left to these: they fail alone.
-    """
+    """Take the command line of several runs apart. Refusal that lists what is wrong with the words of any of them."""
     words = read(argv)
     overrides, problems = parse(words.overrides, sweeps=True)
     if problems:
@@ -63,11 +58,11 @@ def multirun(argv: Sequence[str]) -> Multirun:
         base = _base(words, list(last.values()), of_hydra, places)
         _refuse_launcher_of_yaml(words, of_hydra, places, base)
         last = _of_yaml(base) | last
-        jobs = _jobs(words, list(last.values()), places)
-    jobs, cfg = _checked(jobs)
+        jobs, each_value = _jobs(words, list(last.values()), places)
+    cfg = _checked(each_value)
     folder = cfg.run.dir if cfg.run.dir is not None else _below_root(cfg.run.root, cfg.run.name)
     launcher = base.hydra.runtime.choices["hydra/launcher"]
-    return Multirun(tuple(jobs), cfg.run.root, folder, cfg.distributed.init_method, launcher, base)
+    return Multirun(jobs, cfg.run.root, folder, cfg.distributed.init_method, launcher, base)
 
 
 def _base(words: Words, overrides: list[Override], of_hydra: list[Override], places: list[Path]) -> DictConfig:
@@ -107,23 +102,28 @@ def _refuse_launcher_of_yaml(words: Words, of_hydra: list[Override], places: lis
         raise Refusal("hydra.launcher: only the command line can choose it and set its keys, and here a yaml does")
 
 
-def _jobs(words: Words, overrides: list[Override], places: list[Path]) -> list[Job]:
-    """Every combination of values, the last word's changing fastest."""
+def _jobs(words: Words, overrides: list[Override], places: list[Path]) -> tuple[tuple[Job, ...], list[Job]]:
+    """Every combination of values, the last word's changing fastest; and as few of them as have every value once."""
     values = [_values(each, places) for each in overrides]
     several = [each.is_sweep_override() for each in overrides]
     shared = [each.key_or_group for each, swept in zip(overrides, several, strict=True) if swept]
     if place := set(shared) & set(_PLACE):
         raise Refusal(f"{min(place)}: under -m all jobs share one folder, and each has its own in there")
     if (count := prod(map(len, values))) > MOST:
-        raise Refusal(f"these words ask for {count:,} runs; at most {MOST:,} are taken")
+        raise Refusal(f"this command asks for {count:,} runs; at most {MOST:,} are taken")
     labs = [part for lab in words.folders for part in ("--config-dir", str(lab))]
     named = [] if words.config_name == "config" else ["--config-name", words.config_name]
-    jobs = []
-    for number, picked in enumerate(product(*values)):
+
+    def job(number: int, picked: Sequence[str]) -> Job:
         telling = [word for word, swept in zip(picked, several, strict=True) if swept]
         telling = telling or [word for word in picked if not word.startswith("run.")]
-        jobs.append(Job(_folder_name(number, ",".join(telling)), (*labs, *named, *picked)))
-    return jobs
+        return Job(_folder_name(number, ",".join(telling)), (*labs, *named, *picked))
+
+    most = max(map(len, values), default=1)
+    return (
+        tuple(job(number, picked) for number, picked in enumerate(product(*values))),
+        [job(index, [one[index % len(one)] for one in values]) for index in range(most)],
+    )
 
 
 def _values(override: Override, places: list[Path]) -> list[str]:
@@ -151,19 +151,17 @@ def _folder_name(number: int, words: str) -> str:
     return f"{number}_{re.sub(r'[^A-Za-z0-9._=,+-]+', '_', words)}"[:200].rstrip("_")
 
 
-def _checked(jobs: list[Job]) -> tuple[list[Job], DictConfig]:
-    """The jobs with what is wrong with each, and a configuration of one that works. Refusal where none does."""
-    cfg: Any = None
-    problems: dict[str, str] = {}
-    for job in jobs[:CHECKED]:
+def _checked(jobs: list[Job]) -> DictConfig:
+    """The configuration of the first of these jobs. Refusal with everything that is wrong with any of them."""
+    composed, problems = [], []
+    for job in jobs:
         try:
-            composed = compose(job.words)
-            cfg = cfg or composed
+            composed.append(compose(job.words))
         except Refusal as refusal:
-            problems[job.name] = str(refusal)
-    if cfg is None:
-        raise Refusal("\n".join(dict.fromkeys("\n".join(problems.values()).splitlines())))
-    return [replace(job, problem=problems.get(job.name, "")) for job in jobs], cfg
+            problems += str(refusal).splitlines()
+    if problems:
+        raise Refusal("\n".join(dict.fromkeys(problems)))
+    return composed[0]
 
 
 def _below_root(root: str, name: str | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
@@ -219,3 +220,9 @@ def shown(written: Any, name: str) -> str:
     value = written[name] if isinstance(written, dict) else written
     word = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return word if len(word) <= 80 else word[:77] + "..."
+
+
+def in_steps(value: Any) -> str:
+    """What to do where epochs (1ep) were given to a key that counts steps."""
+    epochs = re.search(r"\b\d+ep\b", str(value))
+    return "; count in optimizer steps: an epoch has (training samples ÷ loop.global_batch) of them" if epochs else ""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 
 from trainer.configuration.resolved import UNRESOLVED, as_written, resolved
-from trainer.configuration.settings import GROUPS, shown
+from trainer.configuration.settings import GROUPS, in_steps, shown
 
 
 def mistyped(cfg: DictConfig, base: DictConfig) -> list[str]:
@@ -54,14 +54,18 @@ def _wanted(value: Any, expected: Any) -> str | None:
         case int():
             if isinstance(value, float):
                 return f"a whole number (its yaml has {expected}; {expected}.0 there would allow fractions)"
-            return None if isinstance(value, int) and not isinstance(value, bool) else "a whole number"
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            return None if whole else f"a whole number{in_steps(value)}"
         case float():
             number = isinstance(value, int | float) and not isinstance(value, bool)
             return None if number else "a number"
         case str():
             return None if isinstance(value, str | int | float) and not isinstance(value, bool) else "text"
         case list():
-            return None if isinstance(value, list) else f"a list, like {shown(expected, '')}"
+            kinds = {type(item) for item in expected}
+            of = {(int,): " of whole numbers", (float,): " of numbers"}.get(tuple(kinds), "")
+            fits = isinstance(value, list) and not (of and any(_wanted(item, expected[0]) for item in value))
+            return None if fits else f"a list{of}, like {shown(expected, '')}{in_steps(value)}"
         case dict():
             return None if isinstance(value, dict) else "a section; its keys are " + ", ".join(list(expected)[:5])
     return None

@@ -25,19 +25,26 @@ def paths(node: Any, prefix: str = "") -> list[str]:
 
 
 def unknown(path: str, known: Iterable[str]) -> str:
-    """Say that nothing is called so, and which paths come nearest, by their whole name or by its last part."""
-    last = path.rsplit(".", 1)[-1]
+    """Say that nothing is called so, and what comes nearest."""
+    near = nearest_paths(path, known)
+    return f"{path}: there is no such key or group" + (f"; did you mean {' or '.join(near)}?" if near else ".")
+
+
+def nearest_paths(path: str, known: Iterable[str]) -> list[str]:
+    """Up to three paths that are called nearly so, by their whole name or by its last part, the nearest first."""
+    above, _, last = path.rpartition(".")
 
     def likeness(other: str) -> float:
-        end = other.rsplit(".", 1)[-1]
+        beside, _, end = other.rpartition(".")
         shared = 0.61 if set(last.split("_")) & set(end.split("_")) else 0.0  # batch_size, global_batch
-        return max(_ratio(path, other), 0.95 * _ratio(last, end), shared)
+        whole = _ratio(path, other) if above != beside else 0.0  # what both begin with says nothing
+        return max(whole, 0.95 * _ratio(last, end), shared)
 
-    scored = {other: likeness(other) for other in known if "._" not in other and not f"{path}.".startswith(f"{other}.")}
+    # no special keys (_target_), no items of lists
+    named = [each for each in known if not re.search(r"\._|\.\d+$", each) and not f"{path}.".startswith(f"{each}.")]
+    scored = {other: likeness(other) for other in named}
     best = sorted((other for other in scored if scored[other] > 0.6), key=scored.__getitem__, reverse=True)
-    near = [other for other in best if scored[other] > scored[best[0]] - 0.1][:3]
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return f"{path}: there is no such key or group{hint}"
+    return [other for other in best if scored[other] > scored[best[0]] - 0.1][:3]
 
 
 def _ratio(one: str, other: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,11 +29,14 @@ class Words:
     flags: tuple[str, ...]  # empty: a run is asked for
     composes: bool = True  # does the answer depend on the overrides?
     multirun: bool = False  # several values of a word ask for several runs
+    strange: tuple[str, ...] = ()  # --lr=3, --epochs 3: keys in the dress of flags
 
 
 def read(argv: Sequence[str]) -> Words:
     """Take a command line apart. Refusal for a flag that is unknown, or that this program does not take."""
-    found = _parser().parse_intermixed_args(list(argv))
+    parser, argv = _parser(), list(argv)
+    found, unknown = parser.parse_known_intermixed_args(argv)
+    strange = tuple(_with_value(flag, argv, found.overrides, parser) for flag in unknown)
     if found.experimental_rerun:
         raise Refusal("--experimental-rerun reads a pickle, which this program never does; give the words again")
     if found.config_path:
@@ -52,14 +56,25 @@ def read(argv: Sequence[str]) -> Words:
         flags=spelled,
         composes=not (found.shell_completion or found.hydra_help or found.version),
         multirun=found.multirun and not spelled,
+        strange=strange,
     )
 
 
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        strange = message.rpartition("unrecognized arguments: ")[2].split()
-        flags = [flag for action in self._actions for flag in action.option_strings]
-        raise Refusal(f"{message}{nearest(strange[0], flags) if strange else ''} --help shows what there is")
+        raise Refusal(f"{message}; --help shows what there is")
+
+
+def _with_value(flag: str, argv: list[str], overrides: list[str], parser: ArgumentParser) -> str:
+    """A flag that does not exist, as KEY=VALUE; takes its value out of the overrides. Refusal where a flag is near."""
+    flags = [each for action in parser._actions for each in action.option_strings]
+    if get_close_matches(flag, flags, cutoff=0.75) or not flag.startswith("--"):
+        raise Refusal(f"{flag}: there is no such flag{nearest(flag, flags)}; --help shows what there is")
+    key, _, value = flag.removeprefix("--").partition("=")
+    after = argv[argv.index(flag) + 1 : argv.index(flag) + 2]
+    if "=" not in flag and after and after[0] in overrides and "=" not in after[0]:
+        overrides.remove(value := after[0])
+    return f"{key.replace('-', '_')}={value}"
 
 
 def _parser() -> ArgumentParser:

@@ -89,6 +89,8 @@ class _Recomputed(nn.Module):
         # which modules are in training mode → the buffers that a forward then changes
         changing: dict[tuple[bool, ...], list[str]] = vars(self).setdefault("recomputed_buffers", {})
         modes = tuple(part.training for part in self.modules())
+        if modes not in changing:
+            _refuse_cache([*args, *kwargs.values()], type(self).__qualname__)
         before = {name: self.get_buffer(name).clone() for name in changing.get(modes, _buffers(self))}
         contexts = partial(_contexts, self, before, _selective if selective else _nothing)
         output = checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -96,6 +98,15 @@ class _Recomputed(nn.Module):
             changed = [name for name, value in before.items() if not torch.equal(value, self.get_buffer(name))]
             changing[modes] = changed
         return output
+
+
+def _refuse_cache(arguments: list[Any], unit: str) -> None:
+    """A cache of keys and values is filled in the forward, and would be filled again in its repetition."""
+    if any(hasattr(each, "get_seq_length") for each in arguments):  # transformers.Cache, whichever kind
+        raise ValueError(  # no Refusal: the run has begun, and its status.json must say that it failed
+            f"strategy.activation_checkpointing: {unit} is given a cache of keys and values, which a second forward "
+            "fills a second time; training needs no such cache: set use_cache=False in the network's own configuration"
+        )
 
 
 def _buffers(unit: nn.Module) -> list[str]:
