@@ -166,7 +166,7 @@ class TestWhatIsBuilt:
 
     def test_sinks_are_known_by_what_they_can_do(self, names: Names) -> None:
         build(node("trainer.log.Console"), Sink, "log.console", Names())
-        assert "no Sink" in refusal(node("biolab.net.Elastic", amount=1), Sink, "log.mine", names)
+        assert "not a Sink" in refusal(node("biolab.net.Elastic", amount=1), Sink, "log.mine", names)
 
     def test_facts_of_data_go_to_those_who_name_them(self, names: Names) -> None:
         facts = {"num_classes": 10, "channels": 3, "image_size": None}
@@ -200,15 +200,15 @@ class TestOptimizer:
     @pytest.mark.parametrize(
         ("target", "values", "said"),
         [
-            ("torch.optim.SGD", {"lr": -1.0}, "optimizer: Invalid learning rate"),
+            ("torch.optim.SGD", {"lr": -1.0}, "SGD cannot be built with lr=-1.0: Invalid learning rate"),
             ("torch.optim.SGD", {"lrr": 1.0}, "optimizer.lrr: SGD takes no such key; did you mean 'lr'"),
             ("torch.optim.SGD", {"momentum": "much"}, "optimizer.momentum=much"),
             ("torch.optim.SGD", {"nesterov": 1}, "true or false"),
             ("torch.optim.SGD", {"params": []}, "optimizer.params"),
             ("torch.optim.AdamW", {"betas": [0.9]}, "optimizer.betas"),
             ("torch.optim.SDG", {}, "'SGD'"),
-            ("torch.nn.Linear", {}, "no Optimizer"),
-            ("torch.optim.lr_scheduler.StepLR", {}, "no Optimizer"),
+            ("torch.nn.Linear", {}, "not a Optimizer"),
+            ("torch.optim.lr_scheduler.StepLR", {}, "not a Optimizer"),
         ],
     )
     def test_what_cannot_work_is_said_before_any_step(self, target: str, values: dict[str, Any], said: str) -> None:
@@ -310,17 +310,17 @@ class TestErrorsOfTheCallee:
 @pytest.mark.parametrize(
     ("target", "kind", "where", "said"),
     [
-        ("biolab.net.Cells", Task, "task", "no Task"),
-        ("biolab.net.Learn", Data, "data", "no Data"),
-        ("biolab.net.Elastic", nn.Module, "model", "no Module"),
-        ("biolab.net.number_of", nn.Module, "model", "gives a whole number"),
-        ("biolab.net.wrong", nn.Module, "model", "gave a dict"),
+        ("biolab.net.Cells", Task, "task", "not a Task"),
+        ("biolab.net.Learn", Data, "data", "not a Data"),
+        ("biolab.net.Elastic", nn.Module, "model", "not a Module"),
+        ("biolab.net.number_of", nn.Module, "model", "returns a whole number"),
+        ("biolab.net.wrong", nn.Module, "model", "returned a dict"),
         ("biolab.net.make", Task, "task", "does not say"),
         ("biolab.net.number", nn.Module, "model", "not a class or function"),
         ("biolab.net", nn.Module, "model", "not a class or function"),
-        ("torch.nn.Linear", Strategy, "strategy", "no Strategy"),
+        ("torch.nn.Linear", Strategy, "strategy", "not a Strategy"),
         ("trainer.schedule.Schedule", Schedule, "schedule", "abstract"),
-        ("trainer.strategies.auto.auto", nn.Module, "model", "gives Strategy"),
+        ("trainer.strategies.auto.auto", nn.Module, "model", "returns Strategy"),
         (None, nn.Module, "model", "must say what to build"),
         (3, nn.Module, "model", "is not the name"),
         ("net", nn.Module, "model", "is not the name"),
@@ -402,7 +402,9 @@ class TestTrust:
     def test_a_package_named_on_the_command_line(self) -> None:
         target = node("unittest.mock.Mock")
         assert "trust=[unittest]" in refusal(target, nn.Module, "model", Names())
-        assert "no Module" in refusal(target, nn.Module, "model", Names(trust=("unittest",)))  # known, but of no kind
+        assert "not a Module" in refusal(
+            target, nn.Module, "model", Names(trust=("unittest",))
+        )  # known, but of no kind
 
     def test_trust_does_not_reach_through_a_package(self) -> None:
         names = Names(trust=("shutil",))

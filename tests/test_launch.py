@@ -90,8 +90,8 @@ def test_every_launcher_is_understood(environments, launch):
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
-        ({"RANK": 1}, "half a launcher's: WORLD_SIZE missing"),
-        ({"WORLD_SIZE": 1}, "half a launcher's: RANK missing"),
+        ({"RANK": 1}, "incomplete: WORLD_SIZE missing"),
+        ({"WORLD_SIZE": 1}, "incomplete: RANK missing"),
         ({"RANK": "x", "WORLD_SIZE": 2}, "RANK=x: the launcher's environment should hold a whole number"),
         ({"RANK": "²", "WORLD_SIZE": 2}, "RANK=²"),
         ({"RANK": -1, "WORLD_SIZE": 2}, "RANK=-1"),

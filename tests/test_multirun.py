@@ -171,7 +171,7 @@ def test_a_failing_run_fails_alone(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"0_optimizer.lr=1e+30", "2_optimizer.lr=0.1"}
     assert status(folder / "0_optimizer.lr=1e+30")["state"] == "failed"
     assert status(folder / "2_optimizer.lr=0.1")["state"] == "completed"
-    assert screen.count("optimizer: Invalid learning rate: -1") == 1
+    assert screen.count("Invalid learning rate: -1") == 1
     end = screen.rstrip().splitlines()[-3:]
     assert "1 completed, 2 failed" in end[0]
     assert "exit code 1: FloatingPointError" in end[1]

@@ -32,7 +32,7 @@ class Place(NamedTuple):
 def place(env: Mapping[str, str]) -> Place:
     """This process's place in its launch; a process that was started alone has the only one.
 
-    Refusal where the environment is half a launcher's or nonsense.
+    Refusal where the environment is incomplete or makes no sense.
     """
     for variable, read in _READERS.items():
         if variable in env and (found := read(env)) is not None:
@@ -44,7 +44,7 @@ def _torchrun(env: Mapping[str, str]) -> Place:
     """torchrun, and whatever else speaks its variables (PyTorchJob, a shell script)."""
     missing = [key for key in ("RANK", "WORLD_SIZE") if not env.get(key)]
     if missing:
-        raise Refusal(f"the environment is half a launcher's: {', '.join(missing)} missing; start with torchrun")
+        raise Refusal(f"the launcher's environment is incomplete: {', '.join(missing)} missing; start with torchrun")
     rank, world_size = _whole(env, "RANK"), _whole(env, "WORLD_SIZE")
     return Place(
         rank=rank,
@@ -143,7 +143,7 @@ def _slurm_address(env: Mapping[str, str]) -> str:
     host = env.get("MASTER_ADDR") or ("127.0.0.1" if alone else first_host(hosts))
     if not host:
         raise Refusal(
-            "the environment is half of Slurm's: SLURM_STEP_NODELIST missing; set MASTER_ADDR to rank 0's host"
+            "Slurm's environment is incomplete: SLURM_STEP_NODELIST missing; set MASTER_ADDR to rank 0's host"
         )
     job, step = _whole(env, "SLURM_JOB_ID", 0), _whole(env, "SLURM_STEP_ID", 0)
     return f"{host}:{env.get('MASTER_PORT') or 20000 + (job * 7 + step) % 10000}"
@@ -156,7 +156,7 @@ def _address(env: Mapping[str, str]) -> str:
         return ""
     if not (host and port):
         missing = "MASTER_PORT" if host else "MASTER_ADDR"
-        raise Refusal(f"the environment is half a launcher's: {missing} missing; start with torchrun, or set both")
+        raise Refusal(f"the launcher's environment is incomplete: {missing} missing; start with torchrun, or set both")
     if not 0 < _whole(env, "MASTER_PORT") < 65536:
         raise Refusal(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
     return f"{host}:{port}"

@@ -101,7 +101,7 @@ def _account(ended: list[Ended], folder: Path) -> list[str]:
     for each, outcome in zip(ended, outcomes, strict=True):
         if outcome == "failed":
             said = read_status(folder / each.job.name) or {}
-            reason = (said.get("reason") if each.code == 1 else None) or "its message stands above"
+            reason = (said.get("reason") if each.code == 1 else None) or "see its message above"
             lines.append(f"  {each.job.name}   exit code {each.code}: {reason.splitlines()[0]}")
     if {"stopped", "not started"} & set(outcomes):
         lines.append(f"to go on: the same command with run.dir={folder}")

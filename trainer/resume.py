@@ -100,7 +100,7 @@ def refuse_changes(found: list[Change], folder: Path) -> None:
         lines = "".join(f"\n  {one}" for one in found[:12])
         more = f"\n  … and {len(found) - 12} more" if len(found) > 12 else ""
         raise Refusal(
-            f"{folder} holds a run that was started otherwise, and what changed changes the learning:{lines}{more}\n"
+            f"{folder} holds a run with another configuration; these changes change what it learns:{lines}{more}\n"
             "add run.accept_changes=true to go on with the new values, run.resume=fresh to start over, "
             "or another run.name"
         )

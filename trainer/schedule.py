@@ -24,7 +24,7 @@ class Schedule(ABC):
 
     def __post_init__(self) -> None:
         if self.warmup < 0:
-            raise Refusal(f"schedule.warmup is {self.warmup}; it counts optimizer steps, from 0 on")
+            raise Refusal(f"schedule.warmup is {self.warmup}; it counts optimizer steps, 0 or more")
         if self.reference_batch is not None and self.reference_batch < 1:
             raise Refusal(f"schedule.reference_batch is {self.reference_batch}; it counts samples, or is null")
 

@@ -55,7 +55,9 @@ def build(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) 
     call = _checked_group(node, kind, where, names, extra)
     made = _make(call, where, names, extra)
     if not _is_a(made, kind):
-        raise Refusal(f"{where}: {real_name(call.target)} gave a {type(made).__name__}, not a {kind.__name__}")
+        raise Refusal(
+            f"{where}: {real_name(call.target)} returned a {type(made).__name__}; {where} must be a {kind.__name__}"
+        )
     return made
 
 
@@ -76,21 +78,13 @@ def maker(
     first = next(iter(_parameters(_group_target(node, kind, where, names))), "")
     call = _checked_group(node, kind, where, names, [first, *extra], own)
     make = partial(_make_with_first, call, first, where, names, extra)
-    if issubclass(kind, Optimizer):
-        _rehearse(make, where)
+    if issubclass(kind, Optimizer):  # they check the range of their numbers when made: before any process group, then
+        make([nn.Parameter(torch.zeros(2, 2))])
     return make
 
 
 def _make_with_first(call: Call, first: str, where: str, names: Names, extra: Mapping[str, Any], value: Any) -> Any:
     return _make(call, where, names, {first: value, **extra})
-
-
-def _rehearse(make: Callable[[Any], Any], where: str) -> None:
-    """Optimizers check the range of their numbers when they are made: find out before any process group."""
-    try:
-        make([nn.Parameter(torch.zeros(2, 2))])
-    except (ValueError, TypeError) as error:
-        raise Refusal(f"{where}: {error}") from error
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -123,7 +117,7 @@ def _refuse_other_kind(target: Any, kind: type, where: str, names: Names) -> Non
     name, wanted = real_name(target), kind.__name__
     if isinstance(target, type):
         if not _is_subclass(target, kind):
-            raise Refusal(f"{where}: {name} is no {wanted}, which {where} must be")
+            raise Refusal(f"{where}: {name} is not a {wanted}; {where} must be one")
         if inspect.isabstract(target):
             missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
             raise Refusal(f"{where}: {name} is abstract; a class of its own must define {missing}")
@@ -134,8 +128,10 @@ def _refuse_other_kind(target: Any, kind: type, where: str, names: Names) -> Non
     if gives is None:
         if kind is nn.Module and (names.beside(target) or name in FACTORIES):
             return
-        raise Refusal(f"{where}: {name} is a function that does not say it gives a {wanted} (-> {wanted})")
-    raise Refusal(f"{where}: {name} gives {signature.describe(gives)}, not a {wanted}, which {where} must be")
+        raise Refusal(
+            f"{where}: {name} is a function that does not say what it returns; write -> {wanted} behind its parameters"
+        )
+    raise Refusal(f"{where}: {name} returns {signature.describe(gives)}; {where} must be a {wanted}")
 
 
 def _is_subclass(target: type, kind: type) -> bool:
@@ -179,7 +175,7 @@ def _refuse_special(name: str, value: Any, where: str) -> None:
     if name not in fine:
         raise Refusal(f"{where}.{name}: there is no such special key{nearest(name, ['_target_', *fine])}")
     if not fine[name](value):
-        raise Refusal(f"{where}.{name}: what stands below is always built, from plain lists and dicts; leave it out")
+        raise Refusal(f"{where}.{name}={value}: only the default is supported; leave this key out")
 
 
 def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
@@ -202,7 +198,7 @@ def _nested(value: Mapping[str, Any], written: Any, where: str, names: Names) ->
     known = isinstance(target, type) and (issubclass(target, INNER) or target.__module__.startswith(INNER_MODULES))
     if not known and not names.beside(target) and not (isinstance(target, type) and names.trusted(target)):
         kinds = ", ".join(kind.__name__ for kind in INNER)
-        raise Refusal(f"{where}: {real_name(target)} may not be called here: it is no {kinds} or transform")
+        raise Refusal(f"{where}: {real_name(target)} may not be called here: it is not a {kinds} or transform")
     return _checked(target, value, written, where, names, ())
 
 
@@ -259,5 +255,5 @@ def _built(value: Any, written: Any, where: str, names: Names) -> Any:
 
 def _below(written: Any, key: Any) -> Any:
     """A part of a node as it was written; the whole of it where one interpolation stands for it."""
-    known = isinstance(written, dict) and key in written or isinstance(written, list) and key < len(written)
+    known = (isinstance(written, dict) and key in written) or (isinstance(written, list) and key < len(written))
     return written[key] if known else written

@@ -72,19 +72,20 @@ def misnamed(override: Override, base: DictConfig, known: list[str]) -> list[str
     if override.is_force_add() or (override.is_add() and path not in names):
         return []
     if override.is_add() and not isinstance(override.value(), dict | list):
-        return [f"{line(override)}: {path} is there already; leave out the +"]
+        return [f"{line(override)}: {path} exists already; leave out the +"]
     if override.is_delete() and path in names and path.split(".")[0] not in GROUPS:
-        return [f"{line(override)}: the framework reads this key; it cannot be taken away"]
+        return [f"{line(override)}: the framework needs this key; it cannot be removed"]
     value = override.value()
     inside = paths(value, f"{path}.") if isinstance(value, dict) and not override.is_add() else []
-    return [unknown(each, known) + _beyond_yaml(override, each, base) for each in (path, *inside) if each not in names]
+    found = [unknown(each, known) for each in (path, *inside) if each not in names]
+    return [found[0] + _beyond_yaml(override, path, base), *found[1:]] if path not in names else found
 
 
 def _beyond_yaml(override: Override, path: str, base: DictConfig) -> str:
     """How to give a target a key that its yaml does not show; whether it takes it, its signature says later."""
     above, _, name = path.rpartition(".")
     node = OmegaConf.select(base, above) if above else None
-    if override.is_delete() or path != override.key_or_group or not isinstance(node, DictConfig) or "_target_" not in node:
+    if override.is_delete() or not isinstance(node, DictConfig) or "_target_" not in node:
         return ""
     return f" If {str(node['_target_']).rpartition('.')[2]} has a parameter {name}, write +{line(override)}"
 
@@ -102,8 +103,8 @@ def harmless(override: Override, base: DictConfig, problems: list[str]) -> bool:
         problems.append(unknown(path, known))
     elif plain or override.value() != (choices[path] if path in choices else _scalar(base, path)):
         several = re.match(r"hydra[./](mode|launcher|sweeper)\b", path)
-        hint = "several runs are asked for with -m" if several else "the files of a run go to run.dir"
-        problems.append(f"{line(override)}: this would have no effect, the framework does not run under Hydra; {hint}")
+        hint = "ask for several runs with -m" if several else "the files of a run go to run.dir"
+        problems.append(f"{line(override)}: this has no effect here; {hint}")
     return False
 
 

@@ -130,9 +130,9 @@ def _astray(own: DictConfig, base: DictConfig, cfg: DictConfig) -> list[str]:
     problems, found = [], as_written(cfg)
     loggers = set(own.hydra_logging or {}) | set(own.job_logging or {})
     if own.callbacks or loggers - {"version", "root", "disable_existing_loggers"}:
-        problems.append("hydra: a yaml sets its callbacks or logging, but the framework does not run under Hydra")
+        problems.append("hydra: a yaml file sets Hydra's callbacks or logging, which have no effect here; remove them")
     if as_written(base).get("trust"):
-        problems.append("trust: only the command line can say which packages to trust, and here a yaml does")
+        problems.append("trust: only the command line can name trusted packages, but a yaml file does")
     problems += [f"{group}: choose one, {group}=NAME" for group in GROUPS if not isinstance(found.get(group), dict)]
     return problems
 

@@ -44,7 +44,7 @@ def inspect(file: Path) -> None:
     except yaml.MarkedYAMLError as error:
         raise _broken(file, error) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Refusal(f"{file}: this is no yaml: {str(error).splitlines()[0]}") from error
+        raise Refusal(f"{file}: this is not valid YAML: {str(error).splitlines()[0]}") from error
     except RecursionError:
         raise Refusal(f"{file}: nested too deeply, or an alias contains itself") from None
     except OSError as error:
@@ -55,7 +55,7 @@ def inspect(file: Path) -> None:
 
 def _broken(file: Path, error: yaml.MarkedYAMLError) -> Refusal:
     line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-    return Refusal(f"{file}{line}: this is no yaml: {error.problem}")
+    return Refusal(f"{file}{line}: this is not valid YAML: {error.problem}")
 
 
 def _parts(node: Any) -> list[Any]:

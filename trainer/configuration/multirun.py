@@ -69,7 +69,7 @@ def _base(words: Words, overrides: list[Override], of_hydra: list[Override], pla
     """The configuration with Hydra's own part, as the first values of the groups' words choose it."""
     wrong = [line(each) for each in of_hydra if each.is_sweep_override()]
     if wrong:
-        raise Refusal(f"{wrong[0]}: one launcher starts all jobs")
+        raise Refusal(f"{wrong[0]}: one launcher starts all runs; choose one")
     groups = [each for each in overrides if any((place / each.key_or_group).is_dir() for place in places)]
     chosen = [_values(each, places)[0] for each in groups]
     try:
@@ -83,7 +83,7 @@ def _of_yaml(base: DictConfig) -> dict[str, Override]:
     """The words that an experiment's yaml adds under hydra.sweeper.params; they may do what a yaml may."""
     added, problems = parse([f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()], sweeps=True)
     problems += [
-        f"hydra.sweeper.params: only the command line can say {each.key_or_group}, and here a yaml does"
+        f"hydra.sweeper.params: only the command line can set {each.key_or_group}, but a yaml file does"
         for each in added
         if re.match(r"(trust|hydra)\b", each.key_or_group)
     ]
@@ -99,7 +99,7 @@ def _refuse_launcher_of_yaml(words: Words, of_hydra: list[Override], places: lis
     except Refusal:  # an option that only a lab has
         said = None
     if said != base.hydra.launcher:
-        raise Refusal("hydra.launcher: only the command line can choose it and set its keys, and here a yaml does")
+        raise Refusal("hydra.launcher: only the command line can choose it and set its keys, but a yaml file does")
 
 
 def _jobs(words: Words, overrides: list[Override], places: list[Path]) -> tuple[tuple[Job, ...], list[Job]]:
@@ -108,7 +108,7 @@ def _jobs(words: Words, overrides: list[Override], places: list[Path]) -> tuple[
     several = [each.is_sweep_override() for each in overrides]
     shared = [each.key_or_group for each, swept in zip(overrides, several, strict=True) if swept]
     if place := set(shared) & set(_PLACE):
-        raise Refusal(f"{min(place)}: under -m all jobs share one folder, and each has its own in there")
+        raise Refusal(f"{min(place)}: all runs share one folder, and each has a folder in it; give one value")
     if (count := prod(map(len, values))) > MOST:
         raise Refusal(f"this command asks for {count:,} runs; at most {MOST:,} are taken")
     labs = [part for lab in words.folders for part in ("--config-dir", str(lab))]
@@ -135,14 +135,14 @@ def _values(override: Override, places: list[Path]) -> list[str]:
     if isinstance(value, Glob):
         options = {file.stem for place in places for file in (place / override.key_or_group).glob("*.yaml")}
         if not (found := value.filter(sorted(options))):
-            raise Refusal(f"{line(override)}: no option of {override.key_or_group} is called so")
+            raise Refusal(f"{line(override)}: no option of {override.key_or_group} matches")
         return [f"{key}={option}" for option in found]
     try:
         found = [f"{key}={each}" for each in override.sweep_string_iterator()] if override.is_discrete_sweep() else []
     except HydraException as error:
         raise Refusal(f"{line(override)}: {error}") from error
     if not found:
-        raise Refusal(f"{line(override)}: these are no values to go through; write them as a,b,c or range(1,4)")
+        raise Refusal(f"{line(override)}: these values cannot be listed; write a,b,c or range(1,4)")
     return found
 
 
@@ -166,7 +166,7 @@ def _checked(jobs: list[Job]) -> DictConfig:
 
 def _below_root(root: str, name: str | None) -> str | None:
     if name is not None and (name in ("", ".", "..") or Path(name).name != name):
-        raise Refusal(f"run.name={name}: a name is that of one folder; give run.dir for a path")
+        raise Refusal(f"run.name={name}: a name is the name of one folder; for a path use run.dir")
     return None if name is None else str(Path(root) / name)
 
 

@@ -179,7 +179,7 @@ def _keys(known: list[Field], values: dict, written: Any, prefix: str, problems:
     read = {}
     for each in known:
         if each.name not in values:
-            problems.append(f"{prefix}{each.name}: the framework reads this key; it cannot be taken away")
+            problems.append(f"{prefix}{each.name}: the framework needs this key; it cannot be removed")
         elif values[each.name] is not UNRESOLVED:
             try:
                 read[each.name] = each.metadata["reader"](values[each.name])
@@ -209,8 +209,8 @@ def _impossible(loop: Loop, compiles: bool) -> list[str]:
         )
     if loop.uneven and compiles:
         problems.append(
-            "loop.uneven=true and compile=true: what is compiled is compiled for one size of micro-batch, and these "
-            "may differ by a sample; give compile=false, or a global batch that comes out whole without loop.uneven"
+            "loop.uneven=true and compile=true: a compiled network takes micro-batches of one size only; "
+            "set compile=false, or loop.uneven=false and a global batch that divides"
         )
     return problems
 

@@ -40,7 +40,7 @@ def whole(least: int) -> Reader:
     def read(value: Any) -> int:
         number = int(value) if isinstance(value, float) and value.is_integer() else value  # 1e4 is a float to yaml
         if isinstance(number, bool) or not isinstance(number, int) or not least <= number < 2**63:
-            raise Unexpected(f"a whole number from {least} on")
+            raise Unexpected(f"a whole number of at least {least}")
         return number
 
     return read

@@ -38,13 +38,13 @@ def read(argv: Sequence[str]) -> Words:
     found, unknown = parser.parse_known_intermixed_args(argv)
     strange = tuple(_with_value(flag, argv, found.overrides, parser) for flag in unknown)
     if found.experimental_rerun:
-        raise Refusal("--experimental-rerun reads a pickle, which this program never does; give the words again")
+        raise Refusal("--experimental-rerun reads a pickle, which this program never does; repeat the first command")
     if found.config_path:
         raise Refusal(f"--config-path would replace the framework's own conf/; use --config-dir {found.config_path}")
     if found.resolve and not (found.cfg or found.help):
         raise Refusal("--resolve goes with --cfg job or --help")
     if found.multirun and (found.cfg or found.info):
-        raise Refusal("--cfg and --info show one run: give each word one value, and leave out -m")
+        raise Refusal("--cfg and --info show one run: give each key one value, and leave out -m")
     flags = [flag for flag in ("help", "hydra_help", "version", "shell_completion", "resolve") if getattr(found, flag)]
     spelled = tuple("--" + flag.replace("_", "-") for flag in flags)
     for flag, value in (("--cfg", found.cfg), ("--package", found.package), ("--info", found.info)):
@@ -128,7 +128,7 @@ def _parsed(parser: OverridesParser, word: str, sweeps: bool) -> Override:
     if not override.key_or_group or not word.lstrip("+~").split("=")[0].strip():
         raise Refusal(f"{brief}: there is no key before the =")
     if override.is_sweep_override() and not sweeps:
-        raise Refusal(f"{brief}: several values are several runs, add -m for them; a list is [a,b]")
+        raise Refusal(f"{brief}: several values mean several runs: add -m; a list is written [a,b]")
     return override
 
 
