@@ -2,8 +2,9 @@ from collections import namedtuple
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from trainer.tree import changed, first_tensor, floats_as, rows, tensors
+from trainer.tree import changed, first_tensor, floats_as, moved, rows, tensors
 
 Pair = namedtuple("Pair", "left right")
 
@@ -42,6 +43,24 @@ def test_only_floats_change_their_precision() -> None:
     wide = floats_as(batch(), torch.float64)
     assert wide["x"].dtype == torch.float64
     assert wide["pair"].left.dtype == torch.int64
+
+
+def test_where_a_batch_lies_already_nothing_is_copied() -> None:
+    own = batch()
+    there = moved(own, torch.device("cpu"))
+    assert [t.data_ptr() for t in tensors(there)] == [t.data_ptr() for t in tensors(own)]
+
+
+@pytest.mark.gpu
+def test_a_batch_goes_to_a_gpu_from_pinned_memory() -> None:
+    gpu = torch.device("cuda", 0)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        there = moved(batch(), gpu)
+        torch.cuda.synchronize()
+    copies = [event.name for event in recorded.events() if event.name.startswith("Memcpy HtoD")]
+    assert len(copies) == len(list(tensors(there)))
+    assert all("Pinned" in name for name in copies)
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(tensors(there), tensors(batch()), strict=True))
 
 
 def test_the_first_tensor_says_how_many_samples_there_are() -> None:

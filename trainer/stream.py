@@ -112,8 +112,8 @@ def prepare(
     data: Data, inputs: Any, targets: Any, indices: Tensor, device: torch.device, seed: int, epoch: int, training: bool
 ) -> tuple[Any, Any]:
     """Bring samples to the device and augment them there, all of them at once; (inputs, targets)."""
-    inputs, targets = moved(inputs, device), moved(targets, device)
-    random = Random(seed, epoch, indices.to(device, non_blocking=True))
+    inputs, targets, indices = moved((inputs, targets, indices), device)
+    random = Random(seed, epoch, indices)
     return data.augment(inputs, targets, random, training)
 
 

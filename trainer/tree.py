@@ -60,8 +60,13 @@ def rows(tree: Any, start: int, stop: int, size: int) -> Any:
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """The same tree on a device; copies do not make the host wait."""
-    return changed(tree, lambda tensor: tensor.to(device, non_blocking=True))
+    """The same tree on a device. To a GPU it goes through pinned memory: from other the host would wait for copies."""
+
+    def there(tensor: Tensor) -> Tensor:
+        staged = tensor.pin_memory() if device.type == "cuda" and tensor.is_cpu else tensor
+        return staged.to(device, non_blocking=True)
+
+    return changed(tree, there)
 
 
 def floats_as(tree: Any, dtype: torch.dtype) -> Any:
