@@ -158,6 +158,7 @@ except BaseException as error:
         ("ValueError('no')", "ValueError: no"),
         ("MemoryError()", "try loop.micro_batches=4"),
         ("type('OutOfMemoryError', (RuntimeError,), {})('CUDA out of memory')", "try loop.micro_batches=4"),
+        ("RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling')", "try loop.micro_batches=4"),
         ("ConnectionResetError('Connection reset by peer')", "ConnectionResetError: Connection reset by peer"),
     ],
 )

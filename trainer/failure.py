@@ -42,6 +42,8 @@ _ECHO = re.compile(
     re.IGNORECASE,
 )
 _GONE = re.compile(r"closed by peer|connection (was )?(closed|reset)|broken pipe|remote process exited", re.IGNORECASE)
+# The words of torch's CPU allocator, of the CUDA driver, and of cuBLAS and cuDNN, which ask it for memory themselves.
+_NO_MEMORY = re.compile(r"can't allocate memory|CUDA error: out of memory|STATUS_ALLOC_FAILED")
 _SILENT = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
@@ -172,7 +174,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _out_of_memory(error: BaseException) -> bool:
     return any(
-        isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(one)
+        isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError" or _NO_MEMORY.search(str(one))
         for one in _chain(error)
     )
 

@@ -149,9 +149,14 @@ SPREADS = [
     "pp on 2",
     "ddp_pp on 4",
 ]
-# gloo sends no GPU tensors from rank to rank, which a pipeline needs
-ON_A_GPU = [name for name, (size, case) in SPREAD.items() if size <= 2 and case.strategy != "pp"]
-ON_A_GPU += ["zero1 on 3", "ddp_tp on 4"]  # which have groups beside that of all ranks
+# gloo sends no GPU tensors from rank to rank, which a pipeline needs; these processes share one GPU
+ON_GPUS = [
+    pytest.param(name, "gloo", marks=pytest.mark.gpu, id=f"{name}, gloo")
+    for name in ("ddp on 2", "tp on 2", "fsdp on 2", "zero1 on 3", "ddp_tp on 4")
+]
+ON_GPUS += [
+    pytest.param(name, None, marks=pytest.mark.gpu(size), id=f"{name}, NCCL") for name, (size, _) in SPREAD.items()
+]
 PAIRS = [
     *[("single", name) for name in SPREADS],
     *[(name, "single") for name in SPREADS],
@@ -180,12 +185,12 @@ def test_saved_under_one_strategy_it_goes_on_under_another(
         assert rank["digests"] == reference["digests"][6:14]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("task", ["plain", "weighted"])
-@pytest.mark.parametrize("where", ON_A_GPU)
-def test_on_a_gpu_the_curve_is_that_of_one_process_on_a_cpu(train: Any, where: str, task: str) -> None:
+@pytest.mark.parametrize(("where", "backend"), ON_GPUS)
+def test_on_gpus_the_curve_is_that_of_one_process_on_a_cpu(
+    train: Any, where: str, task: str, backend: str | None
+) -> None:
     size, case = SPREAD[where]
-    backend = None if size == 1 else "gloo"  # one process uses NCCL, two share the GPU
     (reference,) = train(1, Case(precision="fp64", task=task))
     case = case.but(precision="fp64", task=task, device="cuda", backend=backend, micro_batches=2)
     for rank in train(size, case):

@@ -84,8 +84,9 @@ class Group(Ranks):
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Collective: the tensors of all ranks, in rank order; shapes must agree."""
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        own = tensor.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]  # in order as well: NCCL copies memory, not values
+        dist.all_gather(parts, own, group=self.group)
         return parts
 
     def share(self, value: Any) -> list[Any]:

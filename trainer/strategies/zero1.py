@@ -77,7 +77,7 @@ class _Placed(Placed):
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """Collective: the norm over what all ranks own; the same on each, also where a rank owns nothing."""
-        own = global_norm(gradients) if gradients else torch.zeros(())
+        own = global_norm(gradients) if gradients else torch.zeros((), device=self.strategy.device)
         square = own.to(self.strategy.device, torch.float64).square()
         self.strategy.data.sum_(square).wait()  # the data ranks; 8 bytes travel
         return square.sqrt().to(self._machine.parameter_dtype)
