@@ -9,7 +9,7 @@ from time import perf_counter, time
 import torch
 from torch import Tensor
 
-from trainer.parallel.totals import Totals
+from trainer.parallel.totals import Totals, wide
 from trainer.strategies.base import Strategy
 from trainer.stream import Batch, digest
 
@@ -30,8 +30,8 @@ class Meter:
 
     def add(self, parts: dict[str, Tensor]) -> None:
         """Take this rank's part of one step's losses."""
-        self._last = parts
-        self._sum = parts["loss"] if self._sum is None else self._sum + parts["loss"]
+        self._last, loss = parts, wide(parts["loss"])
+        self._sum = loss if self._sum is None else self._sum + loss
         self._steps += 1
         self._timed += 1
 

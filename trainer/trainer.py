@@ -229,7 +229,7 @@ class Trainer:
 
     def _figures(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """The mean loss, and what the task makes of the totals."""
-        loss = float(totals["loss"] / totals["weight"].clamp(min=1))
+        loss = float(totals["loss"] / (totals["weight"] or 1))  # of nothing the mean is 0
         return {"loss": loss, **{name: float(value) for name, value in self.task.finish(totals).items()}}
 
     def _write_pending(self) -> None:

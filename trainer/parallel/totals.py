@@ -39,7 +39,7 @@ class _Parcel:
 
     def __init__(self, sums: Mapping[str, Tensor], ranks: Ranks) -> None:
         self._shapes = {name: value.shape for name, value in sums.items()}
-        packed = torch.cat([value.detach().reshape(-1).to(_wide(value)) for value in sums.values()])
+        packed = torch.cat([wide(value.detach()).reshape(-1) for value in sums.values()])
         self._work = ranks.sum_(packed)  # the given ranks; 8 bytes a number
         if packed.device.type != "cpu":
             self._work.wait()  # of a GPU only the stream waits, so that the copy comes after the sum
@@ -51,13 +51,14 @@ class _Parcel:
         return {name: part.reshape(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
 
-def _wide(value: Tensor) -> torch.dtype:
-    return torch.float64 if value.is_floating_point() else torch.int64
+def wide(value: Tensor) -> Tensor:
+    """A number in the type in which numbers are added up: int64 if it is whole, else float64."""
+    return value.to(torch.float64 if value.is_floating_point() else torch.int64)
 
 
 def _sorted(sums: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """The sums by type and device, in an order that is the same on every rank."""
     groups: dict[tuple[str, str], dict[str, Tensor]] = {}
     for name in sorted(sums):
-        groups.setdefault((str(_wide(sums[name])), sums[name].device.type), {})[name] = sums[name]
+        groups.setdefault((str(sums[name].is_floating_point()), sums[name].device.type), {})[name] = sums[name]
     return [groups[key] for key in sorted(groups)]

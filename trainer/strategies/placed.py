@@ -18,6 +18,7 @@ from trainer.parallel.meta import fill
 from trainer.parallel.ranks import Done, Waitable
 from trainer.parallel.recompute import recompute
 from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, space_for_optimizer
+from trainer.parallel.totals import wide
 from trainer.parallel.units import units
 from trainer.refusal import Refusal
 from trainer.seeds import mix, seed_torch
@@ -162,7 +163,7 @@ class Placed:
                 scaled = self.scaler.scale(parts["loss"] * (share * self.strategy.data_size))
                 scaled.backward()
             for name, part in parts.items():
-                kept = part.detach() * share
+                kept = wide(part.detach()) * share  # a loss in bf16 has 8 bits, too few for a sum
                 sums[name] = sums[name] + kept if name in sums else kept
         self.watch.lap("forward and backward")
         self._settle_gradients()
@@ -255,7 +256,8 @@ class Placed:
         """What an evaluation adds up over these samples."""
         loss = total_loss(self.task.loss(output, targets))
         weight, count = (number_on(loss.device, number) for number in (self.task.weight(targets), samples))
-        return self.task.metrics(output, targets) | {"loss": loss.double() * weight, "weight": weight, "samples": count}
+        sums = self.task.metrics(output, targets) | {"loss": loss.double() * weight, "weight": weight, "samples": count}
+        return {name: wide(value) for name, value in sums.items()}
 
     def _cast(self, tree: Any) -> Any:
         """A batch in the precision and memory layout of the network: images (B, C, H, W) with the channels last."""
@@ -275,12 +277,12 @@ class Placed:
         """Each micro-batch's share of the step: its weight over the weight of all micro-batches of all data ranks."""
         weights = [self.task.weight(batch.targets) for batch in batches]
         if type(self.task).weight is Task.weight:  # samples: how many others have is known, nothing needs to travel
-            total = max(sum(weights) * batches[0].total / sum(len(batch.indices) for batch in batches), 1)
+            total = sum(weights) * batches[0].total / sum(len(batch.indices) for batch in batches) or 1
             return lambda index: weights[index] / total, Done()
         local = torch.stack([torch.as_tensor(w, device=self.strategy.device) for w in weights]).to(torch.float64)
         summed = local.sum()
         pending = self.strategy.data.sum_(summed)  # data ranks; 8 bytes travel, while the first forward computes
-        return lambda index: local[index] / summed.clamp(min=1), pending
+        return lambda index: local[index] / (summed + (summed == 0)), pending  # of nothing every share is 0
 
 
 def number_on(device: torch.device, number: Tensor | float) -> Tensor:

@@ -21,6 +21,7 @@ from trainer.parallel.shard import Sharding, not_spread, reshard, shard
 from trainer.parallel.stages import cut_stages
 from trainer.parallel.telling import Telling
 from trainer.parallel.tensor import cut, refuse_drift
+from trainer.parallel.totals import wide
 from trainer.parallel.units import units
 from trainer.seeds import mix, seed_torch
 from trainer.strategies.placed import Step, is_called
@@ -167,7 +168,7 @@ class PlacedStages(PlacedTensor):
                 parts = self._losses(partial(self._call, stage, received), batch.inputs, batch.targets)
             share = shares(index)
             for name, part in parts.items():
-                kept = part.detach() * share
+                kept = wide(part.detach()) * share
                 sums[name] = sums[name] + kept if name in sums else kept
             # the gradients of the data ranks are averaged: undo it here
             scaled = self.scaler.scale(parts["loss"] * (share * self.strategy.data_size))

@@ -1,0 +1,79 @@
+"""Figures of a run are those that the task's own numbers give, whatever their size and precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests.commands import curve, lines
+from tests.inside import product
+from trainer import Task
+from trainer.launch import Launch
+
+
+class Light(Task):
+    """Every sample weighs `each`."""
+
+    def __init__(self, each: float) -> None:
+        self.each = each
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target)
+
+    def weight(self, target: Tensor) -> Tensor:
+        return torch.tensor(self.each * len(target))
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"right": self.each * (output.argmax(1) == target).sum()}
+
+
+class Coarse(Task):
+    """A loss, a weight and a figure in bf16."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = output.logsumexp(1).mean()
+        assert loss.dtype == torch.bfloat16
+        return loss
+
+    def weight(self, target: Tensor) -> Tensor:
+        return torch.tensor(len(target), dtype=torch.bfloat16)
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"size": output.logsumexp(1).mean() * self.weight(target)}
+
+
+BRIEF = ["trust=[tests]", "model=mlp", "model.width=16", "model.depth=1", "loop.global_batch=24", "schedule=constant"]
+
+
+def train(place: Path, name: str, *words: str) -> None:
+    for option, values in {"light": "each: 1.0\n", "coarse": ""}.items():
+        path = place / "conf" / "task" / f"{option}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"_target_: tests.test_numbers.{option.title()}\n{values}")
+    assert product(Launch(), place, ["--config-dir", "conf", *BRIEF, f"run.dir={name}", *words]) == 0
+
+
+def test_weights_that_are_small_in_sum_shrink_nothing(tmp_path: Path) -> None:
+    for each in ("1", "0.001"):
+        run = ["task=light", f"task.each={each}", "loop.steps=5", "loop.log_every=1", "loop.micro_batches=2"]
+        train(tmp_path, each, *run)
+    for key in ("loss", "grad_norm"):
+        assert curve(tmp_path / "0.001", key) == pytest.approx(curve(tmp_path / "1", key), rel=1e-5)
+    one, other = (lines(tmp_path / name, "eval")[-1] for name in ("1", "0.001"))
+    for key in ("loss", "right"):
+        assert other[key] == pytest.approx(one[key], rel=1e-4)
+
+
+def test_losses_of_few_bits_are_added_up_exactly(tmp_path: Path) -> None:
+    run = ["task=coarse", "precision=bf16", "loop.steps=80", "loop.micro_batches=2", "loop.eval_batch=8"]
+    train(tmp_path, "each", *run, "loop.log_every=1", "optimizer.lr=1e-5")
+    train(tmp_path, "mean", *run, "loop.log_every=null", "optimizer.lr=1e-5")
+    (line,) = lines(tmp_path / "mean", "train")
+    assert line["loss_mean"] == pytest.approx(sum(curve(tmp_path / "each")) / 80, rel=1e-9)
+    figures = lines(tmp_path / "mean", "eval")[-1]
+    assert figures["size"] == pytest.approx(figures["loss"], rel=1e-3)
+    assert figures["loss"] == pytest.approx(line["loss"], rel=0.1)
