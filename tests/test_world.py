@@ -27,7 +27,7 @@ LONG, SHORT = timedelta(minutes=30), timedelta(seconds=1)
     [(None, "cpu:gloo,cuda:nccl", True), ("nccl", "cpu:gloo,cuda:nccl", True), ("gloo", "gloo", False)],
 )
 def test_on_a_gpu_nccl_alone_is_bound_to_the_device(monkeypatch, backend, used, bound):
-    asked = {}
+    asked: dict[str, Any] = {}
     init = dist.init_process_group
 
     def without_nccl(backend, device_id, **words):

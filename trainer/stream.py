@@ -103,9 +103,9 @@ class EvaluationStream:
             inputs, targets = prepare(self._data, inputs, targets, indices, self._device, self._seed, 0, training=False)
             share = Batch(inputs, targets, indices, range(whole), whole)
             for start in range(0, len(indices), self._most):
-                own = range(start, min(start + self._most, len(indices)))
-                part = range(start * self._ranks, min(own.stop * self._ranks, whole))
-                yield cut(share, own, part), min(max(count - start, 0), len(own))
+                some = range(start, min(start + self._most, len(indices)))
+                part = range(start * self._ranks, min(some.stop * self._ranks, whole))
+                yield cut(share, some, part), min(max(count - start, 0), len(some))
 
 
 def prepare(
