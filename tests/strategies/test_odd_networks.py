@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.processes import Processes
 from tests.strategies.toys import CLASSES, NETWORKS, TASKS, WIDTH, Case, Net, Plain, Routed, run
-from trainer import Task
+from trainer import Plan, Task
 from trainer.launch import Launch
 from trainer.refusal import Refusal
 from trainer.strategies.tensor import TP
@@ -100,3 +101,84 @@ def test_they_train_to_the_curve_of_one_process(
 def test_tied_parameters_are_not_cut_apart() -> None:
     with pytest.raises(Refusal, match=r"up, whose parameter is tied to again\.weight"):
         TP().check(Plain(), Tied(), 2)
+
+
+class Block(nn.Module):
+    """A layer that is called with other weights than its own, and so learns through them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 24)
+        self.down = nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Perturbed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: 0.5 * weight for name, weight in self.block.named_parameters()}
+        return self.head(torch.func.functional_call(self.block, weights, (x,)))
+
+    def plan(self) -> Plan:
+        return Plan({"block.up": ColwiseParallel(), "block.down": RowwiseParallel()}, shard=("block",))
+
+
+class Enclosed(Perturbed):
+    """The unit is what makes the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Perturbed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+    def plan(self) -> Plan:
+        return Plan(shard=("inner",))
+
+
+@pytest.mark.parametrize(
+    ("network", "size", "case"),
+    [
+        (Perturbed, 2, Case("ddp")),
+        (Perturbed, 2, Case("zero1")),
+        (Perturbed, 2, Case("tp")),
+        (Enclosed, 2, Case("fsdp")),
+    ],
+)
+def test_a_layer_called_with_other_weights_learns_through_them(
+    processes: Processes, network: type[nn.Module], size: int, case: Case
+) -> None:
+    case = case.but(steps=3)
+    (reference,) = processes.run(1, with_special, network, Plain, case.but(strategy="single"))
+    for rank in processes.run(size, with_special, network, Plain, case):
+        assert max(abs(a - b) for a, b in zip(rank["norms"], reference["norms"], strict=True)) < 1e-10
+
+
+def refused(launch: Launch, network: type[nn.Module], case: Case) -> str:
+    try:
+        with_special(launch, network, Plain, case)
+    except Refusal as refusal:
+        return str(refusal)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        (2, Case("fsdp")),
+        (2, Case("fsdp", {"reshard_after_forward": False})),
+        (4, Case("fsdp", {"tensor": 2})),
+        (2, Case("pp")),
+    ],
+)
+def test_where_it_would_learn_through_its_own_it_is_refused(processes: Processes, size: int, case: Case) -> None:
+    for said in processes.run(size, refused, Perturbed, case.but(steps=1)):
+        assert "block" in said or case.strategy == "pp"
+        assert "other parameters than its own" in said

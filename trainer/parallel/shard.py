@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from trainer.parallel.batch_norm import with_statistics
+from trainer.refusal import Refusal
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     spread = partial(fully_shard, mesh=_data_axes(mesh), mp_policy=policy, offload_policy=offload, ignored_params=kept)
     again = how.reshard_after_forward
     units = [spread(network.get_submodule(name), reshard_after_forward=again) for name in names]
+    for name, unit in zip(names, units, strict=True):
+        _refuse_replaced(name, unit)
     # what is left is small and wanted first in the backward: it stays gathered, unless it is everything
     whole = spread(root, reshard_after_forward=again and not units)
     if how.ahead > 1:
@@ -67,13 +70,40 @@ def _kept_whole(network: nn.Module, norms: Sequence[nn.Module]) -> set[nn.Parame
     return own | {parameter for parameter in network.parameters() if parameter.dim() == 0}
 
 
+def _refuse_replaced(name: str, unit: nn.Module) -> None:
+    """Have a unit look at each call whether its parameters are its own; Refusal where somebody has put in others.
+
+    fully_shard puts the gathered ones in place before the forward. What `torch.func.functional_call` had put there
+    would be lost without a word, and the network would learn something else.
+    """
+    own = [(module, key, value) for module in unit.modules() for key, value in module.named_parameters(recurse=False)]
+    places = [(module, key) for module, key, value in own if _is_spread(value)]
+    gathered: set[nn.Parameter] = set()
+
+    def look(*_: Any) -> None:
+        for module, key in places:
+            value = getattr(module, key)
+            if value not in gathered and not (isinstance(value, DTensor) and isinstance(value, nn.Parameter)):
+                raise Refusal(
+                    f"{name} is called with other parameters than its own (torch.func.functional_call), but FSDP would"
+                    f" compute with its own, because {name} is a unit that is gathered when it is called; ddp and zero1"
+                    " can do it, or a plan's shard that names a unit which makes this call inside its own forward"
+                )
+
+    def remember(*_: Any) -> None:
+        gathered.update(getattr(module, key) for module, key in places)
+
+    unit.register_forward_pre_hook(look, prepend=True)  # before fully_shard's own
+    unit.register_forward_pre_hook(remember)  # behind it
+
+
 def not_spread(network: nn.Module) -> list[nn.Parameter]:
     """The parameters that lie on no axis "shard": each data rank holds the same of them, and its own gradient."""
-    return [
-        parameter
-        for parameter in network.parameters()
-        if not isinstance(parameter, DTensor) or "shard" not in (parameter.device_mesh.mesh_dim_names or ())
-    ]
+    return [parameter for parameter in network.parameters() if not _is_spread(parameter)]
+
+
+def _is_spread(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and "shard" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def reshard(root: nn.Module) -> None:

@@ -60,10 +60,11 @@ class _StandIn(fx.Proxy):
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # a buffer is read in the graph, not frozen into it
 
-    def __init__(self, opened: set[str]) -> None:
+    def __init__(self, step: nn.Module, opened: set[str]) -> None:
         super().__init__()
         self._opened = opened
         self._surroundings = _surroundings()
+        self._own = set(step.parameters())
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """What stands for a node's value while a forward is read."""
@@ -74,6 +75,12 @@ class _Tracer(fx.Tracer):
         if _surroundings() != self._surroundings:
             raise Untraceable("a part of it runs without gradient, or in a precision of its own")
         return super().create_node(*words, **more)
+
+    def call_module(self, m: nn.Module, *words: Any) -> Any:
+        """Take down a call. Untraceable where the module has been given parameters that the graph would not have."""
+        if not self._own.issuperset(m.parameters()):
+            raise Untraceable("it calls a module with other parameters than its own")
+        return super().call_module(m, *words)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Is the module called as a whole?"""
@@ -88,7 +95,7 @@ def _surroundings() -> tuple[bool, ...]:
 
 def _traced(step: nn.Module, opened: set[str]) -> fx.Graph:
     try:
-        graph = _Tracer(opened).trace(step)
+        graph = _Tracer(step, opened).trace(step)
     except Exception as error:  # whatever a forward does with a stand-in for a tensor
         raise Untraceable((str(error).splitlines() or [type(error).__name__])[0].strip(" .")) from error
     for node in graph.nodes:
