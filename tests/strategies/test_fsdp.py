@@ -143,7 +143,7 @@ def test_tied_weights_stay_tied(processes: Processes) -> None:
 
 
 class Odd(nn.Module):
-    """A single number, a weight whose rows do not lie in order, a BatchNorm."""
+    """A single number, a weight whose rows do not lie in order, a BatchNorm, and first dimensions of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,12 +151,16 @@ class Odd(nn.Module):
         self.norm = nn.BatchNorm1d(16)
         self.turned = nn.Parameter(torch.randn(4, 16).t() / 4)
         self.scale = nn.Parameter(torch.tensor(0.5))
+        self.positions = nn.Parameter(torch.randn(1, 12) / 4)  # 2, 3 and 4 divide its second dimension
+        self.few = nn.Parameter(torch.randn(1, 5))  # and none of this one's
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (torch.tanh(self.norm(self.up(x))) @ self.turned) * self.scale
+        y = (torch.tanh(self.norm(self.up(x + self.positions))) @ self.turned) * self.scale
+        return y * self.few.cosh().mean()
 
 
-def odd(launch: Launch, word: str, fields: dict[str, Any], precision: str) -> list[float]:
+def odd(launch: Launch, word: str, fields: dict[str, Any], precision: str) -> tuple[list[float], dict[str, int]]:
+    """Losses by step; how many numbers of each parameter this rank holds."""
     with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", precision=precision), **fields) as strategy:
         seed_all(5)
         stream = Stream(ToyData(), Rows(96, 1), strategy, 24, 2, Loading())
@@ -167,7 +171,9 @@ def odd(launch: Launch, word: str, fields: dict[str, Any], precision: str) -> li
             parts = placed.forward_backward(batches, step)
             placed.optimizer_step(optimizer, 1.0)
             losses.append(float(strategy.reduce(parts)["loss"]))
-    return losses
+        parameters = placed.network.named_parameters()
+        held = {name: (p.to_local() if isinstance(p, DTensor) else p).numel() for name, p in parameters}
+    return losses, held
 
 
 @pytest.mark.parametrize(
@@ -176,8 +182,11 @@ def odd(launch: Launch, word: str, fields: dict[str, Any], precision: str) -> li
 def test_numbers_and_turned_weights_are_trained_too(
     processes: Processes, size: int, word: str, fields: dict[str, Any]
 ) -> None:
-    (reference,) = processes.run(1, odd, "single", {}, "fp64")
-    for losses in processes.run(size, odd, word, {**fields, "sync_bn": True}, "fp64"):
+    ((reference, _),) = processes.run(1, odd, "single", {}, "fp64")
+    parts = fields.get("shard", size // fields.get("replicate", 1))
+    for losses, held in processes.run(size, odd, word, {**fields, "sync_bn": True}, "fp64"):
         assert max(abs(a - b) for a, b in zip(losses, reference, strict=True)) < 1e-10
-    for losses in processes.run(size, odd, word, {**fields, "param_dtype": "bf16"}, "bf16"):
+        assert held.get("positions", 12 / parts) == 12 / parts  # a pipeline's rank has some of the parameters
+        assert held.get("few", 5) == 5
+    for losses, _ in processes.run(size, odd, word, {**fields, "param_dtype": "bf16"}, "bf16"):
         assert max(abs(a - b) for a, b in zip(losses, reference, strict=True)) < 0.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -11,10 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from trainer.parallel.batch_norm import with_statistics
 from trainer.refusal import Refusal
+
+PADDING = 1 / 8  # of a parameter: with no more, it is spread by its first dimension, which is the fastest to gather
+WHOLE = 4  # sizes of it are what a whole parameter costs a rank: itself, its gradient and two moments
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,9 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     """Collective over the mesh: every parameter becomes a DTensor of which each rank holds a part, in place.
 
     The units of `network` that are named are gathered and released one by one, the rest of it with `root`, the module
-    that is called. mesh: the axis "shard", and "replicate" where there is one. Names stay. Single numbers, and beside
-    another precision BatchNorms, stay whole on every rank (`not_spread`); their gradients are not averaged here.
+    that is called. mesh: the axis "shard", and "replicate" where there is one. Names stay. What would be gathered as
+    mostly padding, and beside another precision BatchNorms, stay whole on every rank (`not_spread`); their gradients
+    are not averaged here.
     """
     for parameter in network.parameters():
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
@@ -41,8 +44,16 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     if how.param_dtype:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
-    kept = _kept_whole(network, with_statistics(network) if how.param_dtype else [])
-    spread = partial(fully_shard, mesh=_data_axes(mesh), mp_policy=policy, offload_policy=offload, ignored_params=kept)
+    ranks = mesh["shard"].size()
+    kept = _kept_whole(network, ranks, how)
+    spread = partial(
+        fully_shard,
+        mesh=_data_axes(mesh),
+        mp_policy=policy,
+        offload_policy=offload,
+        shard_placement_fn=lambda parameter: Shard(_dimension(parameter, ranks) or 0),
+        ignored_params=kept,
+    )
     again = how.reshard_after_forward
     units = [spread(network.get_submodule(name), reshard_after_forward=again) for name in names]
     for name, unit in zip(names, units, strict=True):
@@ -61,13 +72,34 @@ def _data_axes(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"]
 
 
-def _kept_whole(network: nn.Module, norms: Sequence[nn.Module]) -> set[nn.Parameter]:
-    """The parameters that are not to be spread: single numbers, which fully_shard refuses, and those of these norms.
+def _kept_whole(network: nn.Module, ranks: int, how: Sharding) -> set[nn.Parameter]:
+    """The parameters that are not to be spread: single numbers, which fully_shard refuses, and what is too short.
 
-    A BatchNorm's weights must have the type of its running statistics.
+    Where parameters are cast, what stays whole would stay as it is, and mix with what is cast. So there only BatchNorms
+    do, whose weights must have the type of their running statistics.
     """
-    own = {parameter for norm in norms for parameter in norm.parameters()}
-    return own | {parameter for parameter in network.parameters() if parameter.dim() == 0}
+    if how.param_dtype:
+        own = {parameter for norm in with_statistics(network) for parameter in norm.parameters()}
+        return own | {parameter for parameter in network.parameters() if parameter.dim() == 0}
+    return {parameter for parameter in network.parameters() if _dimension(parameter, ranks) is None}
+
+
+def _dimension(parameter: nn.Parameter, ranks: int) -> int | None:
+    """Along which dimension a parameter is best spread over so many ranks; None: it is better kept whole.
+
+    fully_shard pads the first dimension to a multiple of the ranks, so (1, 256, 768) would be gathered as 1,024 times
+    its size on 1,024 ranks; the other dimensions it takes where they divide.
+    """
+    shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape  # tensor ranks cut first
+    if not shape:
+        return None
+    gathered = -(-shape[0] // ranks) * ranks / max(shape[0], 1)  # what a rank sees of it, padding too, in its own size
+    if gathered <= 1 + PADDING:
+        return 0
+    for dim, size in enumerate(shape):
+        if size % ranks == 0:
+            return dim
+    return 0 if gathered + WHOLE * gathered / ranks < WHOLE else None  # gathered, and what is kept of it between steps
 
 
 def _refuse_replaced(name: str, unit: nn.Module) -> None:
