@@ -23,6 +23,8 @@ PRIVATE = {
     "torch.nn.modules.dropout._DropoutNd": "trainer/strategies/notes.py",
     # Multiplies many tensors in one kernel; the public way is a kernel for each parameter.
     "torch._foreach_mul_": "trainer/parallel/clip.py",
+    # The norms of many tensors in one kernel; the public way is a kernel for each parameter that tensor ranks share.
+    "torch._foreach_norm": "trainer/parallel/shared.py",
     # A converted BatchNorm takes over its parameters and buffers as they are, those that are None too.
     "torch.nn.Module()._parameters": "trainer/parallel/batch_norm.py",
     "torch.nn.Module()._buffers": "trainer/parallel/batch_norm.py",

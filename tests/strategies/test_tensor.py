@@ -6,17 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from tests.processes import Processes
-from tests.strategies.toys import Net
+from tests.strategies.toys import CLASSES, Net, Plain, Rows, ToyData, make_optimizer
 from trainer import Plan, Task
 from trainer.launch import Launch
 from trainer.machine import Machine
+from trainer.reader import Loading
 from trainer.refusal import Refusal
 from trainer.strategies.ddp_tensor import DDPTP
 from trainer.strategies.tensor import TP
+from trainer.stream import Stream
 
 
 class Planned(Net):
@@ -89,3 +92,63 @@ def test_parameters_outside_the_plan_are_made_equal_and_watched(processes: Proce
         assert equal
         assert "norm.weight" in said
         assert "head" not in said
+
+
+class Rounding(torch.autograd.Function):
+    """The identity, whose gradient is off by so much of itself on the second rank: as of kernels with atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, off: float) -> Tensor:
+        ctx.off = off
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * (1 + ctx.off * dist.get_rank()), None
+
+
+class Uneven(Net):
+    def __init__(self, off: float) -> None:
+        super().__init__()
+        self.off = off
+        self.last = nn.BatchNorm1d(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(super().forward(x))
+        if self.training:
+            with torch.no_grad():
+                self.last.running_mean.data += 1e-7 * dist.get_rank()
+        return Rounding.apply(y, self.off)
+
+
+def apart(launch: Launch, off: float) -> tuple[list[list[float]], str]:
+    """The weights outside the plan after some steps whose gradients are not the same everywhere, or what was said."""
+    with TP(machine=Machine(launch=launch, device="cpu")) as strategy:
+        torch.manual_seed(3)
+        stream = Stream(ToyData(), Rows(96, 1), strategy, 24, 1, Loading())
+        placed = strategy.build(Plain(), Uneven(off), stream.example())
+        optimizer = placed.optimizer(make_optimizer("adamw"), [{"params": list(placed.network.parameters())}])
+        try:
+            for step, batches in enumerate(stream.epoch(0)):
+                placed.forward_backward(batches, step)
+                placed.optimizer_step(optimizer, 1.0)
+            placed.settle()
+            state = placed.state(optimizer)
+        except RuntimeError as error:
+            return [], f"step {step}: {error}"
+        names = ("norm.weight", "head.bias", "down.bias", "last.running_mean", "optimizer/head.bias/exp_avg")
+        return [
+            (state[name].to_local() if hasattr(state[name], "to_local") else state[name]).tolist() for name in names
+        ], ""
+
+
+def test_rounding_moves_no_copy_away_from_the_others_and_stops_no_save(processes: Processes) -> None:
+    (one, _), (other, said) = processes.run(2, apart, 1e-6)
+    assert not said
+    assert one == other
+
+
+def test_gradients_that_are_no_rounding_apart_are_found_before_anything_is_learned(processes: Processes) -> None:
+    for _, said in processes.run(2, apart, 1.0):
+        assert said.startswith("step 0: gradients of parameters outside the tensor plan differ")
+        assert "head.weight" in said

@@ -35,7 +35,7 @@ def average(gradients: list[Tensor], ranks: Ranks, bucket_bytes: int) -> None:
     if ranks.size == 1:
         return
     under_way: list[tuple[list[Tensor], Tensor, Waitable]] = []
-    for bucket in _buckets(gradients, bucket_bytes):
+    for bucket in buckets(gradients, bucket_bytes):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         under_way.append((bucket, flat, ranks.sum_(flat)))  # the given ranks; every gradient travels once
     for bucket, flat, work in under_way:
@@ -45,14 +45,14 @@ def average(gradients: list[Tensor], ranks: Ranks, bucket_bytes: int) -> None:
             gradient.copy_(mean.view_as(gradient))
 
 
-def _buckets(gradients: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
-    """Neighbours of one type, up to so many bytes each."""
-    buckets: list[list[Tensor]] = []
-    size = 0
+def buckets(gradients: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+    """Neighbours of one type on one device, up to so many bytes each."""
+    full: list[list[Tensor]] = []
+    size, kind = 0, None
     for gradient in gradients:
-        if not buckets or buckets[-1][0].dtype != gradient.dtype or size + gradient.nbytes > bucket_bytes:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(gradient)
+        if kind != (gradient.dtype, gradient.device) or size + gradient.nbytes > bucket_bytes:
+            full.append([])
+            size, kind = 0, (gradient.dtype, gradient.device)
+        full[-1].append(gradient)
         size += gradient.nbytes
-    return buckets
+    return full

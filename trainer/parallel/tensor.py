@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from trainer.parallel.matching import matches
-from trainer.parallel.ranks import Ranks
 from trainer.plan import Plan
 from trainer.refusal import Refusal, nearest
 
@@ -40,36 +38,6 @@ def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
 def cut(network: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     """Collective over the mesh: replace parameters that the plan names by this rank's part (DTensors), in place."""
     parallelize_module(network, mesh, dict(plan.tensor))
-
-
-def outside(network: nn.Module) -> dict[str, Tensor]:
-    """The parameters that no plan named: what a rank holds of them, its tensor peers hold and update, too."""
-    held: dict[str, Tensor] = {}
-    for name, parameter in network.named_parameters():
-        part: Tensor = parameter
-        if isinstance(parameter, DTensor) and "tensor" not in (parameter.device_mesh.mesh_dim_names or ()):
-            part = parameter.to_local()  # data ranks have spread it
-        if not isinstance(part, DTensor) and not part.is_meta:
-            held[name] = part
-    return held
-
-
-@torch.no_grad()
-def refuse_drift(network: nn.Module, ranks: Ranks) -> None:
-    """Collective: RuntimeError, naming them, where parameters outside the plan are not equal on all tensor ranks."""
-    whole = outside(network)
-    if not whole or ranks.size == 1:
-        return
-    sums = torch.stack([s for p in whole.values() for s in (p.double().sum(), p.double().square().sum())])
-    bounds = torch.cat([sums, -sums])
-    ranks.largest_(bounds).wait()  # the tensor ranks; four numbers a parameter: the largest, and minus the smallest
-    unequal = (bounds[: len(sums)] != -bounds[len(sums) :]).view(-1, 2).any(1).tolist()
-    names = [name for name, differs in zip(whole, unequal, strict=True) if differs]
-    if names:
-        raise RuntimeError(
-            f"parameters outside the tensor plan differ between its ranks: {', '.join(names[:8])}; the plan cuts what"
-            " flows through them (put them in the plan), or the network computes something else on each rank"
-        )
 
 
 def settle(parameters: Iterator[Tensor]) -> None:

@@ -56,10 +56,9 @@ class DDPTP(Meshed):
 class _Placed(PlacedTensor):
     strategy: DDPTP
 
-    def _settle_gradients(self) -> None:
+    def _average(self) -> None:
         """Average what each rank holds with its peers in the other copies.
 
         DDP around cut parameters trains right but loses them from the state, hence an all-reduce of one's own.
         """
-        super()._settle_gradients()
         average_gradients(list(self.network.parameters()), self.strategy.data, self.strategy.bucket_mb * 2**20)

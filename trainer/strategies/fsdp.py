@@ -112,8 +112,7 @@ class _Placed(PlacedTensor):
     def _parts_lie_on(self) -> torch.device:
         return torch.device("cpu") if self.strategy.cpu_offload else self.strategy.device
 
-    def _settle_gradients(self) -> None:
-        super()._settle_gradients()
+    def _average(self) -> None:
         average_gradients(self._copied, self.strategy.data, BUCKET)
 
     def evaluate(self, batch: Any, valid: int) -> dict[str, torch.Tensor]:

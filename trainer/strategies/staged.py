@@ -18,9 +18,10 @@ from trainer.parallel.matching import matches
 from trainer.parallel.replicate import average_gradients
 from trainer.parallel.schedules import make_schedule
 from trainer.parallel.shard import Sharding, not_spread, reshard, shard
+from trainer.parallel.shared import refuse_drift
 from trainer.parallel.stages import cut_stages
 from trainer.parallel.telling import Telling
-from trainer.parallel.tensor import cut, refuse_drift
+from trainer.parallel.tensor import cut
 from trainer.parallel.totals import wide
 from trainer.parallel.units import units
 from trainer.seeds import mix, seed_torch
@@ -140,8 +141,7 @@ class PlacedStages(PlacedTensor):
         sums = self._telling.tell("evaluation", sums)
         return sums if valid else {name: torch.zeros_like(value) for name, value in sums.items()}
 
-    def _settle_gradients(self) -> None:
-        super()._settle_gradients()
+    def _average(self) -> None:
         average_gradients(self._copied, self.strategy.data, self.strategy.bucket_mb * 2**20)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from trainer.parallel.ranks import Group, Ranks
-from trainer.parallel.tensor import cut, refuse_drift, refuse_plan, settle
+from trainer.parallel.shared import Shared, refuse_drift, share_buffers
+from trainer.parallel.tensor import cut, refuse_plan, settle
 from trainer.strategies.base import Strategy
 from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed
@@ -68,6 +70,22 @@ class PlacedTensor(Placed):
 
     def _settle_gradients(self) -> None:
         settle(self.network.parameters())
+        self._average()
+        self._shared.decide()  # the last to touch gradients: afterwards they are the same bits on all tensor ranks
+        if self._young:
+            self._shared.refuse_apart()  # before anything is learned
+
+    def _average(self) -> None:
+        """Collective: gradients become their mean over the data ranks, where that has not been done yet."""
+
+    @cached_property
+    def _shared(self) -> Shared:
+        return Shared(self.network, self._tensor_ranks)
+
+    def settle(self) -> None:
+        """Collective: running statistics become the data ranks' mean, and those of the first tensor rank."""
+        super().settle()
+        share_buffers(self.network, self._tensor_ranks)
 
     def _whole(self, output: Any) -> Any:
         return changed(output, lambda part: part.full_tensor() if isinstance(part, DTensor) else part)
@@ -84,6 +102,7 @@ class PlacedTensor(Placed):
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What a checkpoint stores, after a look whether the whole parameters are still the same everywhere."""
+        self._shared.refuse_apart()
         refuse_drift(self.network, self._tensor_ranks)
         return super().state(optimizer)
 

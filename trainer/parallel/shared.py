@@ -1,0 +1,116 @@
+"""What tensor ranks hold of a network in common: the first of them decides, and it is watched whether all agree."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.parallel.ranks import Ranks
+from trainer.parallel.replicate import buckets
+
+BUCKET = 25 * 2**20  # bytes that travel as one
+DRIFT = 1e-3  # of a parameter: more than a run's rounding adds up to
+APART = 0.25  # of a gradient: further than rounding moves it, in bf16 too, unless it is made of nothing else
+FLOOR = 0.003  # of all these gradients: what is smaller may be made of rounding alone
+
+
+class Shared:
+    """The parameters that the plan has not cut: a copy on each tensor rank, with a gradient of its own.
+
+    Copies compute the same gradient, but not to the bit where a kernel adds in any order (atomics), and Adam makes
+    whole steps of the smallest difference. So the first rank's holds: sent, each byte travels half as far as for a
+    mean, and nothing is rounded once more.
+    """
+
+    def __init__(self, network: nn.Module, ranks: Ranks) -> None:
+        held = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+        self._parameters = {name: parameter for name, parameter in held.items() if _is_whole(parameter)}
+        self._ranks = ranks
+        self._apart: Tensor | None = None  # for each of them, how far the gradients were from the first rank's at most
+
+    @torch.no_grad()
+    def decide(self) -> None:
+        """Collective: gradients become the first rank's."""
+        if self._ranks.size == 1 or not self._parameters:
+            return
+        own = [_gradient(parameter) for parameter in self._parameters.values()]
+        sizes, distances = [], []
+        for bucket in buckets(own, BUCKET):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            first = flat.clone()
+            self._ranks.send_from_first_(first)  # the tensor ranks; gradients of what they hold in common
+            lengths = [gradient.numel() for gradient in bucket]
+            sizes += torch._foreach_norm(first.split(lengths))
+            distances += torch._foreach_norm((flat - first).split(lengths))
+            for gradient, decided in zip(bucket, first.split(lengths), strict=True):
+                gradient.copy_(decided.view_as(gradient))
+        size, distance = (torch.stack([n.to(sizes[0].device, torch.float32) for n in ns]) for ns in (sizes, distances))
+        floor = (FLOOR * size.norm()).clamp(min=torch.finfo(torch.float32).tiny)
+        apart = (distance / size.maximum(floor)).nan_to_num(0.0, 0.0)  # an overflow is no disagreement
+        self._apart = apart if self._apart is None else self._apart.maximum(apart)
+
+    def refuse_apart(self) -> None:
+        """Collective: RuntimeError, naming parameters, where gradients since the last look were not the same ones."""
+        if self._apart is None:
+            return
+        self._ranks.largest_(self._apart).wait()  # the tensor ranks; a number for each parameter
+        _refuse(
+            "gradients of ",
+            [n for n, apart in zip(self._parameters, self._apart.tolist(), strict=True) if apart > APART],
+        )
+        self._apart = None
+
+
+@torch.no_grad()
+def refuse_drift(network: nn.Module, ranks: Ranks) -> None:
+    """Collective: RuntimeError, naming them, where parameters outside the plan are not equal on all tensor ranks."""
+    held = {name: _held(parameter) for name, parameter in network.named_parameters() if _is_whole(parameter)}
+    whole = {name: part for name, part in held.items() if not part.is_meta}
+    if not whole or ranks.size == 1:
+        return
+    sums = torch.stack([torch.stack([p.double().sum(), p.double().square().sum()]) for p in whole.values()])  # (n, 2)
+    bounds = torch.stack([sums, -sums])
+    ranks.largest_(bounds).wait()  # the tensor ranks; four numbers a parameter: the largest, and minus the smallest
+    squares = bounds[0, :, 1]
+    counts = squares.new_tensor([part.numel() for part in whole.values()])
+    scales = torch.stack([(counts * squares).sqrt(), squares], dim=1)
+    unequal = (bounds.sum(0) > DRIFT * scales).any(1).tolist()
+    _refuse("", [name for name, differs in zip(whole, unequal, strict=True) if differs])
+
+
+@torch.no_grad()
+def share_buffers(network: nn.Module, ranks: Ranks) -> None:
+    """Collective: what a checkpoint keeps of whole buffers (running statistics) becomes the first rank's everywhere."""
+    kept = network.state_dict() if ranks.size > 1 else {}
+    own = [b for name, b in network.named_buffers() if name in kept and not isinstance(b, DTensor)]
+    for bucket in buckets(own, BUCKET):
+        flat = torch.cat([buffer.reshape(-1) for buffer in bucket])
+        ranks.send_from_first_(flat)  # the tensor ranks; all these buffers
+        for buffer, first in zip(bucket, flat.split([buffer.numel() for buffer in bucket]), strict=True):
+            buffer.copy_(first.view_as(buffer))
+
+
+def _refuse(what: str, names: list[str]) -> None:
+    if names:
+        raise RuntimeError(
+            f"{what}parameters outside the tensor plan differ between its ranks: {', '.join(names[:8])}; the plan cuts"
+            " what flows through them (put them in the plan), or the network computes something else on each rank"
+        )
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    """Does every tensor rank hold the same of it? Data ranks may have spread it."""
+    if not isinstance(parameter, DTensor):
+        return True
+    axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+    return all(axis != "tensor" or placement.is_replicate() for axis, placement in axes)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """What this rank holds of a gradient; zeros where there is none, for all ranks send alike."""
+    return torch.zeros_like(_held(parameter)) if parameter.grad is None else _held(parameter.grad)
+
+
+def _held(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
