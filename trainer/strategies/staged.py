@@ -84,7 +84,9 @@ class PlacedStages(PlacedTensor):
         if self._mesh:
             for body in self._pieces():
                 fitting = {key: style for key, style in self._plan.tensor.items() if any(matches(body, key))}
-                cut(body, self._mesh, replace(self._plan, tensor=fitting))
+                here = replace(self._plan, tensor=fitting)
+                cut(body, self._mesh, here)
+                self._masks.follow(body, here)
         refuse_drift(self.network, self._tensor_ranks)
 
     def _pieces(self) -> list[nn.Module]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from trainer.parallel.masks import Masks
 from trainer.parallel.ranks import Group, Ranks
 from trainer.parallel.shared import Shared, refuse_drift, share_buffers
 from trainer.parallel.tensor import cut, refuse_plan, settle
@@ -55,11 +56,13 @@ class PlacedTensor(Placed):
     ) -> None:
         self._mesh = mesh
         self._tensor_ranks = Group(mesh.get_group()) if mesh else Ranks()
+        self._masks = Masks(strategy.device, self._tensor_ranks.rank)
         super().__init__(strategy, task, network, example)
 
     def _cut(self) -> None:
         if self._mesh:
             cut(self.network, self._mesh, self._plan)
+            self._masks.follow(self.network, self._plan)
         refuse_drift(self.network, self._tensor_ranks)
 
     def _computing(self, valid: int | None = None) -> Any:
@@ -69,6 +72,7 @@ class PlacedTensor(Placed):
         return stack
 
     def _settle_gradients(self) -> None:
+        self._masks.forget()
         settle(self.network.parameters())
         self._average()
         self._shared.decide()  # the last to touch gradients: afterwards they are the same bits on all tensor ranks
