@@ -80,7 +80,8 @@ class _Recomputed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run, selective = super().forward, self.recomputed_mode == "operators"
-        if not torch.is_grad_enabled():
+        # functional_call's weights are gone by the backward: it would recompute with the unit's own, without a word
+        if not torch.is_grad_enabled() or not all(isinstance(weight, nn.Parameter) for weight in self.parameters()):
             return run(*args, **kwargs)
         if torch.compiler.is_compiling():  # repeats no change of a buffer, and must see torch's own contexts
             if selective:
