@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from tests.processes import Processes
-from tests.strategies.toys import CLASSES, WIDTH, Net, Plain, Rows, ToyData, make_optimizer
+from tests.strategies.toys import CLASSES, WIDTH, Net, Plain, Rows, ToyData, make_optimizer, whole
 from trainer import Plan, Task
 from trainer.launch import Launch
 from trainer.machine import Machine
@@ -32,6 +32,12 @@ class Planned(Net):
         return self._plan
 
 
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(4, 4, sparse=True)
+
+
 @pytest.mark.parametrize(
     ("network", "degree", "said"),
     [
@@ -41,6 +47,7 @@ class Planned(Net):
         (Planned(Plan(tensor={"down": RowwiseParallel()})), 7, ["down.in_features 24 / 7", "strategy=ddp"]),
         (Planned(Plan(tensor={"norm": ColwiseParallel()})), 2, ["norm, a LayerNorm", "only Linear and Embedding"]),
         (Planned(Plan(tensor={"up": ColwiseParallel()}, divisible={"heads": 3})), 2, ["3 heads / 2", "1, 3"]),
+        (Sparse(), 2, ["strategy=tp sends dense gradients", "bag"]),
     ],
 )
 def test_what_cannot_be_cut_is_refused_before_it_starts(network: nn.Module, degree: int, said: list[str]) -> None:
@@ -138,9 +145,7 @@ def apart(launch: Launch, off: float) -> tuple[list[list[float]], str]:
         except RuntimeError as error:
             return [], f"step {step}: {error}"
         names = ("norm.weight", "head.bias", "down.bias", "last.running_mean", "optimizer/head.bias/exp_avg")
-        return [
-            (state[name].to_local() if hasattr(state[name], "to_local") else state[name]).tolist() for name in names
-        ], ""
+        return [whole(state[name]) for name in names], ""
 
 
 def test_rounding_moves_no_copy_away_from_the_others_and_stops_no_save(processes: Processes) -> None:

@@ -56,8 +56,8 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     )
     again = how.reshard_after_forward
     units = [spread(network.get_submodule(name), reshard_after_forward=again) for name in names]
-    for name, unit in zip(names, units, strict=True):
-        _refuse_replaced(name, unit)
+    for name in names:
+        _refuse_replaced(name, network.get_submodule(name))
     # what is left is small and wanted first in the backward: it stays gathered, unless it is everything
     whole = spread(root, reshard_after_forward=again and not units)
     if how.ahead > 1:
@@ -112,6 +112,7 @@ def _refuse_replaced(name: str, unit: nn.Module) -> None:
     places = [(module, key) for module, key, value in own if _is_spread(value)]
     gathered: set[nn.Parameter] = set()
 
+    @torch.compiler.disable
     def look(*_: Any) -> None:
         for module, key in places:
             value = getattr(module, key)
@@ -122,7 +123,9 @@ def _refuse_replaced(name: str, unit: nn.Module) -> None:
                     " can do it, or a plan's shard that names a unit which makes this call inside its own forward"
                 )
 
+    @torch.compiler.disable
     def remember(*_: Any) -> None:
+        gathered.clear()
         gathered.update(getattr(module, key) for module, key in places)
 
     unit.register_forward_pre_hook(look, prepend=True)  # before fully_shard's own

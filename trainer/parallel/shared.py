@@ -35,7 +35,8 @@ class Shared:
         if self._ranks.size == 1 or not self._parameters:
             return
         own = [_gradient(parameter) for parameter in self._parameters.values()]
-        sizes, distances = [], []
+        sizes: list[Tensor] = []
+        distances: list[Tensor] = []
         for bucket in buckets(own, BUCKET):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             first = flat.clone()

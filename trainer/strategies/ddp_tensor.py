@@ -12,6 +12,7 @@ from trainer.parallel.ranks import Group
 from trainer.parallel.replicate import average_gradients
 from trainer.parallel.tensor import refuse_plan
 from trainer.refusal import Refusal
+from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed
 from trainer.strategies.tensor import PlacedTensor
@@ -40,7 +41,8 @@ class DDPTP(Meshed):
         return world_size // self.tensor
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
-        """Refuse a network without a plan, or one whose sizes do not divide."""
+        """Refuse sparse gradients, a network without a plan, or one whose sizes do not divide."""
+        refuse_sparse(network, self.name)
         refuse_plan(network, task.plan(network), self.tensor)
 
     def _arrange(self) -> None:

@@ -19,6 +19,7 @@ from trainer.parallel.ranks import Group, Ranks
 from trainer.parallel.shared import Shared, refuse_drift, share_buffers
 from trainer.parallel.tensor import cut, refuse_plan, settle
 from trainer.strategies.base import Strategy
+from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed
 from trainer.task import Task
@@ -36,7 +37,8 @@ class TP(Meshed):
         return 1
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
-        """Refuse a network without a plan, or one whose sizes do not divide."""
+        """Refuse sparse gradients, a network without a plan, or one whose sizes do not divide."""
+        refuse_sparse(network, self.name)
         refuse_plan(network, task.plan(network), world_size)
 
     def _arrange(self) -> None:
