@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from scripts.benchmarks.report import COLUMNS, picture, ratio, tables
+
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 
@@ -68,6 +70,23 @@ def test_no_number_of_processes(
     with pytest.raises(SystemExit, match="2"):
         launch.processes([])
     assert f"NPROC={nproc}" in capsys.readouterr().err
+
+
+# --- the benchmark's report
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    rows = [
+        {"work": "w", "peer": peer, "round": at, "figures": dict.fromkeys((*COLUMNS, "accuracy"), value)}
+        for peer, values in {"raw": (100.0, 900.0, 200.0), "ours": (150.0, 900.0, 100.0)}.items()
+        for at, value in enumerate(values)
+    ]
+    assert ratio(rows, "ours", "step") == 1.0  # of 1.5, 1.0 and 0.5; that of the medians is 0.75
+    lines = tables([*rows, {"work": "w", "peer": "hf", "round": 0, "error": "words"}]).splitlines()
+    assert lines[0] == "### w"
+    assert lines[5].startswith("| ours | 150 (1.00) |")
+    assert lines[6].endswith("| 0, 1 failed |")
+    assert picture(rows).count("<circle") == 2  # ours, and its place in the legend
 
 
 # --- how a run ended

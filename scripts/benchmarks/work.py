@@ -1,0 +1,146 @@
+"""The work that every program does: networks, data, loss and optimizer, the same for all."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
+
+
+@dataclass(frozen=True)
+class Work:
+    """One workload. Of `overhead` the peers get their batches made beforehand; of all others through a DataLoader."""
+
+    name: str
+    steps: int
+    batch: int  # samples of one process in a step
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return self.name + (f", ddp on {self.ranks}" if self.ranks > 1 else "")
+
+    @classmethod
+    def asked(cls) -> Work:
+        """What this process is to do, as the one that started it says."""
+        return cls(**json.loads(os.environ["BENCH_WORK"]))
+
+    def words(self) -> str:
+        """The same, for the environment of a process."""
+        return json.dumps(asdict(self))
+
+    @property
+    def dealt(self) -> bool:
+        """Does each rank have its own batches already? Accelerate cannot deal what is made beforehand."""
+        return self.name == "overhead" and self.ranks > 1
+
+    @property
+    def eval_batch(self) -> int:
+        """Samples of one process in a batch of the evaluation."""
+        return self.batch if self.name.startswith("overhead") else 2 * self.batch
+
+
+class GPT(nn.Module):
+    """A decoder of 0.9 million parameters over 256 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(256, 128), nn.Embedding(128, 128)
+        block = nn.TransformerEncoderLayer(128, 4, 512, dropout=0, activation="gelu", batch_first=True, norm_first=True)
+        self.blocks, self.head = nn.TransformerEncoder(block, 4, enable_nested_tensor=False), nn.Linear(128, 256)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(128), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight  # (B, 128, 128): samples, tokens, width
+        return self.head(self.blocks(x, mask=self.mask, is_causal=True))
+
+
+def network(work: Work) -> nn.Module:
+    """The network of a workload, always with the same values."""
+    torch.manual_seed(0)
+    if work.name == "gpt":
+        return GPT()
+    if work.name == "resnet18":
+        from torchvision.models import resnet18
+
+        made = resnet18(num_classes=10)
+        made.conv1, made.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()  # for 32×32 pixels
+        return made
+    if work.name == "fmnist":
+        first = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        second = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+        return nn.Sequential(*first, *second, nn.Linear(32 * 49, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def optimizer(work: Work, parameters: Any) -> torch.optim.Optimizer:
+    """As people make one; compare.py says the same in words."""
+    if work.name == "gpt":
+        return torch.optim.AdamW(parameters, lr=3e-4)
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy over classes or tokens."""
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def tensors(work: Work) -> list[tuple[Tensor, Tensor]]:
+    """(inputs, targets) in memory: as many as training needs, and those of the evaluation."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        if work.name == "gpt":
+            text = torch.randint(256, (count, 129), generator=generator)
+            return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        if work.name == "resnet18":
+            return torch.randn(count, 3, 32, 32, generator=generator), torch.randint(10, (count,), generator=generator)
+        x = torch.randn(count, 64, generator=generator)
+        return x, x[:, :10].argmax(1)
+
+    evaluated = (500 if work.name.startswith("overhead") else 4) * work.eval_batch * work.ranks
+    return [draw(work.steps * work.batch * work.ranks), draw(evaluated)]
+
+
+def fashion_mnist(transform: Any = None) -> list[Any]:
+    """torchvision's training and test set."""
+    from torchvision.datasets import FashionMNIST
+
+    return [FashionMNIST(os.environ["BENCH_FOLDER"], train=train, transform=transform) for train in (True, False)]
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: DataLoader) -> Tensor:
+    """How many are right, and of how many: as people write it."""
+    right, seen = 0, 0
+    model.eval()
+    for x, y in batches:
+        right += int((model(x).argmax(-1) == y).sum())
+        seen += y.numel()
+    return torch.tensor([right, seen])
+
+
+def loaders(work: Work, distributed: bool = False, **more: Any) -> list[DataLoader]:
+    """DataLoaders of training and evaluation. `distributed`: with a sampler that cuts them for the ranks."""
+    sets: list[Any]
+    if work.name == "overhead":
+        rank = int(os.environ.get("RANK", "0"))
+        sets = [list(zip(x.split(work.batch), y.split(work.batch), strict=True)) for x, y in tensors(work)]
+        return [DataLoader(batches[rank :: work.ranks], batch_size=None, **more) for batches in sets]
+    if work.name == "fmnist":
+        from torchvision.transforms import ToTensor
+
+        sets = fashion_mnist(ToTensor())
+    else:
+        sets = [TensorDataset(*pair) for pair in tensors(work)]
+    samplers: list[Any] = [RandomSampler(sets[0], generator=torch.Generator().manual_seed(0)), None]
+    if distributed:
+        samplers = [DistributedSampler(sets[0]), DistributedSampler(sets[1], shuffle=False)]
+    sizes = (work.batch, work.eval_batch)
+    triples = zip(sets, sizes, samplers, strict=True)
+    return [DataLoader(each, size, sampler=how, **more) for each, size, how in triples]
