@@ -76,7 +76,7 @@ def test_every_uneven_micro_batch_needs_a_sample(words: tuple[int, int, int, int
 def test_the_command_line_asks_for_it() -> None:
     assert not settings(compose([])).loop.uneven
     assert settings(compose(["loop.uneven=true"])).loop.uneven
-    with pytest.raises(Refusal, match=r"loop.uneven=true and compile=true: .*; give compile=false"):
+    with pytest.raises(Refusal, match=r"loop.uneven=true and compile=true: .*; set compile=false"):
         settings(compose(["loop.uneven=true", "compile=true"]))
 
 

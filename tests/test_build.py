@@ -202,7 +202,7 @@ class TestOptimizer:
         [
             ("torch.optim.SGD", {"lr": -1.0}, "SGD cannot be built with lr=-1.0: Invalid learning rate"),
             ("torch.optim.SGD", {"lrr": 1.0}, "optimizer.lrr: SGD takes no such key; did you mean 'lr'"),
-            ("torch.optim.SGD", {"momentum": "much"}, "optimizer.momentum=much"),
+            ("torch.optim.SGD", {"momentum": "much"}, "optimizer.momentum=much: SGD expects a number"),
             ("torch.optim.SGD", {"nesterov": 1}, "true or false"),
             ("torch.optim.SGD", {"params": []}, "optimizer.params"),
             ("torch.optim.AdamW", {"betas": [0.9]}, "optimizer.betas"),

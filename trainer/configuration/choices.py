@@ -1,31 +1,35 @@
-"""What each word of the command line asks for: an option of a group, the value of a key, or nothing that exists."""
+"""What each word asks for: a group's option, a key's value, or nothing that exists; and what was probably meant."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import fields
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.configuration.resolved import as_written
-from trainer.configuration.settings import GROUPS
-from trainer.configuration.typos import nearest_paths, paths, unknown
+from trainer.configuration.resolved import UNRESOLVED, as_written, resolved
+from trainer.configuration.settings import GROUPS, SECTIONS, Settings
+from trainer.configuration.values import below, describe, fits, in_steps, shown
 from trainer.refusal import nearest
 
 LISTED = ("job", *GROUPS, "experiment")  # in config.yaml's defaults: +experiment=x can only mean experiment=x
 SINGLE = ("job", *(group for group in GROUPS if group != "log"))  # groups of which one option is chosen
 
 
-def assort(
-    overrides: list[Override], places: list[Path], problems: list[str]
-) -> tuple[list[str], list[Override], list[Override]]:
-    """Words that choose a group's option; words that change a key; words about Hydra itself."""
-    chosen, changes, of_hydra = [], [], []
+def assort(overrides: list[Override], places: list[Path], problems: list[str]) -> tuple[list[str], list[Override]]:
+    """Words that choose a group's option, and words that change a key; appends what is wrong to the problems."""
+    chosen, changes = [], []
     for each in overrides:
-        if re.match(r"hydra\b", each.key_or_group):
-            of_hydra.append(each)
+        if re.match(r"hydra\.(hydra_)?help\.", each.key_or_group):
+            chosen.append(line(each))
+        elif re.match(r"hydra\b", each.key_or_group):  # many could name code that Hydra would run
+            hint = "files of a run go to run.dir; -m asks for several runs"
+            problems.append(f"{line(each)}: Hydra's own keys have no effect here; {hint}")
         elif _is_group(each.key_or_group, places) and not isinstance(each.value(), dict):
             wrong = None if each.is_delete() else _no_option(each, places)
             if wrong:
@@ -34,7 +38,7 @@ def assort(
                 chosen.append(line(each).lstrip("+") if each.key_or_group in LISTED else line(each))
         else:
             changes.append(each)
-    return chosen, changes, of_hydra
+    return chosen, changes
 
 
 def _is_group(name: str, places: list[Path]) -> bool:
@@ -90,32 +94,95 @@ def _beyond_yaml(override: Override, path: str, base: DictConfig) -> str:
     return f" If {str(node['_target_']).rpartition('.')[2]} has a parameter {name}, write +{line(override)}"
 
 
-def harmless(override: Override, base: DictConfig, problems: list[str]) -> bool:
-    """Hydra's own keys do nothing here, but for its help's; many could name code that Hydra would run."""
-    path, choices = override.key_or_group, base.hydra.runtime.choices
-    plain = override.is_add() or override.is_force_add() or override.is_delete()
-    if path.startswith(("hydra.help.", "hydra.hydra_help.")):
-        return True
-    known = [each for each in choices if each.startswith("hydra/")]
-    own = paths(as_written(base.hydra))
-    known += [f"hydra.{each}" for each in own if not each.startswith("runtime.")]
-    if path not in known and not plain:
-        problems.append(unknown(path, known))
-    elif plain or override.value() != (choices[path] if path in choices else _scalar(base, path)):
-        several = re.match(r"hydra[./](mode|launcher|sweeper)\b", path)
-        hint = "ask for several runs with -m" if several else "the files of a run go to run.dir"
-        problems.append(f"{line(override)}: this has no effect here; {hint}")
-    return False
-
-
-def _scalar(base: DictConfig, path: str) -> Any:
-    value: Any = as_written(base)
-    for part in path.split("."):
-        value = value[part]
-    return getattr(value, "name", value)  # hydra.mode is an enumeration
-
-
 def line(override: Override) -> str:
     """The word as it was typed."""
     assert override.input_line is not None
     return override.input_line
+
+
+def paths(node: Any, prefix: str = "") -> list[str]:
+    """The dotted path of everything in a plain configuration: sections, keys, items of lists."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    found = []
+    for key, value in items:
+        found.append(f"{prefix}{key}")
+        found += paths(value, f"{prefix}{key}.")
+    return found
+
+
+def unknown(path: str, known: Iterable[str]) -> str:
+    """Say that nothing is called so, and what comes nearest."""
+    near = nearest_paths(path, known)
+    return f"{path}: there is no such key or group" + (f"; did you mean {' or '.join(near)}?" if near else ".")
+
+
+def nearest_paths(path: str, known: Iterable[str]) -> list[str]:
+    """Up to three paths that are called nearly so, by their whole name or by its last part, the nearest first."""
+    above, _, last = path.rpartition(".")
+
+    def likeness(other: str) -> float:
+        beside, _, end = other.rpartition(".")
+        shared = 0.61 if set(last.split("_")) & set(end.split("_")) else 0.0  # batch_size, global_batch
+        whole = _ratio(path, other) if above != beside else 0.0  # what both begin with says nothing
+        return max(whole, 0.95 * _ratio(last, end), shared)
+
+    # no special keys (_target_), no items of lists
+    named = [each for each in known if not re.search(r"\._|\.\d+$", each) and not f"{path}.".startswith(f"{each}.")]
+    scored = {other: likeness(other) for other in named}
+    best = sorted((other for other in scored if scored[other] > 0.6), key=scored.__getitem__, reverse=True)
+    return [other for other in best if scored[other] > scored[best[0]] - 0.1][:3]
+
+
+def _ratio(one: str, other: str) -> float:
+    match = SequenceMatcher(None, one, other, autojunk=False)
+    return match.ratio() if match.real_quick_ratio() > 0.6 else 0.0
+
+
+def unread(cfg: DictConfig, known: list[str]) -> list[str]:
+    """One line for each key of a composed configuration that nothing reads. Keys of groups are their targets' business.
+
+    A key that an interpolation refers to is read by that: a lab may write a number once and use it twice.
+    """
+    plain = as_written(cfg)
+    referred = set(re.findall(r"[$.\w]+", " ".join(re.findall(r"\$\{[^}]*\}?", str(plain)))))
+    own = {each.name for each in fields(Settings)} - {"decay", "fused"} | set(GROUPS)
+    problems = []
+    for key, value in plain.items():
+        if key in SECTIONS and isinstance(value, dict):
+            names = {each.name for each in fields(SECTIONS[key])}
+            problems += [unknown(f"{key}.{name}", known) for name in value if name not in names]
+        elif key not in own and str(key) not in {path.split(".")[0] for path in referred}:
+            problems.append(_astray(str(key), known))
+    return problems
+
+
+def _astray(key: str, known: list[str]) -> str:
+    if key == "experiment":
+        return "experiment: the first line of an experiment's file must be: # @package _global_"
+    return unknown(key, known)
+
+
+# What a value must be where its group's yaml has one of this type; must it be whole? Its target's signature says.
+_LIKE = {bool: bool, int: float, float: float, str: str, dict: dict}
+
+
+def mistyped(cfg: DictConfig, base: DictConfig) -> list[str]:
+    """One line for each value that is of another kind than the one which its group's yaml gives this key."""
+    values, expected, written = resolved(cfg)[0], resolved(base)[0], as_written(cfg)
+    problems: list[str] = []
+
+    def compare(value: Any, wanted: Any, as_given: Any, path: str) -> None:
+        if value is None or value is UNRESOLVED or value == wanted or wanted is None or wanted is UNRESOLVED:
+            return  # null says nothing about the type; the target's signature does
+        of_numbers = isinstance(wanted, list) and wanted and all(fits(each, float) for each in wanted)
+        kind: Any = list[float] if of_numbers else _LIKE.get(type(wanted), type(wanted))
+        if not fits(value, kind):
+            like = f", like {shown(wanted)}" if isinstance(wanted, list) else ""
+            problems.append(f"{path}={shown(as_given)}: expected {describe(kind)}{like}{in_steps(value)}")
+        elif isinstance(wanted, dict) and value.get("_target_") == wanted.get("_target_"):
+            for key in value.keys() & wanted.keys():
+                compare(value[key], wanted[key], below(as_given, key), f"{path}.{key}")
+
+    for group in GROUPS:
+        compare(values.get(group), expected.get(group), written.get(group), group)
+    return problems

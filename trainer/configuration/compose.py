@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import hydra
 from hydra.core.override_parser.types import Override
@@ -21,12 +21,10 @@ from omegaconf import DictConfig, open_dict
 
 import trainer
 from trainer.bundle import root
-from trainer.configuration.choices import assort, dashed, harmless, line, misnamed
+from trainer.configuration.choices import assort, dashed, line, misnamed, mistyped, paths, unread
 from trainer.configuration.lab import LabSource
 from trainer.configuration.resolved import as_written
 from trainer.configuration.settings import GROUPS, examine
-from trainer.configuration.typed import mistyped
-from trainer.configuration.typos import paths, unread
 from trainer.configuration.words import Words, parse, read, take_searchpath
 from trainer.refusal import Refusal, nearest
 
@@ -98,21 +96,19 @@ def _composed(
     words: Words, overrides: list[Override], places: list[Path], problems: list[str]
 ) -> tuple[DictConfig, list[str]]:
     """The configuration without Hydra's own part, and the words that made it; appends what is wrong to the problems."""
-    chosen, changes, of_hydra = assort(overrides, places, problems)
+    chosen, changes = assort(overrides, places, problems)
     base = load(words, chosen, places)
     known = [path for path in paths(as_written(base)) if not path.startswith("hydra.")]
     problems += [dashed(flag, known) for flag in words.strange]
-    accepted = [line(each) for each in of_hydra if harmless(each, base, problems)]
-    for each in changes:
-        wrong = misnamed(each, base, known)
-        problems += wrong
-        accepted += [] if wrong else [line(each)]
+    wrong = [misnamed(each, base, known) for each in changes]
+    problems += [one for each in wrong for one in each]
+    accepted = [line(each) for each, found in zip(changes, wrong, strict=True) if not found]
     cfg = load(words, chosen + accepted, places) if accepted else base
     with open_dict(cfg):
         own = cfg.pop("hydra")
     _refuse_hidden(own, places)
     problems += _astray(own, base, cfg) + unread(cfg, known)
-    problems += mistyped(cfg, _without_experiment(words, chosen, own.runtime.choices, places, base))
+    problems += mistyped(cfg, base)
     return cfg, chosen + accepted
 
 
@@ -135,24 +131,6 @@ def _astray(own: DictConfig, base: DictConfig, cfg: DictConfig) -> list[str]:
         problems.append("trust: only the command line can name trusted packages, but a yaml file does")
     problems += [f"{group}: choose one, {group}=NAME" for group in GROUPS if not isinstance(found.get(group), dict)]
     return problems
-
-
-def _without_experiment(
-    words: Words, chosen: list[str], choices: DictConfig, places: list[Path], base: DictConfig
-) -> DictConfig:
-    """The same choices with the values of their own files: what the types of values are read from."""
-    if not choices.get("experiment"):
-        return base
-    kept = [word for word in chosen if word.lstrip("+~").split("=")[0] not in ("experiment", *choices)]
-    picked = [f"{group}={option}" for group, option in as_written(choices).items() if _is_choice(group, option)]
-    try:
-        return load(words, kept + picked, places)
-    except Refusal:  # a choice that only exists below the experiment
-        return base
-
-
-def _is_choice(group: str, option: Any) -> bool:
-    return not group.startswith("hydra/") and group != "experiment" and isinstance(option, str)
 
 
 def _answer(words: Words, overrides: Sequence[str]) -> NoReturn:

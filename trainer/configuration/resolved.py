@@ -12,10 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from trainer.refusal import Refusal
-
 UNRESOLVED = object()  # stands where a value could not be had; what is wrong with it is already in the list of problems
-BUDGET = 10_000  # values that interpolations may bring in; interpolations of interpolations could make any number
 
 
 def resolved(cfg: DictConfig) -> tuple[dict[str, Any], list[str]]:
@@ -63,33 +60,21 @@ def _environment_sealed() -> Iterator[None]:
 Fallback = Callable[[str, Any, OmegaConfBaseException | None], Any]
 
 
-def _plain(cfg: DictConfig, fallback: Fallback) -> Any:
-    borrowed = 0
-
-    def walk(node: Any, path: str, lent: bool) -> Any:
-        nonlocal borrowed
-        borrowed += lent
-        if borrowed > BUDGET or path.count(".") > 100:
-            raise Refusal(
-                f"{path.split('.')[0]}: interpolations that contain themselves, or more than {BUDGET:,} values"
-            )
-        if isinstance(node, DictConfig):
-            return {key: leaf(node, key, f"{path}.{key}".lstrip("."), lent) for key in map(str, node)}
-        if isinstance(node, ListConfig):
-            return [leaf(node, index, f"{path}.{index}", lent) for index in range(len(node))]
-        return node
-
-    def leaf(parent: Any, key: Any, path: str, lent: bool) -> Any:
-        if OmegaConf.is_missing(parent, key) and not OmegaConf.is_interpolation(parent, key):
-            return fallback(path, "???", None)
+def _plain(node: Any, fallback: Fallback, path: str = "") -> Any:
+    def leaf(key: Any) -> Any:
+        where = f"{path}.{key}".lstrip(".")
+        if OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
+            return fallback(where, "???", None)
         try:
-            value = parent[key]
+            value = node[key]
         except OmegaConfBaseException as error:
-            plain: Any = OmegaConf.to_container(parent, resolve=False)
-            return fallback(path, plain[key], error)
-        return walk(value, path, lent or OmegaConf.is_interpolation(parent, key))
+            plain: Any = OmegaConf.to_container(node, resolve=False)
+            return fallback(where, plain[key], error)
+        return _plain(value, fallback, where)
 
-    return walk(cfg, "", False)
+    if isinstance(node, DictConfig):
+        return {str(key): leaf(key) for key in node}
+    return [leaf(index) for index in range(len(node))] if isinstance(node, ListConfig) else node
 
 
 def _unresolvable(path: str, written: Any, error: OmegaConfBaseException) -> str:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 from omegaconf import DictConfig
 
 from trainer.cadence import Every
 from trainer.configuration.resolved import UNRESOLVED, as_written, resolved
 from trainer.configuration.values import (
-    Reader,
     Unexpected,
+    below,
+    converted,
+    describe,
+    fits,
     meeting_place,
-    number_above,
-    one_of,
-    optional,
     packages,
     rhythm,
     seconds,
-    text,
-    truth,
-    whole,
+    shown,
     window,
 )
 from trainer.refusal import Refusal
@@ -37,54 +34,54 @@ OPTIMIZER_KEYS = ("decay", "fused")
 EPOCHS = 10  # where neither loop.epochs nor loop.steps is given
 
 
-def key(reader: Reader) -> Any:
-    """A key of the configuration and what reads it. Defaults live in conf/config.yaml, once."""
-    return field(metadata={"reader": reader})
+def key(read: Callable[[Any], Any] | None = None, least: int | None = None, above: int | None = None) -> Any:
+    """A key of its annotation's type; `read`: in a grammar of its own. Defaults live in conf/config.yaml, once."""
+    return field(metadata={"read": read, "least": least, "above": above})
 
 
 @dataclass(frozen=True)
 class Job:
     """What the program is to do."""
 
-    name: str = key(one_of("fit"))
+    name: Literal["fit"] = key()
 
 
 @dataclass(frozen=True)
 class Run:
     """Where the files of a run go, and what it continues."""
 
-    root: str = key(text)
-    name: str | None = key(optional(text))
-    dir: str | None = key(optional(text))
-    resume: str = key(text)
-    accept_changes: bool = key(truth)
-    stop_after: float | None = key(optional(seconds))  # seconds
+    root: str = key()
+    name: str | None = key()
+    dir: str | None = key()
+    resume: str = key()
+    accept_changes: bool = key()
+    stop_after: float | None = key(seconds)  # seconds
 
 
 @dataclass(frozen=True)
 class Loop:
     """How long, in steps of which size, and what happens how often."""
 
-    epochs: int | None = key(optional(whole(1)))
-    steps: int | None = key(optional(whole(1)))
-    global_batch: int = key(whole(1))
-    micro_batches: int = key(whole(1))
-    micro_batch: int | None = key(optional(whole(1)))
-    uneven: bool = key(truth)
-    max_norm: float | None = key(optional(number_above(0)))
+    epochs: int | None = key(least=1)
+    steps: int | None = key(least=1)
+    global_batch: int = key(least=1)
+    micro_batches: int = key(least=1)
+    micro_batch: int | None = key(least=1)
+    uneven: bool = key()
+    max_norm: float | None = key(above=0)
     log_every: tuple[Every, ...] = key(rhythm)
     eval_every: tuple[Every, ...] = key(rhythm)
     save_every: tuple[Every, ...] = key(rhythm)
-    eval_batch: int | None = key(optional(whole(1)))
-    deterministic: bool = key(truth)
+    eval_batch: int | None = key(least=1)
+    deterministic: bool = key()
 
 
 @dataclass(frozen=True)
 class Loader:
     """How samples are read that must be fetched one by one."""
 
-    workers: int | None = key(optional(whole(0)))
-    prefetch: int = key(whole(1))
+    workers: int | None = key(least=0)
+    prefetch: int = key(least=1)
     timeout: float = key(seconds)  # seconds
 
 
@@ -92,17 +89,17 @@ class Loader:
 class Checkpoint:
     """Which checkpoints stay."""
 
-    keep: int = key(whole(1))
-    best: str | None = key(optional(text))
+    keep: int = key(least=1)
+    best: str | None = key()
 
 
 @dataclass(frozen=True)
 class Distributed:
     """How processes talk to each other."""
 
-    backend: str | None = key(optional(one_of("nccl", "gloo")))
+    backend: Literal["nccl", "gloo"] | None = key()
     init_method: str = key(meeting_place)
-    interface: str | None = key(optional(text))
+    interface: str | None = key()
     timeout: float = key(seconds)  # seconds
     step_timeout: float = key(seconds)  # seconds
 
@@ -117,14 +114,15 @@ class Settings:
     loader: Loader
     checkpoint: Checkpoint
     distributed: Distributed
-    seed: int = key(whole(0))
-    device: str = key(one_of("auto", "cpu", "cuda"))
-    precision: str = key(one_of("auto", "fp32", "bf16", "fp16", "fp64"))
-    compile: bool = key(truth)
+    seed: int = key(least=0)
+    device: Literal["auto", "cpu", "cuda"] = key()
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = key()
+    compile: bool = key()
     profile: tuple[int, int] | None = key(window)  # first and last step
     trust: tuple[str, ...] = key(packages)
-    decay: str = "weights"  # optimizer.decay: what weight decay shrinks: weights (not biases and norms) or all
-    fused: bool | None = None  # optimizer.fused: one kernel for the whole step; None: where it pays
+    # beside an optimizer's own keys (OPTIMIZER_KEYS)
+    decay: Literal["weights", "all"] = "weights"  # what weight decay shrinks: weights (not biases and norms) or all
+    fused: bool | None = None  # one kernel for the whole step; None: where it pays
 
 
 SECTIONS: Mapping[str, type] = {
@@ -151,53 +149,54 @@ def examine(cfg: DictConfig) -> tuple[Settings | None, list[str]]:
     written = as_written(cfg)  # what messages show: never a resolved secret
     read: dict[str, Any] = {}
     for name, section in SECTIONS.items():
-        read[name] = _section(section, values.get(name), written.get(name), f"{name}.", problems)
-    read |= _keys([each for each in fields(Settings) if "reader" in each.metadata], values, written, "", problems)
-    read |= _beside_optimizer(values.get("optimizer"), written.get("optimizer"), problems)
-    if not problems:
-        problems += _impossible(read["loop"], read["compile"])
+        if isinstance(found := values.get(name), dict):
+            read[name] = _keys(section, fields(section), found, written.get(name), f"{name}.", problems)
+        elif found is not UNRESOLVED:
+            names = ", ".join(f"{name}.{each.name}" for each in fields(section)[:3])
+            problems.append(f"{name}={written.get(name)}: expected a section with keys such as {names}")
+    read |= _keys(Settings, [each for each in fields(Settings) if each.metadata], values, written, "", problems)
+    if isinstance(beside := values.get("optimizer"), dict):
+        given = [each for each in fields(Settings) if each.name in OPTIMIZER_KEYS and each.name in beside]
+        read |= _keys(Settings, given, beside, written["optimizer"], "optimizer.", problems)
     if problems:
         return None, problems
-    loop = read["loop"]
-    if loop.epochs is None and loop.steps is None:
-        read["loop"] = replace(loop, epochs=EPOCHS)
-    return Settings(**read), []
+    read |= {name: section(**read[name]) for name, section in SECTIONS.items()}
+    problems = _impossible(read["loop"], read["compile"])
+    if read["loop"].epochs is None and read["loop"].steps is None:
+        read["loop"] = replace(read["loop"], epochs=EPOCHS)
+    return None if problems else Settings(**read), problems
 
 
-def _section(section: type, values: Any, written: Any, prefix: str, problems: list[str]) -> Any:
-    if not isinstance(values, dict):
-        if values is not UNRESOLVED:
-            names = ", ".join(prefix + each.name for each in fields(section)[:3])
-            problems.append(f"{prefix[:-1]}={written}: expected a section with keys such as {names}")
-        return None
-    before = len(problems)
-    read = _keys(list(fields(section)), values, written, prefix, problems)
-    return section(**read) if len(problems) == before and UNRESOLVED not in values.values() else None
-
-
-def _keys(known: list[Field], values: dict, written: Any, prefix: str, problems: list[str]) -> dict[str, Any]:
-    read = {}
+def _keys(
+    section: type, known: Iterable[Field], values: dict, written: Any, prefix: str, problems: list[str]
+) -> dict[str, Any]:
+    """The values of these keys of a section; what is wrong with them is added to the problems."""
+    types, read = get_type_hints(section), {}
     for each in known:
         if each.name not in values:
             problems.append(f"{prefix}{each.name}: the framework needs this key; it cannot be removed")
         elif values[each.name] is not UNRESOLVED:
             try:
-                read[each.name] = each.metadata["reader"](values[each.name])
+                read[each.name] = _read(values[each.name], types[each.name], each)
             except Unexpected as unexpected:
-                problems.append(f"{prefix}{each.name}={shown(written, each.name)}: expected {unexpected}")
+                problems.append(f"{prefix}{each.name}={shown(below(written, each.name))}: expected {unexpected}")
     return read
 
 
-def _beside_optimizer(values: Any, written: Any, problems: list[str]) -> dict[str, Any]:
-    readers = {"decay": one_of("weights", "all"), "fused": optional(truth)}
-    read = {}
-    for name, reader in readers.items():
-        if isinstance(values, dict) and name in values and values[name] is not UNRESOLVED:
-            try:
-                read[name] = reader(values[name])
-            except Unexpected as unexpected:
-                problems.append(f"optimizer.{name}={shown(written, name)}: expected {unexpected}")
-    return read
+def _read(value: Any, annotation: Any, key: Field) -> Any:
+    if value is None and type(None) in get_args(annotation):
+        return None
+    if read := key.metadata.get("read"):
+        return read(value)
+    least, above = key.metadata.get("least"), key.metadata.get("above")
+    bound = f" of at least {least}" if least is not None else f" above {above}" if above is not None else ""
+    if not fits(value, annotation) or value == "" or (bound and not _within(value, least, above)):
+        raise Unexpected(describe(annotation).replace("number", f"number{bound}", 1))
+    return converted(value, annotation)
+
+
+def _within(value: float, least: int | None, above: int | None) -> bool:
+    return (value >= least if least is not None else value > (above or 0)) and value < 2**63
 
 
 def _impossible(loop: Loop, compiles: bool) -> list[str]:
@@ -213,16 +212,3 @@ def _impossible(loop: Loop, compiles: bool) -> list[str]:
             "set compile=false, or loop.uneven=false and a global batch that divides"
         )
     return problems
-
-
-def shown(written: Any, name: str) -> str:
-    """A value as it was written, short enough for a line; an interpolation stays one, so that no secret is shown."""
-    value = written[name] if isinstance(written, dict) else written
-    word = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return word if len(word) <= 80 else word[:77] + "..."
-
-
-def in_steps(value: Any) -> str:
-    """What to do where epochs (1ep) were given to a key that counts steps."""
-    epochs = re.search(r"\b\d+ep\b", str(value))
-    return "; count in optimizer steps: an epoch has (training samples ÷ loop.global_batch) of them" if epochs else ""

@@ -1,85 +1,116 @@
-"""What one value may be: a reader takes it as yaml or the command line gave it, or says what it expects."""
+"""What one value may be: what an annotation asks for, and the few kinds of value that have a grammar of their own."""
 
 from __future__ import annotations
 
+import enum
+import inspect
 import math
 import re
-from collections.abc import Callable
-from typing import Any
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
 
 from trainer.cadence import Every
 from trainer.meeting import meeting
 from trainer.refusal import Refusal
 
-Reader = Callable[[Any], Any]
-
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
+_LISTS = (list, set, frozenset, Sequence, Iterable)
+# No yaml can hold these. By name, because torch is not imported before a command line has been composed.
+_OBJECTS = {("torch", "Tensor"), ("torch.nn.modules.module", "Module")}
+_PLAIN: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+    dict: "a section",
+}
 
 
 class Unexpected(Exception):
     """The value is not of this kind; the message says what is expected."""
 
 
-def truth(value: Any) -> bool:
-    """Yes or no; nothing else stands for them."""
-    if not isinstance(value, bool):
-        raise Unexpected("true or false")
-    return value
+def fits(value: Any, annotation: Any) -> bool:
+    """Can this value, out of a yaml, be what the annotation asks for? Yes where one cannot know."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if isinstance(value, Mapping) and "_target_" in value:
+        return True  # an object that is still to be built
+    if annotation in (None, type(None)):
+        return value is None
+    if origin in (Union, types.UnionType):
+        return any(fits(value, each) for each in args)
+    if origin is Literal:
+        return value in args
+    if origin is typing.Annotated:
+        return fits(value, args[0])
+    if origin in _LISTS or annotation in _LISTS:
+        return isinstance(value, list) and all(fits(item, args[0]) for item in value if args)
+    if origin is tuple or annotation is tuple:
+        return isinstance(value, list) and _fits_tuple(value, args)
+    if origin in (dict, Mapping) or annotation in (dict, Mapping):
+        return isinstance(value, Mapping)
+    return _fits_class(value, annotation)
 
 
-def text(value: Any) -> str:
-    """A word or a path. A number is taken as it was written: folders may be called 7."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
-        raise Unexpected("text")
-    return str(value)
+def _fits_tuple(value: list, args: tuple) -> bool:
+    if len(args) == 2 and args[1] is Ellipsis:
+        args = (args[0],) * len(value)
+    return not args or (len(value) == len(args) and all(map(fits, value, args)))
 
 
-def whole(least: int) -> Reader:
-    """A whole number, not below the least."""
-
-    def read(value: Any) -> int:
-        number = int(value) if isinstance(value, float) and value.is_integer() else value  # 1e4 is a float to yaml
-        if isinstance(number, bool) or not isinstance(number, int) or not least <= number < 2**63:
-            raise Unexpected(f"a whole number of at least {least}")
+def _fits_class(value: Any, annotation: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if annotation is bool:
+        return isinstance(value, bool)
+    if annotation is int:
+        return number and float(value).is_integer()  # 1e4 is a float to yaml
+    if annotation is float:
         return number
-
-    return read
-
-
-def number_above(bound: float) -> Reader:
-    """A number greater than the bound."""
-
-    def read(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not bound < value < math.inf:
-            raise Unexpected(f"a number above {bound:g}")
-        return float(value)
-
-    return read
+    if annotation in (str, Path):
+        return number or isinstance(value, str)
+    if not isinstance(annotation, type) or annotation in (object, inspect.Parameter.empty):
+        return True  # says too little to refuse anything: a type variable, a protocol's alias
+    if {"torch.Tensor", "torch.nn.modules.module.Module"} & {
+        f"{kind.__module__}.{kind.__name__}" for kind in annotation.__mro__
+    }:
+        return False
+    if issubclass(annotation, enum.Enum):
+        return isinstance(value, str | int | annotation)
+    return value is not None
 
 
-def one_of(*words: str) -> Reader:
-    """One of a few words."""
+def describe(annotation: Any) -> str:
+    """What the annotation asks for, in a user's words."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(describe(each) for each in args if getattr(each, "__name__", "") != "Tensor"))
+    if origin is Literal:
+        return "one of " + ", ".join(str(each) for each in args)
+    if origin is tuple and args and args[-1] is not Ellipsis:
+        return f"a list of {len(args)}"
+    if origin in (*_LISTS, tuple) or annotation in (*_LISTS, tuple):
+        return "a list" + {int: " of whole numbers", float: " of numbers"}.get(args[0] if args else None, "")
+    return _PLAIN.get(annotation) or str(getattr(annotation, "__name__", annotation))
 
-    def read(value: Any) -> str:
-        if value not in words:
-            raise Unexpected("one of " + ", ".join(words))
-        return value
 
-    return read
-
-
-def optional(reader: Reader) -> Reader:
-    """Null, or what the reader takes."""
-
-    def read(value: Any) -> Any:
-        if value is None:
-            return None
-        try:
-            return reader(value)
-        except Unexpected as unexpected:
-            raise Unexpected(f"{unexpected}, or null") from None
-
-    return read
+def converted(value: Any, annotation: Any) -> Any:
+    """The value as the annotation has it where yaml has no such type: tuples, paths, text that looks like a number."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        fitting = [each for each in args if fits(value, each)]
+        exact = [each for each in fitting if type(value) is each]
+        return value if exact or not fitting else converted(value, fitting[0])
+    if isinstance(value, list) and (origin is tuple or annotation is tuple):
+        return tuple(value)
+    if annotation is Path and isinstance(value, str | int | float):
+        return Path(str(value))
+    if annotation in (int, float, str) and isinstance(value, int | float) and not isinstance(value, bool):
+        return annotation(value)
+    return value
 
 
 def seconds(value: Any) -> float:
@@ -108,34 +139,35 @@ def rhythm(value: Any) -> tuple[Every, ...]:
 
 
 def _every(value: Any) -> Every:
+    epochs = re.fullmatch(r"0*([1-9]\d*)ep", str(value))
+    if epochs:
+        return Every(epochs=int(epochs[1]))
     try:
         if isinstance(value, str):
-            epochs = re.fullmatch(r"(\d+)ep", value)
-            return Every(epochs=whole(1)(int(epochs[1]))) if epochs else Every(seconds=seconds(value))
-        return Every(steps=whole(1)(value))
+            return Every(seconds=seconds(value))
     except Unexpected:
-        raise Unexpected("steps (500), epochs (1ep), time (15min), a list of them, or null for never") from None
+        pass
+    if fits(value, int) and value >= 1:
+        return Every(steps=int(value))
+    raise Unexpected("steps (500), epochs (1ep), time (15min), a list of them, or null for never")
 
 
 def window(value: Any) -> tuple[int, int] | None:
     """Steps to trace: the first and the last of them; true: 10 to 12; false: none."""
     if isinstance(value, bool):
         return (10, 12) if value else None
-    if isinstance(value, list) and len(value) == 2 and all(type(step) is int for step in value):
-        first, last = value
-        if 2 <= first <= last:
-            return first, last
+    if fits(value, tuple[int, int]) and 2 <= value[0] <= value[1]:
+        return int(value[0]), int(value[1])
     raise Unexpected("true, false or [first,last]; the first is 2 or more: the step before it warms the profiler up")
 
 
 def meeting_place(value: Any) -> str:
     """Where processes meet: env://, tcp://host:port or file:///path."""
-    written = text(value)
     try:
-        meeting(written)
+        meeting(str(value))
     except Refusal as refusal:
         raise Unexpected(str(refusal)) from None
-    return written
+    return str(value)
 
 
 def packages(value: Any) -> tuple[str, ...]:
@@ -143,3 +175,20 @@ def packages(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) and name.isidentifier() for name in value):
         raise Unexpected("a list of packages, like [monai]")
     return tuple(value)
+
+
+def below(written: Any, key: Any) -> Any:
+    """A part of a node as it was written; all that was written where one interpolation stands for the node."""
+    return written[key] if isinstance(written, dict | list) else written
+
+
+def shown(written: Any) -> str:
+    """A value as it was written, short enough for a line; an interpolation stays one, so that no secret is shown."""
+    word = "null" if written is None else str(written).lower() if isinstance(written, bool) else str(written)
+    return word if len(word) <= 80 else word[:77] + "..."
+
+
+def in_steps(value: Any) -> str:
+    """What to do where epochs (1ep) were given to a key that counts steps."""
+    epochs = re.search(r"\b\d+ep\b", str(value))
+    return "; count in optimizer steps: an epoch has (training samples ÷ loop.global_batch) of them" if epochs else ""
