@@ -88,16 +88,15 @@ def test_scalars_are_taken_at_their_word() -> None:
     assert settings(configuration(run__name=2024, loop__steps=1e4)).run.name == "2024"
     assert repr(settings(configuration(loop__steps=1e4)).loop.steps) == "10000"
     assert packages(["monai"]) == ("monai",)
-    for wrong in (
-        {"compile": 1},
-        {"run__name": True},
-        {"run__root": ""},
-        {"seed": True},
-        {"seed": 2**63},
-        {"trust": ["a b"]},
+    for key, wrong in (
+        ("compile", 1),
+        ("run__name", True),
+        ("run__root", ""),
+        ("seed", 2**63),
+        ("trust", ["a b"]),
     ):
         with pytest.raises(Refusal, match="expected"):
-            settings(configuration(**wrong))
+            settings(configuration(**{key: wrong}))
 
 
 def test_everything_wrong_is_listed_at_once() -> None:

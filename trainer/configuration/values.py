@@ -93,7 +93,7 @@ def describe(annotation: Any) -> str:
     if origin is tuple and args and args[-1] is not Ellipsis:
         return f"a list of {len(args)}"
     if origin in (*_LISTS, tuple) or annotation in (*_LISTS, tuple):
-        return "a list" + {int: " of whole numbers", float: " of numbers"}.get(args[0] if args else None, "")
+        return "a list" + ({int: " of whole numbers", float: " of numbers"}.get(args[0], "") if args else "")
     return _PLAIN.get(annotation) or str(getattr(annotation, "__name__", annotation))
 
 
