@@ -49,7 +49,9 @@ class Stored(Launch):
 
 
 def open_folder(root, name=None, dir=None, resume="auto", launch=None):
-    return RunFolder.open(str(root), name, None if dir is None else str(dir), resume, launch or Launch(), "cnn_ddp")
+    return RunFolder.open(
+        str(root), name, None if dir is None else str(dir), resume, launch or Launch(), "cnn_ddp", print
+    )
 
 
 def open_on_both(root, **facts):
@@ -138,7 +140,7 @@ import sys
 from trainer import folder as folder_module
 from trainer.folder import RunFolder
 from trainer.launch import Launch
-folder = RunFolder.open(sys.argv[1], "a", None, "auto", Launch(), "")
+folder = RunFolder.open(sys.argv[1], "a", None, "auto", Launch(), "", print)
 print("locked", "torch" in sys.modules, flush=True)
 sys.stdin.read()
 """

@@ -47,7 +47,7 @@ class FailedSave(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint whose every byte was verified."""
+    """A checkpoint whose every byte was verified (`described`: not yet)."""
 
     path: Path
     step: int
@@ -93,14 +93,13 @@ class Checkpoints:
             mine = listed[self.ranks.rank :: self.ranks.size]
             parts = self._together(step, tensors, lambda: {name: _sealed(draft / name) for name in mine})
             files = {name: FileFact(*fact) for part in parts for name, fact in part.items()}
-            target = self.folder / folder_name(step)
-            said = Manifest(target, step, self.facts, figures or {}, files)
+            said = Manifest(self.folder / folder_name(step), step, self.facts, figures or {}, files)
             self._together(step, tensors, lambda: self._commit(draft, said))
         finally:
             if self.ranks.is_main:
                 shutil.rmtree(draft, ignore_errors=True)
         self._record = max(self._record, score(figures, self.best))
-        return target
+        return said.path
 
     def newest(self) -> Found | None:
         """The newest checkpoint that is valid, None where there is none at all. Collective.
@@ -170,7 +169,7 @@ class Checkpoints:
 
 def newest_in(folder: Path, ranks: Ranks) -> tuple[Found | None, list[Path]]:
     """The newest valid checkpoint of a folder, and the corrupt ones that were passed over. Collective."""
-    order = together(ranks, lambda: _newest_first(folder) if ranks.is_main else [], CorruptCheckpoint)[0]
+    order = together(ranks, lambda: newest_first(folder) if ranks.is_main else [], CorruptCheckpoint)[0]
     rejected: list[str] = []
     for name in order:
         try:
@@ -201,7 +200,7 @@ def _fill(tensors: dict[str, Tensor], found: Found, asked: set[str]) -> None:
     read_into(tensors, found.path)
 
 
-def _newest_first(folder: Path) -> list[str]:
+def newest_first(folder: Path) -> list[str]:
     """Names of the candidates by the step in their manifest; those without a readable one first, to be reported."""
     steps = {path: manifest.step if (manifest := _manifest(path)) else 10**18 for path in candidates(folder)}
     order = sorted(steps, key=lambda path: (steps[path], path.name == folder_name(steps[path])), reverse=True)
@@ -220,8 +219,13 @@ def _verified(path: Path, rank: int, ranks: int) -> Found:
     manifest = paper.read_manifest(path)
     paper.check_names(manifest)
     paper.check_digests(manifest, sorted(manifest.files)[rank::ranks])
-    tensors = read_tensors(path / name for name in sorted(manifest.files) if name.endswith(paper.TENSORS))
-    return Found(path, manifest.step, paper.read_state(manifest), tensors, manifest.facts, manifest.figures)
+    return described(manifest)
+
+
+def described(manifest: Manifest) -> Found:
+    """What a checkpoint says about itself: its state, and the headers of its tensors."""
+    tensors = read_tensors(manifest.path / name for name in sorted(manifest.files) if name.endswith(paper.TENSORS))
+    return Found(manifest.path, manifest.step, paper.read_state(manifest), tensors, manifest.facts, manifest.figures)
 
 
 def _sealed(path: Path) -> tuple[int, str]:

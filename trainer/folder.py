@@ -8,6 +8,7 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from trainer.launch import Launch
 from trainer.refusal import Refusal
 from trainer.resume import has_checkpoint, read_config, start_path
 from trainer.status import State, Status, read_status
-from trainer.storage.durable import replace_file
+from trainer.storage.durable import probe, replace_file
 from trainer.storage.lock import holder, lock, unlock
 
 if TYPE_CHECKING:
@@ -36,10 +37,20 @@ class RunFolder:
         self._status = Status(path) if held is not None else None
 
     @classmethod
-    def open(cls, root: str, name: str | None, dir: str | None, resume: str, launch: Launch, label: str) -> RunFolder:
+    def open(
+        cls,
+        root: str,
+        name: str | None,
+        dir: str | None,
+        resume: str,
+        launch: Launch,
+        label: str,
+        check: Callable[[Path], None],
+    ) -> RunFolder:
         """Decide on the folder, make it and lock it. Every rank calls it, the main one decides; Refusal on all.
 
-        A name is generated where none is given, from the time and `label`. `resume` is auto, fresh or a path.
+        A name is generated where none is given, from the time and `label`. `resume` is auto, fresh or a path, which
+        `check` may refuse before anything is made; it does not count where the folder has a checkpoint of its own.
         """
         memory = _Memory(launch.lasting_store(), launch)
         kept: list[RunFolder] = []
@@ -51,8 +62,10 @@ class RunFolder:
                     "distributed.init_method), so after a restart a generated name would not be found again"
                 )
             try:
-                start_path(resume)
+                start = start_path(resume)
                 path, restarted = _choose(Path(root).expanduser(), name, dir, label, memory)
+                if start is not None and not has_checkpoint(path):
+                    check(start)
             except OSError as error:  # a name longer than the file system takes, a folder that may not be looked into
                 raise Refusal(f"the run's folder cannot be: {error.strerror}: {str(error.filename)[:200]}") from error
             restarted = restarted or launch.requeued
@@ -199,7 +212,7 @@ def _enter(path: Path, fresh: bool, restarted: bool) -> RunFolder:
             unlock(old)
         for part in ("checkpoints", "logs"):
             (path / part).mkdir(exist_ok=True)
-        _probe(path)
+        probe(path)
     except (OSError, ValueError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
         raise Refusal(
@@ -222,15 +235,3 @@ def _see(path: Path, wanted: str) -> None:
 
 def _aside(path: Path) -> Path:
     return next(p for n in range(1, 10**6) if not (p := path.with_name(f"{path.name}.{n}")).exists())
-
-
-def _probe(path: Path) -> None:
-    """A real write: mode bits say little to root, on full disks and on read-only mounts."""
-    probe = path / f".probe-{secrets.token_hex(4)}"
-    try:
-        with probe.open("wb") as file:
-            file.write(b"x" * 4096)
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        probe.unlink(missing_ok=True)

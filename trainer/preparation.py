@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from trainer.refusal import Refusal
 from trainer.resume import changes, completed, learning_changes, read_config, refuse_changes
 from trainer.schedule import Schedule
 from trainer.seeds import seed_all
+from trainer.start import refuse_own, refuse_start
 from trainer.strategies.base import Strategy
 from trainer.task import Task
 
@@ -45,7 +47,7 @@ class Parts:
     make_optimizer: Callable[[list[dict[str, Any]]], Optimizer]
     optimizer_kind: type[Optimizer]
     sinks: list[Sink]
-    open_folder: Callable[[], RunFolder]  # makes and locks it
+    open_folder: Callable[[Callable[[Path], None]], RunFolder]  # makes and locks it, after a look at run.resume=PATH
 
 
 @dataclass
@@ -81,7 +83,9 @@ def prepare(parts: Parts) -> Plans:
     network = parts.make_network()
     parts.strategy.check(parts.task, network, launch.world_size)
     refuse_sparse_step(network, parts.make_optimizer)
-    folder = parts.open_folder()  # last: a run that cannot work leaves none behind
+    configuration = read_config(parts.configuration)
+    # last: a run that cannot work leaves no folder behind
+    folder = parts.open_folder(lambda start: refuse_start(start, network, configuration, length, loop))
     return Plans(training, evaluation, batches, length, network, folder)
 
 
@@ -103,7 +107,9 @@ def decide_resume(parts: Parts, plans: Plans) -> dict[str, Any]:
     before = folder.last_config
     if not folder.has_checkpoint or before is None:
         return verdict
-    changed = changes(before, read_config(parts.configuration))
+    configuration = read_config(parts.configuration)
+    refuse_own(folder.path, plans.network, configuration)  # first: run.accept_changes=true could not help
+    changed = changes(before, configuration)
     last = folder.last_environment
     if parts.settings.precision == "auto" and "precision" in last:
         verdict["precision"] = last["precision"]  # what auto meant is kept, whatever devices there are now

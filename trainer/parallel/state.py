@@ -90,19 +90,24 @@ def restore_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer, stat
     )
 
 
-def fits(own: Mapping[str, torch.Size], stored: Mapping[str, Any]) -> None:
+def fits(own: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> None:
     """Refusal, naming at most ten, where a checkpoint's network is not this one."""
-    theirs = {name for name in stored if not name.startswith(("optimizer/", "scaler/"))}
-    wrong = [f"missing {name}" for name in own if name not in theirs]
-    wrong += [f"unknown {name}" for name in sorted(theirs - own.keys())]
-    wrong += [
-        f"{name} is {tuple(stored[name].shape)}, here {tuple(own[name])}"
-        for name in own
-        if name in theirs and tuple(stored[name].shape) != tuple(own[name])
-    ]
+    wrong = differences(own, stored)
     if wrong:
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         raise Refusal(f"the checkpoint is of another network: {'; '.join(wrong[:10])}{more}")
+
+
+def differences(own: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> list[str]:
+    """How a checkpoint's network (name → what has a shape) is not the one with these shapes, a sentence a tensor."""
+    theirs = {name for name in stored if not name.startswith(("optimizer/", "scaler/"))}
+    other = [
+        f"{name} is {tuple(stored[name].shape)} in the checkpoint, {tuple(own[name])} here"
+        for name in own
+        if name in theirs and tuple(stored[name].shape) != tuple(own[name])
+    ]
+    missing = [f"{name} is not in the checkpoint" for name in own if name not in theirs]
+    return other + missing + [f"{name} is only in the checkpoint" for name in sorted(theirs - own.keys())]
 
 
 def _memories(names: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

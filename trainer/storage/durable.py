@@ -1,6 +1,7 @@
 """Writing so that whoever reads sees the old file or the new one, after a crash too."""
 
 import os
+import secrets
 from pathlib import Path
 
 
@@ -34,3 +35,13 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def probe(folder: Path) -> None:
+    """A real write: mode bits say little to root, on full disks and on read-only mounts."""
+    path = folder / f".probe-{secrets.token_hex(4)}"
+    try:
+        path.write_bytes(b"x" * 4096)
+        sync_file(path)
+    finally:
+        path.unlink(missing_ok=True)
