@@ -1,10 +1,12 @@
 """The run folder: names that stay inside, one run at a time, the same folder after a restart, a truthful status."""
 
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +163,24 @@ def test_a_folder_in_use_is_refused_and_a_dead_runs_lock_is_gone(tmp_path):
     holder.kill()
     holder.communicate()
     open_folder(tmp_path, "a").close()
+
+
+def test_the_lock_of_another_machine_is_waited_for_and_the_wait_is_said(tmp_path, monkeypatch, caplog):
+    kept = open_folder(tmp_path, "a")
+    (kept.path / ".lock").write_text("host elsewhere, pid 7\n")
+    monkeypatch.setattr(lock_module, "LEASE", 0.1)
+    monkeypatch.setattr(lock_module, "PATIENCE", 600.0)  # of this machine's own: not what is waited for here
+    with pytest.raises(Refusal, match=r"in use by another run \(host elsewhere, pid 7\)"):
+        open_folder(tmp_path, "a")
+    assert caplog.text.count("in use on another machine (host elsewhere, pid 7); waiting up to 0.1 s") == 1
+    monkeypatch.setattr(lock_module, "LEASE", 600.0)
+    said = threading.Event()
+    monkeypatch.setattr(logging.getLogger(lock_module.__name__), "warning", lambda *_: said.set())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(open_folder, tmp_path, "a")
+        assert said.wait(60)
+        kept.close()  # as the file server does, when the dead machine's time is over
+        waiting.result().close()
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -11,6 +11,7 @@ from pathlib import Path
 from trainer.refusal import Refusal
 
 PATIENCE = 2.0  # seconds; a run that was just stopped may still be leaving
+LEASE = 100.0  # seconds; a file server keeps the locks of a machine that died for 90 (NFS 4's lease)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _held: set[int] = set()
 
@@ -20,19 +21,33 @@ def lock(folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     _held.add(descriptor)
-    deadline = time.monotonic() + PATIENCE
-    while not _taken(descriptor):
-        if time.monotonic() > deadline:
-            unlock(descriptor)
-            raise Refusal(
-                f"{folder} is in use by another run ({holder(folder) or 'an unknown process'}); stop that one or give "
-                "another run.name"
-            )
-        time.sleep(0.05)
+    _wait(descriptor, folder)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
     os.fsync(descriptor)  # on network file systems other machines see it only then
     return descriptor
+
+
+def _wait(descriptor: int, folder: Path) -> None:
+    """Wait until the folder is free: a little, or as long as a dead machine's lock lasts. Refusal then."""
+    began, said = time.monotonic(), False
+    while not _taken(descriptor):
+        who = holder(folder)
+        elsewhere = who.startswith("host ") and not who.startswith(f"host {socket.gethostname()},")
+        if elsewhere and not said:
+            said = True
+            logging.getLogger(__name__).warning(
+                "%s is in use on another machine (%s); waiting up to %g s, because the lock of a machine that died "
+                "lasts so long",
+                folder,
+                who,
+                LEASE,
+            )
+        if time.monotonic() - began > (LEASE if elsewhere else PATIENCE):
+            unlock(descriptor)
+            who = who or "an unknown process"
+            raise Refusal(f"{folder} is in use by another run ({who}); stop that one or give another run.name")
+        time.sleep(0.05)
 
 
 def holder(folder: Path) -> str:
