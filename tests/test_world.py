@@ -10,13 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.commands import SMALL, here
 from trainer.assembly import assemble
+from trainer.checkpoint import Checkpoints
 from trainer.configuration.compose import compose
 from trainer.launch import Launch
 from trainer.machine import Machine
-from trainer.parallel.timeouts import shorten
+from trainer.parallel.ranks import Group
+from trainer.parallel.timeouts import set_timeouts
 from trainer.parallel.world import join, leave
 from trainer.refusal import Refusal
+from trainer.strategies.base import Vote
+from trainer.strategies.placed import Placed
 
 CPU = torch.device("cpu")
 LONG, SHORT = timedelta(minutes=30), timedelta(seconds=1)
@@ -44,15 +49,21 @@ def test_on_a_gpu_nccl_alone_is_bound_to_the_device(monkeypatch, backend, used, 
 
 
 def nobody_joins(launch: Launch) -> dict[str, Any]:
-    """After `shorten`, a collective that rank 1 never joins; before it, one that rank 1 joins late."""
+    """After `set_timeouts`, a collective that rank 1 never joins; before it, one that rank 1 joins late."""
     world = join(launch, CPU, None, LONG)
     store = launch.store()
     late: Any = dist.new_group(timeout=LONG)
     plain: Any = dist.new_group(timeout=LONG)
     under_way = torch.ones(1)
+    vote, unheard = None, ""
     if launch.rank == 0:
+        vote = Vote((True,), Group(plain), SHORT)
+        try:
+            vote.read()
+        except RuntimeError as caught:
+            unheard = str(caught)
         work = dist.all_reduce(under_way, group=late, async_op=True)
-    shorten([world.group, late, None], SHORT)
+    set_timeouts([world.group, late, None], SHORT)
     error = ""
     if launch.rank == 0:
         try:
@@ -64,18 +75,69 @@ def nobody_joins(launch: Launch) -> dict[str, Any]:
     if launch.rank == 1:
         work = dist.all_reduce(under_way, group=late, async_op=True)
     work.wait()
+    voted = (vote or Vote((False,), Group(plain), SHORT)).read()  # those who come late still join
     dist.all_reduce(whole := torch.ones(1), group=plain)
     store.set(f"done-{launch.rank}", "yes")
     store.wait([f"done-{rank}" for rank in range(2)])
-    return {"error": error, "under way": under_way.item(), "other group": whole.item()}
+    return {
+        "unheard": unheard,
+        "voted": voted,
+        "error": error,
+        "under way": under_way.item(),
+        "other group": whole.item(),
+    }
 
 
 def test_a_collective_that_nobody_joins_fails_after_the_short_time(processes):
     first, second = processes.run(2, nobody_joins)
     assert "1000ms" in first["error"]
     assert second["error"] == ""
+    assert "timed out" in first["unheard"]  # its group would have waited for 30 minutes, as NCCL does
+    assert first["voted"] == second["voted"] == [True]
     assert first["under way"] == second["under way"] == 2  # it was given 30 minutes, and still has them
     assert first["other group"] == second["other group"] == 2
+
+
+def given(group: Any) -> timedelta:
+    return group._get_backend(CPU).options._timeout
+
+
+def times_of_a_mesh(launch: Launch) -> list[set[timedelta]]:
+    words = ("strategy=hsdp", "strategy.replicate=2", "device=cpu", "distributed.timeout=7min")
+    with assemble(compose(words), words, [], launch).strategy as strategy:
+        groups = strategy.groups()
+        first = {given(group) for group in groups}
+        strategy.hurry()
+        return [first, {given(group) for group in groups}, {len(groups)}]
+
+
+def test_the_times_reach_every_group_of_a_mesh(processes):
+    for first, later, count in processes.run(4, times_of_a_mesh):
+        assert first == {timedelta(minutes=7)}
+        assert later == {timedelta(minutes=7)}  # the time of a step is never longer than the first
+        assert count == {4}  # all, the data ranks, two axes
+
+
+def test_an_evaluation_and_a_save_have_the_time_of_the_first_step(tmp_path, monkeypatch):
+    seen: dict[str, list[timedelta]] = {"forward_backward": [], "evaluate": [], "save": []}
+
+    def note(owner: Any, name: str) -> None:
+        before = getattr(owner, name)
+
+        def noting(*args: Any, **words: Any) -> Any:
+            seen[name].append(given(dist.group.WORLD))
+            return before(*args, **words)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    note(Placed, "forward_backward")
+    note(Placed, "evaluate")
+    note(Checkpoints, "save")
+    words = ("strategy=ddp", "device=cpu", f"run.dir={tmp_path}", "log=[]", "loop.steps=5", "loop.eval_every=3")
+    assert here(*SMALL, *words, "distributed.timeout=7min", "distributed.step_timeout=40s") == 0
+    long, short = timedelta(minutes=7), timedelta(seconds=40)
+    assert seen["forward_backward"] == [long, short, short, long, short]
+    assert set(seen["evaluate"]) == set(seen["save"]) == {long}
 
 
 def test_the_time_of_a_step_is_never_longer_than_the_first():

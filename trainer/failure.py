@@ -38,7 +38,7 @@ _END = 10.0  # seconds after which a failed process is gone, whatever holds it u
 # What a rank sees when the fault is another's: gloo's, NCCL's and the store's words for a connection that broke.
 _ECHO = re.compile(
     r"connection (was )?(closed|reset|refused)|closed by peer|broken pipe|socket (timeout|closed)|connectFullMesh"
-    r"|remote process exited|pair closure|NCCL|ProcessGroup|failed to (send|recv)|timed out waiting",
+    r"|remote process exited|pair closure|NCCL|ProcessGroup|failed to (send|recv)|timed out( waiting|!)",
     re.IGNORECASE,
 )
 _GONE = re.compile(r"closed by peer|connection (was )?(closed|reset)|broken pipe|remote process exited", re.IGNORECASE)

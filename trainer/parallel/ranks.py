@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+ALWAYS = timedelta()  # as torch says it: no time of its own, the group's counts
+
 
 class Done:
     """A collective that has nothing to wait for."""
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta = ALWAYS) -> None:
         """Return at once."""
 
 
 class Waitable(Protocol):
     """A collective under way."""
 
-    def wait(self) -> Any:
-        """Block until the result stands in the tensor that was given."""
+    def wait(self, timeout: timedelta = ALWAYS) -> Any:
+        """Block until the result stands in the tensor that was given; RuntimeError after that long."""
 
 
 class Ranks:

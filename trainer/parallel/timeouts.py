@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
-def shorten(groups: Iterable[ProcessGroup | None], timeout: timedelta) -> None:
+def set_timeouts(groups: Iterable[ProcessGroup | None], timeout: timedelta) -> None:
     """Let collectives of these groups fail after this long; those under way keep the time they were given.
 
-    `None` stands for a group that this rank is not part of. Local to each rank: nobody is waited for. The backends of a
-    group that is given a shorter time keep it (gloo, NCCL); others (MPI, UCC) warn and keep their own.
+    `None` stands for a group that this rank is not part of. Local to each rank: nobody is waited for. gloo and NCCL
+    take the new time; others (MPI, UCC) warn and keep their own.
 
     torch.distributed.set_timeout is torch 2.15's; 2.11 to 2.14 have the same function as a private one.
     """

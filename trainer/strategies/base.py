@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -18,7 +19,7 @@ from torch.distributed import ProcessGroup
 from trainer.machine import Machine
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.sampler import ShardSampler
-from trainer.parallel.timeouts import shorten
+from trainer.parallel.timeouts import set_timeouts
 from trainer.parallel.totals import Totals
 from trainer.refusal import Refusal
 from trainer.strategies.notes import curve_notes
@@ -42,6 +43,7 @@ class Strategy:
     device: torch.device = field(init=False, repr=False)  # where this rank computes
     world: Ranks = field(init=False, repr=False)  # all ranks
     data: Ranks = field(init=False, repr=False)  # the ranks that read different data
+    patience: timedelta = field(init=False, repr=False)  # how long a collective may take at present
 
     def data_ranks(self, world_size: int) -> int:
         """Into how many slices this many processes cut the data. Refusal where the strategy cannot use them."""
@@ -74,6 +76,7 @@ class Strategy:
     def __enter__(self) -> Self:
         self.device = self.machine.place()
         self.world = self.data = Ranks()
+        self.take_time()
         return self
 
     def __exit__(
@@ -112,9 +115,19 @@ class Strategy:
         """The process groups of this place."""
         return []
 
-    def shorten_timeouts(self) -> None:
+    def take_time(self) -> None:
+        """From now on a rank may be as late as in the first step, an evaluation or a save."""
+        self._wait(self.machine.timeout)
+
+    def hurry(self) -> None:
         """From now on a collective takes as long as those of a step do: what is slower than that hangs."""
-        shorten(self.groups(), self.machine.step_timeout)
+        self._wait(self.machine.step_timeout)
+
+    def _wait(self, patience: timedelta) -> None:
+        self.patience = patience
+        # When NCCL's time is over its watchdog aborts the process, and nobody is left to say why. The vote of the same
+        # step waits on the CPU and raises an error: with twice the time for NCCL it is heard first.
+        set_timeouts(self.groups(), patience * 2 if self.device.type == "cuda" else patience)
 
     # Collectives: every rank calls them, in the same order.
 
@@ -131,7 +144,7 @@ class Strategy:
 
         The flags are CPU tensors and travel while the step computes: no GPU waits.
         """
-        return Vote(flags, self.world)
+        return Vote(flags, self.world, self.patience)
 
     def totals(self, sums: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Totals:
         """Collective: start adding up these sums over the data ranks, each sample counted once; read them later.
@@ -158,11 +171,12 @@ class Strategy:
 class Vote:
     """Flags on their way."""
 
-    def __init__(self, flags: tuple[bool, ...], ranks: Ranks) -> None:
+    def __init__(self, flags: tuple[bool, ...], ranks: Ranks, patience: timedelta) -> None:
         self._raised = torch.tensor(flags, dtype=torch.uint8)
         self._work = ranks.largest_(self._raised)  # all ranks; one byte a flag travels
+        self._patience = patience
 
     def read(self) -> list[bool]:
         """The flags that some rank had raised, the same on every rank."""
-        self._work.wait()
+        self._work.wait(self._patience)
         return [bool(flag) for flag in self._raised.tolist()]

@@ -28,6 +28,7 @@ class Joined(Strategy):
         self.device = self.machine.place()
         self.world = join(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
         self._arrange()
+        self.take_time()  # torch makes the groups of a mesh with times of its own
         return self
 
     def _arrange(self) -> None:

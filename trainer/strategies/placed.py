@@ -52,6 +52,7 @@ class Placed:
         self._machine = strategy.machine
         self._young = True  # no step has been done
         self.watch = Stopwatch()
+        self._hurried = False  # may a collective take no longer than those of a step?
         self.scaler = Scaler(strategy.device) if self._machine.resolved_precision == "fp16" else NoScaler()
         built = network  # as it was constructed; what follows may put other modules in place of its own
         network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
@@ -183,9 +184,9 @@ class Placed:
                 clip_([p.grad for p in parameters], norm, max_norm)
         self.scaler.step(optimizer, norm)
         optimizer.zero_grad(set_to_none=True)
-        if self._young:
-            self._young = False
-            self.strategy.shorten_timeouts()
+        if not self._hurried:
+            self._young, self._hurried = False, True
+            self.strategy.hurry()
         return norm
 
     @torch.no_grad()
@@ -208,7 +209,10 @@ class Placed:
             self.task.after_step(self.network, step)
 
     def settle(self) -> None:
-        """Collective: BatchNorm's running statistics become the data ranks' mean; before evaluating or saving."""
+        """Collective, before evaluating or saving: BatchNorm's running statistics become the data ranks' mean."""
+        # a rank may be busy for long there, while the others wait: there is time again until a step has been done
+        self._hurried = False
+        self.strategy.take_time()
         average_statistics(self.network, self.strategy.data)
 
     # Optimizer and state.
