@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -198,19 +197,3 @@ def _below(folder: Path) -> Iterator[Path]:
 def _parent(pid: int) -> int:
     text = (Path("/proc") / str(pid) / "stat").read_text()
     return int(text.rsplit(")", 1)[1].split()[1])
-
-
-def here(*words: str) -> int:
-    """`python -m trainer …` in this process, alone: its exit code, or its Refusal. Its lock and its logging end."""
-    from trainer.__main__ import run
-    from trainer.launch import Launch
-    from trainer.storage import lock
-
-    handlers = logging.getLogger().handlers[:]
-    try:
-        return run(words, Launch())
-    finally:
-        logging.captureWarnings(False)
-        logging.getLogger().handlers[:] = handlers
-        for descriptor in list(lock._held):
-            lock.unlock(descriptor)

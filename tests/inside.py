@@ -13,6 +13,7 @@ import torch
 from trainer import failure
 from trainer.__main__ import run
 from trainer.launch import Launch
+from trainer.storage import lock
 
 
 def product(launch: Launch, place: Path, words: list[str]) -> int:
@@ -26,7 +27,14 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
         os.chdir(before)
         logging.getLogger().handlers[:] = handlers
         logging.captureWarnings(False)
+        for descriptor in list(lock._held):  # the run's folder: its process would let go of it
+            lock.unlock(descriptor)
         torch.use_deterministic_algorithms(False)
+
+
+def here(*words: str) -> int:
+    """The same for one process, in the present folder."""
+    return product(Launch(), Path.cwd(), list(words))
 
 
 def _raised(error: Exception, *_: Any, **__: Any) -> None:

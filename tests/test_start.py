@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import SMALL, files_below, here, lines, status
+from tests.commands import SMALL, files_below, lines, status
+from tests.inside import here
 from trainer.refusal import Refusal
 
-WORDS = (*SMALL, "device=cpu", "strategy=single", "schedule=constant", "loop.global_batch=120", "log=[]")
+WORDS = (*SMALL, "strategy=single", "schedule=constant", "loop.global_batch=120")
 
 
 def words(folder: Path, *others: str, steps: int = 4) -> list[str]:

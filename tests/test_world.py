@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.commands import SMALL, here
+from tests.commands import SMALL
+from tests.inside import here
 from trainer.assembly import assemble
 from trainer.checkpoint import Checkpoints
 from trainer.configuration.compose import compose
@@ -102,20 +103,20 @@ def given(group: Any) -> timedelta:
     return group._get_backend(CPU).options._timeout
 
 
-def times_of_a_mesh(launch: Launch) -> list[set[timedelta]]:
+def times_of_a_mesh(launch: Launch) -> tuple[set[timedelta], set[timedelta], int]:
     words = ("strategy=hsdp", "strategy.replicate=2", "device=cpu", "distributed.timeout=7min")
     with assemble(compose(words), words, [], launch).strategy as strategy:
         groups = strategy.groups()
         first = {given(group) for group in groups}
         strategy.hurry()
-        return [first, {given(group) for group in groups}, {len(groups)}]
+        return first, {given(group) for group in groups}, len(groups)
 
 
 def test_the_times_reach_every_group_of_a_mesh(processes):
     for first, later, count in processes.run(4, times_of_a_mesh):
         assert first == {timedelta(minutes=7)}
         assert later == {timedelta(minutes=7)}  # the time of a step is never longer than the first
-        assert count == {4}  # all, the data ranks, two axes
+        assert count == 4  # all, the data ranks, two axes
 
 
 def test_an_evaluation_and_a_save_have_the_time_of_the_first_step(tmp_path, monkeypatch):
@@ -133,7 +134,7 @@ def test_an_evaluation_and_a_save_have_the_time_of_the_first_step(tmp_path, monk
     note(Placed, "forward_backward")
     note(Placed, "evaluate")
     note(Checkpoints, "save")
-    words = ("strategy=ddp", "device=cpu", f"run.dir={tmp_path}", "log=[]", "loop.steps=5", "loop.eval_every=3")
+    words = ("strategy=ddp", f"run.dir={tmp_path}", "loop.steps=5", "loop.eval_every=3")
     assert here(*SMALL, *words, "distributed.timeout=7min", "distributed.step_timeout=40s") == 0
     long, short = timedelta(minutes=7), timedelta(seconds=40)
     assert seen["forward_backward"] == [long, short, short, long, short]

@@ -84,7 +84,8 @@ def train(parts: Parts, plans: Plans, changed: list[str], log: Log, stop: StopRe
     report = partial(folder.status, resume_step=resume_step, world_size=strategy.world_size, strategy=strategy.name)
     folder.write_start(parts.configuration, parts.words, describe(parts, plans))
     report("running", step=resume_step)
-    log.rewind(resume_step, plans.length.steps, -(-plans.length.steps // plans.length.per_epoch))
+    owed = start is not None and start.state["progress"].get("owed") is not None  # an evaluation that was broken off
+    log.rewind(resume_step, plans.length.steps, -(-plans.length.steps // plans.length.per_epoch), resume_step - owed)
     log.text("configuration", parts.configuration)
     log.start([*start_lines(parts, plans, start), *[f"changed     {line}" for line in changed]])
     trainer = make_trainer(parts, plans, checkpoints, log, stop, progress, lambda state, at: report(state, step=at))

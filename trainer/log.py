@@ -57,10 +57,16 @@ class Log:
         self._figures = _Lines(folder / "metrics.jsonl") if is_main else None
         self._words = _Lines(folder / "logs" / "rank-0.log") if is_main else None
 
-    def rewind(self, step: int, steps: int | None = None, epochs: int | None = None) -> None:
-        """Begin after this step (0: from nothing) on the way to `steps`: what was logged of later ones is dropped."""
+    def rewind(
+        self, step: int, steps: int | None = None, epochs: int | None = None, evaluated: int | None = None
+    ) -> None:
+        """Begin after this step (0: from nothing) on the way to `steps`: what was logged of later ones is dropped.
+
+        `evaluated`: the last step whose evaluation is done, where that is not the same.
+        """
+        last = {"train": step, "eval": step if evaluated is None else evaluated}
         if self._figures is not None:
-            self._figures.rewrite(lambda data: b"".join(_until(step, data)))
+            self._figures.rewrite(lambda data: b"".join(_until(last, data)))
         for sink in self.sinks:
             sink.open(self.folder, step, steps, epochs)
 
@@ -156,11 +162,12 @@ class _Lines:
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
 
-def _until(step: int, data: bytes) -> Iterator[bytes]:
-    """The whole lines up to a step. What a crash tore is no line."""
+def _until(last: Mapping[str, int], data: bytes) -> Iterator[bytes]:
+    """The whole lines up to the last step of their kind. What a crash tore is no line."""
     for line in data.splitlines(keepends=True):
         try:
-            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+            said = json.loads(line)
+            if line.endswith(b"\n") and said["step"] <= last[said["kind"]]:
                 yield line
         except (ValueError, KeyError, TypeError):
             continue

@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.arithmetic import more_micro_batches
 from trainer.configuration.settings import Loop
+from trainer.evaluation import evaluate, rehearse
 from trainer.order import size_of
 from trainer.preparation import Parts, Plans
 from trainer.refusal import Refusal
@@ -25,7 +26,7 @@ def evaluation_batch(loop: Loop) -> int:
 
 def memory_note(error: BaseException, parts: Parts, plans: Plans) -> str:
     """With what the memory ran out, and what to try. The traceback knows what was being done."""
-    if _within(error, Trainer.rehearse, Trainer.evaluate):
+    if _within(error, rehearse, evaluate):
         return _in_evaluation(parts, plans)
     if _within(error, Trainer.train_step):
         return f"The device's memory ran out with {plans.batches}. {_in_a_step(parts, plans)}"

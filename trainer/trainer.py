@@ -7,16 +7,15 @@ from dataclasses import asdict, dataclass, field
 from time import monotonic
 from typing import Any, Protocol
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.cadence import Due
 from trainer.checkpoint import Checkpoints, Found
+from trainer.evaluation import evaluate, rehearse
 from trainer.log import Log
 from trainer.meter import Meter, PendingLine
 from trainer.optim import begin_momentum
 from trainer.profile import NoProfile
-from trainer.refusal import Refusal, nearest
 from trainer.schedule import Schedule
 from trainer.strategies.base import Strategy
 from trainer.strategies.placed import Placed
@@ -47,6 +46,7 @@ class Progress:
     epoch: int = 0  # the epoch that the next step belongs to
     position: int = 0  # samples of that epoch's order that are done
     samples: int = 0  # samples trained on since the start, over all ranks
+    owed: int | None = None  # the epoch of this step, where a request to stop broke its evaluation off
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Trainer:
                 if self._over():
                     break
         self._write_pending()
-        return self.finished
+        return self.finished and self.progress.owed is None
 
     def _over(self) -> bool:
         return self.finished or self._stopped
@@ -96,12 +96,16 @@ class Trainer:
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._pending: PendingLine | None = None
         self._stopped, self._log_clock = False, False
-        self._deadline = math.inf if self.stop_after is None else monotonic() + self.stop_after
+        began, self._deadline = monotonic(), math.inf
         if start is not None:
             self.resume(start)
         begin_momentum(self.optimizer)
-        self.rehearse()
+        if self.evaluation is not None:
+            rehearse(self.strategy, self.placed, self.task, self.evaluation, self.checkpoints.best)
         self._meter = Meter(self.strategy, self.stream.global_batch)
+        self.make_up()
+        if self.stop_after is not None:  # only now: an evaluation that takes longer than that would never be done
+            self._deadline = began + self.stop_after
 
     @property
     def finished(self) -> bool:
@@ -117,18 +121,11 @@ class Trainer:
         if self.progress.position + self.stream.global_batch > self.stream.length:  # another batch size, a smaller set
             self.progress.epoch, self.progress.position = self.progress.epoch + 1, 0
 
-    def rehearse(self) -> None:
-        """Collective: evaluate one batch, so that what is wrong there shows now and not after an epoch.
-
-        Refusal where the figure that marks the best checkpoint is none of the task's.
-        """
-        if self.evaluation is None:
-            return
-        figures, best = self._figures(self._totals(most=1)), self.checkpoints.best.removeprefix("-")
-        if best not in figures:
-            raise Refusal(
-                f"checkpoint.best={best}: the task's figures are {', '.join(figures)}{nearest(best, figures)}"
-            )
+    def make_up(self) -> None:
+        """Collective: do the evaluation that a request to stop broke off, and give the checkpoint its figures."""
+        epoch, self.progress.owed = self.progress.owed, None
+        if epoch is not None and self.evaluation is not None and (figures := self.evaluate(epoch)) is not None:
+            self.save(figures)
 
     def train_step(self, batches: list[Batch]) -> None:
         """Collective: one optimizer step, and what is due after it."""
@@ -140,7 +137,7 @@ class Trainer:
         rate = self._set_rate(step)
         parts = self.placed.forward_backward(batches, step)
         vote = self.strategy.vote(
-            self.stop.raised or monotonic() >= self._deadline,
+            self._asked(),
             self.log_due.clock() and not log_now,  # for the next step
             self.eval_due.clock(),
             self.save_due.clock(),
@@ -169,17 +166,20 @@ class Trainer:
         if save_now or self.checkpoints.is_best(figures):
             self.save(figures)
 
-    def evaluate(self, epoch: int) -> dict[str, float]:
-        """Collective: figures over the whole evaluation set, every sample counted once. RuntimeError if not."""
+    def evaluate(self, epoch: int) -> dict[str, float] | None:
+        """Collective: figures over the whole evaluation set; None where somebody asked to stop.
+
+        Nothing of it is written then, and the resumed run makes up for it.
+        """
         assert self.evaluation is not None
         self._write_pending()
         self.placed.settle()
-        totals = self._totals(most=None)
-        samples = int(totals["samples"])
-        if samples != self.evaluation.size:
-            raise RuntimeError(f"evaluated {samples} samples of a set of {self.evaluation.size}")
-        figures = self._figures(totals)
-        self.log.eval({"step": self.progress.step, "epoch": epoch, "samples": samples, **figures})
+        place = self.strategy, self.placed, self.task, self.evaluation
+        figures = None if self._stopped else evaluate(*place, self._asked)
+        if figures is None:
+            self._stopped, self.progress.owed = True, epoch
+            return None
+        self.log.eval({"step": self.progress.step, "epoch": epoch, "samples": self.evaluation.size, **figures})
         self.figures = figures
         self.eval_due.restart()
         self._meter.resume()
@@ -200,6 +200,7 @@ class Trainer:
         self.save_due.restart()
         self._meter.resume()
         self.placed.watch.lap("save")
+        self._stopped = self.strategy.vote(self._stopped or self._asked()).read()[0]  # what they want is just done
 
     def _advance(self) -> int | None:
         """Count a step; how many epochs are done, if it ends one."""
@@ -218,19 +219,9 @@ class Trainer:
             group["lr"] = rate * factor
         return self._rates[0] * factor
 
-    def _totals(self, most: int | None) -> dict[str, Tensor]:
-        """Collective: the sums over (at most so many batches of) the evaluation set."""
-        assert self.evaluation is not None
-        sums: dict[str, Tensor] = {}
-        for batch, valid in self.evaluation.batches(most):
-            for name, part in self.placed.evaluate(batch, valid).items():
-                sums[name] = sums[name] + part if name in sums else part
-        return self.strategy.reduce(sums)
-
-    def _figures(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """The mean loss, and what the task makes of the totals."""
-        loss = float(totals["loss"] / (totals["weight"] or 1))  # of nothing the mean is 0
-        return {"loss": loss, **{name: float(value) for name, value in self.task.finish(totals).items()}}
+    def _asked(self) -> bool:
+        """Did somebody ask this process to stop?"""
+        return self.stop.raised or monotonic() >= self._deadline
 
     def _write_pending(self) -> None:
         """Write the last training line, unless it was. FloatingPointError if its loss is not a number."""

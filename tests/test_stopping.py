@@ -1,0 +1,118 @@
+"""A request to stop is heard in an evaluation and after a save, and the run that goes on shows no trace of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import SMALL, curve, lines, status
+from tests.inside import here
+from tests.strategies.toys import BATCH, Net, Plain, ToyData
+from trainer.checkpoint import Checkpoints
+from trainer.evaluation import evaluate
+from trainer.launch import Launch
+from trainer.machine import Machine
+from trainer.reader import Loading
+from trainer.strategies.ddp import DDP
+from trainer.strategies.placed import Placed
+from trainer.stream import EvaluationStream, Stream
+
+# 360 samples are evaluated, 60 at once
+WORDS = (
+    *SMALL,
+    "device=cpu",
+    "loop.global_batch=120",
+    "log=[]",
+    "loop.steps=5",
+    "loop.eval_every=2",
+    "loop.eval_batch=60",
+)
+
+
+def asked_during(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call: int) -> Callable[[], int]:
+    """SIGTERM arrives in this call of a method, counted from 1; what is returned tells how many calls there were."""
+    before, calls = getattr(owner, name), []
+
+    def counting(*args: Any, **words: Any) -> Any:
+        calls.append(args)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return before(*args, **words)
+
+    monkeypatch.setattr(owner, name, counting)
+    return lambda: len(calls)
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    """Of each checkpoint."""
+    return {path.parent.name: json.loads(path.read_text())["figures"] for path in folder.glob("checkpoints/*/mani*")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("stopping")
+    assert here(*WORDS, f"run.dir={folder}") == 0
+    return folder
+
+
+def same(folder: Path, whole: Path) -> None:
+    """The two runs cannot be told apart by what they learned and measured."""
+    assert lines(folder, "eval") == lines(whole, "eval")
+    assert curve(folder, "loss_hex") == curve(whole, "loss_hex")
+    assert figures(folder).items() >= figures(whole).items()  # each stop saved one more
+    assert (status(folder)["state"], status(folder)["step"], status(folder)["goodput"]) == ("completed", 5, 1.0)
+
+
+def test_an_evaluation_that_was_broken_off_is_made_up_for(whole, tmp_path, monkeypatch):
+    folder = tmp_path
+    # the first attempt rehearses 1 batch and evaluates 6 of step 2; the second begins with step 2's
+    for call, step, evaluated in ((4, 2, []), (1 + 6 + 6 + 3, 5, [2, 4])):
+        with monkeypatch.context() as patch:
+            count = asked_during(patch, Placed, "evaluate", call)
+            assert here(*WORDS, f"run.dir={folder}") == 75
+            assert count() == call + 1  # the rest of the set was not looked at
+        assert (status(folder)["state"], status(folder)["step"]) == ("preempted", step)
+        assert [line["step"] for line in lines(folder, "eval")] == evaluated
+        assert len(curve(folder)) == step
+        torn = {"kind": "eval", "step": step, "loss": -1.0}  # as of a run that died between this line and its save
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(torn) + "\n")
+    assert here(*WORDS, f"run.dir={folder}") == 0
+    same(folder, whole)
+
+
+def test_time_that_is_over_at_once_still_gets_further_at_each_start(whole, tmp_path):
+    codes = [here(*WORDS, f"run.dir={tmp_path}", "run.stop_after=0.001") for _ in range(6)]
+    assert codes == [75, 75, 75, 75, 75, 0]  # evaluations of steps 2, 4 and 5 were due, and done by the next start
+    same(tmp_path, whole)
+
+
+def test_a_request_during_a_save_is_heard_when_it_is_done(tmp_path, monkeypatch):
+    asked_during(monkeypatch, Checkpoints, "save", 1)
+    assert here(*WORDS, f"run.dir={tmp_path}") == 75
+    assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("preempted", 2)  # no step more, no second save
+
+
+def one_rank_is_asked(launch: Launch) -> tuple[Any, int]:
+    data, seen = ToyData(), []
+    with DDP(machine=Machine(launch=launch, device="cpu", precision="fp32")) as strategy:
+        stream = Stream(data, data.train(), strategy, BATCH, 1, Loading())
+        evaluation = EvaluationStream(data, data.evaluation(), strategy, 10, 1, Loading())
+        placed = strategy.build(Plain(), Net(), stream.example())
+
+        def asked() -> bool:
+            seen.append(launch.rank)
+            return launch.rank == 1 and len(seen) == 3
+
+        return evaluate(strategy, placed, Plain(), evaluation, asked), len(seen)
+
+
+def test_all_ranks_break_off_at_the_same_batch(processes):
+    assert processes.run(2, one_rank_is_asked) == [(None, 3), (None, 3)]
