@@ -26,9 +26,7 @@ from trainer.stream import EvaluationStream, Stream
 # 360 samples are evaluated, 60 at once
 WORDS = (
     *SMALL,
-    "device=cpu",
     "loop.global_batch=120",
-    "log=[]",
     "loop.steps=5",
     "loop.eval_every=2",
     "loop.eval_batch=60",
