@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.warm import ROOT, Forked
+
 PATIENCE = 240.0  # seconds until a command is given up; nearly all take less than ten
 MARK = "TRAINER_TEST_MARK"  # in the environment of everything a command starts, however it detaches itself
 
@@ -35,7 +36,10 @@ class Ended:
 
 
 class Command:
-    """One command under way. Its temporary files lie in a folder of its own."""
+    """One command under way, in a copy of the warm process where it can be. Its temporary files have their own folder.
+
+    Started from nothing: what is no `python -m`, and what an interpreter reads from the environment as it starts.
+    """
 
     def __init__(self, arguments: list[str], cwd: Path, environment: dict[str, str] | None = None) -> None:
         self.mark = uuid.uuid4().hex
@@ -51,9 +55,12 @@ class Command:
             **(environment or {}),
         }
         with self._file.open("wb") as screen:
-            self.process = subprocess.Popen(
-                arguments, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=screen, stderr=screen
-            )
+            if arguments[:2] == [sys.executable, "-m"] and "LC_ALL" not in environment:
+                self.process: Any = Forked(arguments[2:], cwd, environment, screen.fileno())
+            else:
+                self.process = subprocess.Popen(
+                    arguments, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=screen, stderr=screen
+                )
 
     @property
     def screen(self) -> str:
@@ -80,16 +87,21 @@ class Command:
         return Ended(code, self.screen, left, litter)
 
     def members(self) -> list[int]:
-        """Every living process that this command started, found by the mark in its environment."""
+        """Every living process that this command started: its mark is in their environment, or they share its session.
+
+        A copy of the warm process shows the environment of that one, but is the first of a session; see _become.
+        """
         wanted = f"{MARK}={self.mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
-                    if wanted in (entry / "environ").read_bytes() and " Z " not in (entry / "stat").read_text():
-                        found.append(int(entry.name))
+                    state, _, _, session = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+                    ours = int(session) == self.pid or wanted in (entry / "environ").read_bytes()
                 except OSError:
                     continue
+                if ours and state != "Z":
+                    found.append(int(entry.name))
         return sorted(found)
 
     def rank(self, rank: int) -> int:
