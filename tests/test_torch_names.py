@@ -16,8 +16,8 @@ PRODUCT = sorted(path for name in ("trainer", "recipes", "scripts") for path in 
 
 # name → the one file that uses it; the reason stands above
 PRIVATE = {
-    # The base of all BatchNorms: one for the CPU that synchronises must count as one for whoever asks a network for
-    # them, and the public ones (1d, 2d, 3d) each want inputs of their own shape.
+    # The base of all BatchNorms, torch's SyncBatchNorm among them: whoever asks a network for its statistics means
+    # these, too, and the public ones (1d, 2d, 3d) have no other base in common.
     "torch.nn.modules.batchnorm._BatchNorm": "trainer/parallel/batch_norm.py",
     # The base of all dropouts: the public ones are six classes, and a seventh would be overlooked.
     "torch.nn.modules.dropout._DropoutNd": "trainer/strategies/notes.py",
@@ -25,9 +25,6 @@ PRIVATE = {
     "torch._foreach_mul_": "trainer/parallel/clip.py",
     # The norms of many tensors in one kernel; the public way is a kernel for each parameter that tensor ranks share.
     "torch._foreach_norm": "trainer/parallel/shared.py",
-    # A converted BatchNorm takes over its parameters and buffers as they are, those that are None too.
-    "torch.nn.Module()._parameters": "trainer/parallel/batch_norm.py",
-    "torch.nn.Module()._buffers": "trainer/parallel/batch_norm.py",
     # Gives a group's collectives another timeout; torch 2.15 has a public name for it, 2.11 to 2.14 only this one.
     "torch.distributed.distributed_c10d._set_pg_timeout": "trainer/parallel/timeouts.py",
     # The layer that sees every tensor operation of a constructor; torch's notes on extending it describe it there.

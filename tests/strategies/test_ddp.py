@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes import Processes
-from tests.strategies.toys import CLASSES, NETWORKS, WIDTH, Case, run
+from tests.strategies.toys import CLASSES, NETWORKS, WIDTH, Activated, Case, Plain, run
 from trainer.launch import Launch
+from trainer.machine import Machine
 from trainer.refusal import Refusal
+from trainer.strategies.ddp import DDP
 
 
 class Forgetful(nn.Module):
@@ -23,6 +25,13 @@ class Forgetful(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.used(x)
+
+
+class Median(nn.BatchNorm1d):
+    """Takes statistics of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.median(0).values
 
 
 class Frozen(nn.Linear):
@@ -50,6 +59,14 @@ def test_with_that_field_they_train(processes: Processes) -> None:
     case = Case("ddp", {"find_unused_parameters": True}, micro_batches=2)
     for rank in processes.run(2, with_network, Forgetful, case):
         assert max(abs(a - b) for a, b in zip(rank["losses"], reference["losses"], strict=True)) < 1e-3
+
+
+def test_a_batch_norm_whose_statistics_cannot_be_synchronised_is_refused() -> None:
+    network = nn.Sequential(Activated(3), Median(3))
+    DDP(machine=Machine()).check(Plain(), network, 2)
+    DDP(machine=Machine(), sync_bn=True).check(Plain(), network[:1], 2)
+    with pytest.raises(Refusal, match=r"strategy.sync_bn=true: 1 is a Median, whose forward does not call torch's"):
+        DDP(machine=Machine(), sync_bn=True).check(Plain(), network, 2)
 
 
 def test_nothing_to_train_is_refused(processes: Processes) -> None:

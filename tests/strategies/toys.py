@@ -75,9 +75,16 @@ class Routed(Net):
         return y + torch.where(some[:, None], self.rare(x), 0.0) if bool(some.any()) else y
 
 
+class Activated(nn.BatchNorm1d):
+    """A BatchNorm that does more, as timm's do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(super().forward(x))
+
+
 class BatchNormNet(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
+        super().__init__(nn.Linear(WIDTH, 16), Activated(16), nn.Linear(16, CLASSES))
 
 
 class SequenceNet(nn.Module):

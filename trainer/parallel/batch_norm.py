@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
+from functools import cache, partial
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from trainer.parallel.ranks import Group, Ranks
+from trainer.refusal import Refusal
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_NORMS = {nn.BatchNorm1d: (2,), nn.BatchNorm2d: (2, 2, 2), nn.BatchNorm3d: (2, 2, 2, 2)}  # an input, without C
 
 
 def batch_norms(network: nn.Module) -> list[_BatchNorm]:
     """The layers that normalise by the statistics of their own rank's micro-batch."""
-    return [module for module in network.modules() if isinstance(module, BATCH_NORMS)]
+    return [module for module in network.modules() if _stands_alone(module)]
+
+
+def _stands_alone(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    return isinstance(module, tuple(BATCH_NORMS)) and not isinstance(module, Synchronised)
 
 
 def with_statistics(network: nn.Module) -> list[_BatchNorm]:
@@ -26,17 +37,37 @@ def with_statistics(network: nn.Module) -> list[_BatchNorm]:
 def synchronised(network: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
     """The network with every BatchNorm taking its statistics over all of these ranks; DDP does not do this by itself.
 
-    On GPUs torch's own SyncBatchNorm (which works on nothing else), on CPUs `CPUSyncBatchNorm`.
+    A class that adds something to BatchNorm (timm's adds an activation) keeps what it adds. On GPUs plain BatchNorms
+    become torch's own SyncBatchNorm, which is faster, works on nothing else, and would drop such additions.
     """
     if not isinstance(ranks, Group):
         return network
-    if device.type == "cuda":
+    if type(network) in BATCH_NORMS and device.type == "cuda":
         return nn.SyncBatchNorm.convert_sync_batchnorm(network, ranks.group)
-    if isinstance(network, BATCH_NORMS):
-        return CPUSyncBatchNorm.of(network, ranks)
+    if _stands_alone(network):
+        network.__class__ = _synchronised(type(network))
+        network.ranks = ranks
     for name, child in network.named_children():
         setattr(network, name, synchronised(child, ranks, device))
     return network
+
+
+def refuse_own_statistics(network: nn.Module) -> None:
+    """Refuse classes of BatchNorm that compute statistics by themselves: found out by a forward without values."""
+    for kind, (name, layer) in {type(m): (n, m) for n, m in network.named_modules() if _stands_alone(m)}.items():
+        if kind not in BATCH_NORMS and not _asks_torch(layer):
+            raise Refusal(
+                f"strategy.sync_bn=true: {name or 'the network'} is a {kind.__name__}, whose forward does not call"
+                " torch's batch_norm, so nobody else can take its statistics over all ranks; use strategy.sync_bn=false"
+            )
+
+
+def _asks_torch(layer: nn.Module) -> bool:
+    batch, *places = next(shape for kind, shape in BATCH_NORMS.items() if isinstance(layer, kind))
+    x, seen = torch.empty(batch, layer.num_features, *places, device="meta"), []
+    with _Instead(lambda x, *_, **__: seen.append(True) or x), suppress(Exception):
+        deepcopy(layer).to("meta").train()(x)
+    return bool(seen)
 
 
 def average_statistics(network: nn.Module, ranks: Ranks) -> None:
@@ -55,54 +86,69 @@ def average_statistics(network: nn.Module, ranks: Ranks) -> None:
         buffer.copy_(mean.view_as(buffer))
 
 
-class CPUSyncBatchNorm(_BatchNorm):
-    """BatchNorm over the micro-batches of all ranks, exact also where they differ in size. x: (B, C, ...)."""
+class Synchronised(nn.Module):
+    """What a BatchNorm becomes: its own forward, in which torch's batch_norm is that of all ranks."""
 
     ranks: Ranks
 
-    @classmethod
-    def of(cls, layer: _BatchNorm, ranks: Ranks) -> CPUSyncBatchNorm:
-        """Take over a layer's parameters, buffers and settings."""
-        own = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
-        own._parameters.update(layer._parameters)
-        own._buffers.update(layer._buffers)
-        own.ranks = ranks
-        return own.train(layer.training)
+    def forward(self, *args: Any, **more: Any) -> Any:
+        """What the layer's own class computes."""
+        with _Instead(partial(batch_norm, self.ranks)):
+            return super().forward(*args, **more)
 
-    def _check_input_dim(self, x: Tensor) -> None:
-        if x.dim() < 2:
-            raise ValueError(f"batch normalisation wants (B, C, ...), got {tuple(x.shape)}")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise by the statistics of all ranks in training, by the running ones in evaluation."""
-        if not self.training and self.running_mean is not None:
-            return super().forward(x)
-        self._check_input_dim(x)
-        wide = x if x.dtype == torch.float64 else x.float()  # statistics of bf16 activations are taken in fp32
-        axes = [0, *range(2, x.dim())]
-        count = wide.new_tensor([x.numel() / x.shape[1]])
-        sums = _AllReduce.apply(torch.cat([wide.sum(axes), count]), self.ranks)  # the data ranks; C + 1 numbers
-        total = sums[-1].detach()
-        mean = sums[:-1] / total  # (C,)
-        shape = [1, -1, *[1] * (x.dim() - 2)]
-        centred = wide - mean.view(shape)
-        # the second moment is taken around the global mean: E[x²] - E[x]² would cancel
-        variance = _AllReduce.apply(centred.square().sum(axes), self.ranks) / total  # the data ranks; C numbers
-        self._track(mean.detach(), variance.detach(), total)
-        scale = torch.rsqrt(variance + self.eps)
-        scale = scale if self.weight is None else scale * self.weight
-        normalised = centred * scale.view(shape)
-        return (normalised if self.bias is None else normalised + self.bias.view(shape)).to(x.dtype)
+@cache
+def _synchronised(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Synchronised{kind.__name__}", (Synchronised, kind), {})
 
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked += 1
-        rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-        unbiased = variance * (total / (total - 1).clamp(min=1))
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+
+class _Instead(TorchFunctionMode):
+    """Inside, calls of `torch.nn.functional.batch_norm` are calls of another function."""
+
+    def __init__(self, other: Callable[..., Any]) -> None:
+        super().__init__()
+        self._other = other
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self._other if func is functional.batch_norm else func)(*args, **(kwargs or {}))
+
+
+def batch_norm(
+    ranks: Ranks,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Collective in training: torch's batch_norm over the micro-batches of all ranks. x: (B, C, ...).
+
+    Exact also where ranks have different numbers of samples.
+    """
+    if not training:
+        return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+    wide = x if x.dtype == torch.float64 else x.float()  # statistics of bf16 activations are taken in fp32
+    axes = [0, *range(2, x.dim())]
+    count = wide.new_tensor([x.numel() / x.shape[1]])
+    sums = _AllReduce.apply(torch.cat([wide.sum(axes), count]), ranks)  # the data ranks; C + 1 numbers
+    total = sums[-1].detach()
+    mean = sums[:-1] / total  # (C,)
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    centred = wide - mean.view(shape)
+    # the second moment is taken around the global mean: E[x²] - E[x]² would cancel
+    variance = _AllReduce.apply(centred.square().sum(axes), ranks) / total  # the data ranks; C numbers
+    if running_mean is not None and running_var is not None:
+        unbiased = variance.detach() * (total / (total - 1).clamp(min=1))
+        with torch.no_grad():
+            running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    scale = torch.rsqrt(variance + eps)
+    scale = scale if weight is None else scale * weight
+    normalised = centred * scale.view(shape)
+    return (normalised if bias is None else normalised + bias.view(shape)).to(x.dtype)
 
 
 class _AllReduce(torch.autograd.Function):

@@ -42,6 +42,7 @@ class DDP(Joined):
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse sparse gradients where NCCL would have to send them: only gloo can."""
+        super().check(task, network, world_size)
         if self.machine.on_gpu and self.machine.backend != "gloo":
             refuse_sparse(network, self.name)
 

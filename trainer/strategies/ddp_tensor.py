@@ -42,6 +42,7 @@ class DDPTP(Meshed):
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse sparse gradients, a network without a plan, or one whose sizes do not divide."""
+        super().check(task, network, world_size)
         refuse_sparse(network, self.name)
         refuse_plan(network, task.plan(network), self.tensor)
 

@@ -54,6 +54,7 @@ class FSDP(Parted):
         """Refuse units that are not there; with tensor ranks what has no plan, or sizes that do not divide."""
         if self.prefetch < 1:
             raise Refusal(f"strategy.prefetch={self.prefetch}: at least 1 unit is gathered ahead")
+        super().check(task, network, world_size)
         refuse_sparse(network, self.name)
         units(network, task.plan(network))
         if self.tensor > 1:

@@ -12,10 +12,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.deferred import NotDeferrable, deferred
+from trainer.parallel.batch_norm import refuse_own_statistics
 from trainer.parallel.mesh import described
 from trainer.parallel.ranks import Group
 from trainer.parallel.world import join, leave
 from trainer.strategies.base import Strategy
+from trainer.task import Task
 
 
 @dataclass
@@ -23,6 +25,11 @@ class Joined(Strategy):
     """A place whose processes are one group, which all of them join."""
 
     world: Group = field(init=False, repr=False)
+
+    def check(self, task: Task, network: nn.Module, world_size: int) -> None:
+        """Refuse BatchNorms that cannot be synchronised, where that is asked for."""
+        if self.sync_bn:
+            refuse_own_statistics(network)
 
     def __enter__(self) -> Self:
         self.device = self.machine.place()

@@ -93,6 +93,7 @@ class PP(Parted):
         """Refuse a network that cannot be cut into so many stages, and fields that do not go together."""
         self._refuse_fields(world_size)
         self._refuse_backend()
+        super().check(task, network, world_size)
         refuse_sparse(network, self.name)
         cut_stages(Step(task, network), task.plan(network).cuts, self.layout(world_size).count)
         if self.tensor > 1:

@@ -36,6 +36,7 @@ class Zero1(Joined):
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse sparse gradients: buckets are dense."""
+        super().check(task, network, world_size)
         refuse_sparse(network, self.name)
 
     def _arrange(self) -> None:
