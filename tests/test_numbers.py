@@ -13,6 +13,8 @@ from tests.commands import curve, lines
 from tests.inside import product
 from trainer import Task
 from trainer.launch import Launch
+from trainer.machine import Machine
+from trainer.resume import changes, learning_changes
 
 
 class Light(Task):
@@ -66,6 +68,35 @@ def test_weights_that_are_small_in_sum_shrink_nothing(tmp_path: Path) -> None:
     one, other = (lines(tmp_path / name, "eval")[-1] for name in ("1", "0.001"))
     for key in ("loss", "right"):
         assert other[key] == pytest.approx(one[key], rel=1e-4)
+
+
+def test_fp32_is_fp32_unless_asked_otherwise(tmp_path: Path) -> None:
+    for word in ("true", "false"):
+        train(tmp_path, f"tf32-{word}", "loop.steps=1", f"tf32={word}")
+        assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is (word == "true")
+        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is (word == "true")
+        with torch.backends.cudnn.flags(enabled=True):  # fails where the flags contradict each other
+            pass
+    assert learning_changes(changes({"tf32": False}, {"tf32": True}))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_convolutions_and_products_have_the_bits_of_fp32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    image, weight = torch.randn(8, 64, 16, 16, generator=generator), torch.randn(64, 64, 3, 3, generator=generator)
+
+    def furthest(tf32: bool) -> float:
+        device = Machine(device="cuda", precision="fp32", tf32=tf32).place()
+        seen = functional.conv2d(image.to(device), weight.to(device)).cpu()
+        seen_product = (weight.flatten(1).to(device) @ weight.flatten(1).T.to(device)).cpu()
+        exact = functional.conv2d(image.double(), weight.double())
+        exact_product = weight.flatten(1).double() @ weight.flatten(1).T.double()
+        return max(float((seen - exact).abs().max()), float((seen_product - exact_product).abs().max()))
+
+    assert furthest(tf32=False) < 1e-3
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert furthest(tf32=True) > 1e-3
+    Machine(device="cuda").place()  # as it was
 
 
 def test_losses_of_few_bits_are_added_up_exactly(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def start_lines(parts: Parts, plans: Plans, start: Found | None) -> list[str]:
     return [
         f"run folder  {plans.folder.path}",
         f"strategy    {strategy.name} on {strategy.world_size} process(es); {machine.devices}",
-        f"precision   {machine.resolved_precision}",
+        f"precision   {machine.arithmetic}",
         f"network     {type(plans.network).__name__}, {count:,} parameters",
         f"batch       {plans.batches}",
         f"length      {plans.length}; schedule {type(parts.schedule).__name__.lower()}",

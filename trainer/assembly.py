@@ -41,6 +41,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         launch=launch,
         device=chosen.device,
         precision=chosen.precision,
+        tf32=chosen.tf32,
         seed=chosen.seed,
         compile=chosen.compile,
         backend=chosen.distributed.backend,

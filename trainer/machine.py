@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,6 +25,7 @@ class Machine:
     launch: Launch = field(default_factory=Launch)
     device: str = "auto"  # auto, cpu, cuda
     precision: str = "auto"  # auto, fp32, bf16, fp16, fp64
+    tf32: bool = False  # GPUs multiply what is fp32 with 10 bits instead of 23, also in convolutions
     seed: int = 0
     compile: bool = False
     backend: str | None = None  # of torch.distributed; None: NCCL on GPUs, gloo on CPUs
@@ -62,6 +64,12 @@ class Machine:
         if self.interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = self.interface
             os.environ["NCCL_SOCKET_IFNAME"] = f"={self.interface}"  # without the sign eth1 would mean eth10, too
+        with (
+            warnings.catch_warnings()
+        ):  # torch 2.9 and some after it recommend names that break `cudnn.flags` (#179445)
+            warnings.simplefilter("ignore", UserWarning)
+            torch.backends.cudnn.allow_tf32 = self.tf32  # torch's default is true: an fp32 that is none
+            torch.backends.cuda.matmul.allow_tf32 = self.tf32
         if not self.on_gpu:
             return torch.device("cpu")
         device = torch.device("cuda", self.launch.local_rank % torch.cuda.device_count())  # gloo lets them share
@@ -74,6 +82,16 @@ class Machine:
         if self.precision != "auto":
             return self.precision
         return "bf16" if self.on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+
+    @property
+    def arithmetic(self) -> str:
+        """The resolved precision in words, and what TF32 makes of it."""
+        precision = self.resolved_precision
+        if not self.on_gpu or precision == "fp64":
+            return f"{precision}; tf32=true changes nothing here" if self.tf32 else precision
+        if self.tf32:
+            return f"{precision}; what is multiplied in fp32 is rounded to TF32"
+        return f"{precision}; tf32=true is faster and less exact" if precision == "fp32" else precision
 
     @property
     def parameter_dtype(self) -> torch.dtype:

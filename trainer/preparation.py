@@ -109,7 +109,8 @@ def decide_resume(parts: Parts, plans: Plans) -> dict[str, Any]:
         return verdict
     configuration = read_config(parts.configuration)
     refuse_own(folder.path, plans.network, configuration)  # first: run.accept_changes=true could not help
-    changed = changes(before, configuration)
+    # runs from before there was the key began without
+    changed = changes({"tf32": False} | before, configuration)
     last = folder.last_environment
     if parts.settings.precision == "auto" and "precision" in last:
         verdict["precision"] = last["precision"]  # what auto meant is kept, whatever devices there are now

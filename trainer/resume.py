@@ -9,7 +9,7 @@ from trainer.refusal import Refusal
 
 # A change under these keys changes what is learned. data.root is among them: for an image folder it is the data, and
 # nobody here can tell such a set from one that only moved.
-LEARNING = ("model", "task", "data", "seed", "optimizer", "schedule", "loop.global_batch", "precision")
+LEARNING = ("model", "task", "data", "seed", "optimizer", "schedule", "loop.global_batch", "precision", "tf32")
 # Where a run lies and how it is started: no part of what it is.
 UNSAID = ("run.",)
 ABSENT = "absent"

@@ -117,6 +117,7 @@ class Settings:
     seed: int = key(least=0)
     device: Literal["auto", "cpu", "cuda"] = key()
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = key()
+    tf32: bool = key()
     compile: bool = key()
     profile: tuple[int, int] | None = key(window)  # first and last step
     trust: tuple[str, ...] = key(packages)
