@@ -23,6 +23,7 @@ class Late(nn.Module):
     def __init__(self, loud: float = 1.0) -> None:
         super().__init__()
         self.head, self.late, self.loud = nn.Linear(64, 10), nn.Linear(64, 10), loud
+        self.calls: Tensor
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -45,8 +45,8 @@ def synchronised(network: nn.Module, ranks: Ranks, device: torch.device) -> nn.M
     if type(network) in BATCH_NORMS and device.type == "cuda":
         return nn.SyncBatchNorm.convert_sync_batchnorm(network, ranks.group)
     if _stands_alone(network):
-        network.__class__ = _synchronised(type(network))
-        network.ranks = ranks
+        kind = type(network)
+        network.__class__ = type(f"Synchronised{kind.__name__}", (Synchronised, kind), {"ranks": ranks})
     for name, child in network.named_children():
         setattr(network, name, synchronised(child, ranks, device))
     return network
@@ -62,12 +62,18 @@ def refuse_own_statistics(network: nn.Module) -> None:
             )
 
 
-def _asks_torch(layer: nn.Module) -> bool:
+def _asks_torch(layer: _BatchNorm) -> bool:
     batch, *places = next(shape for kind, shape in BATCH_NORMS.items() if isinstance(layer, kind))
-    x, seen = torch.empty(batch, layer.num_features, *places, device="meta"), []
-    with _Instead(lambda x, *_, **__: seen.append(True) or x), suppress(Exception):
-        deepcopy(layer).to("meta").train()(x)
-    return bool(seen)
+    asked = False
+
+    def unchanged(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        nonlocal asked
+        asked = True
+        return x
+
+    with _Instead(unchanged), suppress(Exception):
+        deepcopy(layer).to("meta").train()(torch.empty(batch, layer.num_features, *places, device="meta"))
+    return asked
 
 
 def average_statistics(network: nn.Module, ranks: Ranks) -> None:
@@ -95,11 +101,6 @@ class Synchronised(nn.Module):
         """What the layer's own class computes."""
         with _Instead(partial(batch_norm, self.ranks)):
             return super().forward(*args, **more)
-
-
-@cache
-def _synchronised(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Synchronised{kind.__name__}", (Synchronised, kind), {})
 
 
 class _Instead(TorchFunctionMode):
