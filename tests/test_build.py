@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.configuration.build import build, check, maker
+from trainer.configuration.build import build, check_all, maker
 from trainer.configuration.names import Names
 from trainer.configuration.settings import OPTIMIZER_KEYS
 from trainer.data import Data
@@ -179,8 +179,22 @@ class TestWhatIsBuilt:
         made = build(node("trainer.schedule.Cosine", warmup=3), Schedule, "schedule", Names())
         assert made == Cosine(warmup=3)
 
-    def test_check_calls_nothing(self, names: Names) -> None:
-        check(node("biolab.net.Broken"), nn.Module, "model", names)
+    def test_what_is_wrong_in_any_group_is_told_before_one_is_built(self, names: Names) -> None:
+        cfg = OmegaConf.create(
+            {
+                "strategy": {"_target_": "trainer.strategies.single.Single"},
+                "model": {"_target_": "biolab.net.Broken"},
+                "schedule": {"_target_": "trainer.schedule.Cosine", "warmup": 1.5},
+                "data": {"_target_": "biolab.net.Cells", "classes": "two"},
+            }
+        )
+        kinds = {"strategy": Strategy, "model": nn.Module, "schedule": Schedule, "data": Data}
+        with pytest.raises(Refusal) as caught:
+            check_all(cfg, kinds, names)
+        assert str(caught.value).splitlines() == [
+            "schedule.warmup=1.5: Cosine expects a whole number",
+            "data.classes=two: Cells expects a whole number",
+        ]
 
 
 class TestOptimizer:

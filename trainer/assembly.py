@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.configuration.build import build, check, maker
+from trainer.configuration.build import build, check_all, maker
 from trainer.configuration.names import Names
 from trainer.configuration.resolved import written
 from trainer.configuration.settings import OPTIMIZER_KEYS, settings
@@ -26,6 +26,8 @@ from trainer.preparation import Parts
 from trainer.schedule import Schedule
 from trainer.strategies.base import Strategy
 from trainer.task import Task
+
+KINDS = {"strategy": Strategy, "model": nn.Module, "task": Task, "schedule": Schedule, "data": Data}
 
 
 def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch: Launch) -> Parts:
@@ -50,7 +52,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         step_timeout=min(timeout, timedelta(seconds=chosen.distributed.step_timeout)),
     )
     machine.check()
-    check(cfg.model, nn.Module, "model", names)
+    check_all(cfg, KINDS, names)  # before the first of them is called
     kind: Any = names.find(cfg.optimizer.get("_target_"), "optimizer._target_")
     fused = fused_words(kind, chosen.fused, cfg.optimizer.get("dampening", 0))
     return Parts(

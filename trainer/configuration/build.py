@@ -62,11 +62,16 @@ def build(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) 
     return made
 
 
-def check(
-    node: DictConfig, kind: type, where: str, names: Names, given: Iterable[str] = (), own: Iterable[str] = ()
-) -> None:
-    """Refuse a node that `build` would refuse, without calling anything. `given`: the names of the extra arguments."""
-    _checked_group(node, kind, where, names, given, own)
+def check_all(cfg: DictConfig, kinds: Mapping[str, type], names: Names) -> None:
+    """Refuse with everything that `build` would refuse in these groups, without calling anything."""
+    problems = []
+    for group, kind in kinds.items():
+        try:
+            _checked_group(cfg[group], kind, group, names, ["machine"] if group == "strategy" else [])
+        except Refusal as refusal:
+            problems.append(str(refusal))
+    if problems:
+        raise Refusal("\n".join(problems))
 
 
 def maker(
