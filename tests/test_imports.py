@@ -60,13 +60,12 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
 
 
 def test_strategies_know_neither_loop_nor_configuration() -> None:
-    allowed = ("parallel", "strategies", "task", "plan", "refusal", "launch", "machine", "seeds", "tree", "deferred")
-    allowed += ("stopwatch",)
+    allowed = ("parallel", "strategies", "task", "plan", "refusal", "launch", "machine", "seeds", "tree", "stopwatch")
     assert strangers("trainer/strategies", tuple(f"trainer.{name}" for name in allowed)) == []
 
 
 def test_parallel_functions_know_no_strategy() -> None:
-    allowed = ("parallel", "plan", "refusal", "launch", "machine", "seeds", "tree", "deferred")
+    allowed = ("parallel", "plan", "refusal", "launch", "machine", "seeds", "tree")
     assert strangers("trainer/parallel", tuple(f"trainer.{name}" for name in allowed)) == []
 
 

@@ -27,10 +27,8 @@ PRIVATE = {
     "torch._foreach_norm": "trainer/parallel/shared.py",
     # Gives a group's collectives another timeout; torch 2.15 has a public name for it, 2.11 to 2.14 only this one.
     "torch.distributed.distributed_c10d._set_pg_timeout": "trainer/parallel/timeouts.py",
-    # The layer that sees every tensor operation of a constructor; torch's notes on extending it describe it there.
-    "torch.utils._python_dispatch": "trainer/deferral/operations.py",
-    # Which arguments an operator writes to; its public attributes say only that it writes.
-    "torch.ops.aten.add_.Tensor._schema": "trainer/deferral/operations.py",
+    # What a tensor is a view of, which it keeps alive; torch's page on views describes it.
+    "torch.Tensor._base": "trainer/parallel/outline.py",
 }
 
 

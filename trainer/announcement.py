@@ -36,6 +36,7 @@ def start_lines(parts: Parts, plans: Plans, start: Found | None) -> list[str]:
         f"batch       {plans.batches}",
         f"length      {plans.length}; schedule {type(parts.schedule).__name__.lower()}",
         f"evaluation  {samples} samples" if samples else "evaluation  none: the data has no evaluation set",
+        *([f"note        built whole on every rank first: {plans.whole_because}"] if plans.whole_because else []),
         *[f"note        {note}" for note in strategy.notes(plans.network)],
         *([f"resuming    step {start.step} of {start.path}"] if start else []),
     ]

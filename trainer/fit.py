@@ -19,7 +19,7 @@ from trainer.log import Log
 from trainer.memory import keep_freed_memory
 from trainer.optim import parameter_groups
 from trainer.parallel.ranks import Ranks
-from trainer.preparation import Parts, Plans, decide_resume, keep_precision, prepare
+from trainer.preparation import Parts, Plans, decide_resume, keep_precision, prepare, with_values
 from trainer.profile import NoProfile, Profile
 from trainer.reader import Loading
 from trainer.refusal import Refusal
@@ -88,6 +88,7 @@ def train(parts: Parts, plans: Plans, changed: list[str], log: Log, stop: StopRe
     log.rewind(resume_step, plans.length.steps, -(-plans.length.steps // plans.length.per_epoch), resume_step - owed)
     log.text("configuration", parts.configuration)
     log.start([*start_lines(parts, plans, start), *[f"changed     {line}" for line in changed]])
+    plans = with_values(parts, plans, resuming=start is not None)
     trainer = make_trainer(parts, plans, checkpoints, log, stop, progress, lambda state, at: report(state, step=at))
     done = trainer.fit(start)
     lost = not done and left_behind(parts.machine.launch, stop, strategy.share)

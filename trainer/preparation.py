@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from trainer.log import Sink
 from trainer.machine import Machine
 from trainer.optim import refuse_sparse_step
 from trainer.order import Order, size_of
+from trainer.parallel.outline import all_stored, is_outline
 from trainer.profile import refuse_window
 from trainer.refusal import Refusal
 from trainer.resume import changes, completed, learning_changes, read_config, refuse_changes
@@ -58,12 +60,13 @@ class Plans:
     evaluation: Any
     batches: Batches
     length: Length
-    network: nn.Module
+    network: nn.Module  # without values where ranks are to hold parts of it
+    whole_because: str  # why it has values there in spite of that; empty as a rule
     folder: RunFolder
 
 
 def prepare(parts: Parts) -> Plans:
-    """Read the data, do the sums, build the network; Refusal where something is not there or not whole."""
+    """Read the data, do the sums, look at the network; Refusal where something is not there or not whole."""
     settings, launch = parts.settings, parts.machine.launch
     loop = settings.loop
     if loop.deterministic:
@@ -79,14 +82,28 @@ def prepare(parts: Parts) -> Plans:
     evaluation = evaluation if evaluation is not None and size_of(evaluation) else None
     if evaluation is None and settings.checkpoint.best is not None:
         raise Refusal(f"checkpoint.best={settings.checkpoint.best}: the data has no evaluation set to measure it on")
-    seed_all(settings.seed)  # one initialisation, whatever the strategy
-    network = parts.make_network()
+    network, whole_because = parts.strategy.outline(partial(make_network, parts))
     parts.strategy.check(parts.task, network, launch.world_size)
     refuse_sparse_step(network, parts.make_optimizer)
     configuration = read_config(parts.configuration)
     # last: a run that cannot work leaves no folder behind
     folder = parts.open_folder(lambda start: refuse_start(start, network, configuration, length, loop))
-    return Plans(training, evaluation, batches, length, network, folder)
+    return Plans(training, evaluation, batches, length, network, whole_because, folder)
+
+
+def make_network(parts: Parts) -> nn.Module:
+    """The network as its constructor makes it from the seed: one initialisation, whatever the strategy."""
+    seed_all(parts.settings.seed)
+    return parts.make_network()
+
+
+def with_values(parts: Parts, plans: Plans, resuming: bool) -> Plans:
+    """The plans as they were; but where the network has no values, the main rank builds them, to send them to all.
+
+    Not where a checkpoint will give them all: nobody builds what is overwritten.
+    """
+    given = not is_outline(plans.network) or (resuming and all_stored(plans.network))
+    return plans if given or not parts.machine.launch.is_main else replace(plans, network=make_network(parts))
 
 
 def read_data(parts: Parts) -> tuple[Any, Any]:

@@ -70,6 +70,15 @@ def test_losses_norms_and_weights_equal_those_of_one_process(train: Any, where: 
 
 
 @everywhere
+def test_every_run_begins_with_the_same_bits(train: Any, where: str) -> None:
+    size, case = SPREAD[where]
+    (reference,), ranks = train(1, case.but(strategy="single", fields={})), train(size, case)
+    for rank in ranks:  # the first has built the network, and sent the others their parts
+        assert rank["initial"] == {name: reference["initial"][name] for name in rank["initial"]}
+    assert {name for rank in ranks for name in rank["initial"]} == set(reference["initial"])
+
+
+@everywhere
 @pytest.mark.parametrize(("micro_batches", "task"), [(1, "weighted"), (2, "plain"), (4, "weighted")])
 def test_in_double_precision_every_curve_is_the_same_curve(
     train: Any, where: str, task: str, micro_batches: int

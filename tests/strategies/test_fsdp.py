@@ -1,4 +1,4 @@
-"""fully_shard: what travels when, what is held, weights built without a whole network, and words before it starts."""
+"""fully_shard: what travels when, tied and odd weights, and words before it starts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipes.vision.vit import VisionTransformer
 from tests.processes import Processes
 from tests.strategies.counting import collectives_of_a_step
-from tests.strategies.toys import STRATEGIES, Case, Net, Plain, Rows, ToyData, make_optimizer, run, whole
+from tests.strategies.toys import STRATEGIES, Case, Net, Plain, Rows, ToyData, built, make_optimizer, run, whole
 from trainer.launch import Launch
 from trainer.machine import Machine
 from trainer.reader import Loading
@@ -56,39 +55,6 @@ def test_gathered_in_bf16_the_masters_stay_whole(processes: Processes) -> None:
     assert any(value != float(torch.tensor(value).bfloat16()) for value in ranks[0]["weights"]["norm.weight"])
 
 
-def small_transformer() -> nn.Module:
-    return VisionTransformer(10, 1, 8, width=48, depth=2, heads=4)
-
-
-def initial(launch: Launch, word: str, fields: dict[str, Any]) -> tuple[bool, dict[str, Any], int]:
-    """Was the network built without values; its first weights; bytes of them on this rank."""
-    with STRATEGIES[word](machine=Machine(launch=launch, device="cpu"), **fields) as strategy:
-        seed_all(5)
-        network = strategy.construct(small_transformer)
-        without = any(parameter.is_meta for parameter in network.parameters())
-        placed = strategy.build(Plain(), network, None)
-        state = placed.network.state_dict()
-        whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
-        held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in placed.network.parameters())
-    return without, {name: value.tolist() for name, value in whole.items()}, held
-
-
-@pytest.mark.parametrize(
-    ("size", "fields"), [(3, {}), (4, {"replicate": 2}), (4, {"tensor": 2}), (2, {"shard": 1, "tensor": 2})]
-)
-def test_built_without_values_it_starts_from_the_same_weights(
-    processes: Processes, size: int, fields: dict[str, Any]
-) -> None:
-    seed_all(5)
-    ordinary = small_transformer()
-    weights = {name: value.tolist() for name, value in ordinary.state_dict().items()}
-    everything = sum(parameter.nbytes for parameter in ordinary.parameters())
-    for without, state, held in processes.run(size, initial, "fsdp", fields):
-        assert without
-        assert state == weights
-        assert held < everything
-
-
 def test_degrees_and_plans_are_checked_before_it_starts() -> None:
     with pytest.raises(Refusal, match=r"replicate 3 .* 4 processes|4 processes / .*replicate 3"):
         FSDP(replicate=3).data_ranks(4)
@@ -122,7 +88,7 @@ def tied(launch: Launch, word: str) -> list[Any]:
     """Weights after three steps of a tied network, and whether they are still tied."""
     with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", precision="fp64")) as strategy:
         seed_all(5)
-        placed = strategy.build(Plain(), strategy.construct(Tied), None)
+        placed = strategy.build(Plain(), built(strategy, Tied), None)
         optimizer = placed.optimizer(make_optimizer("adamw"), [{"params": list(placed.network.parameters())}])
         rows = Rows(48, 1)
         stream = Stream(ToyData(), rows, strategy, 24, 1, Loading())
@@ -164,7 +130,7 @@ def odd(launch: Launch, word: str, fields: dict[str, Any], precision: str) -> tu
     with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", precision=precision), **fields) as strategy:
         seed_all(5)
         stream = Stream(ToyData(), Rows(96, 1), strategy, 24, 2, Loading())
-        placed = strategy.build(Plain(), strategy.construct(Odd), stream.example())
+        placed = strategy.build(Plain(), built(strategy, Odd), stream.example())
         optimizer = placed.optimizer(make_optimizer("sgd"), [{"params": list(placed.network.parameters())}])
         losses = []
         for step, batches in enumerate(stream.epoch(0)):

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from recipes.vision.vit import MLP, Block
 from tests.processes import Processes
-from tests.strategies.toys import CLASSES, STRATEGIES, WIDTH, Plain, ToyData, make_optimizer, whole
+from tests.strategies.toys import CLASSES, STRATEGIES, WIDTH, Plain, ToyData, built, make_optimizer, whole
 from trainer import Plan
 from trainer.launch import Launch
 from trainer.machine import Machine
@@ -131,7 +131,7 @@ def train(launch: Launch, case: Order) -> dict[str, Any]:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # none of its own processes beside these
     strategy = case.place(launch)
     strategy.data_ranks(launch.world_size)
-    network, task = strategy.construct(NETWORKS[case.network]), Plain()
+    network, task = built(strategy, NETWORKS[case.network]), Plain()
     strategy.check(task, network, launch.world_size)
     with strategy:
         stream = _stream(strategy, case)

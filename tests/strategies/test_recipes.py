@@ -12,7 +12,7 @@ from recipes.vision.classification import Classification
 from recipes.vision.resnet import resnet18
 from recipes.vision.vit import VisionTransformer
 from tests.processes import Processes
-from tests.strategies.toys import STRATEGIES
+from tests.strategies.toys import STRATEGIES, built
 from trainer import Data
 from trainer.launch import Launch
 from trainer.machine import Machine
@@ -58,7 +58,7 @@ def losses(
     torch.manual_seed(0)
     machine = Machine(launch=launch, device="cpu", precision=precision)
     chosen = STRATEGIES[strategy](machine=machine, **fields)
-    network, task, data = chosen.construct(make), Classification(), Data()
+    network, task, data = built(chosen, make), Classification(), Data()
     chosen.check(task, network, launch.world_size)
     with chosen:
         stream = Stream(data, Pictures(), chosen, 16, slices, Loading())

@@ -133,6 +133,11 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def built(strategy: Strategy, make: Callable[[], nn.Module]) -> nn.Module:
+    """A network as a run makes it: whole on the main rank, elsewhere as the strategy wants it."""
+    return make() if strategy.machine.launch.is_main else strategy.outline(make)[0]
+
+
 class Rows:
     """Samples in memory, in whole batches; the target holds the class and whether the sample counts."""
 
@@ -264,11 +269,13 @@ def make_optimizer(kind: str) -> Any:
 def run(launch: Launch, case: Case) -> dict[str, Any]:
     """Train a toy: its losses, gradient norms and sample digests by step, its evaluation, its weights."""
     torch.manual_seed(case.seed)
-    network, task = NETWORKS[case.network](), TASKS[case.task]()
+    task = TASKS[case.task]()
     data = NestedData() if case.task == "nested" else ToyData()
     machine = Machine(launch=launch, device=case.device, precision=case.precision, seed=case.seed, backend=case.backend)
     strategy = STRATEGIES[case.strategy](machine=machine, **case.fields)
     strategy.data_ranks(launch.world_size)
+    make = NETWORKS[case.network]
+    network = strategy.outline(make)[0] if case.start else built(strategy, make)  # what is read need not be built
     strategy.check(task, network, launch.world_size)
     seen: dict[str, Any] = {"losses": [], "norms": [], "digests": [], "indices": [], "parts": []}
     with strategy:
@@ -276,6 +283,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
         evaluation = EvaluationStream(data, data.evaluation(), strategy, 32, case.micro_batches, Loading())
         placed = strategy.build(task, network, stream.example())
         optimizer = placed.optimizer(make_optimizer(case.optimizer), [{"params": list(placed.network.parameters())}])
+        seen["initial"] = {name: whole(value) for name, value in placed.network.state_dict().items()}
         checkpoints = Checkpoints(Path(case.folder), strategy.world, keep=3) if case.folder else None
         if case.start:
             found = checkpoints.newest()

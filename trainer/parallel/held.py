@@ -76,14 +76,6 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def let_go(whole: nn.Module, held: nn.Module) -> None:
-    """Free the memory of what other ranks hold: whoever made the network still has it."""
-    kept = {id(tensor) for _, tensor in named_tensors(held)}
-    for _, tensor in named_tensors(whole):
-        if id(tensor) not in kept and not tensor.is_meta:
-            tensor.data = tensor.data.new_empty(0)
-
-
 @contextmanager
 def buffers_kept(network: nn.Module) -> Iterator[None]:
     """Whatever a forward in here does to buffers is undone."""

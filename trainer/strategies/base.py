@@ -57,9 +57,12 @@ class Strategy:
         share: samples of one data rank in a step.
         """
 
-    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """The network as its constructor makes it; a strategy that holds parts may leave its values for later."""
-        return make()
+    def outline(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
+        """The network to check and to place: here whole, as its constructor makes it, for every rank keeps all of it.
+
+        Where ranks hold parts it has no values; or it has, and the text says why.
+        """
+        return make(), ""
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse a network that this strategy cannot spread, before any process group."""

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.deferred import NotDeferrable, deferred
 from trainer.parallel.batch_norm import refuse_own_statistics
 from trainer.parallel.mesh import described
+from trainer.parallel.outline import outline
 from trainer.parallel.ranks import Group
 from trainer.parallel.world import join, leave
 from trainer.strategies.base import Strategy
@@ -59,6 +59,10 @@ class Meshed(Joined):
 
     mesh: DeviceMesh = field(init=False, repr=False)  # of AXES (parallel/mesh.py) those that it needs
 
+    def outline(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
+        """The network without values, where its constructor allows that: ranks hold parts, and one builds the whole."""
+        return outline(make)
+
     def groups(self) -> list[ProcessGroup]:
         """All ranks, the data ranks, and those along each axis."""
         return [*super().groups(), *self.mesh.get_all_groups()]
@@ -66,9 +70,7 @@ class Meshed(Joined):
 
 @dataclass
 class Parted(Meshed):
-    """A grid on which no rank need hold a whole network: it is built without values, each rank computes its part."""
-
-    built_whole: str = field(default="", init=False, repr=False)  # why, where a constructor could not be deferred
+    """A grid whose degrees its fields say."""
 
     def degrees(self, world_size: int) -> dict[str, int]:
         """How many ranks along each axis. Refusal where they do not multiply to the processes."""
@@ -79,15 +81,6 @@ class Parted(Meshed):
         degrees = self.degrees(world_size)
         return degrees["replicate"] * degrees["shard"]
 
-    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """The network without values, where its constructor allows that."""
-        try:
-            return deferred(make)
-        except NotDeferrable as reason:
-            self.built_whole = str(reason)
-        return make()
-
     def notes(self, network: nn.Module) -> list[str]:
         """Say which ranks do what, and what a user should know about this network here."""
-        whole = [f"built whole on every rank first: {self.built_whole}"] if self.built_whole else []
-        return [f"mesh {described(self.degrees(self.world.size))}", *whole, *super().notes(network)]
+        return [f"mesh {described(self.degrees(self.world.size))}", *super().notes(network)]

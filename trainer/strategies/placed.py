@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.deferred import is_deferred
 from trainer.parallel.batch_norm import average_statistics, synchronised
 from trainer.parallel.clip import clip_, global_norm
 from trainer.parallel.compiling import compile_network, uncompiled
 from trainer.parallel.gather import dealt, gathering_over
-from trainer.parallel.meta import fill
 from trainer.parallel.ranks import Done, Waitable
 from trainer.parallel.recompute import recompute
 from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, space_for_optimizer
@@ -54,25 +52,23 @@ class Placed:
         self.watch = Stopwatch()
         self._hurried = False  # may a collective take no longer than those of a step?
         self.scaler = Scaler(strategy.device) if self._machine.resolved_precision == "fp16" else NoScaler()
-        built = network  # as it was constructed; what follows may put other modules in place of its own
         network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
         network = synchronised(network, strategy.data, strategy.device) if strategy.sync_bn else network
         refuse_extra_state(network)
         self._shapes = {name: value.shape for name, value in network.state_dict().items()}  # of the whole network
         self._plan = task.plan(network)
         self._layout = torch.channels_last if has_convolutions(network) else torch.preserve_format
-        self.network = network if is_deferred(built) else self._moved(network)
+        self.network = self._arrived(network)
         parts = self._units()
         self._cut()
         self._prepare_units(parts)
         self._plain = Step(task, self.network)
         self._shard(parts)
-        if is_deferred(built):
-            fill(self.network, built, strategy.device, self._parts_lie_on())
+        self._give_values()
         self._forward: Callable[[Any, Any], Any] = self._wrap(self._plain)
 
-    def _moved(self, network: nn.Module) -> nn.Module:
-        """Collective: a network with its values, on this rank's device, the same everywhere."""
+    def _arrived(self, network: nn.Module) -> nn.Module:
+        """Collective: the network on this rank's device, with its values, the same everywhere."""
         network = network.to(self.strategy.device)
         self._lay_out(network)
         for tensor in (*network.parameters(), *network.buffers()):
@@ -100,10 +96,6 @@ class Placed:
             if self._machine.compile:
                 compile_network(piece, self._compiled(own))
 
-    def _parts_lie_on(self) -> torch.device:
-        """Where this rank keeps its part of what is spread."""
-        return self.strategy.device
-
     def _compiled(self, names: list[str]) -> list[str]:
         """The subtrees that are compiled by themselves; none: the whole network is, where the plan is silent."""
         return names if self._plan.shard else []
@@ -119,6 +111,9 @@ class Placed:
 
     def _shard(self, names: list[str]) -> None:
         """Collective: spread parameters over the data ranks, these subtrees together."""
+
+    def _give_values(self) -> None:
+        """Collective: the values of a network that was cut and spread without them."""
 
     def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
         """What a training forward must call: the step itself, or something around it."""

@@ -13,12 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.parallel.gather import dealt
 from trainer.parallel.handover import Handover, InOrder, in_order
-from trainer.parallel.held import Stages, buffers_kept, let_go
+from trainer.parallel.held import Stages, buffers_kept
 from trainer.parallel.matching import matches
 from trainer.parallel.replicate import average_gradients
 from trainer.parallel.schedules import make_schedule
 from trainer.parallel.shard import Sharding, not_spread, reshard, shard
-from trainer.parallel.shared import refuse_drift
 from trainer.parallel.stages import cut_stages
 from trainer.parallel.telling import Telling
 from trainer.parallel.tensor import cut
@@ -80,14 +79,12 @@ class PlacedStages(PlacedTensor):
         own = layout.held_by(self.strategy.pipeline.rank)
         self._stages = {number: Stage(number, bodies[number]) for number in own}
         self.network = Stages(self._pieces(), [name for name, _ in whole.named_modules()])
-        self._whole_network = whole
         if self._mesh:
             for body in self._pieces():
                 fitting = {key: style for key, style in self._plan.tensor.items() if any(matches(body, key))}
                 here = replace(self._plan, tensor=fitting)
                 cut(body, self._mesh, here)
                 self._masks.follow(body, here)
-        refuse_drift(self.network, self._tensor_ranks)
 
     def _pieces(self) -> list[nn.Module]:
         return [stage.body for stage in self._stages.values()]
@@ -97,8 +94,6 @@ class PlacedStages(PlacedTensor):
         for stage in self._stages.values() if self._spreads else ():
             own = [name for name in names if is_called(stage.body, name)]
             shard(stage, stage.body, own, self.strategy.mesh, how)
-        let_go(self._whole_network, self.network)
-        del self._whole_network
 
     def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
         self._copied = not_spread(self.network)

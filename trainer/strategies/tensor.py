@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from trainer.parallel.masks import Masks
+from trainer.parallel.outline import make_room, send_values, set_aside
 from trainer.parallel.ranks import Group, Ranks
 from trainer.parallel.shared import Shared, refuse_drift, share_buffers
 from trainer.parallel.tensor import cut, refuse_plan, settle
@@ -51,7 +52,7 @@ class TP(Meshed):
 
 
 class PlacedTensor(Placed):
-    """A network cut over the ranks of a mesh axis named "tensor"; without a mesh it is whole."""
+    """A network of which ranks hold parts: cut over those of a mesh axis named "tensor", where there is one."""
 
     def __init__(
         self, strategy: Strategy, task: Task, network: nn.Module, example: Any, mesh: DeviceMesh | None
@@ -61,11 +62,25 @@ class PlacedTensor(Placed):
         self._masks = Masks(strategy.device, self._tensor_ranks.rank)
         super().__init__(strategy, task, network, example)
 
+    def _arrived(self, network: nn.Module) -> nn.Module:
+        """The network without values: no rank need hold all of it. They follow when it is clear who holds what."""
+        self._values = set_aside(network)
+        self._lay_out(network)
+        return network
+
     def _cut(self) -> None:
         if self._mesh:
             cut(self.network, self._mesh, self._plan)
             self._masks.follow(self.network, self._plan)
-        refuse_drift(self.network, self._tensor_ranks)
+
+    def _parts_lie_on(self) -> torch.device:
+        """Where this rank keeps its part of what is spread."""
+        return self.strategy.device
+
+    def _give_values(self) -> None:
+        make_room(self.network, self.strategy.device, self._parts_lie_on())
+        send_values(self._values, self.network, self.strategy.world, self.strategy.device)
+        del self._values
 
     def _computing(self, valid: int | None = None) -> Any:
         stack = ExitStack()

@@ -1,0 +1,127 @@
+"""Networks of which one rank builds the values: the others hold an outline, shapes without memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.parallel.held import named_tensors
+from trainer.parallel.ranks import Ranks
+from trainer.refusal import Refusal
+
+Values = dict[tuple[str, ...], Tensor]  # all names of a tensor → it; on the meta device where only its shape is known
+
+
+def outline(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
+    """The network on the meta device; or built whole, and why its constructor cannot do without values."""
+    before = _without_memory()  # kept until the end, so that nothing new can have the identity of one of them
+    try:
+        with torch.device("meta"):
+            network = make()
+    except Refusal:
+        raise
+    except Exception as error:  # a constructor that reads values: whatever it makes of there being none
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    else:
+        # a tensor that is neither parameter nor buffer would never get a value; a view keeps its base alive
+        own = [one for _, tensor in named_tensors(network) for one in (tensor, tensor._base)]
+        known = {id(one) for one in (*own, *before)}
+        if all(id(tensor) in known for tensor in _without_memory()):
+            return network, ""
+        why = "it holds tensors that are neither parameters nor buffers"
+    return make(), why
+
+
+def is_outline(network: nn.Module) -> bool:
+    """Is the network without values?"""
+    return any(tensor.is_meta for _, tensor in named_tensors(network))
+
+
+def all_stored(network: nn.Module) -> bool:
+    """Does a checkpoint hold every value of the network? Buffers may have been made not to be stored."""
+    return {name for name, _ in named_tensors(network)} <= set(network.state_dict())
+
+
+@torch.no_grad()
+def set_aside(network: nn.Module) -> Values:
+    """Turn a network into its outline, in place; returns what values it had."""
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in named_tensors(network):
+        names.setdefault(tensor, []).append(name)
+    _replace(network, lambda tensor: tensor if tensor.is_meta else torch.empty_like(tensor, device="meta"))
+    return {tuple(own): tensor.detach() for tensor, own in names.items()}
+
+
+@torch.no_grad()
+def make_room(network: nn.Module, device: torch.device, parts: torch.device) -> None:
+    """Give an outline memory, in place, which nobody has written to yet. parts: where DTensors are to lie."""
+
+    def room(tensor: Tensor) -> Tensor:
+        at = parts if isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=at) if tensor.is_meta else tensor
+
+    _replace(network, room)
+
+
+@torch.no_grad()
+def send_values(values: Values, network: nn.Module, ranks: Ranks, device: torch.device) -> None:
+    """Collective: what the first rank has set aside comes to all, of each tensor the part that a rank holds.
+
+    values: of the whole network; they are freed on the way, so that a rank holds one whole tensor at a time. Nothing
+    travels where the first rank has an outline, too: a checkpoint will be read.
+    """
+    known = torch.tensor([not any(value.is_meta for value in values.values())], dtype=torch.uint8)
+    ranks.send_from_first_(known)  # all ranks; one byte
+    own = dict(named_tensors(network))
+    for names in list(values) if known else ():
+        value = values.pop(names)
+        whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+        ranks.send_from_first_(whole)  # all ranks; every tensor of the network once
+        for tensor in {own[name] for name in names if name in own}:
+            _copy_part(tensor, whole)
+
+
+def _copy_part(tensor: Tensor, value: Tensor) -> None:
+    """Copy a whole value into a tensor, into a DTensor the part that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(value)
+        return
+    part, mesh = value, tensor.device_mesh
+    names = mesh.mesh_dim_names or ()
+    # tensor ranks cut first, then FSDP2 cuts what they have, although its axis is the outer one
+    for axis in sorted(range(mesh.ndim), key=lambda axis: names[axis] != "tensor"):
+        placement: Any = tensor.placements[axis]  # FSDP2's own kind over tensor parallelism is not torch's Shard
+        if placement.is_replicate():
+            continue
+        parts = torch.chunk(part, mesh.size(axis), placement.dim)
+        at = mesh.get_local_rank(axis)
+        part = parts[at] if at < len(parts) else part.narrow(placement.dim, 0, 0)
+    tensor.to_local().copy_(part)
+
+
+def _without_memory() -> list[Tensor]:
+    """Every tensor on the meta device that is alive, wherever it is kept."""
+    alive = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+    return [tensor for tensor in alive if tensor.is_meta]
+
+
+def _replace(network: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Put another tensor in the place of each parameter and buffer; what was one under two names stays one."""
+    made: dict[Tensor, Tensor] = {}
+    for module in network.modules():
+        for name, tensor in [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]:
+            if tensor not in made:
+                other = change(tensor)
+                if other is not tensor and isinstance(tensor, nn.Parameter):
+                    other = nn.Parameter(other, tensor.requires_grad)
+                made[tensor] = other
+            if made[tensor] is not tensor:
+                setattr(module, name, made[tensor])
