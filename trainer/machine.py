@@ -8,6 +8,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class Machine:
         torch.cuda.set_device(device)  # so that nothing lands on GPU 0 by accident
         return device
 
-    @property
+    @cached_property  # every micro-batch asks
     def resolved_precision(self) -> str:
         """The precision that `auto` stands for: bf16 where the GPU has it, else fp32."""
         if self.precision != "auto":

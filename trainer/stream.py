@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ from trainer.transforms import Random
 from trainer.tree import moved, rows
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Samples on the device, and which ones they are."""
 
     inputs: Any

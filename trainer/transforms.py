@@ -29,13 +29,13 @@ class Random:
     """
 
     def __init__(self, seed: int, epoch: int, indices: Tensor) -> None:
-        self._key, self._indices = mix(seed, epoch), indices
+        self._seed, self._epoch, self._indices = seed, epoch, indices
         self._drawn = 0  # numbers of each stream
 
     @cached_property
     def _start(self) -> Tensor:
         """Where each sample's stream begins: (B,) int64. Made when it is first asked for: many batches need none."""
-        return mixed(self._indices * signed(GOLDEN) + self._key)
+        return mixed(self._indices * signed(GOLDEN) + mix(self._seed, self._epoch))
 
     def uniform(self, *shape: int) -> Tensor:
         """Uniform float32 numbers in [0, 1), multiples of 2^-24; the first dimension is the batch."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +12,7 @@ from torch import Tensor
 from trainer.parallel.ranks import Ranks
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """Whom to collect from; in evaluation how many rows of this rank count; in a step which samples the ranks have."""
 
     ranks: Ranks
@@ -46,24 +43,32 @@ def gather(x: Tensor) -> Tensor:
     return _Gather.apply(x, place.ranks)
 
 
-@contextmanager
-def gathering_over(ranks: Ranks, valid: int | None = None) -> Iterator[None]:
+def gathering_over(ranks: Ranks, valid: int | None = None) -> AbstractContextManager[None]:
     """Within this context `gather` collects from these ranks; `valid`: an evaluation's last batch may be ragged."""
-    token = _place.set(_Place(ranks, valid))
-    try:
-        yield
-    finally:
-        _place.reset(token)
+    return _within(_Place(ranks, valid))
 
 
-@contextmanager
-def dealt(part: range) -> Iterator[None]:
+def dealt(part: range) -> AbstractContextManager[None]:
     """Within this context the ranks have these samples of the step's global batch, dealt to them in turn."""
-    token = _place.set(replace(_place.get(), part=part))
-    try:
-        yield
-    finally:
-        _place.reset(token)
+    return _within(_place.get()._replace(part=part))
+
+
+def _within(place: _Place) -> AbstractContextManager[None]:
+    """The context of a place. One rank gathers its own rows wherever it is."""
+    return _At(place) if place.ranks.size > 1 else nullcontext()
+
+
+class _At:
+    """A class of its own, because a generator's context costs four times as much, and every micro-batch has two."""
+
+    def __init__(self, place: _Place) -> None:
+        self._here = place
+
+    def __enter__(self) -> None:
+        self._token = _place.set(self._here)
+
+    def __exit__(self, *_: object) -> None:
+        _place.reset(self._token)
 
 
 def _gather_valid(x: Tensor, ranks: Ranks, valid: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -27,6 +28,31 @@ class Waitable(Protocol):
         """Block until the result stands in the tensor that was given; RuntimeError after that long."""
 
 
+class Vote:
+    """Flags of one process: they are the answer."""
+
+    def __init__(self, flags: Sequence[bool]) -> None:
+        self._flags = flags
+
+    def read(self) -> Sequence[bool]:
+        """The flags that some rank had raised, the same on every rank."""
+        return self._flags
+
+
+class VoteUnderWay(Vote):
+    """Flags that travel: one byte each."""
+
+    def __init__(self, flags: Sequence[bool], ranks: Ranks, patience: timedelta) -> None:
+        self._raised = torch.tensor(flags, dtype=torch.uint8)
+        self._work = ranks.largest_(self._raised)  # these ranks; a byte a flag travels
+        self._patience = patience
+
+    def read(self) -> Sequence[bool]:
+        """The flags that some rank had raised, the same on every rank."""
+        self._work.wait(self._patience)
+        return [bool(flag) for flag in self._raised.tolist()]
+
+
 class Ranks:
     """One process alone: every collective is the identity."""
 
@@ -45,6 +71,10 @@ class Ranks:
     def largest_(self, tensor: Tensor) -> Waitable:
         """Collective: start taking the largest of this tensor over the ranks, in place."""
         return Done()
+
+    def vote(self, flags: Sequence[bool], patience: timedelta) -> Vote:
+        """Collective: start asking which of these flags any rank has raised; a rank may be so late with its answer."""
+        return Vote(flags)
 
     def send_from_first_(self, tensor: Tensor) -> None:
         """Collective: every rank's tensor becomes the first rank's."""
@@ -76,6 +106,10 @@ class Group(Ranks):
     def largest_(self, tensor: Tensor) -> Waitable:
         """Collective: start taking the largest of this tensor over the ranks, in place."""
         return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def vote(self, flags: Sequence[bool], patience: timedelta) -> Vote:
+        """Collective: start asking which of these flags any rank has raised; a rank may be so late with its answer."""
+        return VoteUnderWay(flags, self, patience)
 
     def send_from_first_(self, tensor: Tensor) -> None:
         """Collective: every rank's tensor becomes the first rank's."""

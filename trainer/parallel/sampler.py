@@ -26,7 +26,7 @@ class ShardSampler(Sampler[int]):
     def steps(self, global_batch: int) -> list[Tensor]:
         """This rank's indices of each whole global batch that is left of the epoch."""
         whole = len(self._left) // global_batch * global_batch
-        return [batch[self._rank :: self._ranks] for batch in self._left[:whole].split(global_batch)] if whole else []
+        return list(self._left[:whole].view(-1, global_batch)[:, self._rank :: self._ranks].unbind())
 
     def share(self) -> Tensor:
         """The indices of this rank, where the rest of the epoch is one batch."""

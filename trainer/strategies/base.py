@@ -145,9 +145,9 @@ class Strategy:
     def vote(self, *flags: bool) -> Vote:
         """Collective: start asking which of these flags any rank has raised (a stop, a clock); read the answer later.
 
-        The flags are CPU tensors and travel while the step computes: no GPU waits.
+        The flags travel as CPU tensors while the step computes: no GPU waits.
         """
-        return Vote(flags, self.world, self.patience)
+        return self.world.vote(flags, self.patience)
 
     def totals(self, sums: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Totals:
         """Collective: start adding up these sums over the data ranks, each sample counted once; read them later.
@@ -169,17 +169,3 @@ class Strategy:
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put a network here. `example`: one small (inputs, targets), for those that must see a step."""
         return Placed(self, task, network, example)
-
-
-class Vote:
-    """Flags on their way."""
-
-    def __init__(self, flags: tuple[bool, ...], ranks: Ranks, patience: timedelta) -> None:
-        self._raised = torch.tensor(flags, dtype=torch.uint8)
-        self._work = ranks.largest_(self._raised)  # all ranks; one byte a flag travels
-        self._patience = patience
-
-    def read(self) -> list[bool]:
-        """The flags that some rank had raised, the same on every rank."""
-        self._work.wait(self._patience)
-        return [bool(flag) for flag in self._raised.tolist()]
