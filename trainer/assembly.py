@@ -21,7 +21,7 @@ from trainer.folder import RunFolder
 from trainer.launch import Launch
 from trainer.log import Sink
 from trainer.machine import Machine
-from trainer.optim import fused_words
+from trainer.optim import fused_words, spares_vectors
 from trainer.preparation import Parts
 from trainer.schedule import Schedule
 from trainer.strategies.base import Strategy
@@ -64,7 +64,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         task=build(cfg.task, Task, "task", names),
         schedule=build(cfg.schedule, Schedule, "schedule", names),
         make_optimizer=maker(cfg.optimizer, Optimizer, "optimizer", names, OPTIMIZER_KEYS, **fused),
-        optimizer_kind=kind,
+        spare_vectors=spares_vectors(kind, cfg.optimizer.get("weight_decay"), chosen.decay),
         sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
         open_folder=partial(RunFolder.open, run.root, run.name, run.dir, run.resume, launch, label(cfg)),
         data=build(cfg.data, Data, "data", names),

@@ -37,10 +37,9 @@ class Due:
 
     def now(self, step: int, epochs_done: int | None, clock: bool) -> bool:
         """Is it due after this step? `epochs_done`: how many, if this step ended one, else None."""
-        if clock:
-            return True
-        return any(
-            (every.steps is not None and step % every.steps == 0)
-            or (every.epochs is not None and epochs_done is not None and epochs_done % every.epochs == 0)
-            for every in self._rhythms
-        )
+        for every in self._rhythms:
+            if every.steps is not None and step % every.steps == 0:
+                return True
+            if every.epochs is not None and epochs_done is not None and epochs_done % every.epochs == 0:
+                return True
+        return clock

@@ -114,7 +114,7 @@ class Checkpoints:
 
     def is_best(self, figures: dict[str, float] | None) -> bool:
         """Are these figures better than those of every checkpoint so far? The same answer on every rank."""
-        return score(figures, self.best) > self._record
+        return figures is not None and score(figures, self.best) > self._record
 
     def read(self, found: Found, tensors: dict[str, Tensor]) -> None:
         """Fill the given tensors in place, of DTensors the part this rank holds. Collective.

@@ -136,7 +136,7 @@ def make_trainer(
         width, micro_batches = evaluation_batch(loop), plans.batches.micro_batches
         evaluation = EvaluationStream(parts.data, plans.evaluation, strategy, width, micro_batches, loading)
     placed = strategy.build(parts.task, plans.network, stream.example())
-    groups = parameter_groups(placed.network, parts.optimizer_kind, settings.decay)
+    groups = parameter_groups(placed.network, parts.spare_vectors)
     optimizer = placed.optimizer(parts.make_optimizer, groups)
     for group in optimizer.param_groups:
         group["lr"] *= parts.schedule.scale(loop.global_batch)

@@ -14,8 +14,18 @@ from trainer.parallel.sparse import sparse_embeddings
 from trainer.refusal import Refusal
 
 
-def parameter_groups(network: nn.Module, kind: type[torch.optim.Optimizer], decay: str) -> list[dict[str, Any]]:
-    """The trainable parameters, in groups; `decay`: "all", or "weights": biases and norms (vectors) are not decayed.
+def spares_vectors(kind: Any, weight_decay: float | None, decay: str) -> bool:
+    """Must biases and norms (vectors) be kept from a decay? Not where `decay` is "all", nor where nothing decays.
+
+    weight_decay: what the configuration says; None: the optimizer's own default.
+    """
+    own = signature(kind).parameters.get("weight_decay")
+    amount = own.default if own is not None and weight_decay is None else weight_decay
+    return decay == "weights" and own is not None and amount != 0
+
+
+def parameter_groups(network: nn.Module, spare_vectors: bool) -> list[dict[str, Any]]:
+    """The trainable parameters, in as few groups as can be: each is a call of its own in every step.
 
     Refusal where nothing is trainable.
     """
@@ -23,7 +33,7 @@ def parameter_groups(network: nn.Module, kind: type[torch.optim.Optimizer], deca
     if not trainable:
         raise Refusal(f"{type(network).__name__} has no trainable parameter")
     groups: list[dict[str, Any]] = [{"params": trainable}]
-    if decay == "weights" and "weight_decay" in signature(kind).parameters:
+    if spare_vectors:
         groups = [
             {"params": [parameter for parameter in trainable if parameter.dim() > 1]},
             {"params": [parameter for parameter in trainable if parameter.dim() <= 1], "weight_decay": 0.0},

@@ -47,7 +47,7 @@ class Parts:
     schedule: Schedule
     make_network: Callable[[], nn.Module]
     make_optimizer: Callable[[list[dict[str, Any]]], Optimizer]
-    optimizer_kind: type[Optimizer]
+    spare_vectors: bool  # biases and norms are not decayed
     sinks: list[Sink]
     open_folder: Callable[[Callable[[Path], None]], RunFolder]  # makes and locks it, after a look at run.resume=PATH
 

@@ -202,8 +202,9 @@ class Placed:
 
     def after_step(self, step: int) -> None:
         """Let the task change the network in place after an optimizer step."""
-        with torch.no_grad():
-            self.task.after_step(self.network, step)
+        if type(self.task).after_step is not Task.after_step:
+            with torch.no_grad():
+                self.task.after_step(self.network, step)
 
     def settle(self) -> None:
         """Collective, before evaluating or saving: BatchNorm's running statistics become the data ranks' mean."""
