@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from trainer import Data
 from trainer.machine import Machine
@@ -183,6 +183,29 @@ def test_in_the_main_process_generators_are_put_back_after_each_item() -> None:
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
     assert Seeded(Numbers(3, noisy=True), 0)[0, 1] != Seeded(Numbers(3, noisy=True), 0)[1, 1]
     assert (random.random(), numpy.random.rand(), float(torch.rand(()))) == expected
+
+
+def test_a_data_set_of_tensors_is_read_in_whole_batches_with_the_same_bits() -> None:
+    class ItemByItem(TensorDataset):
+        pass
+
+    class Own(Data):
+        def collate(self, items: Any) -> Any:
+            return super().collate(items)[::-1]
+
+    columns = torch.randn(50, 3, 2), torch.arange(50, dtype=torch.int16)
+    lists = [torch.tensor([7, 7, 49]), torch.arange(50)[::5]]
+
+    def read(dataset: Dataset, data: Data) -> Any:
+        return list(make_reader(dataset, data.collate, 0, Loading(workers=0), pin=False).read(0, lists))
+
+    items = read(ItemByItem(*columns), Data())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(TensorDataset, "__getitem__")
+        whole = read(TensorDataset(*columns), Data())
+    for one, other in zip(items, whole, strict=True):
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(one, other, strict=True))
+    assert read(TensorDataset(*columns), Own())[0][0].dtype == torch.int16  # whoever collates in a way of their own
 
 
 def test_a_loader_draws_nothing_from_the_global_generator() -> None:

@@ -16,7 +16,8 @@ class Data:
     """A training set and an evaluation set, and how their batches are made. Only `train` must be written.
 
     Data sets are map-style: `len(dataset)`, and `dataset[i]` gives (input, target). One that also offers
-    `batch(indices) -> (inputs, targets)` is asked for whole batches, already stacked, instead of item by item.
+    `batch(indices) -> (inputs, targets)` is asked for whole batches, already stacked, instead of item by item; of a
+    `TensorDataset` that nobody collates differently the rows are taken at once.
     """
 
     def train(self) -> Dataset:
