@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from trainer.machine import Machine
-from trainer.parallel.ranks import Ranks
+from trainer.parallel.ranks import Ranks, Vote
 from trainer.parallel.sampler import ShardSampler
 from trainer.parallel.timeouts import set_timeouts
 from trainer.parallel.totals import Totals
