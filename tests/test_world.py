@@ -21,7 +21,6 @@ from trainer.parallel.ranks import Group
 from trainer.parallel.timeouts import set_timeouts
 from trainer.parallel.world import join, leave
 from trainer.refusal import Refusal
-from trainer.strategies.base import Vote
 from trainer.strategies.placed import Placed
 
 CPU = torch.device("cpu")
@@ -58,7 +57,7 @@ def nobody_joins(launch: Launch) -> dict[str, Any]:
     under_way = torch.ones(1)
     vote, unheard = None, ""
     if launch.rank == 0:
-        vote = Vote((True,), Group(plain), SHORT)
+        vote = Group(plain).vote((True,), SHORT)
         try:
             vote.read()
         except RuntimeError as caught:
@@ -76,7 +75,7 @@ def nobody_joins(launch: Launch) -> dict[str, Any]:
     if launch.rank == 1:
         work = dist.all_reduce(under_way, group=late, async_op=True)
     work.wait()
-    voted = (vote or Vote((False,), Group(plain), SHORT)).read()  # those who come late still join
+    voted = (vote or Group(plain).vote((False,), SHORT)).read()  # those who come late still join
     dist.all_reduce(whole := torch.ones(1), group=plain)
     store.set(f"done-{launch.rank}", "yes")
     store.wait([f"done-{rank}" for rank in range(2)])
