@@ -14,6 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.processes import Processes
 
+LEFT_OUT = pytest.StashKey[int]()
+
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Processes]:
@@ -25,9 +27,25 @@ def processes() -> Iterator[Processes]:
     group.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cheap tests first, so that a plain mistake shows in seconds."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="the long tests too: more of what the others show")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cheap tests first, so that a plain mistake shows in seconds; without --long only one that is named runs long."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    if config.getoption("long") or any("::" in word for word in config.args) or config.getoption("-m"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("long")]
+    config.stash[LEFT_OUT] = len(left_out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """How many were left out, and how they are run."""
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"{count} long tests were left out; with them: scripts/test --long")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -88,3 +88,4 @@ def _serve(pipe: Connection, first: bool) -> None:
             part()  # or every case would leave a connection to the store open, in both processes
             connected.cache_clear()
             gc.collect()
+            gc.freeze()  # modules and caches: looking at them again costs more than most cases

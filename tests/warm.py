@@ -32,7 +32,8 @@ class Forked:
     """A command that runs in a copy of the warm process; what these tests use of `subprocess.Popen`."""
 
     def __init__(self, words: list[str], cwd: Path, environment: dict[str, str], screen: int) -> None:
-        self.args, self.returncode = words, None
+        self.args = words
+        self.returncode: int | None = None
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = json.dumps([words, str(cwd), environment]).encode()
         with theirs:
@@ -69,7 +70,7 @@ def _warm() -> socket.socket:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.warm"],
             env=environment,
-            stdin=theirs,
+            stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C is for pytest
         )
@@ -122,6 +123,7 @@ def _import_all() -> None:
                 importlib.import_module(module.name)
     for name in _ON_THE_WAY:
         importlib.import_module(name)
+    del sys.modules["torch.distributed.run"]  # or it says that it is not the first of its name
     gc.collect()
     gc.freeze()  # what is never touched again is never copied
 
@@ -136,7 +138,17 @@ def _become(words: list[str], cwd: str, environment: dict[str, str], screen: int
     os.environ.clear()
     os.environ.update(environment)
     sys.path[0], sys.argv = cwd, words
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    code: object = 0
+    try:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))  # triton would speak as the interpreter ends
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ SPREAD |= {
     "mesh of shard and tensor on 4": (4, Case("mesh", {"shard": 2, "tensor": 2})),
     "mesh of pipe and tensor on 4": (4, Case("mesh", {"pipe": 2, "tensor": 2})),
 }
+MORE = [(1, "weighted"), (2, "plain")]  # micro-batches, the task
 everywhere = pytest.mark.parametrize("where", SPREAD)
 _done: dict[str, list[dict[str, Any]]] = {}
 
@@ -79,7 +80,9 @@ def test_every_run_begins_with_the_same_bits(train: Any, where: str) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize(("micro_batches", "task"), [(1, "weighted"), (2, "plain"), (4, "weighted")])
+@pytest.mark.parametrize(
+    ("micro_batches", "task"), [(4, "weighted"), *(pytest.param(*one, marks=pytest.mark.long) for one in MORE)]
+)
 def test_in_double_precision_every_curve_is_the_same_curve(
     train: Any, where: str, task: str, micro_batches: int
 ) -> None:
@@ -91,15 +94,7 @@ def test_in_double_precision_every_curve_is_the_same_curve(
         assert max(apart(rank["norms"], reference["norms"])) < 1e-10
         for name, weights in rank["weights"].items():  # a stage has those of its own
             assert _furthest(weights, reference["weights"][name]) < 1e-10
-
-
-@everywhere
-def test_evaluation_counts_every_sample_once(train: Any, where: str) -> None:
-    size, case = SPREAD[where]
-    case = case.but(precision="fp64", task="plain", steps=8)
-    (reference,) = train(1, case.but(strategy="single", fields={}))
-    for rank in train(size, case.but(micro_batches=2)):  # a run that another test has made
-        assert rank["samples"] == 101  # a prime: it divides by no number of ranks
+        assert rank["samples"] == 101  # evaluation counts each once: a prime divides by no number of ranks
         assert rank["figures"] == pytest.approx(reference["figures"], abs=1e-9)
 
 
@@ -138,11 +133,11 @@ def test_data_slices_make_up_an_epoch_once_and_change_with_it(train: Any, where:
 def test_the_same_command_again_stopped_and_resumed_gives_the_same_bits(train: Any, where: str, tmp_path: Path) -> None:
     size, case = SPREAD[where]
     unbroken = train(size, case)
-    stopped = train(size, case.but(folder=str(tmp_path), save=10, steps=10))  # in the middle of the third epoch
-    assert [rank["losses"] for rank in stopped] == [rank["losses"][:10] for rank in unbroken]
-    for rank, whole_run in zip(train(size, case.but(folder=str(tmp_path), start=10)), unbroken, strict=True):
-        assert rank["losses"] == whole_run["losses"][10:]
-        assert rank["digests"] == whole_run["digests"][10:]
+    stopped = train(size, case.but(folder=str(tmp_path), save=6, steps=6))  # in the middle of the second epoch
+    assert [rank["losses"] for rank in stopped] == [rank["losses"][:6] for rank in unbroken]
+    for rank, whole_run in zip(train(size, case.but(folder=str(tmp_path), start=6)), unbroken, strict=True):
+        assert rank["losses"] == whole_run["losses"][6:]
+        assert rank["digests"] == whole_run["digests"][6:]
         assert rank["weights"] == whole_run["weights"]
 
 
@@ -166,6 +161,11 @@ ON_GPUS = [
 ON_GPUS += [
     pytest.param(name, None, marks=pytest.mark.gpu(size), id=f"{name}, NCCL") for name, (size, _) in SPREAD.items()
 ]
+# Each saves and each goes on with what another layout has saved, alone or in parts.
+JOURNEYS = {
+    "adamw": ["dp", "ddp on 2", "tp on 2", "fsdp on 3", "zero1 on 3", "ddp_pp on 4", "fsdp_tp on 4", "single"],
+    "sgd": ["single", "hsdp on 4", "pp on 2", "zero1 on 3", "fsdp_tp on 4", "ddp_tp on 4", "fsdp on 3", "pp on 3"],
+}
 PAIRS = [
     *[("single", name) for name in SPREADS],
     *[(name, "single") for name in SPREADS],
@@ -178,10 +178,21 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "optimizer"),
-    [*((*pair, "adamw") for pair in PAIRS), *((*pair, "sgd") for pair in PAIRS if "single" not in pair)],
-)
+@pytest.mark.parametrize("optimizer", JOURNEYS)
+def test_a_run_goes_on_under_one_strategy_after_the_other(train: Any, optimizer: str, tmp_path: Path) -> None:
+    stations = JOURNEYS[optimizer]
+    (reference,) = train(1, Case(optimizer=optimizer, steps=2 * len(stations)))
+    for start, name in zip(range(0, 2 * len(stations), 2), stations, strict=True):
+        size, case = {"single": (1, Case()), **SPREAD}[name]
+        case = case.but(folder=str(tmp_path), start=start, steps=start + 2, save=start + 2, optimizer=optimizer)
+        for rank in train(size, case):
+            assert max(apart(rank["losses"], reference["losses"][start : start + 2])) < 1e-5, name
+            assert rank["digests"] == reference["digests"][start : start + 2], name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_saved_under_one_strategy_it_goes_on_under_another(
     train: Any, source: str, target: str, optimizer: str, tmp_path: Path
 ) -> None:
@@ -189,9 +200,9 @@ def test_saved_under_one_strategy_it_goes_on_under_another(
     (size_a, a), (size_b, b) = where[source], where[target]
     (reference,) = train(1, Case(optimizer=optimizer))
     train(size_a, a.but(folder=str(tmp_path), save=6, steps=6, optimizer=optimizer))
-    for rank in train(size_b, b.but(folder=str(tmp_path), start=6, steps=14, optimizer=optimizer)):
-        assert max(apart(rank["losses"], reference["losses"][6:14])) < 1e-5
-        assert rank["digests"] == reference["digests"][6:14]
+    for rank in train(size_b, b.but(folder=str(tmp_path), start=6, optimizer=optimizer)):
+        assert max(apart(rank["losses"], reference["losses"][6:])) < 1e-5
+        assert rank["digests"] == reference["digests"][6:]
 
 
 @pytest.mark.parametrize("task", ["plain", "weighted"])

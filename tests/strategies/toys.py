@@ -246,7 +246,7 @@ class Case:
     task: str = "plain"
     precision: str = "fp32"
     micro_batches: int = 1
-    steps: int = 24
+    steps: int = 12  # three epochs
     start: int = 0  # resume from the checkpoint in `folder`, which is of this step
     save: int | None = None  # save to `folder` after this step
     folder: str = ""
