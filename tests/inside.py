@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import torch
 
-from trainer import failure
 from trainer.__main__ import run
-from trainer.launch import Launch
-from trainer.storage import lock
+from trainer.launch import failure
+from trainer.launch.launch import Launch
+from trainer.records import lock
 
 
 def product(launch: Launch, place: Path, words: list[str]) -> int:

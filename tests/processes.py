@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.launch import Launch
-from trainer.rendezvous import connected, part
+from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import connected, part
 
 MOST = 4
 PATIENCE = 300.0  # seconds until a group that does not answer is given up

@@ -2,10 +2,11 @@ from math import ceil
 
 import pytest
 
-from trainer.arithmetic import Batches, deal, measure, more_micro_batches, parts
 from trainer.configuration.compose import compose
 from trainer.configuration.settings import settings
+from trainer.data.sampler import spans
 from trainer.refusal import Refusal
+from trainer.run.arithmetic import Batches, deal, measure, more_micro_batches
 
 
 def test_a_global_batch_is_dealt_to_ranks_and_micro_batches() -> None:
@@ -81,9 +82,9 @@ def test_the_command_line_asks_for_it() -> None:
 
 
 def test_parts_of_a_step_differ_by_at_most_one_larger_first() -> None:
-    assert parts(48, 4) == [range(12), range(12, 24), range(24, 36), range(36, 48)]
-    assert [len(part) for part in parts(50, 4)] == [13, 13, 12, 12]
-    assert [sample for part in parts(50, 7) for sample in part] == list(range(50))
+    assert spans(48, 4) == [range(12), range(12, 24), range(24, 36), range(36, 48)]
+    assert [len(part) for part in spans(50, 4)] == [13, 13, 12, 12]
+    assert [sample for part in spans(50, 7) for sample in part] == list(range(50))
 
 
 def test_the_next_number_of_micro_batches_halves_nothing_that_is_one() -> None:

@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 from trainer.configuration.build import build, check_all, maker
 from trainer.configuration.names import Names
 from trainer.configuration.settings import OPTIMIZER_KEYS
-from trainer.data import Data
-from trainer.log import Sink
-from trainer.machine import Machine
+from trainer.data.data import Data
+from trainer.learning.schedule import Cosine, Schedule
+from trainer.learning.task import Task
+from trainer.records.log import Sink
 from trainer.refusal import Refusal
-from trainer.schedule import Cosine, Schedule
 from trainer.strategies.base import Strategy
+from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single
-from trainer.task import Task
 
 LAB = """
 import os
@@ -165,7 +165,7 @@ class TestWhatIsBuilt:
             assert made.sync_bn
 
     def test_sinks_are_known_by_what_they_can_do(self, names: Names) -> None:
-        build(node("trainer.log.Console"), Sink, "log.console", Names())
+        build(node("trainer.records.log.Console"), Sink, "log.console", Names())
         assert "not a Sink" in refusal(node("biolab.net.Elastic", amount=1), Sink, "log.mine", names)
 
     def test_facts_of_data_go_to_those_who_name_them(self, names: Names) -> None:
@@ -176,7 +176,7 @@ class TestWhatIsBuilt:
         assert "model.num_classes" in refusal(node("biolab.net.Net", width=1, **facts), nn.Module, "model", names)
 
     def test_a_schedule(self) -> None:
-        made = build(node("trainer.schedule.Cosine", warmup=3), Schedule, "schedule", Names())
+        made = build(node("trainer.learning.schedule.Cosine", warmup=3), Schedule, "schedule", Names())
         assert made == Cosine(warmup=3)
 
     def test_what_is_wrong_in_any_group_is_told_before_one_is_built(self, names: Names) -> None:
@@ -184,7 +184,7 @@ class TestWhatIsBuilt:
             {
                 "strategy": {"_target_": "trainer.strategies.single.Single"},
                 "model": {"_target_": "biolab.net.Broken"},
-                "schedule": {"_target_": "trainer.schedule.Cosine", "warmup": 1.5},
+                "schedule": {"_target_": "trainer.learning.schedule.Cosine", "warmup": 1.5},
                 "data": {"_target_": "biolab.net.Cells", "classes": "two"},
             }
         )
@@ -333,7 +333,7 @@ class TestErrorsOfTheCallee:
         ("biolab.net.number", nn.Module, "model", "not a class or function"),
         ("biolab.net", nn.Module, "model", "not a class or function"),
         ("torch.nn.Linear", Strategy, "strategy", "not a Strategy"),
-        ("trainer.schedule.Schedule", Schedule, "schedule", "abstract"),
+        ("trainer.learning.schedule.Schedule", Schedule, "schedule", "abstract"),
         ("trainer.strategies.auto.auto", nn.Module, "model", "returns Strategy"),
         (None, nn.Module, "model", "must say what to build"),
         (3, nn.Module, "model", "is not the name"),
@@ -375,9 +375,9 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("biolab.net.os.system", {"command": "touch {canary}"}),
     ("biolab.net.system", {"command": "touch {canary}"}),
     ("biolab.net.__builtins__", {}),
-    ("trainer.storage.durable.os.remove", {"path": "{payload}"}),
+    ("trainer.launch.durable.os.remove", {"path": "{payload}"}),
     ("trainer.__main__.main", {}),
-    ("trainer.failure.leave", {"code": 0}),
+    ("trainer.launch.failure.leave", {"code": 0}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""`trainer.bundle`: where conf/ and recipes/ are, in a checkout and in a wheel."""
+"""`trainer.configuration.bundle`: where conf/ and recipes/ are, in a checkout and in a wheel."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import bundle
+from trainer.configuration import bundle
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -37,30 +37,31 @@ def installed(tmp_path: Path) -> Path:
 
 
 def test_a_wheel_carries_its_bundle_inside(installed: Path, tmp_path: Path) -> None:
-    code = "from trainer import bundle; print(bundle.root())"
+    code = "from trainer.configuration import bundle; print(bundle.root())"
     assert run(code, tmp_path, installed) == str(installed / "trainer" / "_bundle")
 
 
 def test_recipes_are_importable_after_asking(installed: Path, tmp_path: Path) -> None:
-    code = "from trainer import bundle; bundle.make_importable(); import recipes.vision; print(recipes.__file__)"
+    asked = "from trainer.configuration import bundle; bundle.make_importable()"
+    code = f"{asked}; import recipes.vision; print(recipes.__file__)"
     assert run(code, tmp_path, installed) == str(installed / "trainer" / "_bundle" / "recipes" / "__init__.py")
 
 
 def test_recipes_are_the_products_own_though_others_have_that_name(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "__init__.py").touch()
-    code = "from trainer import bundle; bundle.make_importable(); import recipes; print(recipes.__file__)"
+    code = "from trainer.configuration import bundle; bundle.make_importable(); import recipes; print(recipes.__file__)"
     assert run(code, tmp_path, tmp_path, installed).startswith(str(installed))
 
 
 def test_asking_twice_changes_nothing(installed: Path, tmp_path: Path) -> None:
     code = (
-        "from trainer import bundle; bundle.make_importable(); once = list(sys.path)\n"
+        "from trainer.configuration import bundle; bundle.make_importable(); once = list(sys.path)\n"
         "bundle.make_importable(); print(sys.path == once)"
     )
     assert run(code, tmp_path, installed) == "True"
 
 
 def test_needs_no_torch(tmp_path: Path) -> None:
-    code = "from trainer import bundle; bundle.make_importable(); print('torch' in sys.modules)"
+    code = "from trainer.configuration import bundle; bundle.make_importable(); print('torch' in sys.modules)"
     assert run(code, tmp_path, CHECKOUT) == "False"

@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer import checkpoint as checkpoint_module
-from trainer.checkpoint import Checkpoints, FailedSave, open_checkpoint
 from trainer.parallel.ranks import Group, Ranks
-from trainer.storage.manifest import CorruptCheckpoint, decode, encode, read_manifest, write_manifest
-from trainer.storage.retention import committed
+from trainer.records import checkpoint as checkpoint_module
+from trainer.records.checkpoint import Checkpoints, FailedSave, open_checkpoint
+from trainer.records.manifest import CorruptCheckpoint, decode, encode, read_manifest, write_manifest
+from trainer.records.retention import committed
 
 ROOT = Path(__file__).parents[1]
 
@@ -417,7 +417,7 @@ def test_too_little_space_is_said_before_writing(tmp_path, monkeypatch):
 LIMITED = """
 import resource, signal, sys, torch
 from pathlib import Path
-from trainer.checkpoint import Checkpoints, FailedSave
+from trainer.records.checkpoint import Checkpoints, FailedSave
 from trainer.parallel.ranks import Ranks
 store = Checkpoints(Path(sys.argv[1]), Ranks())
 store.save(1, {"weight": torch.ones(1000)}, {})
@@ -455,7 +455,7 @@ def test_a_write_that_fails_leaves_the_older_ones_and_no_draft(tmp_path):
 SAVING = """
 import os, sys, torch
 from pathlib import Path
-from trainer.checkpoint import Checkpoints
+from trainer.records.checkpoint import Checkpoints
 from trainer.parallel.ranks import Ranks
 
 def save_for_ever():
@@ -503,7 +503,7 @@ def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path):
 TRACED = """
 import sys, torch
 from pathlib import Path
-from trainer.checkpoint import Checkpoints
+from trainer.records.checkpoint import Checkpoints
 from trainer.parallel.ranks import Ranks
 Checkpoints(Path(sys.argv[1]), Ranks()).save(1, {"weight": torch.ones(9), "optimizer/weight/m": torch.ones(9)}, {})
 """
@@ -603,7 +603,7 @@ def exchange(folder, ranks):
     ranks.barrier()
     assert Checkpoints(folder / "two", ranks).newest().step == 1
 
-    for place in ("safetensors.torch.save", "trainer.checkpoint._sealed"):
+    for place in ("safetensors.torch.save", "trainer.records.checkpoint._sealed"):
         with pytest.MonkeyPatch.context() as patch:
             if ranks.rank == 1:  # an error that only one rank has
                 patch.setattr(place, fail_to_write)
@@ -627,7 +627,7 @@ def exchange(folder, ranks):
     assert copies.count == (2 if ranks.is_main else 0)  # who writes nothing copies nothing
     with Copies() as copies:
         four.save(2, {"conv": turned, f"optimizer/{ranks.rank}/exp_avg": turned + 1}, {})  # a moment of one's own
-    assert sum(ranks.share(copies.count)) == 3  # the weight is written, and copied, by one of them
+    assert sum(ranks.all_gather_values(copies.count)) == 3  # the weight is written, and copied, by one of them
 
 
 def test_one_process_and_two_read_what_the_other_wrote(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.bundle import root
+from trainer.configuration.bundle import root
 from trainer.configuration.compose import compose, folders
 from trainer.configuration.resolved import written
 from trainer.configuration.settings import settings

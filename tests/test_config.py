@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.bundle import root
-from trainer.cadence import Every
+from trainer.configuration.bundle import root
 from trainer.configuration.resolved import resolved, written
 from trainer.configuration.settings import GROUPS, SECTIONS, Settings, settings
 from trainer.configuration.values import Unexpected, packages, rhythm, seconds
+from trainer.learning.cadence import Every
 from trainer.refusal import Refusal
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from trainer import departure
-from trainer.departure import left_behind
-from trainer.launch import Launch
+from trainer.launch import departure
+from trainer.launch.departure import left_behind
+from trainer.launch.launch import Launch
 
 
 @dataclass

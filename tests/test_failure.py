@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from trainer.claim import claim, claimed
-from trainer.launch import Launch
+from trainer.launch.claim import claim, claimed
+from trainer.launch.launch import Launch
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,8 +21,8 @@ START = """
 import os, signal, sys
 from datetime import timedelta
 from pathlib import Path
-from trainer.failure import fail, leave, redirect, refuse
-from trainer.launch import Launch
+from trainer.launch.failure import fail, leave, redirect, refuse
+from trainer.launch.launch import Launch
 launch = Launch.from_environment()
 folder = Path(os.environ["FOLDER"])
 redirect(launch.rank, folder)
@@ -32,7 +32,7 @@ GROUP = (
     + """
 import torch
 import torch.distributed as dist
-from trainer.signals import StopRequest
+from trainer.launch.signals import StopRequest
 dist.init_process_group("gloo", store=dist.PrefixStore("group", launch.store()), rank=launch.rank,
                         world_size=launch.world_size, timeout=timedelta(seconds=60))
 ones = torch.ones(1)
@@ -187,8 +187,8 @@ def test_only_one_rank_can_be_first():
 
 REFUSING = """
 import sys
-from trainer.failure import refuse
-from trainer.launch import Launch
+from trainer.launch.failure import refuse
+from trainer.launch.launch import Launch
 launch = Launch.from_environment()
 assert "torch" not in sys.modules
 refuse("optimizer.lrr is no key; did you mean 'lr'?", launch)
@@ -225,7 +225,7 @@ print("from Python")
 os.system("echo from a child")
 logging.getLogger("somebody").warning("a warning")
 warnings.warn("old ways")
-from trainer.output import say
+from trainer.launch.screen import say
 say("to the screen")
 leave(0)
 """

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,9 @@ def strangers(folder: str, allowed: tuple[str, ...]) -> list[str]:
 
 def test_the_walk_sees_imports(tmp_path: Path) -> None:
     assert len(PRODUCT) > 20
-    assert {"trainer.plan.Plan", "trainer.task.Task"} <= set(imports(CHECKOUT / "recipes/vision/classification.py"))
+    assert {"trainer.learning.plan.Plan", "trainer.learning.task.Task"} <= set(
+        imports(CHECKOUT / "recipes/vision/classification.py")
+    )
     assert strangers("recipes", ()) != []
 
 
@@ -54,19 +57,50 @@ def test_the_framework_never_imports_the_recipes() -> None:
 
 
 def test_recipes_see_only_the_open_side_of_the_framework() -> None:
-    modules = ("task", "plan", "data", "transforms", "refusal")
-    names = ("Data", "Plan", "Task", "gather")
+    modules = ("learning.task", "learning.plan", "data.data", "data.transforms", "refusal")
+    names = ("Data", "Plan", "Placed", "Refusal", "Sink", "Strategy", "Task", "gather")
     assert strangers("recipes", ("recipes", *(f"trainer.{name}" for name in (*modules, *names)))) == []
 
 
-def test_strategies_know_neither_loop_nor_configuration() -> None:
-    allowed = ("parallel", "strategies", "task", "plan", "refusal", "launch", "machine", "seeds", "tree", "stopwatch")
-    assert strangers("trainer/strategies", tuple(f"trainer.{name}" for name in allowed)) == []
+# The rooms of trainer/ from the door down: who stands above may import who stands below, never the other way round.
+_DOOR = ("__main__", "run", "configuration")
+_LOOP = ("trainer", "evaluation", "records", "strategies")
+_GROUND = ("parallel", "learning", "data", "launch", "refusal")
+FLOORS = (*_DOOR, *_LOOP, *_GROUND)
 
 
-def test_parallel_functions_know_no_strategy() -> None:
-    allowed = ("parallel", "plan", "refusal", "launch", "machine", "seeds", "tree")
-    assert strangers("trainer/parallel", tuple(f"trainer.{name}" for name in allowed)) == []
+def rooms(path: Path) -> Iterator[tuple[str, str]]:
+    """The room of a file and those of what it imports."""
+    own = path.relative_to(CHECKOUT / "trainer").parts[0].removesuffix(".py")
+    yield from ((own, name.split(".")[1]) for name in imports(path) if starts(name, "trainer"))
+
+
+def test_arrows_between_the_rooms_only_go_down() -> None:
+    inside = [path for path in PRODUCT if path.is_relative_to(CHECKOUT / "trainer") and path.name != "__init__.py"]
+    assert {path.relative_to(CHECKOUT / "trainer").parts[0].removesuffix(".py") for path in inside} == set(FLOORS)
+    up = [
+        f"{path.relative_to(CHECKOUT)} → {other}"
+        for path in inside
+        for own, other in rooms(path)
+        if FLOORS.index(own) > FLOORS.index(other)
+    ]
+    assert up == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and those for types count, too: a reader follows them all the same."""
+    modules = {".".join(path.relative_to(CHECKOUT).with_suffix("").parts): path for path in PRODUCT}
+
+    def module_of(name: str) -> str:
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        return name
+
+    arrows = {module: {module_of(name) for name in imports(path)} - {module, ""} for module, path in modules.items()}
+    try:
+        tuple(TopologicalSorter(arrows).static_order())
+    except CycleError as error:
+        pytest.fail(" → ".join(reversed(error.args[1])))
 
 
 def test_nobody_but_the_strategies_names_one() -> None:
@@ -76,7 +110,7 @@ def test_nobody_but_the_strategies_names_one() -> None:
         if not path.is_relative_to(CHECKOUT / "trainer/strategies")
         for name in imports(path)
         if starts(name, "trainer.strategies")
-        and not starts(name, "trainer.strategies.base", "trainer.strategies.placed")
+        and not starts(name, *(f"trainer.strategies.{open}" for open in ("base", "placed", "machine")))
     ]
     assert named == []
 
@@ -89,8 +123,8 @@ def test_no_strategy_inherits_from_another() -> None:
 
 
 def test_the_checkpoint_has_never_heard_of_strategies() -> None:
-    for name in ("checkpoint", "folder", "log", "signals"):
-        assert not [found for found in imports(CHECKOUT / f"trainer/{name}.py") if starts(found, "trainer.strategies")]
+    for path in (*(CHECKOUT / "trainer/records").glob("*.py"), *(CHECKOUT / "trainer/launch").glob("*.py")):
+        assert not [found for found in imports(path) if starts(found, "trainer.strategies")]
 
 
 def words(path: Path) -> set[str]:
@@ -143,7 +177,14 @@ def test_no_file_is_named_for_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["trainer", "trainer.bundle", "trainer.refusal", "trainer.launch", "trainer.configuration.compose"]
+    "module",
+    [
+        "trainer",
+        "trainer.configuration.bundle",
+        "trainer.refusal",
+        "trainer.launch.launch",
+        "trainer.configuration.compose",
+    ],
 )
 def test_a_typo_is_refused_before_torch_is_paid_for(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'torchvision', 'tensorboard'}} & set(sys.modules)))"

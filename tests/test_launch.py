@@ -16,11 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.commands import Command, Ended, single, status
-from trainer import rendezvous
-from trainer.agreement import everywhere, first_on_node
-from trainer.launch import Launch
-from trainer.launchers import first_host, tasks_per_node
-from trainer.meeting import meeting
+from trainer.launch import rendezvous
+from trainer.launch.address import meeting
+from trainer.launch.agreement import everywhere, first_on_node
+from trainer.launch.launch import Launch
+from trainer.launch.launchers import first_host, tasks_per_node
 from trainer.refusal import Refusal
 
 ROOT = Path(__file__).parents[1]
@@ -262,13 +262,15 @@ def test_no_round_sees_what_another_left(server, tmp_path):
 def test_a_rank_that_greeted_a_dead_round_finds_the_living_one(server, answered):
     """The dead round's rank 0 had written its nonce, and perhaps its answer, before it died."""
     main, other = ranks(f"127.0.0.1:{server.port}", 2)
-    server.set(rendezvous._nonce(main), "dead")
+    server.set(rendezvous._nonce(main._rendezvous()), "dead")
     if answered:
         server.set("trainer/run/dead/go", '["of the dead rank 1"]')
         server.set("trainer/run/dead/left", "an address")
 
     def late() -> Any:
-        server.wait([rendezvous._greeting(main, "dead", 1)])  # the other has come, and has greeted the dead
+        server.wait(
+            [rendezvous._greeting(main._rendezvous(), "dead", 1)]
+        )  # the other has come, and has greeted the dead
         return main.store()
 
     stores = at_once(late, other.store)

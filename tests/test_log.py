@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.console import Console, duration, evaluation_words, number, training_words
-from trainer.log import Log, Sink, TensorBoard
+from trainer.records.console import Console, duration, evaluation_words, number, training_words
+from trainer.records.log import Log, Sink, TensorBoard
 
 ROOT = Path(__file__).parents[1]
 TRAIN = {"loss": 0.21344, "loss_mean": 0.3, "loss_hex": "3e5a8f0c", "lr": 0.1, "samples_per_s": 12345.6, "step_s": 0.01}
@@ -138,7 +138,7 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path):
 WRITING = """
 import sys
 from pathlib import Path
-from trainer.log import Log
+from trainer.records.log import Log
 log = Log(Path(sys.argv[1]), [], is_main=True)
 step = 0
 while True:
@@ -204,7 +204,7 @@ def test_words_say_what_is_known_and_no_more():
 
 ON_SCREEN = """
 from pathlib import Path
-from trainer.console import Console
+from trainer.records.console import Console
 console = Console()
 console.start("a fact")
 console.open(Path("."), 0, 100, 1)

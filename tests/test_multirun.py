@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.commands import SMALL, Command, files_below, finish, lines, single, status, torchrun
-from trainer.child import STOPPED, meaning
 from trainer.configuration.multirun import Multirun, multirun, whole_words
 from trainer.refusal import Refusal
+from trainer.run.child import STOPPED, meaning
 
 # --------------------------------------------------------------------------------------------------- what is asked for
 

@@ -12,9 +12,9 @@ from torch.nn import functional
 from tests.commands import curve, lines
 from tests.inside import product
 from trainer import Task
-from trainer.launch import Launch
-from trainer.machine import Machine
-from trainer.resume import changes, learning_changes
+from trainer.launch.launch import Launch
+from trainer.records.resume import changes, learning_changes
+from trainer.strategies.machine import Machine
 
 
 class Light(Task):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.commands import curve, lines
 from tests.inside import product
 from tests.processes import Processes
-from trainer.launch import Launch
+from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 
 

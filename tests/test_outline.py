@@ -20,13 +20,13 @@ from recipes.vision.vit import VisionTransformer
 from tests.commands import ROOT, finish, torchrun
 from tests.processes import Processes
 from tests.strategies.toys import STRATEGIES, WIDTH, Net, Plain, built
-from trainer.checkpoint import Checkpoints
-from trainer.launch import Launch
-from trainer.machine import Machine
+from trainer.data.seeds import seed_all
+from trainer.launch.launch import Launch
 from trainer.parallel.outline import all_stored, is_outline, outline
 from trainer.parallel.ranks import Ranks
+from trainer.records.checkpoint import Checkpoints
 from trainer.refusal import Refusal
-from trainer.seeds import seed_all
+from trainer.strategies.machine import Machine
 
 
 class Odd(nn.Module):

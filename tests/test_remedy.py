@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer import fit
-from trainer.assembly import assemble
 from trainer.configuration.compose import compose
-from trainer.launch import Launch
+from trainer.launch.launch import Launch
+from trainer.run import fit
+from trainer.run.assembly import assemble
 
 
 class Room(nn.Module):

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
+from trainer.learning.schedule import WSD, Constant, Cosine, Linear, Step
 from trainer.refusal import Refusal
-from trainer.schedule import WSD, Constant, Cosine, Linear, Step
 
 
 def curve(schedule, horizon=100):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from trainer.claim import claim
-from trainer.launch import Launch
-from trainer.signals import StopRequest, ignore_requests
+from trainer.launch.claim import claim
+from trainer.launch.launch import Launch
+from trainer.launch.signals import StopRequest, ignore_requests
 
 ROOT = Path(__file__).parents[1]
 
@@ -73,8 +73,8 @@ def test_a_decoding_process_may_leave_its_end_to_its_parent():
 BLOCKED = """
 import ctypes, sys, time
 from pathlib import Path
-from trainer.launch import Launch
-from trainer.signals import StopRequest
+from trainer.launch.launch import Launch
+from trainer.launch.signals import StopRequest
 with StopRequest(Launch.from_environment(), Path(sys.argv[1])) as stop:
     print("ready", flush=True)
     # no instruction of Python runs in the main thread from here on, as in a collective that waits

@@ -14,8 +14,8 @@ from recipes.vision.cnn import CNN
 from recipes.vision.mlp import MLP
 from recipes.vision.resnet import resnet18, resnet50
 from recipes.vision.vit import VisionTransformer
-from trainer.parallel.held import Stages, named_tensors
-from trainer.parallel.stages import cut_stages
+from trainer.parallel.pipeline.cut import cut_stages
+from trainer.parallel.pipeline.held import Stages, named_tensors
 from trainer.refusal import Refusal
 
 

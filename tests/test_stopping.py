@@ -14,14 +14,14 @@ import pytest
 from tests.commands import SMALL, curve, lines, status
 from tests.inside import here
 from tests.strategies.toys import BATCH, Net, Plain, ToyData
-from trainer.checkpoint import Checkpoints
+from trainer.data.reader import Loading
+from trainer.data.stream import EvaluationStream, Stream
 from trainer.evaluation import evaluate
-from trainer.launch import Launch
-from trainer.machine import Machine
-from trainer.reader import Loading
+from trainer.launch.launch import Launch
+from trainer.records.checkpoint import Checkpoints
 from trainer.strategies.ddp import DDP
+from trainer.strategies.machine import Machine
 from trainer.strategies.placed import Placed
-from trainer.stream import EvaluationStream, Stream
 
 # 360 samples are evaluated, 60 at once
 WORDS = (
@@ -101,8 +101,8 @@ def test_a_request_during_a_save_is_heard_when_it_is_done(tmp_path, monkeypatch)
 def one_rank_is_asked(launch: Launch) -> tuple[Any, int]:
     data, seen = ToyData(), []
     with DDP(machine=Machine(launch=launch, device="cpu", precision="fp32")) as strategy:
-        stream = Stream(data, data.train(), strategy, BATCH, 1, Loading())
-        evaluation = EvaluationStream(data, data.evaluation(), strategy, 10, 1, Loading())
+        stream = Stream(data, data.train(), strategy.slice, BATCH, 1, Loading())
+        evaluation = EvaluationStream(data, data.evaluation(), strategy.slice, 10, 1, Loading())
         placed = strategy.build(Plain(), Net(), stream.example())
 
         def asked() -> bool:

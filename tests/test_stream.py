@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from trainer import Data
-from trainer.machine import Machine
-from trainer.order import Order, size_of
+from trainer.data.order import Order, size_of
+from trainer.data.reader import Loading, Seeded, make_reader
+from trainer.data.sampler import ShardSampler
+from trainer.data.stream import EvaluationStream, Stream, digest
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.sampler import ShardSampler
-from trainer.reader import Loading, Seeded, make_reader
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
-from trainer.stream import EvaluationStream, Stream, digest
+from trainer.strategies.machine import Machine
 
 
 class Numbers(Dataset):
@@ -64,7 +64,7 @@ def stream(data: Data, dataset: Any, rank: int = 0, size: int = 1, slices: int =
     strategy = Strategy(machine=Machine(seed=5, device="cpu"))
     strategy.__enter__()
     strategy.data = Slice(rank, size)
-    return Stream(data, dataset, strategy, 12, slices, Loading(workers=workers))
+    return Stream(data, dataset, strategy.slice, 12, slices, Loading(workers=workers))
 
 
 def read(one: Stream, epoch: int = 0, start: int = 0) -> list[list[Any]]:
@@ -103,7 +103,7 @@ def test_unequal_shares_are_the_same_samples_in_every_micro_batch(kind: type, si
             held = [shared[rank][step][part] for rank in range(size)]
             indices = torch.cat([batch.indices for batch in held])
             assert sorted(indices.tolist()) == sorted(alone[step][part].indices.tolist())
-            assert all(batch.part == alone[step][part].part for batch in held)
+            assert all(batch.span == alone[step][part].span for batch in held)
             assert all(batch.total == 12 for batch in held)
         sizes = [len(batch.indices) for rank in range(size) for batch in shared[rank][step]]
         assert min(sizes) >= 1
@@ -228,9 +228,9 @@ def test_evaluation_gives_every_sample_once_in_as_many_calls_on_every_rank(
         strategy = Strategy(machine=Machine(seed=5, device="cpu"))
         strategy.__enter__()
         strategy.data = Slice(rank, size)
-        stream = EvaluationStream(NumberData(None), kind(count), strategy, 8, slices, Loading(workers=0))
+        stream = EvaluationStream(NumberData(None), kind(count), strategy.slice, 8, slices, Loading(workers=0))
         batches = list(stream.batches())
-        calls.add(tuple((len(batch.indices), batch.part) for batch, _ in batches))
+        calls.add(tuple((len(batch.indices), batch.span) for batch, _ in batches))
         for batch, valid in batches:
             assert 0 <= valid <= len(batch.indices) <= -(-8 // (size * slices))
             assert len(batch.inputs["x"]) == len(batch.targets) == len(batch.indices)

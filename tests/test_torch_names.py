@@ -108,7 +108,7 @@ def test_the_launcher_takes_what_it_is_given() -> None:
 
 
 def test_torchrun_exports_the_names_that_are_read() -> None:
-    """trainer/launch.py and trainer/failure.py: the store that the agent hosts, restarts, the file for last words."""
+    """launch/launch.py and launch/failure.py: the store that the agent hosts, restarts, the file for last words."""
     from torch.distributed.elastic.agent.server import local_elastic_agent
     from torch.distributed.elastic.multiprocessing import api
 

@@ -16,17 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.vision.classification import Classification
 from tests.strategies.toys import BATCH, Net, Plain, ToyData, Weighted
-from trainer.cadence import Due, Every
-from trainer.checkpoint import Checkpoints
-from trainer.launch import Launch
-from trainer.log import Log
-from trainer.machine import Machine
-from trainer.reader import Loading
+from trainer.data.reader import Loading
+from trainer.data.stream import EvaluationStream, Stream
+from trainer.launch.launch import Launch
+from trainer.learning.cadence import Due, Every
+from trainer.learning.schedule import Cosine, Schedule
+from trainer.learning.task import Task
+from trainer.records.checkpoint import Checkpoints
+from trainer.records.log import Log
 from trainer.refusal import Refusal
-from trainer.schedule import Cosine, Schedule
+from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single
-from trainer.stream import EvaluationStream, Stream
-from trainer.task import Task
 from trainer.trainer import Progress, Trainer
 
 
@@ -59,13 +59,13 @@ def made(folder: Path, task: Task | None = None, device: str = "cpu", keep: int 
     log.rewind(0)
     with Single(machine=Machine(launch=Launch(), device=device, precision="fp32")) as strategy:
         micro_batches = changes.pop("micro_batches", 1)
-        stream = Stream(data, data.train(), strategy, BATCH, micro_batches, Loading())
+        stream = Stream(data, data.train(), strategy.slice, BATCH, micro_batches, Loading())
         placed = strategy.build(task, Net(), stream.example())
         optimizer = torch.optim.AdamW(placed.network.parameters(), lr=changes.pop("lr", 0.01), fused=True)
         states: list[tuple[str, int]] = []
         steps = changes.pop("steps", 10)
         words: dict[str, Any] = {
-            "evaluation": EvaluationStream(data, data.evaluation(), strategy, 50, micro_batches, Loading()),
+            "evaluation": EvaluationStream(data, data.evaluation(), strategy.slice, 50, micro_batches, Loading()),
             "stop": Stop(),
             "steps": steps,
             "horizon": steps,

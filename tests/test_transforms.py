@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
+from trainer.data.seeds import mix
+from trainer.data.transforms import Augment, Random, _quantiles, affine, crop, normalise
 from trainer.refusal import Refusal
-from trainer.seeds import mix
-from trainer.transforms import Augment, Random, _quantiles, affine, crop, normalise
 
 INDICES = torch.randperm(60_000, generator=torch.Generator().manual_seed(1))[:128]
 # the parts in which the same 128 samples may come: at once, in slices, in another order

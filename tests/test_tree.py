@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.tree import changed, first_tensor, floats_as, moved, rows, tensors
+from trainer.data.tree import changed, first_tensor, floats_as, moved, rows, tensors
 
 Pair = namedtuple("Pair", "left right")
 

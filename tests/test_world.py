@@ -12,15 +12,15 @@ import torch.distributed as dist
 
 from tests.commands import SMALL
 from tests.inside import here
-from trainer.assembly import assemble
-from trainer.checkpoint import Checkpoints
 from trainer.configuration.compose import compose
-from trainer.launch import Launch
-from trainer.machine import Machine
+from trainer.launch.launch import Launch
 from trainer.parallel.ranks import Group
 from trainer.parallel.timeouts import set_timeouts
-from trainer.parallel.world import join, leave
+from trainer.parallel.world import join_group, leave_group
+from trainer.records.checkpoint import Checkpoints
 from trainer.refusal import Refusal
+from trainer.run.assembly import assemble
+from trainer.strategies.machine import Machine
 from trainer.strategies.placed import Placed
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_on_a_gpu_nccl_alone_is_bound_to_the_device(monkeypatch, backend, used, 
 
     monkeypatch.setattr(dist, "init_process_group", without_nccl)
     gpu = torch.device("cuda", 0)
-    leave(join(Launch(), gpu, backend, LONG), clean=True)
+    leave_group(join_group(Launch(), gpu, backend, LONG), clean=True)
     assert asked == {"backend": used, "device": gpu if bound else None}  # gloo that is bound makes no sub-groups
 
 
@@ -50,7 +50,7 @@ def test_on_a_gpu_nccl_alone_is_bound_to_the_device(monkeypatch, backend, used, 
 
 def nobody_joins(launch: Launch) -> dict[str, Any]:
     """After `set_timeouts`, a collective that rank 1 never joins; before it, one that rank 1 joins late."""
-    world = join(launch, CPU, None, LONG)
+    world = join_group(launch, CPU, None, LONG)
     store = launch.store()
     late: Any = dist.new_group(timeout=LONG)
     plain: Any = dist.new_group(timeout=LONG)
@@ -168,6 +168,6 @@ def test_the_interface_is_left_where_gloo_and_nccl_look(monkeypatch):
     machine.check()
     machine.place()
     assert [os.environ[name] for name in names] == ["lo", "=lo"]
-    world = join(Launch(), CPU, None, LONG)
+    world = join_group(Launch(), CPU, None, LONG)
     world.barrier()
-    leave(world, clean=True)
+    leave_group(world, clean=True)

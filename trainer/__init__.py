@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.data import Data as Data
+    from trainer.data.data import Data as Data
+    from trainer.learning.plan import Plan as Plan
+    from trainer.learning.task import Task as Task
     from trainer.parallel.gather import gather as gather
-    from trainer.plan import Plan as Plan
     from trainer.strategies.base import Strategy as Strategy
-    from trainer.task import Task as Task
     from trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -16,10 +16,10 @@ __version__ = "0.1.0"
 # Where each public name lives. They are imported when they are first asked for, so that the command line can refuse a
 # typo before it has paid for importing torch.
 _HOMES = {
-    "Data": "trainer.data",
-    "Plan": "trainer.plan",
+    "Data": "trainer.data.data",
+    "Plan": "trainer.learning.plan",
     "Strategy": "trainer.strategies.base",
-    "Task": "trainer.task",
+    "Task": "trainer.learning.task",
     "Trainer": "trainer.trainer",
     "gather": "trainer.parallel.gather",
 }

@@ -6,8 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer import bundle, failure
-from trainer.launch import Launch
+from trainer.configuration import bundle
+from trainer.launch import failure
+from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 
 
@@ -34,14 +35,14 @@ def run(words: Sequence[str], launch: Launch) -> int:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does; a lab is importable from its parent folder
     if read(words).multirun:
-        from trainer.multirun import run_all
+        from trainer.run.sweep import run_all
 
         return run_all(words, launch)
     cfg = compose(words)
     bundle.make_importable()
 
-    from trainer.assembly import assemble  # from here on with torch
-    from trainer.fit import fit
+    from trainer.run.assembly import assemble  # from here on with torch
+    from trainer.run.fit import fit
 
     return fit(assemble(cfg, words, folders(words), launch))
 

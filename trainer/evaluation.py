@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from trainer.data.stream import EvaluationStream
+from trainer.learning.task import Task
 from trainer.refusal import Refusal, nearest
 from trainer.strategies.base import Strategy
 from trainer.strategies.placed import Placed
-from trainer.stream import EvaluationStream
-from trainer.task import Task
 
 
 def rehearse(strategy: Strategy, placed: Placed, task: Task, stream: EvaluationStream, best: str) -> None:

@@ -9,18 +9,18 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from trainer.cadence import Due
-from trainer.checkpoint import Checkpoints, Found
+from trainer.data.stream import Batch, EvaluationStream, Stream
 from trainer.evaluation import evaluate, rehearse
-from trainer.log import Log
-from trainer.meter import Meter, PendingLine
-from trainer.optim import begin_momentum
-from trainer.profile import NoProfile
-from trainer.schedule import Schedule
+from trainer.learning.cadence import Due
+from trainer.learning.optimizer import begin_momentum
+from trainer.learning.schedule import Schedule
+from trainer.learning.task import Task
+from trainer.records.checkpoint import Checkpoints, Found
+from trainer.records.log import Log
+from trainer.records.meter import Meter, PendingLine
+from trainer.records.profile import NoProfile
 from trainer.strategies.base import Strategy
 from trainer.strategies.placed import Placed
-from trainer.stream import Batch, EvaluationStream, Stream
-from trainer.task import Task
 
 
 class Stop(Protocol):
@@ -102,7 +102,7 @@ class Trainer:
         begin_momentum(self.optimizer)
         if self.evaluation is not None:
             rehearse(self.strategy, self.placed, self.task, self.evaluation, self.checkpoints.best)
-        self._meter = Meter(self.strategy, self.stream.global_batch)
+        self._meter = Meter(self.strategy.totals, self.stream.global_batch)
         self.make_up()
         if self.stop_after is not None:  # only now: an evaluation that takes longer than that would never be done
             self._deadline = began + self.stop_after

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recipes.vision.plans import torchvision_plan
-from trainer.plan import Plan
+from trainer.learning.plan import Plan
+from trainer.learning.task import Task
 from trainer.refusal import Refusal
-from trainer.task import Task
 
 
 class Classification(Task):

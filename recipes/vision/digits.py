@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from recipes.vision.images import Images
-from trainer.data import Data
+from trainer.data.data import Data
+from trainer.data.transforms import Augment, Random
 from trainer.refusal import Refusal
-from trainer.transforms import Augment, Random
 
 _SAMPLES, _EVALUATION, _SIDE, _WHITE = 1797, 360, 8, 16
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from recipes.vision.idx import read_idx
 from recipes.vision.images import Images
-from trainer.data import Data
+from trainer.data.data import Data
+from trainer.data.transforms import Augment, Random
 from trainer.refusal import Refusal
-from trainer.transforms import Augment, Random
 
 _FILES = {part: (f"{part}-images-idx3-ubyte.gz", f"{part}-labels-idx1-ubyte.gz") for part in ("train", "t10k")}
 _NAMES = [name for pair in _FILES.values() for name in pair]

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from recipes.vision.images import Images
-from trainer.data import Data
-from trainer.transforms import Augment, Random
+from trainer.data.data import Data
+from trainer.data.transforms import Augment, Random
 
 
 class SyntheticImages(Data):

@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn import functional
 
 from recipes.vision.classification import Classification
-from trainer.plan import Plan
+from trainer.learning.plan import Plan
 
 
 def outputs(batch=12, classes=4):

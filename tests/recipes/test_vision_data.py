@@ -16,8 +16,8 @@ from recipes.vision.fashion_mnist import FashionMNIST
 from recipes.vision.idx import read_idx
 from recipes.vision.images import Images
 from recipes.vision.synthetic import SyntheticImages
+from trainer.data.transforms import Augment, Random
 from trainer.refusal import Refusal
-from trainer.transforms import Augment, Random
 
 PLAIN = Augment()
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tests.strategies.toys import BATCH, NETWORKS, STRATEGIES, TASKS, Case, ToyData, make_optimizer
-from trainer.launch import Launch
-from trainer.machine import Machine
-from trainer.reader import Loading
-from trainer.stream import Stream
+from trainer.data.reader import Loading
+from trainer.data.stream import Stream
+from trainer.launch.launch import Launch
+from trainer.strategies.machine import Machine
 
 
 def collectives_of_a_step(launch: Launch, case: Case) -> list[tuple[str, int]]:
@@ -21,7 +21,7 @@ def collectives_of_a_step(launch: Launch, case: Case) -> list[tuple[str, int]]:
     torch.manual_seed(case.seed)
     network, task, data = NETWORKS[case.network](), TASKS[case.task](), ToyData()
     with STRATEGIES[case.strategy](machine=Machine(launch=launch, device="cpu"), **case.fields) as strategy:
-        stream = Stream(data, data.train(), strategy, BATCH, case.micro_batches, Loading())
+        stream = Stream(data, data.train(), strategy.slice, BATCH, case.micro_batches, Loading())
         placed = strategy.build(task, network, stream.example())
         optimizer = placed.optimizer(make_optimizer("adamw"), [{"params": list(placed.network.parameters())}])
         for step, batches in zip(range(3), stream.epoch(0), strict=False):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from tests.processes import Processes
 from tests.strategies.toys import CLASSES, NETWORKS, WIDTH, Activated, Case, Plain, run
-from trainer.launch import Launch
-from trainer.machine import Machine
+from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 from trainer.strategies.ddp import DDP
+from trainer.strategies.machine import Machine
 
 
 class Forgetful(nn.Module):

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from tests.strategies.toys import STRATEGIES, Case, run
-from trainer.launch import Launch
-from trainer.machine import Machine
+from trainer.data.tree import first_tensor, rows
+from trainer.launch.launch import Launch
+from trainer.learning.task import Task
 from trainer.refusal import Refusal
 from trainer.strategies.dp import DP
-from trainer.task import Task
-from trainer.tree import first_tensor, rows
+from trainer.strategies.machine import Machine
 
 
 class Threads(nn.Module):

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from tests.processes import Processes
 from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.toys import STRATEGIES, Case, Net, Plain, Rows, ToyData, built, make_optimizer, run, whole
-from trainer.launch import Launch
-from trainer.machine import Machine
-from trainer.reader import Loading
+from trainer.data.reader import Loading
+from trainer.data.seeds import seed_all
+from trainer.data.stream import Stream
+from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
-from trainer.seeds import seed_all
 from trainer.strategies.fsdp import FSDP
-from trainer.stream import Stream
+from trainer.strategies.machine import Machine
 
 
 def kinds(sent: list[tuple[str, int]]) -> Counter[str]:
@@ -91,7 +91,7 @@ def tied(launch: Launch, word: str) -> list[Any]:
         placed = strategy.build(Plain(), built(strategy, Tied), None)
         optimizer = placed.optimizer(make_optimizer("adamw"), [{"params": list(placed.network.parameters())}])
         rows = Rows(48, 1)
-        stream = Stream(ToyData(), rows, strategy, 24, 1, Loading())
+        stream = Stream(ToyData(), rows, strategy.slice, 24, 1, Loading())
         for step in range(3):
             placed.forward_backward(next(iter(stream.epoch(step))), step)
             placed.optimizer_step(optimizer, 1.0)
@@ -129,7 +129,7 @@ def odd(launch: Launch, word: str, fields: dict[str, Any], precision: str) -> tu
     """Losses by step; how many numbers of each parameter this rank holds."""
     with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", precision=precision), **fields) as strategy:
         seed_all(5)
-        stream = Stream(ToyData(), Rows(96, 1), strategy, 24, 2, Loading())
+        stream = Stream(ToyData(), Rows(96, 1), strategy.slice, 24, 2, Loading())
         placed = strategy.build(Plain(), built(strategy, Odd), stream.example())
         optimizer = placed.optimizer(make_optimizer("sgd"), [{"params": list(placed.network.parameters())}])
         losses = []

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.processes import Processes
-from trainer.launch import Launch
-from trainer.machine import Machine
+from trainer.launch.launch import Launch
 from trainer.parallel.mesh import make_mesh, ranks_along, spread
 from trainer.refusal import Refusal
 from trainer.strategies.ddp import DDP
+from trainer.strategies.machine import Machine
 
 
 def test_an_open_degree_takes_what_the_others_leave() -> None:
@@ -53,7 +53,7 @@ def neighbours(launch: Launch) -> list[list[int]]:
     with DDP(machine=Machine(launch=launch, device="cpu")) as strategy:
         mesh = make_mesh("cpu", {"replicate": 2, "shard": 1, "tensor": 2}, always=("shard",))
         return [
-            ranks_along(mesh, *axes).share(strategy.rank)
+            ranks_along(mesh, *axes).all_gather_values(strategy.rank)
             for axes in (("replicate",), ("shard",), ("replicate", "tensor"), ("pipe",))
         ]
 

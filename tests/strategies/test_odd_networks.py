@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.processes import Processes
 from tests.strategies.toys import CLASSES, NETWORKS, TASKS, WIDTH, Case, Net, Plain, Routed, run
 from trainer import Plan, Task
-from trainer.launch import Launch
+from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 from trainer.strategies.tensor import TP
 

@@ -18,12 +18,12 @@ from recipes.vision.vit import MLP, Block
 from tests.processes import Processes
 from tests.strategies.toys import CLASSES, STRATEGIES, WIDTH, Plain, ToyData, built, make_optimizer, whole
 from trainer import Plan
-from trainer.launch import Launch
-from trainer.machine import Machine
-from trainer.reader import Loading
+from trainer.data.reader import Loading
+from trainer.data.stream import EvaluationStream, Stream
+from trainer.launch.launch import Launch
 from trainer.strategies.base import Strategy
+from trainer.strategies.machine import Machine
 from trainer.strategies.placed import Placed
-from trainer.stream import EvaluationStream, Stream
 
 BATCH = 24
 TOKENS, DEPTH = 6, 3
@@ -153,13 +153,13 @@ def train(launch: Launch, case: Order) -> dict[str, Any]:
 def _evaluated(placed: Placed, strategy: Strategy) -> dict[str, Tensor]:
     """The first evaluation batch, which has the same samples whatever the number of ranks."""
     data = ToyData()
-    batch, valid = next(iter(EvaluationStream(data, data.evaluation(), strategy, BATCH, 1, Loading()).batches()))
+    batch, valid = next(iter(EvaluationStream(data, data.evaluation(), strategy.slice, BATCH, 1, Loading()).batches()))
     return placed.evaluate(batch, valid)
 
 
 def _stream(strategy: Strategy, case: Order) -> Stream:
     data = ToyData()
-    return Stream(data, data.train(), strategy, BATCH, case.micro_batches, Loading())
+    return Stream(data, data.train(), strategy.slice, BATCH, case.micro_batches, Loading())
 
 
 @pytest.fixture

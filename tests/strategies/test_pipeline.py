@@ -17,13 +17,13 @@ from recipes.vision.vit import VisionTransformer
 from tests.processes import Processes
 from tests.strategies import toys
 from trainer import Plan, Task
-from trainer.launch import Launch
-from trainer.machine import Machine
-from trainer.parallel.schedules import KINDS, Layout, runs_over_gloo, takes
+from trainer.data.stream import Batch
+from trainer.launch.launch import Launch
+from trainer.parallel.pipeline.schedules import KINDS, Layout, runs_over_gloo, takes
 from trainer.refusal import Refusal
+from trainer.strategies.machine import Machine
 from trainer.strategies.pipeline import PP
 from trainer.strategies.single import Single
-from trainer.stream import Batch
 
 
 class Skips(nn.Module):

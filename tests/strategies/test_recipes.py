@@ -14,10 +14,10 @@ from recipes.vision.vit import VisionTransformer
 from tests.processes import Processes
 from tests.strategies.toys import STRATEGIES, built
 from trainer import Data
-from trainer.launch import Launch
-from trainer.machine import Machine
-from trainer.reader import Loading
-from trainer.stream import Stream
+from trainer.data.reader import Loading
+from trainer.data.stream import Stream
+from trainer.launch.launch import Launch
+from trainer.strategies.machine import Machine
 
 
 class Pictures:
@@ -61,7 +61,7 @@ def losses(
     network, task, data = built(chosen, make), Classification(), Data()
     chosen.check(task, network, launch.world_size)
     with chosen:
-        stream = Stream(data, Pictures(), chosen, 16, slices, Loading())
+        stream = Stream(data, Pictures(), chosen.slice, 16, slices, Loading())
         placed = chosen.build(task, network, stream.example())
         optimizer = placed.optimizer(
             lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9, fused=True),

@@ -14,13 +14,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from tests.processes import Processes
 from tests.strategies.toys import CLASSES, WIDTH, Net, Plain, Rows, ToyData, make_optimizer, whole
 from trainer import Plan, Task
-from trainer.launch import Launch
-from trainer.machine import Machine
-from trainer.reader import Loading
+from trainer.data.reader import Loading
+from trainer.data.stream import Stream
+from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 from trainer.strategies.ddp_tensor import DDPTP
+from trainer.strategies.machine import Machine
 from trainer.strategies.tensor import TP
-from trainer.stream import Stream
 
 
 class Planned(Net):
@@ -85,7 +85,7 @@ def drifting(launch: Launch) -> tuple[bool, str]:
         network = Net()
         placed = strategy.build(Task(), network, None)
         first = network.head.weight.detach().clone()
-        shared = strategy.world.gather(first)
+        shared = strategy.world.all_gather(first)
         with torch.no_grad():
             network.norm.weight[0] += 0.1 * launch.rank
         try:
@@ -133,7 +133,7 @@ def apart(launch: Launch, off: float) -> tuple[list[list[float]], str]:
     """The weights outside the plan after some steps whose gradients are not the same everywhere, or what was said."""
     with TP(machine=Machine(launch=launch, device="cpu")) as strategy:
         torch.manual_seed(3)
-        stream = Stream(ToyData(), Rows(96, 1), strategy, 24, 1, Loading())
+        stream = Stream(ToyData(), Rows(96, 1), strategy.slice, 24, 1, Loading())
         placed = strategy.build(Plain(), Uneven(off), stream.example())
         optimizer = placed.optimizer(make_optimizer("adamw"), [{"params": list(placed.network.parameters())}])
         try:
@@ -201,7 +201,7 @@ def masks(launch: Launch) -> list[list[Any]]:
     machine = Machine(launch=launch, device="cpu")
     with TP(machine=machine, activation_checkpointing="units") as strategy:
         torch.manual_seed(3)
-        stream = Stream(ToyData(), Rows(96, 1), strategy, 24, 1, Loading())
+        stream = Stream(ToyData(), Rows(96, 1), strategy.slice, 24, 1, Loading())
         placed = strategy.build(Plain(), Twice(), stream.example())
         blocks: Any = placed.network.get_submodule("blocks")
         for step, batches in zip((0, 1), stream.epoch(0), strict=False):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tests.processes import Processes
 from tests.strategies.toys import Case, run
-from trainer.launch import Launch
-from trainer.machine import Machine
+from trainer.launch.launch import Launch
 from trainer.parallel.gather import dealt, gather, gathering_over
 from trainer.strategies.ddp import DDP
+from trainer.strategies.machine import Machine
 
 BATCH = 50  # over 3 ranks 17, 17 and 16 samples; over 4 ranks 13, 13, 12 and 12
 

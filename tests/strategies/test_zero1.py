@@ -15,11 +15,11 @@ from tests.processes import Processes
 from tests.strategies import toys
 from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.toys import CLASSES, NETWORKS, WIDTH, Case, Net, Plain, Routed, ToyData, run
-from trainer.launch import Launch
-from trainer.machine import Machine
+from trainer.launch.launch import Launch
 from trainer.parallel.owners import Delivery
+from trainer.records.safetensors_header import read_tensors
 from trainer.refusal import Refusal
-from trainer.storage.safetensors_header import read_tensors
+from trainer.strategies.machine import Machine
 from trainer.strategies.zero1 import Zero1
 
 PARAMETERS = sum(parameter.numel() for parameter in Net().parameters())
@@ -153,7 +153,7 @@ def placed_with_groups(launch: Launch, network: type[nn.Module]) -> dict[str, An
     """One step; then what this rank's optimizer holds."""
     torch.manual_seed(0)
     with Zero1(machine=Machine(launch=launch, device="cpu")) as strategy:
-        stream = toys.Stream(ToyData(), ToyData().train(), strategy, 48, 2, toys.Loading())
+        stream = toys.Stream(ToyData(), ToyData().train(), strategy.slice, 48, 2, toys.Loading())
         placed = strategy.build(Plain(), network(), stream.example())
         whole = list(placed.network.parameters())
         groups: list[dict[str, Any]] = [
@@ -241,7 +241,7 @@ def left_behind(launch: Launch) -> list[list[str]]:
         patch("trainer.strategies.zero1.Delivery", Watched),
         Zero1(machine=Machine(launch=launch, device="cpu")) as strategy,
     ):
-        stream = toys.Stream(ToyData(), ToyData().train(), strategy, 48, 2, toys.Loading())
+        stream = toys.Stream(ToyData(), ToyData().train(), strategy.slice, 48, 2, toys.Loading())
         placed = strategy.build(Plain(), Net(), stream.example())
         placed.forward_backward(next(iter(stream.epoch(0))), 0)
     return seen

@@ -12,21 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer import Data, Plan, Task, gather
-from trainer.checkpoint import Checkpoints
-from trainer.launch import Launch
-from trainer.machine import Machine
-from trainer.reader import Loading
+from trainer.data.reader import Loading
+from trainer.data.stream import EvaluationStream, Stream, digest
+from trainer.launch.launch import Launch
+from trainer.records.checkpoint import Checkpoints
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDP
 from trainer.strategies.ddp_tensor import DDPTP
 from trainer.strategies.dp import DP
 from trainer.strategies.fsdp import FSDP
+from trainer.strategies.machine import Machine
 from trainer.strategies.mesh import mesh
 from trainer.strategies.pipeline import PP
 from trainer.strategies.single import Single
 from trainer.strategies.tensor import TP
 from trainer.strategies.zero1 import Zero1
-from trainer.stream import EvaluationStream, Stream, digest
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "single": Single,
@@ -279,8 +279,8 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
     strategy.check(task, network, launch.world_size)
     seen: dict[str, Any] = {"losses": [], "norms": [], "digests": [], "indices": [], "parts": []}
     with strategy:
-        stream = Stream(data, data.train(), strategy, case.batch, case.micro_batches, Loading())
-        evaluation = EvaluationStream(data, data.evaluation(), strategy, 32, case.micro_batches, Loading())
+        stream = Stream(data, data.train(), strategy.slice, case.batch, case.micro_batches, Loading())
+        evaluation = EvaluationStream(data, data.evaluation(), strategy.slice, 32, case.micro_batches, Loading())
         placed = strategy.build(task, network, stream.example())
         optimizer = placed.optimizer(make_optimizer(case.optimizer), [{"params": list(placed.network.parameters())}])
         seen["initial"] = {name: whole(value) for name, value in placed.network.state_dict().items()}

@@ -21,9 +21,9 @@ from torch.utils.data import Dataset
 from trainer.configuration import signature
 from trainer.configuration.names import Names, real_name
 from trainer.configuration.values import below, converted, describe, shown
-from trainer.data import Data
+from trainer.data.data import Data
+from trainer.learning.task import Task
 from trainer.refusal import Refusal, nearest
-from trainer.task import Task
 
 # What a data set's yaml says for models to interpolate. It is not passed to a Data that does not name it.
 FACTS = ("num_classes", "channels", "image_size", "vocab_size")
@@ -31,7 +31,7 @@ FACTS = ("num_classes", "channels", "image_size", "vocab_size")
 # What may stand inside a node, from packages that were not written for this. torchvision's older transforms are plain
 # classes, which is why their module is named.
 INNER = (nn.Module, Task, Data, Dataset, ParallelStyle)
-INNER_MODULES = ("torchvision.transforms.", "trainer.transforms", "trainer.schedule", "recipes.")
+INNER_MODULES = ("torchvision.transforms.", "trainer.data.transforms", "trainer.learning.schedule", "recipes.")
 
 # Functions of others that give a network and, in the versions that people have, do not say so.
 FACTORIES = ("timm.models._factory.create_model",)

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,8 +20,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, open_dict
 
-import trainer
-from trainer.bundle import root
+from trainer.configuration.bundle import root
 from trainer.configuration.choices import assort, dashed, line, misnamed, mistyped, paths, unread
 from trainer.configuration.lab import LabSource
 from trainer.configuration.resolved import as_written
@@ -138,7 +138,7 @@ def _answer(words: Words, overrides: Sequence[str]) -> NoReturn:
     if os.environ.get("RANK", "0") != "0":
         raise SystemExit(0)
     if "--version" in words.flags:
-        print(f"trainer {trainer.__version__}")
+        print(f"trainer {version('trainer')}")
         raise SystemExit(0)
     if "COMP_LINE" in os.environ:  # shell completion; Hydra knows `program words`, not `python -m program words`
         os.environ["COMP_LINE"] = re.sub(r"^.*?-m\s+trainer\b", "trainer", os.environ["COMP_LINE"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.bundle import make_importable
+from trainer.configuration.bundle import make_importable
 from trainer.refusal import Refusal, nearest
 
 PACKAGES = ("trainer", "recipes", "torch", "torchvision", "timm", "transformers")

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from omegaconf import DictConfig
 
-from trainer.cadence import Every
 from trainer.configuration.resolved import UNRESOLVED, as_written, resolved
 from trainer.configuration.values import (
     Unexpected,
@@ -23,6 +22,7 @@ from trainer.configuration.values import (
     shown,
     window,
 )
+from trainer.learning.cadence import Every
 from trainer.refusal import Refusal
 
 # Groups whose keys belong to what their `_target_` names; `experiment` is a group too, but leaves no key of its own.

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from trainer.cadence import Every
-from trainer.meeting import meeting
+from trainer.launch.address import meeting
+from trainer.learning.cadence import Every
 from trainer.refusal import Refusal
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}  # seconds

@@ -86,7 +86,7 @@ def average_statistics(network: nn.Module, ranks: Ranks) -> None:
         return
     buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
     flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-    ranks.sum_(flat).wait()  # the data ranks; two numbers a channel travel
+    ranks.all_reduce_sum_(flat).wait()  # the data ranks; two numbers a channel travel
     flat /= ranks.size
     for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
         buffer.copy_(mean.view_as(buffer))
@@ -159,11 +159,11 @@ class _AllReduce(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
         x = x.clone()
-        ranks.sum_(x).wait()
+        ranks.all_reduce_sum_(x).wait()
         return x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].contiguous().clone()
-        ctx.ranks.sum_(total).wait()
+        ctx.ranks.all_reduce_sum_(total).wait()
         return total, None

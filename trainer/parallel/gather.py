@@ -73,22 +73,22 @@ class _At:
 
 def _gather_valid(x: Tensor, ranks: Ranks, valid: int) -> Tensor:
     """Rows of an evaluation batch, of which later ranks may have one less than earlier ones, or none."""
-    counts = [int(count) for count in ranks.gather(torch.tensor([valid]))]  # data ranks; how many rows each has
+    counts = [int(count) for count in ranks.all_gather(torch.tensor([valid]))]  # data ranks; how many rows each has
     padded = x.new_zeros(max(counts), *x.shape[1:])
     padded[:valid] = x[:valid]
-    return torch.stack(ranks.gather(padded), dim=1).flatten(0, 1)[: sum(counts)]
+    return torch.stack(ranks.all_gather(padded), dim=1).flatten(0, 1)[: sum(counts)]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return torch.stack(ranks.gather(x), dim=1).flatten(0, 1)  # all data ranks; every rank's rows travel to all
+        return torch.stack(ranks.all_gather(x), dim=1).flatten(0, 1)  # all data ranks; every rank's rows travel to all
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].contiguous().clone()
-        ctx.ranks.sum_(total).wait()  # all data ranks; each one's loss has used my rows
+        ctx.ranks.all_reduce_sum_(total).wait()  # all data ranks; each one's loss has used my rows
         return total[ctx.ranks.rank :: ctx.ranks.size], None
 
 
@@ -103,11 +103,11 @@ class _GatherPart(torch.autograd.Function):
         if len(x) != own:
             raise ValueError(f"gather of {len(x)} rows: with loop.uneven=true each of the {own} samples must have one")
         padded = x if own == longest else torch.cat([x, x.new_zeros(longest - own, *x.shape[1:])])
-        rows = ranks.gather(padded)  # all data ranks; every rank's rows travel to all
+        rows = ranks.all_gather(padded)  # all data ranks; every rank's rows travel to all
         return torch.stack(rows[ctx.first :] + rows[: ctx.first], dim=1).flatten(0, 1)[: len(part)]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         total = grads[0].contiguous().clone()
-        ctx.ranks.sum_(total).wait()  # all data ranks; each one's loss has used my rows
+        ctx.ranks.all_reduce_sum_(total).wait()  # all data ranks; each one's loss has used my rows
         return total[ctx.own], None, None

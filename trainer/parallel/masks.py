@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, PrepareModuleInputOutput
 
+from trainer.data.seeds import mix
+from trainer.learning.plan import Plan
 from trainer.parallel.matching import matches
-from trainer.plan import Plan
-from trainer.seeds import mix
 
 
 class Masks:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.parallel.held import named_tensors
+from trainer.parallel.pipeline.held import named_tensors
 from trainer.parallel.ranks import Ranks
 from trainer.refusal import Refusal
 
@@ -76,12 +76,12 @@ def send_values(values: Values, network: nn.Module, ranks: Ranks, device: torch.
     travels where the first rank has an outline, too: a checkpoint will be read.
     """
     known = torch.tensor([not any(value.is_meta for value in values.values())], dtype=torch.uint8)
-    ranks.send_from_first_(known)  # all ranks; one byte
+    ranks.broadcast_(known)  # all ranks; one byte
     own = dict(named_tensors(network))
     for names in list(values) if known else ():
         value = values.pop(names)
         whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
-        ranks.send_from_first_(whole)  # all ranks; every tensor of the network once
+        ranks.broadcast_(whole)  # all ranks; every tensor of the network once
         for tensor in {own[name] for name in names if name in own}:
             _copy_part(tensor, whole)
 

@@ -44,7 +44,7 @@ class VoteUnderWay(Vote):
 
     def __init__(self, flags: Sequence[bool], ranks: Ranks, patience: timedelta) -> None:
         self._raised = torch.tensor(flags, dtype=torch.uint8)
-        self._work = ranks.largest_(self._raised)  # these ranks; a byte a flag travels
+        self._work = ranks.all_reduce_max_(self._raised)  # these ranks; a byte a flag travels
         self._patience = patience
 
     def read(self) -> Sequence[bool]:
@@ -64,11 +64,11 @@ class Ranks:
         """Is this the one rank that decides and writes for all?"""
         return self.rank == 0
 
-    def sum_(self, tensor: Tensor) -> Waitable:
+    def all_reduce_sum_(self, tensor: Tensor) -> Waitable:
         """Collective: start adding up this tensor over the ranks, in place."""
         return Done()
 
-    def largest_(self, tensor: Tensor) -> Waitable:
+    def all_reduce_max_(self, tensor: Tensor) -> Waitable:
         """Collective: start taking the largest of this tensor over the ranks, in place."""
         return Done()
 
@@ -76,14 +76,14 @@ class Ranks:
         """Collective: start asking which of these flags any rank has raised; a rank may be so late with its answer."""
         return Vote(flags)
 
-    def send_from_first_(self, tensor: Tensor) -> None:
+    def broadcast_(self, tensor: Tensor) -> None:
         """Collective: every rank's tensor becomes the first rank's."""
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Collective: the tensors of all ranks, in rank order; shapes must agree."""
         return [tensor]
 
-    def share(self, value: Any) -> list[Any]:
+    def all_gather_values(self, value: Any) -> list[Any]:
         """Collective: the JSON values of all ranks, in rank order."""
         return [value]
 
@@ -99,11 +99,11 @@ class Group(Ranks):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._first = dist.get_global_rank(group, 0)
 
-    def sum_(self, tensor: Tensor) -> Waitable:
+    def all_reduce_sum_(self, tensor: Tensor) -> Waitable:
         """Collective: start adding up this tensor over the ranks, in place."""
         return dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.group, async_op=True)
 
-    def largest_(self, tensor: Tensor) -> Waitable:
+    def all_reduce_max_(self, tensor: Tensor) -> Waitable:
         """Collective: start taking the largest of this tensor over the ranks, in place."""
         return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
@@ -111,7 +111,7 @@ class Group(Ranks):
         """Collective: start asking which of these flags any rank has raised; a rank may be so late with its answer."""
         return VoteUnderWay(flags, self, patience)
 
-    def send_from_first_(self, tensor: Tensor) -> None:
+    def broadcast_(self, tensor: Tensor) -> None:
         """Collective: every rank's tensor becomes the first rank's."""
         whole = tensor.contiguous()
         plain = whole.reshape(-1).view(torch.uint8)  # as bytes: no backend knows every type
@@ -119,22 +119,22 @@ class Group(Ranks):
         if whole is not tensor:
             tensor.copy_(whole)
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Collective: the tensors of all ranks, in rank order; shapes must agree."""
         own = tensor.contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]  # in order as well: NCCL copies memory, not values
         dist.all_gather(parts, own, group=self.group)
         return parts
 
-    def share(self, value: Any) -> list[Any]:
+    def all_gather_values(self, value: Any) -> list[Any]:
         """Collective: the JSON values of all ranks, in rank order; CPU tensors travel, no pickle."""
         text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
         longest = torch.tensor([len(text)])
-        self.largest_(longest).wait()
+        self.all_reduce_max_(longest).wait()
         padded = torch.full((int(longest),), ord(" "), dtype=torch.uint8)
         padded[: len(text)] = text
-        return [json.loads(bytes(part.tolist())) for part in self.gather(padded)]
+        return [json.loads(bytes(part.tolist())) for part in self.all_gather(padded)]
 
     def barrier(self) -> None:
         """Collective: return when every rank has arrived. A CPU tensor travels, so a GPU is not waited for."""
-        self.sum_(torch.zeros(1)).wait()
+        self.all_reduce_sum_(torch.zeros(1)).wait()

@@ -18,7 +18,7 @@ def average_gradients(parameters: list[nn.Parameter], ranks: Ranks, bucket_bytes
     if ranks.size == 1 or not trainable:
         return
     present = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.uint8)
-    ranks.largest_(present).wait()  # a byte a parameter: did any of these ranks use it?
+    ranks.all_reduce_max_(present).wait()  # a byte a parameter: did any of these ranks use it?
     used = [parameter for parameter, some in zip(trainable, present.tolist(), strict=True) if some]
     for parameter in used:
         if parameter.grad is None:
@@ -37,7 +37,7 @@ def average(gradients: list[Tensor], ranks: Ranks, bucket_bytes: int) -> None:
     under_way: list[tuple[list[Tensor], Tensor, Waitable]] = []
     for bucket in buckets(gradients, bucket_bytes):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        under_way.append((bucket, flat, ranks.sum_(flat)))  # the given ranks; every gradient travels once
+        under_way.append((bucket, flat, ranks.all_reduce_sum_(flat)))  # the given ranks; every gradient travels once
     for bucket, flat, work in under_way:
         work.wait()
         flat /= ranks.size

@@ -40,7 +40,7 @@ class Shared:
         for bucket in buckets(own, BUCKET):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             first = flat.clone()
-            self._ranks.send_from_first_(first)  # the tensor ranks; gradients of what they hold in common
+            self._ranks.broadcast_(first)  # the tensor ranks; gradients of what they hold in common
             lengths = [gradient.numel() for gradient in bucket]
             sizes += torch._foreach_norm(first.split(lengths))
             distances += torch._foreach_norm((flat - first).split(lengths))
@@ -55,7 +55,7 @@ class Shared:
         """Collective: RuntimeError, naming parameters, where gradients since the last look were not the same ones."""
         if self._apart is None:
             return
-        self._ranks.largest_(self._apart).wait()  # the tensor ranks; a number for each parameter
+        self._ranks.all_reduce_max_(self._apart).wait()  # the tensor ranks; a number for each parameter
         _refuse(
             "gradients of ",
             [n for n, apart in zip(self._parameters, self._apart.tolist(), strict=True) if apart > APART],
@@ -72,7 +72,7 @@ def refuse_drift(network: nn.Module, ranks: Ranks) -> None:
         return
     sums = torch.stack([torch.stack([p.double().sum(), p.double().square().sum()]) for p in whole.values()])  # (n, 2)
     bounds = torch.stack([sums, -sums])
-    ranks.largest_(bounds).wait()  # the tensor ranks; four numbers a parameter: the largest, and minus the smallest
+    ranks.all_reduce_max_(bounds).wait()  # the tensor ranks; four numbers a parameter: largest and smallest
     squares = bounds[0, :, 1]
     counts = squares.new_tensor([part.numel() for part in whole.values()])
     scales = torch.stack([(counts * squares).sqrt(), squares], dim=1)
@@ -87,7 +87,7 @@ def share_buffers(network: nn.Module, ranks: Ranks) -> None:
     own = [b for name, b in network.named_buffers() if name in kept and not isinstance(b, DTensor)]
     for bucket in buckets(own, BUCKET):
         flat = torch.cat([buffer.reshape(-1) for buffer in bucket])
-        ranks.send_from_first_(flat)  # the tensor ranks; all these buffers
+        ranks.broadcast_(flat)  # the tensor ranks; all these buffers
         for buffer, first in zip(bucket, flat.split([buffer.numel() for buffer in bucket]), strict=True):
             buffer.copy_(first.view_as(buffer))
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from trainer.learning.plan import Plan
 from trainer.parallel.matching import matches
-from trainer.plan import Plan
 from trainer.refusal import Refusal, nearest
 
 ELSE = "strategy=ddp (or dp, single) needs no plan"

@@ -40,7 +40,7 @@ class _Parcel:
     def __init__(self, sums: Mapping[str, Tensor], ranks: Ranks) -> None:
         self._shapes = {name: value.shape for name, value in sums.items()}
         packed = torch.cat([wide(value.detach()).reshape(-1) for value in sums.values()])
-        self._work = ranks.sum_(packed)  # the given ranks; 8 bytes a number
+        self._work = ranks.all_reduce_sum_(packed)  # the given ranks; 8 bytes a number
         if packed.device.type != "cpu":
             self._work.wait()  # of a GPU only the stream waits, so that the copy comes after the sum
         self._packed = packed.to("cpu", non_blocking=True)

@@ -7,11 +7,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from trainer.launch import Launch
+from trainer.launch.launch import Launch
 from trainer.parallel.ranks import Group, Ranks
 
 
-def join(launch: Launch, device: torch.device, backend: str | None, timeout: timedelta) -> Group:
+def join_group(launch: Launch, device: torch.device, backend: str | None, timeout: timedelta) -> Group:
     """Collective: every process of the launch joins one group. CPU tensors always travel by gloo.
 
     The addresses travel through the store of this round alone: with torchrun's stock settings a restarted attempt would
@@ -36,7 +36,7 @@ def join(launch: Launch, device: torch.device, backend: str | None, timeout: tim
 _left: list[Ranks] = []  # the group that was left last
 
 
-def leave(world: Ranks, clean: bool) -> None:
+def leave_group(world: Ranks, clean: bool) -> None:
     """Leave the process group; after an error without waiting for ranks that may be gone.
 
     Without the barrier one process in five aborts while gloo's threads are torn down (measured on torch 2.11 to 2.15).

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from trainer.machine import Machine
-from trainer.strategies.base import Recomputed, Strategy
+from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDP
+from trainer.strategies.machine import Machine
+from trainer.strategies.place import Recomputed
 from trainer.strategies.single import Single
 
 

@@ -1,49 +1,27 @@
-"""What a strategy is: the place where networks live. The base is one process on one device.
+"""What a strategy is: how a network is spread over a place. The base spreads nothing: one process on one device.
 
-A strategy in a file of its own says what it does differently: here where ranks are and what they tell each other, in
-`placed.py` what a step of one network is.
+A strategy in a file of its own says what it does differently: here which processes it can use and what it refuses, in
+`place.py` where ranks are and what they tell each other, in `placed.py` what a step of one network is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from datetime import timedelta
-from types import TracebackType
-from typing import Any, Literal, Self
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import nn
 
-from trainer.machine import Machine
-from trainer.parallel.ranks import Ranks, Vote
-from trainer.parallel.sampler import ShardSampler
-from trainer.parallel.timeouts import set_timeouts
-from trainer.parallel.totals import Totals
+from trainer.learning.task import Task
 from trainer.refusal import Refusal
 from trainer.strategies.notes import curve_notes
+from trainer.strategies.place import Place
 from trainer.strategies.placed import Placed
-from trainer.task import Task
-
-Recomputed = Literal["none", "units", "operators"]
 
 
 @dataclass
-class Strategy:
-    """A place: devices, process groups and what every rank does there. It remembers no network.
-
-    Its fields are its configuration. The facts below hold inside `with strategy:`.
-    """
-
-    sync_bn: bool = False  # BatchNorm's statistics over the whole micro-batch of all data ranks
-    activation_checkpointing: Recomputed = "none"  # what the backward computes again instead of keeping it
-    machine: Machine = field(default_factory=Machine)
-
-    device: torch.device = field(init=False, repr=False)  # where this rank computes
-    world: Ranks = field(init=False, repr=False)  # all ranks
-    data: Ranks = field(init=False, repr=False)  # the ranks that read different data
-    patience: timedelta = field(init=False, repr=False)  # how long a collective may take at present
+class Strategy(Place):
+    """A place, and how a network is put there; on several processes those that join say how they share the work."""
 
     def data_ranks(self, world_size: int) -> int:
         """Into how many slices this many processes cut the data. Refusal where the strategy cannot use them."""
@@ -75,96 +53,6 @@ class Strategy:
     def name(self) -> str:
         """The word that chose it."""
         return type(self).__name__.lower()
-
-    def __enter__(self) -> Self:
-        self.device = self.machine.place()
-        self.world = self.data = Ranks()
-        self.take_time()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave; never waits for anyone after an error."""
-
-    # Facts that follow.
-
-    @property
-    def data_rank(self) -> int:
-        """Which slice of the data this rank reads."""
-        return self.data.rank
-
-    @property
-    def data_size(self) -> int:
-        """Into how many slices the data is cut."""
-        return self.data.size
-
-    @property
-    def is_main(self) -> bool:
-        """Is this the one rank that prints and writes?"""
-        return self.world.is_main
-
-    @property
-    def rank(self) -> int:
-        """The number of this process among all."""
-        return self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many processes there are."""
-        return self.world.size
-
-    def groups(self) -> list[ProcessGroup]:
-        """The process groups of this place."""
-        return []
-
-    def take_time(self) -> None:
-        """From now on a rank may be as late as in the first step, an evaluation or a save."""
-        self._wait(self.machine.timeout)
-
-    def hurry(self) -> None:
-        """From now on a collective takes as long as those of a step do: what is slower than that hangs."""
-        self._wait(self.machine.step_timeout)
-
-    def _wait(self, patience: timedelta) -> None:
-        self.patience = patience
-        # When NCCL's time is over its watchdog aborts the process, and nobody is left to say why. The vote of the same
-        # step waits on the CPU and raises an error: with twice the time for NCCL it is heard first.
-        set_timeouts(self.groups(), patience * 2 if self.device.type == "cuda" else patience)
-
-    # Collectives: every rank calls them, in the same order.
-
-    def barrier(self) -> None:
-        """Collective: every rank has arrived."""
-        self.world.barrier()
-
-    def share(self, value: Any) -> list[Any]:
-        """Collective: every rank's JSON value, in rank order."""
-        return self.world.share(value)
-
-    def vote(self, *flags: bool) -> Vote:
-        """Collective: start asking which of these flags any rank has raised (a stop, a clock); read the answer later.
-
-        The flags travel as CPU tensors while the step computes: no GPU waits.
-        """
-        return self.world.vote(flags, self.patience)
-
-    def totals(self, sums: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Totals:
-        """Collective: start adding up these sums over the data ranks, each sample counted once; read them later.
-
-        `alike`: numbers that every rank has already, to arrive with them.
-        """
-        return Totals(sums, self.data, self.device, alike)
-
-    def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Collective: the same totals on every rank, each sample counted once, as CPU tensors."""
-        return self.totals(sums).read()
-
-    # Data and networks.
-
-    def sampler(self, order: Callable[[int], Tensor]) -> ShardSampler:
-        """This rank's share of every epoch's order; has `set_epoch(epoch, start)`."""
-        return ShardSampler(order, self.data_rank, self.data_size)
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put a network here. `example`: one small (inputs, targets), for those that must see a step."""

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.learning.task import Task
 from trainer.parallel.compiling import uncompiled
 from trainer.refusal import Refusal
 from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Joined
 from trainer.strategies.placed import Placed, Step
-from trainer.task import Task
 
 # Running statistics are averaged before they are used (Placed.settle), not overwritten by rank 0's in every forward.
 # torch 2.15 has a new name for that and deprecates the old one.

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from trainer.learning.task import Task
 from trainer.parallel.ranks import Group
 from trainer.parallel.replicate import average_gradients
 from trainer.parallel.tensor import refuse_plan
@@ -16,7 +17,6 @@ from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed
 from trainer.strategies.tensor import PlacedTensor
-from trainer.task import Task
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from trainer.parallel.sparse import sparse_embeddings
+from trainer.learning.sparse import sparse_embeddings
 from trainer.refusal import Refusal
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.data.seeds import seed_more_gpus
+from trainer.learning.task import Task
 from trainer.refusal import Refusal
-from trainer.seeds import seed_more_gpus
 from trainer.strategies.base import Strategy
 from trainer.strategies.placed import Placed, Step
-from trainer.task import Task
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from trainer.learning.task import Task
 from trainer.parallel.mesh import make_mesh, ranks_along, spread
 from trainer.parallel.replicate import average_gradients
 from trainer.parallel.shard import Sharding, not_spread, reshard, shard
@@ -19,7 +20,6 @@ from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Parted
 from trainer.strategies.placed import Placed, Step
 from trainer.strategies.tensor import PlacedTensor
-from trainer.task import Task
 
 BUCKET = 25 * 2**20  # bytes of gradients that travel together, of the few parameters that are not spread
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.learning.task import Task
 from trainer.parallel.batch_norm import refuse_own_statistics
 from trainer.parallel.mesh import described
 from trainer.parallel.outline import outline
 from trainer.parallel.ranks import Group
-from trainer.parallel.world import join, leave
+from trainer.parallel.world import join_group, leave_group
 from trainer.strategies.base import Strategy
-from trainer.task import Task
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Joined(Strategy):
 
     def __enter__(self) -> Self:
         self.device = self.machine.place()
-        self.world = join(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
+        self.world = join_group(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
         self._arrange()
         self.take_time()  # torch makes the groups of a mesh with times of its own
         return self
@@ -45,7 +45,7 @@ class Joined(Strategy):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        leave(self.world, clean=error is None)
+        leave_group(self.world, clean=error is None)
 
     def groups(self) -> list[ProcessGroup]:
         """All ranks; and those that read different data, where that is a group of its own."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from trainer.machine import Machine
-from trainer.parallel.schedules import Name
-from trainer.strategies.base import Recomputed, Strategy
+from trainer.parallel.pipeline.schedules import Name
+from trainer.strategies.base import Strategy
 from trainer.strategies.fsdp import FSDP
+from trainer.strategies.machine import Machine
 from trainer.strategies.pipeline import PP
+from trainer.strategies.place import Recomputed
 
 
 def mesh(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainer.data.seeds import mix, seed_torch
+from trainer.data.tree import changed, floats_as, rows
+from trainer.learning.task import Task
 from trainer.parallel.batch_norm import average_statistics, synchronised
 from trainer.parallel.clip import clip_, global_norm
 from trainer.parallel.compiling import compile_network, uncompiled
@@ -19,14 +22,9 @@ from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, s
 from trainer.parallel.totals import wide
 from trainer.parallel.units import units
 from trainer.refusal import Refusal
-from trainer.seeds import mix, seed_torch
-from trainer.stopwatch import Stopwatch
+from trainer.strategies.place import Place
 from trainer.strategies.scaler import NoScaler, Scaler
-from trainer.task import Task
-from trainer.tree import changed, floats_as, rows
-
-if TYPE_CHECKING:
-    from trainer.strategies.base import Strategy
+from trainer.strategies.stopwatch import Stopwatch
 
 
 class Step(nn.Module):
@@ -45,7 +43,7 @@ class Step(nn.Module):
 class Placed:
     """One network in its place, with the verbs of a step. `network` keeps its own module and parameter names."""
 
-    def __init__(self, strategy: Strategy, task: Task, network: nn.Module, example: Any) -> None:
+    def __init__(self, strategy: Place, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
         self._machine = strategy.machine
         self._young = True  # no step has been done
@@ -72,7 +70,7 @@ class Placed:
         network = network.to(self.strategy.device)
         self._lay_out(network)
         for tensor in (*network.parameters(), *network.buffers()):
-            self.strategy.world.send_from_first_(tensor.detach())  # all ranks; one initialisation for all
+            self.strategy.world.broadcast_(tensor.detach())  # all ranks; one initialisation for all
         return network
 
     def _lay_out(self, network: nn.Module) -> None:
@@ -151,7 +149,7 @@ class Placed:
         sums: dict[str, Tensor] = {}
         for index, batch in enumerate(batches):
             seed_torch(mix(self._machine.seed, step, index, self.strategy.data_rank), self.strategy.device)
-            with self._sync(last=index == len(batches) - 1), dealt(batch.part):
+            with self._sync(last=index == len(batches) - 1), dealt(batch.span):
                 parts = self._losses(self._forward, batch.inputs, batch.targets)
                 pending.wait()
                 share = shares(index)
@@ -283,7 +281,7 @@ class Placed:
             return lambda index: weights[index] / total, Done()
         local = torch.stack([torch.as_tensor(w, device=self.strategy.device) for w in weights]).to(torch.float64)
         summed = local.sum()
-        pending = self.strategy.data.sum_(summed)  # data ranks; 8 bytes travel, while the first forward computes
+        pending = self.strategy.data.all_reduce_sum_(summed)  # data ranks; 8 bytes, while the first forward computes
         return lambda index: local[index] / (summed + (summed == 0)), pending  # of nothing every share is 0
 
 

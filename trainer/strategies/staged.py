@@ -5,32 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.data.seeds import mix, seed_torch
+from trainer.data.tree import floats_as, rows, tensors
+from trainer.learning.task import Task
 from trainer.parallel.gather import dealt
-from trainer.parallel.handover import Handover, InOrder, in_order
-from trainer.parallel.held import Stages, buffers_kept
 from trainer.parallel.matching import matches
+from trainer.parallel.pipeline.cut import cut_stages
+from trainer.parallel.pipeline.handover import Handover, InOrder, in_order
+from trainer.parallel.pipeline.held import Stages, buffers_kept
+from trainer.parallel.pipeline.schedules import make_schedule
+from trainer.parallel.pipeline.telling import Telling
 from trainer.parallel.replicate import average_gradients
-from trainer.parallel.schedules import make_schedule
 from trainer.parallel.shard import Sharding, not_spread, reshard, shard
-from trainer.parallel.stages import cut_stages
-from trainer.parallel.telling import Telling
 from trainer.parallel.tensor import cut
 from trainer.parallel.totals import wide
 from trainer.parallel.units import units
-from trainer.seeds import mix, seed_torch
+from trainer.strategies.pipelined import Pipelined
 from trainer.strategies.placed import Step, is_called
 from trainer.strategies.tensor import PlacedTensor
-from trainer.task import Task
-from trainer.tree import floats_as, rows, tensors
-
-if TYPE_CHECKING:
-    from trainer.strategies.pipeline import PP
 
 
 class Stage(nn.Module):
@@ -50,9 +48,11 @@ class Stage(nn.Module):
 class PlacedStages(PlacedTensor):
     """Some stages of a network. `network` holds those of this rank, under the whole network's names."""
 
-    strategy: PP
+    strategy: Pipelined
 
-    def __init__(self, strategy: PP, task: Task, network: nn.Module, example: Any, mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self, strategy: Pipelined, task: Task, network: nn.Module, example: Any, mesh: DeviceMesh | None
+    ) -> None:
         self._layout_of_stages = strategy.layout(strategy.world.size)
         ranks, last = strategy.pipeline, self._layout_of_stages.owner(self._layout_of_stages.count - 1)
         self._handover = Handover(ranks, self._layout_of_stages, strategy.device)
@@ -143,7 +143,7 @@ class PlacedStages(PlacedTensor):
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         square = super()._norm(gradients).to(self.strategy.device).square()
-        self.strategy.pipeline.sum_(square).wait()  # the ranks of this pipeline, each with its stages; one number
+        self.strategy.pipeline.all_reduce_sum_(square).wait()  # the ranks of this pipeline; one number
         return square.sqrt()
 
     # What a stage does when it is called.
@@ -159,7 +159,7 @@ class PlacedStages(PlacedTensor):
             batch = batches[index]
             numbers = (self._machine.seed, step, index, self.strategy.data_rank, stage.number)
             seed_torch(mix(*numbers), self.strategy.device)
-            with dealt(batch.part):
+            with dealt(batch.span):
                 if not self._is_last(stage):
                     return self._hand_on(stage, batch.inputs, batch.targets, *received)
                 parts = self._losses(partial(self._call, stage, received), batch.inputs, batch.targets)
@@ -199,7 +199,7 @@ class PlacedStages(PlacedTensor):
         key = ("training", *shapes)
         new = torch.tensor([(key, len(batches)) not in self._schedules], dtype=torch.uint8)
         if self._spreads or self.strategy.sync_bn:  # then a forward is collective over the data ranks
-            self.strategy.data.largest_(new).wait()  # one byte: is it new to any of them?
+            self.strategy.data.all_reduce_max_(new).wait()  # one byte: is it new to any of them?
         if new:
             self._try(key, batches[0])
             self._schedules[key, len(batches)] = self._made(key, len(batches))
@@ -210,7 +210,7 @@ class PlacedStages(PlacedTensor):
         for stage in self._stages.values():
             stage.turn = partial(self._hand_on, stage, batch.inputs, batch.targets)
         calls = {n: (lambda *_: ()) if self._is_last(stage) else stage for n, stage in self._stages.items()}
-        with torch.no_grad(), self._computing(), dealt(batch.part), buffers_kept(self.network):
+        with torch.no_grad(), self._computing(), dealt(batch.span), buffers_kept(self.network):
             self._handover.run(key, calls)
         self._release()
 

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from trainer.data.tree import changed
+from trainer.learning.task import Task
 from trainer.parallel.masks import Masks
 from trainer.parallel.outline import make_room, send_values, set_aside
 from trainer.parallel.ranks import Group, Ranks
@@ -23,8 +25,6 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed
-from trainer.task import Task
-from trainer.tree import changed
 
 TAKES_CUT = (torch.optim.Adam, torch.optim.AdamW)  # whose fused step knows DTensors, on torch 2.11 to 2.15
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from trainer.learning.task import Task
 from trainer.parallel.clip import global_norm
 from trainer.parallel.owners import Delivery, buckets, owners, send_from_owners
 from trainer.parallel.ranks import Group
 from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Joined
 from trainer.strategies.placed import Placed, Step
-from trainer.task import Task
 
 
 @dataclass
@@ -80,7 +80,7 @@ class _Placed(Placed):
         """Collective: the norm over what all ranks own; the same on each, also where a rank owns nothing."""
         own = global_norm(gradients) if gradients else torch.zeros((), device=self.strategy.device)
         square = own.to(self.strategy.device, torch.float64).square()
-        self.strategy.data.sum_(square).wait()  # the data ranks; 8 bytes travel
+        self.strategy.data.all_reduce_sum_(square).wait()  # the data ranks; 8 bytes travel
         return square.sqrt().to(self._machine.parameter_dtype)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:

@@ -1,0 +1,1 @@
+"""From indices to batches on the device; everything random in it is a function of numbers."""

@@ -1,0 +1,147 @@
+"""Reading samples: whole batches of data in memory, or item by item through worker processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+
+from trainer.data.data import Data
+from trainer.data.seeds import mix, seed_all
+from trainer.launch.signals import ignore_requests
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How items are decoded. Nothing of it changes what is learned."""
+
+    workers: int | None = None  # decoding processes a rank; None: up to 4, one core of this rank's left for the step
+    prefetch: int = 2  # batches that each worker prepares ahead
+    timeout: float = 0  # seconds to wait for a batch; 0: for ever
+
+
+class Reader(Protocol):
+    """Gives the samples of lists of indices, on the CPU."""
+
+    def read(self, epoch: int, lists: Iterable[Tensor]) -> Iterator[tuple[Any, Any]]:
+        """(inputs, targets) of each list of indices, in order."""
+
+
+def make_reader(dataset: Any, collate: Callable[[list[Any]], Any], seed: int, loading: Loading, pin: bool) -> Reader:
+    """Whole batches where the data set offers them or is nothing but tensors, else items."""
+    if callable(getattr(dataset, "batch", None)):
+        return _Batches(dataset.batch)
+    if type(dataset) is TensorDataset and getattr(collate, "__func__", None) is Data.collate:
+        return _Batches(partial(_rows, dataset.tensors))
+    return _Items(dataset, collate, seed, loading, pin)
+
+
+class _Batches:
+    """A data set in memory, asked for whole batches."""
+
+    def __init__(self, batch: Callable[[Tensor], Any]) -> None:
+        self._batch = batch
+
+    def read(self, epoch: int, lists: Iterable[Tensor]) -> Iterator[tuple[Any, Any]]:
+        return map(self._batch, lists)
+
+
+def _rows(columns: Sequence[Tensor], indices: Tensor) -> Any:
+    """What collating the items one by one would give: a fiftieth of the time."""
+    return [column.index_select(0, indices.to(column.device)) for column in columns]
+
+
+class _Items:
+    """A data set that is read item by item, every item under generators seeded for it alone."""
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, loading: Loading, pin: bool
+    ) -> None:
+        workers = min(4, _cores() - 1) if loading.workers is None else loading.workers
+        self._lists = _Lists()
+        self._loader = DataLoader(
+            Seeded(dataset, seed),
+            batch_sampler=self._lists,
+            collate_fn=collate,
+            num_workers=workers,
+            pin_memory=pin,
+            timeout=loading.timeout if workers else 0,
+            prefetch_factor=loading.prefetch if workers else None,
+            persistent_workers=workers > 0,
+            worker_init_fn=_begin_worker,
+            generator=torch.Generator().manual_seed(0),  # or it would draw from the global one at every epoch
+        )
+
+    def read(self, epoch: int, lists: Iterable[Tensor]) -> Iterator[tuple[Any, Any]]:
+        self._lists.set(epoch, lists)
+        yield from self._loader
+
+
+def _begin_worker(number: int) -> None:
+    """A launcher signals whole process groups; a worker that obeyed would leave its rank in the middle of a step."""
+    ignore_requests()
+
+
+def _cores() -> int:
+    """The cores of this process: its machine's, over the processes there."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+class _Lists:
+    """What a DataLoader is to read: lists of (epoch, index). The epoch travels along; no worker need be told of it."""
+
+    def __init__(self) -> None:
+        self.set(0, [])
+
+    def set(self, epoch: int, lists: Iterable[Tensor]) -> None:
+        self._epoch, self._indices = epoch, lists
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for indices in self._indices:
+            yield [(self._epoch, index) for index in indices.tolist()]
+
+
+class Seeded(Dataset):
+    """A data set whose item (epoch, i) is read with all generators (Python, NumPy, torch) seeded from (seed, epoch, i).
+
+    So a random transform gives a sample the same picture on every rank, in every worker, in every order. In the main
+    process the generators are put back afterwards.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, at: tuple[int, int]) -> Any:
+        epoch, index = at
+        if get_worker_info() is not None:
+            seed_all(mix(self._seed, epoch, index))
+            return self._dataset[index]
+        before = _states()
+        try:
+            seed_all(mix(self._seed, epoch, index))
+            return self._dataset[index]
+        finally:
+            _restore(before)
+
+
+def _states() -> tuple[Any, Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), torch.default_generator.get_state(), numpy.random.get_state() if numpy else None
+
+
+def _restore(states: tuple[Any, Any, Any]) -> None:
+    random.setstate(states[0])
+    torch.default_generator.set_state(states[1])
+    if states[2] is not None:
+        sys.modules["numpy"].random.set_state(states[2])

@@ -1,0 +1,130 @@
+"""Epochs of global batches: this rank's share of each, augmented, on the device, cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.data.data import Data
+from trainer.data.order import Order, size_of
+from trainer.data.reader import Loading, make_reader
+from trainer.data.sampler import Slice, spans
+from trainer.data.splitmix import GOLDEN, mixed, signed
+from trainer.data.transforms import Random
+from trainer.data.tree import moved, rows
+
+
+class Batch(NamedTuple):
+    """Samples on the device, and which ones they are."""
+
+    inputs: Any
+    targets: Any
+    indices: Tensor  # (B,) of the data set, on the CPU
+    span: range  # samples of the global batch that all data ranks have of this micro-batch, dealt to them in turn
+    total: int  # samples of the global batch
+
+
+class Stream:
+    """The training data, as every rank sees its own share of the same global batches."""
+
+    def __init__(
+        self, data: Data, dataset: Any, own: Slice, global_batch: int, micro_batches: int, loading: Loading
+    ) -> None:
+        order = Order(data, dataset, own.seed)
+        self.global_batch = global_batch
+        self.steps_per_epoch = order.length // global_batch
+        self.length = order.length  # of an epoch's order
+        # Cut into micro-batches first and dealt then, the samples of one are the same whatever the number of ranks.
+        self._spans = spans(global_batch, micro_batches)
+        self._rows = [own.rows(span) for span in self._spans]
+        self._least = order.length // own.ranks  # samples of an epoch that every rank has
+        self._sampler = own.sampler(order)
+        self._data, self._device, self._seed = data, own.device, own.seed
+        self._reader = make_reader(dataset, data.collate, own.seed, loading, pin=self._device.type == "cuda")
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
+        """The steps of one epoch, each a list of micro-batches; `start`: samples of its order that are done already."""
+        self._sampler.set_epoch(epoch, start)
+        lists = self._sampler.steps(self.global_batch)
+        for indices, (inputs, targets) in zip(lists, self._reader.read(epoch, lists), strict=True):
+            inputs, targets = to_device(
+                self._data, inputs, targets, indices, self._device, self._seed, epoch, training=True
+            )
+            share = Batch(inputs, targets, indices, range(self.global_batch), self.global_batch)
+            yield [micro_batch(share, rows, span) for rows, span in zip(self._rows, self._spans, strict=True)]
+
+    def example(self) -> tuple[Any, Any]:
+        """Two samples of this rank's, as (inputs, targets) on the device: enough to see what a step touches.
+
+        One, where some rank has no more: as many on every rank.
+        """
+        indices = self._sampler.share()[: min(2, self._least)]
+        inputs, targets = next(iter(self._reader.read(0, [indices])))
+        return to_device(self._data, inputs, targets, indices, self._device, self._seed, 0, training=True)
+
+
+class EvaluationStream:
+    """The evaluation data in file order: every sample once, whatever the number of ranks."""
+
+    def __init__(
+        self, data: Data, dataset: Any, own: Slice, global_batch: int, micro_batches: int, loading: Loading
+    ) -> None:
+        self.size = size_of(dataset)
+        self._global_batch, self._ranks, self._rank = global_batch, own.ranks, own.rank
+        self._most = -(-global_batch // (self._ranks * micro_batches))  # samples of a rank in one forward
+        self._data, self._device, self._seed = data, own.device, own.seed
+        self._reader = make_reader(dataset, data.collate, own.seed, loading, pin=self._device.type == "cuda")
+
+    def batches(self, most: int | None = None) -> Iterator[tuple[Batch, int]]:
+        """Micro-batches of each batch, and how many of their samples count; as many of them on every rank.
+
+        `most`: stop after so many batches.
+        """
+        lists, valid, wholes = [], [], []
+        for at in range(0, self.size, self._global_batch)[:most]:
+            together = torch.arange(at, min(at + self._global_batch, self.size))
+            own = together[self._rank :: self._ranks]
+            width = -(-len(together) // self._ranks)  # the longest share; shorter ones repeat a sample to be as long
+            filler = (own if len(own) else together)[-1:].repeat(width - len(own))
+            lists.append(torch.cat([own, filler]))
+            valid.append(len(own))
+            wholes.append(len(together))
+        read = zip(lists, valid, wholes, self._reader.read(0, lists), strict=True)
+        for indices, count, whole, (inputs, targets) in read:
+            inputs, targets = to_device(
+                self._data, inputs, targets, indices, self._device, self._seed, 0, training=False
+            )
+            share = Batch(inputs, targets, indices, range(whole), whole)
+            for start in range(0, len(indices), self._most):
+                some = range(start, min(start + self._most, len(indices)))
+                span = range(start * self._ranks, min(some.stop * self._ranks, whole))
+                yield micro_batch(share, some, span), min(max(count - start, 0), len(some))
+
+
+def to_device(
+    data: Data, inputs: Any, targets: Any, indices: Tensor, device: torch.device, seed: int, epoch: int, training: bool
+) -> tuple[Any, Any]:
+    """Bring samples to the device and augment them there, all of them at once; (inputs, targets)."""
+    inputs, targets, indices = moved((inputs, targets, indices), device)
+    random = Random(seed, epoch, indices)
+    return data.augment(inputs, targets, random, training)
+
+
+def micro_batch(share: Batch, own: range, span: range) -> Batch:
+    """The micro-batch of this span; these rows of the share are this rank's part of it, and may be all of the share."""
+    size = len(share.indices)
+    if len(own) == size:
+        return share
+    inputs, targets = (rows(tree, own.start, own.stop, size) for tree in (share.inputs, share.targets))
+    return Batch(inputs, targets, share.indices[own.start : own.stop], span, share.total)
+
+
+def digest(indices: Tensor) -> Tensor:
+    """The sum of hashes of whole numbers, modulo 2⁶⁴: the same for every order, another one if a number stands twice.
+
+    indices: int64, on the CPU; result: 0-d int64, whose 64 bits add up over ranks and wrap.
+    """
+    return mixed((indices + 1) * signed(GOLDEN)).sum()  # 0 would hash to 0 and could come as often as it liked

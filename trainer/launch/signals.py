@@ -1,0 +1,155 @@
+"""Requests to stop: SIGTERM, SIGINT and SIGUSR1 raise a flag that the loop reads; the rest is the loop's decision."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from trainer.launch.claim import claimed
+from trainer.launch.launch import Launch
+from trainer.launch.screen import say
+from trainer.launch.status import mark_failed
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SAME = 0.5  # seconds; a terminal and a launcher may deliver one Ctrl-C twice
+_LOOK = 0.25  # seconds between two looks at the store
+_GLANCE = 1.0  # seconds between two looks whether the launcher still lives
+_current: StopRequest | None = None
+
+
+class StopRequest:
+    """Says whether somebody asked this process to stop; a context, which restores the handlers at its end.
+
+    A second SIGINT ends the process at once. So does a SIGTERM that comes because another rank failed, even while the
+    main thread is stuck in a collective: a thread of its own hears the signals too.
+    """
+
+    def __init__(self, launch: Launch | None = None, folder: Path | None = None):
+        self.raised = False
+        self.reason = ""  # the signal's name, or that the launcher is gone
+        self._launch, self._folder = launch or Launch(), folder
+        self._store: Store | None = None
+        self._interrupted: float | None = None
+        self._terminated = False
+        self._parent = os.getppid() if self._launch.restarts else None  # the launcher; a killed one signals nobody
+
+    def __enter__(self) -> StopRequest:
+        """Listen from now on. Only the main thread can; in others (notebooks) nothing is ever raised."""
+        global _current
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        store = self._launch.store()
+        self._store = store.clone() if store is not None else None  # the main thread may be waiting at the other one
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._woken_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, self._handle) for number in REQUESTS}
+        self._thread = threading.Thread(target=self._listen, name="stop requests", daemon=True)
+        self._thread.start()
+        _current = self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Put everything back as it was."""
+        global _current
+        if _current is not self:
+            return
+        _current = None
+        signal.set_wakeup_fd(self._woken_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.write(self._writer, b"\0")
+        self._thread.join()
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread, between two of its instructions."""
+        self._raise(number)
+
+    def _raise(self, number: int) -> None:
+        self._ask(signal.Signals(number).name)
+
+    def _ask(self, reason: str) -> None:
+        if not self.raised:
+            self.reason, self.raised = reason, True
+
+    def _listen(self) -> None:
+        """In a thread of its own: the kernel's side of a handler writes the number of every signal into the pipe."""
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
+        while True:
+            pause = _LOOK if self._terminated else None if self._parent is None else _GLANCE
+            ready = poll.poll(None if pause is None else 1000 * pause)  # not select(): it knows 1024 files and no more
+            numbers = os.read(self._reader, 64) if ready else b""
+            if self._parent not in (None, os.getppid()):
+                self._ask("the launcher is gone")
+                self._parent = None
+            if 0 in numbers:
+                return
+            for number in numbers:
+                if number in REQUESTS:
+                    self._hear(number)
+            if self._terminated:
+                self._leave_if_another_failed()
+
+    def _hear(self, number: int) -> None:
+        self._raise(number)
+        self._terminated = self._terminated or (number == signal.SIGTERM and self._store is not None)
+        if number == signal.SIGINT:
+            now = monotonic()
+            if self._interrupted is not None and now - self._interrupted > _SAME:
+                self._quit()
+            self._interrupted = self._interrupted if self._interrupted is not None else now
+
+    def _quit(self) -> None:
+        if self._folder is not None and self._launch.is_main:
+            with contextlib.suppress(OSError):
+                mark_failed(self._folder, "interrupted twice", self._launch.rank)
+        if self._launch.is_main:
+            say("interrupted twice: stopped at once, without a new checkpoint")
+        os._exit(1)
+
+    def _leave_if_another_failed(self) -> None:
+        """The launcher ends all ranks when one has failed; there is nobody left to save with."""
+        try:
+            failure = claimed(self._store)
+        except RuntimeError:  # the store is gone, and with it the launcher: nothing more will be heard
+            self._terminated = False
+            return
+        if failure is not None and failure.rank != self._launch.rank:
+            if self._folder is not None and self._launch.is_main:
+                with contextlib.suppress(OSError):
+                    mark_failed(self._folder, failure.reason, failure.rank)
+            os._exit(1)
+
+
+def ignore_requests() -> None:
+    """For a decoding process: only its parent decides when it ends. Launchers signal whole process groups."""
+    for number in REQUESTS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _forget() -> None:
+    """In a forked child: its signals must not be heard in the parent."""
+    global _current
+    if _current is not None:
+        _current = None
+        with contextlib.suppress(ValueError):  # forked by another thread than the main one
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,59 @@
+"""What is being learned: the loss, its weight, and the figures that say how well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer.data.tree import first_tensor
+from trainer.learning.plan import Plan
+
+
+class Task:
+    """What is being learned. Every method but `loss` has a default; nothing here knows about devices or processes.
+
+    A task is called with micro-batches. `inputs` and `targets` are what the data set gave: a tensor, or nested dicts,
+    tuples and lists of them, with the samples along the first dimension.
+    """
+
+    best: str = "-loss"  # the figure that marks the best checkpoint; a minus sign: smaller is better
+
+    def forward(self, network: nn.Module, inputs: Any, targets: Any) -> Any:
+        """Compute the network's output for one micro-batch."""
+        return network(inputs)
+
+    def loss(self, output: Any, target: Any) -> Tensor | dict[str, Tensor]:
+        """The mean loss over the units of this micro-batch, finite where there are none; a dict's parts are summed."""
+        raise NotImplementedError(f"{type(self).__name__} must say what its loss is: def loss(self, output, target)")
+
+    def weight(self, target: Any) -> Tensor | int:
+        """How many units the mean of `loss` is over; default: samples.
+
+        Weights may differ between micro-batches and ranks: those of a step are summed over all of them. The default is
+        known everywhere and needs no communication.
+        """
+        return first_tensor(target).shape[0]
+
+    def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
+        """Sums over this micro-batch, tensors of any shape; they are added up over the whole evaluation set."""
+        return {}
+
+    def finish(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        """Turn the totals over the evaluation set into figures.
+
+        `totals` holds `loss` (the sum of loss times weight), `weight`, `samples` and every sum of `metrics`. The
+        default divides each by the weight; totals with more than one element need a task that says what they mean.
+        """
+        sums = {
+            name: total for name, total in totals.items() if name not in ("weight", "samples") and total.numel() == 1
+        }
+        return {name: float(total / (totals["weight"] or 1)) for name, total in sums.items()}
+
+    def after_step(self, network: nn.Module, step: int) -> None:
+        """Change the network in place after an optimizer step: elementwise, on what this rank holds, no gradient."""
+
+    def plan(self, network: nn.Module) -> Plan:
+        """How the network can be split: what its own `plan()` says, where it has one."""
+        own = getattr(network, "plan", None)
+        return own() if callable(own) else Plan()

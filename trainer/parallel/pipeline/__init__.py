@@ -1,0 +1,1 @@
+"""A network cut into stages, and micro-batches that flow through them."""

@@ -1,0 +1,137 @@
+"""Where to cut a network into stages of about equal weight, when nobody has said."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainer.data.tree import changed
+from trainer.parallel.pipeline.flow import Flow
+from trainer.parallel.pipeline.trace import ROOT, Untraceable, trace
+
+Weights = dict[str, float]  # name of a module or parameter → its part of the network, in bytes and arithmetic
+
+
+def weights(step: nn.Module, example: Any = None) -> Weights:
+    """How heavy each module and parameter is: its part of all bytes, plus its part of the arithmetic of one forward.
+
+    example: (inputs, targets), of which only shapes are looked at, on the meta device. Without one, or where the
+    forward needs values, bytes alone count. The same on every rank.
+    """
+    network = step.get_submodule(ROOT)
+    total = max(_bytes(network), 1)
+    weight = {name: _bytes(module) / total for name, module in network.named_modules()}
+    weight |= {name: parameter.nbytes / total for name, parameter in network.named_parameters()}
+    work = {} if example is None else _work(step, example)
+    return {name: part + work.get(name, 0) / max(work.get("", 0), 1) for name, part in weight.items()}
+
+
+def equal_cuts(step: nn.Module, count: int, weight: Weights) -> list[str]:
+    """The first module of each stage after the first, so that the heaviest stage is as light as can be.
+
+    Cuts where one value is handed on come first, and modules are left whole as long as that serves. Shorter than asked
+    for where there are fewer places to cut. Untraceable where the forward cannot be followed at all.
+    """
+    network = step.get_submodule(ROOT)
+    heavy = {name for name, part in weight.items() if part > weight[""] / count}
+    lists = {name for name, module in network.named_modules() if type(module).forward is nn.Sequential.forward}
+    names: list[str] = []
+    for wanted in (heavy | lists, set(weight)):
+        flow = Flow(_opened(step, wanted), network)
+        for most in (1, len(flow.nodes)):
+            places = [place for place in _places(flow) if len(flow.handed(flow.at[place])) <= most]
+            chosen = _lightest(flow, places, count, weight)
+            if len(chosen) == count - 1:
+                return chosen
+            names = max(names, chosen, key=len)
+    return names
+
+
+def _opened(step: nn.Module, wanted: set[str]) -> fx.Graph:
+    """A trace that looks into every module that is wanted, as far as their forwards can be followed."""
+    network = step.get_submodule(ROOT)
+    opened: set[str] = set()
+    closed: set[str] = set()
+    graph = trace(step, opened)
+    while True:
+        names = [
+            name
+            for name in dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "call_module")
+            if name in wanted - closed and any(True for _ in network.get_submodule(name).children())
+        ]
+        if not names:
+            return graph
+        for name in names:
+            try:
+                graph = trace(step, opened | {name})
+                opened.add(name)
+            except Untraceable:
+                closed.add(name)
+
+
+def _places(flow: Flow) -> list[fx.Node]:
+    """Modules with parameters before which the network can be cut: none of its parameters is used on both sides."""
+    span: dict[int, tuple[int, int]] = {}
+    for index, node in enumerate(flow.nodes):
+        for tensor in flow.state(node):
+            if isinstance(tensor, nn.Parameter) or node.op == "call_module":
+                span[id(tensor)] = (span.get(id(tensor), (index, index))[0], index)
+    first: dict[Any, fx.Node] = {}
+    for node in flow.nodes:
+        if node.op == "call_module" and any(isinstance(tensor, nn.Parameter) for tensor in flow.state(node)):
+            first.setdefault(node.target, node)
+    return [node for node in first.values() if not any(a < flow.at[node] <= b for a, b in span.values())]
+
+
+def _lightest(flow: Flow, places: list[fx.Node], count: int, weight: Weights) -> list[str]:
+    """The cuts among these places whose heaviest stage is lightest; as many stages as can be, at most `count`.
+
+    Every stage has a trainable parameter.
+    """
+    ends = [0, *(flow.at[place] for place in places), len(flow.nodes)]
+    brought = [node.op in ("call_module", "get_attr") for node in flow.nodes]
+    own = [weight.get(str(node.target), 0.0) * some for node, some in zip(flow.nodes, brought, strict=True)]
+    sums = [0.0, *accumulate(own)]
+    seen = [0, *accumulate(sum(tensor.requires_grad for tensor in flow.state(node)) for node in flow.nodes)]
+    # best[e]: for stages that end at ends[e], (heaviest, squares of all, the cuts), by the number of stages so far
+    best: list[dict[int, tuple[float, float, list[int]]]] = [{0: (0.0, 0.0, [])}]
+    for e in range(1, len(ends)):
+        best.append({})
+        for s in range(e):
+            if seen[ends[s]] == seen[ends[e]]:
+                continue
+            mass = sums[ends[e]] - sums[ends[s]]
+            for stages, (heaviest, squares, cuts) in best[s].items():
+                found = (max(heaviest, round(mass, 6)), squares + mass**2, [*cuts, s])
+                if stages < count and found[:2] < best[e].get(stages + 1, (float("inf"), 0.0, []))[:2]:
+                    best[e][stages + 1] = found
+    if not best[-1]:
+        return []
+    cuts = best[-1][max(best[-1])][2][1:]
+    return [str(places[cut - 1].target) for cut in cuts]
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _work(step: nn.Module, example: Any) -> dict[str, int]:
+    """Floating-point operations of each module in one forward, counted on shapes; nothing where that fails."""
+
+    def shapes(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="meta")
+
+    state = {name: shapes(tensor.detach()) for name, tensor in [*step.named_parameters(), *step.named_buffers()]}
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            functional_call(step, state, changed(example, shapes))
+    except Exception:  # a forward that needs values; the bytes alone must do
+        return {}
+    prefix = f"{type(step).__name__}.{ROOT}"
+    counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
+    return {name.removeprefix(prefix).removeprefix("."): n for name, n in counts.items() if name.startswith(prefix)}

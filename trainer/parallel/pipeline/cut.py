@@ -1,0 +1,171 @@
+"""Cutting a network into stages: modules that run one after the other, each with its part of the parameters."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from trainer.parallel.pipeline.balance import equal_cuts, weights
+from trainer.parallel.pipeline.flow import Flow, attribute, writes
+from trainer.parallel.pipeline.held import named_tensors
+from trainer.parallel.pipeline.trace import ROOT, Untraceable, enclosing, trace
+from trainer.refusal import Refusal, nearest
+
+ELSE = "strategy=fsdp and strategy=ddp need no cutting"
+BATCH = 2  # arguments of every stage before what is handed on: inputs, targets
+
+
+def cut_stages(step: nn.Module, cuts: tuple[str, ...], count: int, example: Any = None) -> list[fx.GraphModule]:
+    """The stages of a network, in order; parameters, buffers and modules are the network's own, under its names.
+
+    step: the module that is called with (inputs, targets) and calls its `network`. Every stage is called with those,
+    and what the stage before handed on; it returns a tuple to hand on, the last one the step's output.
+
+    `cuts`: the first module of each stage after the first; where they are not as many as `count` asks for, the network
+    is cut into about equal parts, weighed with an `example`. Refusal where it cannot be cut so.
+    """
+    network = step.get_submodule(ROOT)
+    kind = type(network).__name__
+    try:
+        names = list(cuts) if len(cuts) == count - 1 else _equal(step, count, example)
+        _refuse_unknown(network, names)
+        flow = Flow(trace(step, {above for name in names for above in enclosing(name)}), network)
+        ends = _ends(flow, names)
+    except Untraceable as error:
+        raise Refusal(f"{kind} cannot be cut into stages: its forward cannot be followed ({error}); {ELSE}") from error
+    bounds = [0, *ends, len(flow.nodes)]
+    _refuse_stages(network, flow, bounds)
+    stages = [_stage(network, flow, bounds, index) for index in range(count)]
+    _keep_state(network, stages)
+    return stages
+
+
+def _equal(step: nn.Module, count: int, example: Any) -> list[str]:
+    names = equal_cuts(step, count, weights(step, example))
+    if len(names) < count - 1:
+        kind = type(step.get_submodule(ROOT)).__name__
+        most = len(names) + 1
+        raise Refusal(
+            f"{kind} has parts for {most} stage{'s' if most > 1 else ''}, {count} were asked for; "
+            + (f"with {most} it would work, or a plan with cuts; {ELSE}" if most > 1 else ELSE)
+        )
+    return names
+
+
+def _refuse_unknown(network: nn.Module, names: list[str]) -> None:
+    known = [name for name, _ in network.named_modules() if name]
+    for name in names:
+        if name not in known:
+            raise Refusal(f"the plan's cut {name!r} matches no module{nearest(name, known)}; {ELSE}")
+
+
+def _ends(flow: Flow, names: list[str]) -> list[int]:
+    """Where in the flow each stage after the first begins. Refusal where that is nowhere, or out of order."""
+    calls: dict[str, int] = {}
+    for index, node in enumerate(flow.nodes):
+        if node.op == "call_module":
+            calls.setdefault(str(node.target), index)
+    for name in names:
+        if name not in calls:
+            near = nearest(name, calls)
+            raise Refusal(f"the plan's cut {name!r} is never called by the forward{near}; {ELSE}")
+    ends = [calls[name] for name in names]
+    if ends != sorted(set(ends)):
+        order = ", ".join(sorted(names, key=calls.__getitem__))
+        raise Refusal(f"the plan's cuts are not in the order of the forward, which is {order}")
+    return ends
+
+
+def _refuse_stages(network: nn.Module, flow: Flow, bounds: list[int]) -> None:
+    """Refuse parameters that two stages would share, and stages that have none to train."""
+    held: dict[int, tuple[int, str]] = {}
+    for index, (start, end) in enumerate(pairwise(bounds)):
+        trainable = False
+        for node in flow.nodes[start:end]:
+            if flow.is_copied(node):
+                continue
+            for tensor in flow.state(node):
+                trainable |= tensor.requires_grad
+                other, name = held.setdefault(id(tensor), (index, str(node.target)))
+                if other != index:
+                    raise Refusal(
+                        f"{name} and {node.target} share a parameter or buffer, and would lie in stages {other} and"
+                        f" {index}: tied parts must be in one stage; {ELSE}"
+                    )
+        if not trainable:
+            raise Refusal(f"stage {index} of {len(bounds) - 1} would have nothing to train: cut elsewhere; {ELSE}")
+        if index and not flow.handed(start):
+            raise Refusal(f"nothing flows from stage {index - 1} into stage {index}: cut elsewhere; {ELSE}")
+
+
+def _stage(network: nn.Module, flow: Flow, bounds: list[int], index: int) -> fx.GraphModule:
+    """One stage's part of the graph, with the modules that it calls."""
+    graph = fx.Graph()
+    here: dict[fx.Node, fx.Node] = {}
+    for node in flow.nodes[:BATCH]:
+        here[node] = graph.placeholder(str(node.target))
+    received = flow.handed(bounds[index]) if index else []
+    for node in received:
+        here[node] = graph.placeholder(node.name)
+    for node in received:
+        if _is_changed(network, flow.nodes[bounds[index] : bounds[index + 1]], node):
+            here[node] = graph.call_method("clone", (here[node],))  # autograd forbids writing into what it began with
+
+    def find(node: fx.Node) -> fx.Node:
+        if node not in here:
+            here[node] = graph.node_copy(node, find)  # worked out here again
+        return here[node]
+
+    for node in flow.nodes[bounds[index] : bounds[index + 1]]:
+        if node.op == "output":
+            graph.output(fx.node.map_arg(node.args[0], find))
+        elif not flow.is_copied(node):
+            here[node] = graph.node_copy(node, find)
+    if index < len(bounds) - 2:
+        graph.output(tuple(find(node) for node in flow.handed(bounds[index + 1])))
+    return fx.GraphModule(network, graph, class_name="Stage")
+
+
+def _is_changed(network: nn.Module, nodes: list[fx.Node], value: fx.Node) -> bool:
+    """May one of these nodes write into this value? A module that does anything in place might."""
+    for node in nodes:
+        if value not in node.all_input_nodes:
+            continue
+        if node.op == "call_module":
+            if any(getattr(m, "inplace", False) for m in network.get_submodule(str(node.target)).modules()):
+                return True
+        elif writes(node):
+            return True
+    return False
+
+
+def _keep_state(network: nn.Module, stages: list[fx.GraphModule]) -> None:
+    """See to it that the stages together have the network's own names, no more and no fewer.
+
+    What no stage uses stays with the first. A buffer that is no part of the network's state is none of a stage's.
+    """
+    stored = set(network.state_dict())
+    held = {name for stage in stages for name, _ in named_tensors(stage)}
+    for name, tensor in named_tensors(network):
+        if name not in held:
+            _hold(stages[0], name, tensor, name in stored)
+    for stage in stages:
+        for name in set(stage.state_dict()) - stored:
+            _hold(stage, name, attribute(stage, name), persistent=False)
+
+
+def _hold(stage: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None:
+    """Give a stage a tensor under a name of the network; what it lies in there has no code."""
+    holder, (*path, last) = stage, name.split(".")
+    for part in path:
+        if not hasattr(holder, part):
+            holder.add_module(part, nn.Module())
+        holder = holder.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        holder.register_parameter(last, tensor)
+    else:
+        if hasattr(holder, last):
+            delattr(holder, last)
+        holder.register_buffer(last, tensor, persistent)

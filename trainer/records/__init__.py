@@ -1,0 +1,1 @@
+"""What a run leaves: its folder, checkpoints, lines of figures."""

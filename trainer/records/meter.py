@@ -1,0 +1,77 @@
+"""What a training line needs of the steps since the last one, without making any device wait."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from time import perf_counter, time
+
+import torch
+from torch import Tensor
+
+from trainer.data.stream import Batch, digest
+from trainer.parallel.totals import Totals, wide
+
+
+class Meter:
+    """Sums of losses that stay on the device, and a clock that stops while nothing is trained."""
+
+    def __init__(self, totals: Callable[..., Totals], global_batch: int) -> None:
+        """`totals` starts adding sums up over all that train; what it gives is read later."""
+        self._totals, self._global_batch = totals, global_batch
+        self._last: dict[str, Tensor] = {}
+        self._sum: Tensor | None = None
+        self._steps = 0
+        self.resume()
+
+    def resume(self) -> None:
+        """Start the clock again, after an evaluation or a save; what was measured since the last line is forgotten."""
+        self._since, self._timed = perf_counter(), 0
+
+    def add(self, parts: dict[str, Tensor]) -> None:
+        """Take this rank's part of one step's losses."""
+        self._last, loss = parts, wide(parts["loss"])
+        self._sum = loss if self._sum is None else self._sum + loss
+        self._steps += 1
+        self._timed += 1
+
+    def line(self, batches: list[Batch], norm: Tensor | None, known: Mapping[str, float | int | str]) -> PendingLine:
+        """Collective: begin a line about the step just done; read it a step later, when its numbers have arrived."""
+        assert self._sum is not None, "a line is about at least one step"
+        indices = torch.cat([batch.indices for batch in batches])
+        sums = {**self._last, "loss_mean": self._sum, "sample_digest": digest(indices)}
+        totals = self._totals(sums, {} if norm is None else {"grad_norm": norm})
+        seconds = (perf_counter() - self._since) / max(self._timed, 1)
+        facts = {**known, "samples_per_s": self._global_batch / seconds, "step_s": seconds, "time": time()}
+        line = PendingLine(totals, facts, self._steps)
+        self._sum, self._steps = None, 0
+        self.resume()
+        return line
+
+    def finite(self) -> bool:
+        """Collective: is every loss since the last line a number? Waits for the device; for before a save."""
+        if self._sum is None:
+            return True
+        return bool(torch.isfinite(self._totals({"loss": self._sum}).read()["loss"]))
+
+
+class PendingLine:
+    """A training line whose sums are still on their way."""
+
+    def __init__(self, totals: Totals, facts: Mapping[str, float | int | str], steps: int) -> None:
+        self._totals, self._facts, self._steps = totals, facts, steps
+
+    def read(self) -> dict[str, float | int | str]:
+        """The line, complete."""
+        totals = self._totals.read()
+        digest_bits = int(totals.pop("sample_digest")) & (1 << 64) - 1
+        mean = float(totals.pop("loss_mean")) / self._steps
+        figures = {name: float(total) for name, total in totals.items()}
+        loss_hex = struct.pack(">f", figures["loss"]).hex()
+        return {
+            **figures,
+            "loss_mean": mean,
+            "loss_hex": loss_hex,
+            **self._facts,
+            "sample_digest": f"{digest_bits:016x}",
+        }

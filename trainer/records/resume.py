@@ -1,0 +1,138 @@
+"""What a run may continue, and whether what changed since then would change the learning. Plain values in and out."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.refusal import Refusal
+
+# A change under these keys changes what is learned. data.root is among them: for an image folder it is the data, and
+# nobody here can tell such a set from one that only moved.
+LEARNING = ("model", "task", "data", "seed", "optimizer", "schedule", "loop.global_batch", "precision", "tf32")
+# Where a run lies and how it is started: no part of what it is.
+UNSAID = ("run.",)
+ABSENT = "absent"
+
+
+class Change(NamedTuple):
+    """One key of the configuration, with its old and its new value as text."""
+
+    key: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old} → {self.new}"
+
+
+def start_path(resume: str) -> Path | None:
+    """The run folder or checkpoint that `run.resume` names, None for `auto` and `fresh`; Refusal where it has none."""
+    if resume in ("auto", "fresh"):
+        return None
+    path = Path(resume).expanduser()
+    if not has_checkpoint(path) and not is_checkpoint(path):
+        kind = "holds no checkpoint" if path.exists() else "does not exist"
+        raise Refusal(f"run.resume={resume}: {path.absolute()} {kind}; give auto, fresh, a run folder or a checkpoint")
+    return path
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Does a run folder hold a checkpoint that was written to the end? Whether it is valid shows when it is read."""
+    return any(is_checkpoint(path) for path in (folder / "checkpoints").glob("[!.]*"))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Is this the folder of one checkpoint?"""
+    return (path / "manifest.json").is_file()
+
+
+def completed(status: Mapping[str, Any] | None, horizon: int | None, needs_horizon: bool = False) -> str | None:
+    """One line for a run that has nothing left to do, with the keys that extend it; None where there is work."""
+    if not status or status.get("state") != "completed":
+        return None
+    step = int(status.get("step", 0))
+    if horizon is not None and horizon > step:
+        return None
+    accepted = " (with run.accept_changes=true, as the schedule depends on the length)" if needs_horizon else ""
+    return f"this run is complete at step {step:,}; a larger loop.epochs or loop.steps extends it{accepted}"
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """Every key whose value differs between two configurations, in the order of the keys.
+
+    A group that builds something else now is one change: the keys below it belong to what it built before.
+    """
+    for group in old.keys() & new.keys():
+        one, other = _target(old[group]), _target(new[group])
+        if one and other and one != other:
+            old, new = {**old, group: one}, {**new, group: other}
+    before, now = _flat(old), _flat(new)
+    return [
+        Change(key, before.get(key, ABSENT), now.get(key, ABSENT))
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key, ABSENT) != now.get(key, ABSENT) and not key.startswith(UNSAID)
+    ]
+
+
+def _target(section: Any) -> str | None:
+    return _name(section.get("_target_")) if isinstance(section, Mapping) else None
+
+
+def _name(value: Any) -> Any:
+    """A value; of one of the framework's own names the last word, for its files move between versions."""
+    return value.rsplit(".", 1)[-1] if isinstance(value, str) and value.startswith("trainer.") else value
+
+
+def learning_changes(
+    changed: list[Change],
+    precision: tuple[str, str] | None = None,
+    horizon: tuple[int, int] | None = None,
+    needs_horizon: bool = False,
+) -> list[Change]:
+    """Those changes that change the learning. `precision` and `horizon` (in steps): the resolved ones, old and new."""
+    found = [one for one in changed if _is_learning(one.key) and not (one.key == "precision" and precision)]
+    if precision and precision[0] != precision[1]:
+        found.append(Change("precision", *precision))
+    if horizon and needs_horizon and horizon[1] > horizon[0]:
+        found.append(Change("the schedule's horizon in steps", f"{horizon[0]:,}", f"{horizon[1]:,}"))
+    return found
+
+
+def refuse_changes(found: list[Change], folder: Path) -> None:
+    """Refusal that lists what changes the learning, and says what to add to go on in spite of it."""
+    if found:
+        lines = "".join(f"\n  {one}" for one in found[:12])
+        more = f"\n  … and {len(found) - 12} more" if len(found) > 12 else ""
+        raise Refusal(
+            f"{folder} holds a run with another configuration; these changes change what it learns:{lines}{more}\n"
+            "add run.accept_changes=true to go on with the new values, run.resume=fresh to start over, "
+            "or another run.name"
+        )
+
+
+def read_config(text: str) -> dict[str, Any]:
+    """The configuration in a config.yaml. ValueError where it is none."""
+    import yaml
+
+    try:
+        said = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {str(error)[:200]}") from None
+    if not isinstance(said, dict):
+        raise ValueError("not a mapping of keys")
+    return said
+
+
+def _is_learning(key: str) -> bool:
+    return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in LEARNING)
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted keys to values as text; lists count as one value."""
+    if isinstance(tree, Mapping) and tree:
+        return {key: value for name, item in tree.items() for key, value in _flat(item, f"{prefix}.{name}").items()}
+    tree = _name(tree)
+    if isinstance(tree, float) and tree.is_integer() and abs(tree) < 2**53:
+        tree = int(tree)  # 1 and 1.0 are one rate
+    return {prefix.removeprefix("."): json.dumps(tree, default=str, ensure_ascii=False, sort_keys=True)}

@@ -1,0 +1,141 @@
+"""What a run is made of, and what follows from it before any process group: data, sums, the network, what to resume."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.configuration.settings import Settings
+from trainer.data.data import Data
+from trainer.data.order import Order, size_of
+from trainer.data.seeds import seed_all
+from trainer.launch.agreement import first_on_node
+from trainer.learning.optimizer import refuse_sparse_step
+from trainer.learning.schedule import Schedule
+from trainer.learning.task import Task
+from trainer.parallel.outline import all_stored, is_outline
+from trainer.records.folder import RunFolder
+from trainer.records.log import Sink
+from trainer.records.profile import refuse_window
+from trainer.records.resume import changes, completed, learning_changes, read_config, refuse_changes
+from trainer.refusal import Refusal
+from trainer.run.arithmetic import Batches, Length, deal, measure
+from trainer.run.start import refuse_own, refuse_start
+from trainer.strategies.base import Strategy
+from trainer.strategies.machine import Machine
+
+
+@dataclass
+class RunParts:
+    """What a run is made of, as the configuration names it."""
+
+    settings: Settings
+    words: list[str]  # of the command line
+    configuration: str  # yaml, without secrets
+    machine: Machine
+    strategy: Strategy
+    task: Task
+    data: Data
+    schedule: Schedule
+    make_network: Callable[[], nn.Module]
+    make_optimizer: Callable[[list[dict[str, Any]]], Optimizer]
+    spare_vectors: bool  # biases and norms are not decayed
+    sinks: list[Sink]
+    open_folder: Callable[[Callable[[Path], None]], RunFolder]  # makes and locks it, after a look at run.resume=PATH
+
+
+@dataclass
+class Prepared:
+    """What follows from the parts before any process group: data, sums, the network."""
+
+    training: Any
+    evaluation: Any
+    batches: Batches
+    length: Length
+    network: nn.Module  # without values where ranks are to hold parts of it
+    whole_because: str  # why it has values there in spite of that; empty as a rule
+    folder: RunFolder
+
+
+def prepare(parts: RunParts) -> Prepared:
+    """Read the data, do the sums, look at the network; Refusal where something is not there or not whole."""
+    settings, launch = parts.settings, parts.machine.launch
+    loop = settings.loop
+    if loop.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition, before CUDA starts
+        torch.use_deterministic_algorithms(True)
+    ranks = parts.strategy.data_ranks(launch.world_size)
+    batches = deal(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch, loop.uneven)
+    parts.strategy.refuse_shares(launch.world_size, loop.global_batch // ranks, batches.micro_batches, loop.uneven)
+    training, evaluation = first_on_node(launch, "data", lambda: read_data(parts))
+    order = Order(parts.data, training, settings.seed)
+    length = measure(order.length, loop.global_batch, loop.epochs, loop.steps)
+    refuse_window(settings.profile, length.steps)
+    evaluation = evaluation if evaluation is not None and size_of(evaluation) else None
+    if evaluation is None and settings.checkpoint.best is not None:
+        raise Refusal(f"checkpoint.best={settings.checkpoint.best}: the data has no evaluation set to measure it on")
+    network, whole_because = parts.strategy.outline(partial(make_network, parts))
+    parts.strategy.check(parts.task, network, launch.world_size)
+    refuse_sparse_step(network, parts.make_optimizer)
+    configuration = read_config(parts.configuration)
+    # last: a run that cannot work leaves no folder behind
+    folder = parts.open_folder(lambda start: refuse_start(start, network, configuration, length, loop))
+    return Prepared(training, evaluation, batches, length, network, whole_because, folder)
+
+
+def make_network(parts: RunParts) -> nn.Module:
+    """The network as its constructor makes it from the seed: one initialisation, whatever the strategy."""
+    seed_all(parts.settings.seed)
+    return parts.make_network()
+
+
+def with_values(parts: RunParts, plans: Prepared, resuming: bool) -> Prepared:
+    """The plans as they were; but where the network has no values, the main rank builds them, to send them to all.
+
+    Not where a checkpoint will give them all: nobody builds what is overwritten.
+    """
+    given = not is_outline(plans.network) or (resuming and all_stored(plans.network))
+    return plans if given or not parts.machine.launch.is_main else replace(plans, network=make_network(parts))
+
+
+def read_data(parts: RunParts) -> tuple[Any, Any]:
+    """The training and the evaluation set; one that is drawn at random is the same on every rank and in every run."""
+    seed_all(parts.settings.seed)
+    return parts.data.train(), parts.data.evaluation()
+
+
+def keep_precision(parts: RunParts, precision: str) -> None:
+    """Compute in the precision that the run began in."""
+    parts.machine = parts.strategy.machine = replace(parts.machine, precision=precision)
+
+
+def decide_resume(parts: RunParts, plans: Prepared) -> dict[str, Any]:
+    """What to go on from, decided by the main rank: nothing, or what changed since. Refusal if that is too much."""
+    folder, run, horizon = plans.folder, parts.settings.run, plans.length.steps
+    verdict: dict[str, Any] = {"complete": None, "changed": [], "precision": parts.machine.resolved_precision}
+    before = folder.last_config
+    if not folder.has_checkpoint or before is None:
+        return verdict
+    configuration = read_config(parts.configuration)
+    refuse_own(folder.path, plans.network, configuration)  # first: run.accept_changes=true could not help
+    # runs from before there was the key began without
+    changed = changes({"tf32": False} | before, configuration)
+    last = folder.last_environment
+    if parts.settings.precision == "auto" and "precision" in last:
+        verdict["precision"] = last["precision"]  # what auto meant is kept, whatever devices there are now
+    precision = (str(last["precision"]), verdict["precision"]) if "precision" in last else None
+    horizons = (int(last["horizon"]), horizon) if "horizon" in last else None
+    learning = learning_changes(changed, precision, horizons, parts.schedule.needs_horizon)
+    if not run.accept_changes:
+        refuse_changes(learning, folder.path)
+    verdict["complete"] = completed(folder.last_status, horizon, parts.schedule.needs_horizon)
+    verdict["changed"] = [str(one) for one in changed]
+    return verdict

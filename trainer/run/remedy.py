@@ -1,0 +1,61 @@
+"""What to try where the memory of a device ran out: the key that makes smaller what was being computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from traceback import walk_tb
+from typing import Any
+
+from trainer.configuration.settings import Loop
+from trainer.data.order import size_of
+from trainer.evaluation import evaluate, rehearse
+from trainer.refusal import Refusal
+from trainer.run.arithmetic import more_micro_batches
+from trainer.run.preparation import Prepared, RunParts
+from trainer.trainer import Trainer
+
+_SPREAD = "strategy=fsdp, tp or pp hold a part of the network on each device"
+
+
+def evaluation_batch(loop: Loop) -> int:
+    """Samples in one evaluation batch, over all ranks and micro-batches."""
+    return loop.eval_batch or 4 * loop.global_batch
+
+
+def memory_note(error: BaseException, parts: RunParts, plans: Prepared) -> str:
+    """With what the memory ran out, and what to try. The traceback knows what was being done."""
+    if _within(error, rehearse, evaluate):
+        return _in_evaluation(parts, plans)
+    if _within(error, Trainer.train_step):
+        return f"The device's memory ran out with {plans.batches}. {_in_a_step(parts, plans)}"
+    return f"The device's memory ran out, and not for the size of a batch; {_SPREAD}."
+
+
+def _in_evaluation(parts: RunParts, plans: Prepared) -> str:
+    """A smaller evaluation batch changes nothing that is learned, so it comes before more micro-batches."""
+    ranks, count = plans.batches.ranks, plans.batches.micro_batches
+    whole, samples = evaluation_batch(parts.settings.loop), size_of(plans.evaluation)
+    largest = min(-(-whole // (ranks * count)), -(-samples // ranks))  # samples of a rank in one forward
+    said = f"{largest} samples at once (evaluation batch {whole} / {ranks} data ranks / {count} micro-batches)"
+    remedy = f"Try loop.eval_batch={largest // 2 * ranks * count}." if largest > 1 else f"There is no less; {_SPREAD}."
+    return f"The device's memory ran out in an evaluation, with {said}. {remedy}"
+
+
+def _in_a_step(parts: RunParts, plans: Prepared) -> str:
+    """The next smaller micro-batches that the strategy can run, in the key that the user has set."""
+    loop, batches = parts.settings.loop, plans.batches
+    while (more := more_micro_batches(batches)) is not None:
+        batches = replace(batches, micro_batches=more)
+        with suppress(Refusal):
+            world_size, share = parts.machine.launch.world_size, batches.total // batches.ranks
+            parts.strategy.refuse_shares(world_size, share, more, batches.uneven)
+            return f"Try loop.micro_batch{f'es={more}' if loop.micro_batch is None else f'={batches.largest}'}."
+    return f"There are no smaller micro-batches; {_SPREAD}."
+
+
+def _within(error: BaseException, *functions: Callable[..., Any]) -> bool:
+    """Did it happen in one of these, or in what they called?"""
+    codes = {function.__code__ for function in functions}
+    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))

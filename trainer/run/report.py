@@ -1,0 +1,85 @@
+"""What a run says when it starts and when it ends."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+from pathlib import Path
+from typing import Any
+
+from trainer.data.order import size_of
+from trainer.launch.launch import Launch
+from trainer.records.checkpoint import Found
+from trainer.run.environment import surroundings
+from trainer.run.preparation import Prepared, RunParts
+
+
+def describe(parts: RunParts, plans: Prepared) -> dict[str, Any]:
+    """Collective: environment.json."""
+    strategy, machine = parts.strategy, parts.machine
+    facts = surroundings(strategy.name, strategy.world_size, machine.resolved_precision, machine.devices)
+    hosts = sorted(set(strategy.all_gather_values(socket.gethostname())))
+    return {**facts, "hosts": hosts, "horizon": plans.length.steps}
+
+
+def start_lines(parts: RunParts, plans: Prepared, start: Found | None) -> list[str]:
+    """What a run is, as it was understood."""
+    strategy, machine = parts.strategy, parts.machine
+    count = sum(parameter.numel() for parameter in plans.network.parameters())
+    samples = size_of(plans.evaluation) if plans.evaluation is not None else 0
+    return [
+        f"run folder  {plans.folder.path}",
+        f"strategy    {strategy.name} on {strategy.world_size} process(es); {machine.devices}",
+        f"precision   {machine.arithmetic}",
+        f"network     {type(plans.network).__name__}, {count:,} parameters",
+        f"batch       {plans.batches}",
+        f"length      {plans.length}; schedule {type(parts.schedule).__name__.lower()}",
+        f"evaluation  {samples} samples" if samples else "evaluation  none: the data has no evaluation set",
+        *([f"note        built whole on every rank first: {plans.whole_because}"] if plans.whole_because else []),
+        *[f"note        {note}" for note in strategy.notes(plans.network)],
+        *([f"resuming    step {start.step} of {start.path}"] if start else []),
+    ]
+
+
+def end_lines(parts: RunParts, plans: Prepared, figures: dict[str, float] | None, step: int, done: bool) -> list[str]:
+    """How it ended, and what to do next."""
+    folder = shlex.quote(str(plans.folder.path))
+    if not done:
+        return [f"stopped and saved at step {step}; to go on:", f"  {command(parts, plans)}"]
+    words = [f"{name} {value:.4f}" for name, value in (figures or {}).items() if name != "loss"]
+    return [
+        f"completed   step {step}" + (f", {', '.join(words)}" if words else ""),
+        f"run folder  {folder}",
+        f"curves      tensorboard --logdir {folder}/tensorboard",
+    ]
+
+
+def command(parts: RunParts, plans: Prepared) -> str:
+    """The command that continues this run."""
+    launch = parts.machine.launch
+    own = [word for word in parts.words if not word.startswith(("run.dir=", "run.name=", "run.resume="))]
+    overrides = [at for at, word in enumerate(own) if "=" in word and not word.startswith("-")]
+    own.insert(overrides[-1] + 1 if overrides else len(own), f"run.dir={quoted(plans.folder.path.absolute())}")
+    # run.dir stands beside the other overrides: flags may not stand between them
+    return f"{launcher(launch)} -m trainer {shlex.join(own)}"
+
+
+def launcher(launch: Launch) -> str:
+    """What stood before `-m trainer`, as far as a process can know: not how machines find each other."""
+    if launch.world_size == 1:
+        return "python"
+    if not launch.restarts:
+        return "<srun, mpirun … as before> python"
+    if launch.world_size == launch.local_world_size:
+        return f"torchrun --standalone --nproc-per-node {launch.local_world_size}"
+    machines = launch.world_size // launch.local_world_size
+    return f"torchrun --nnodes {machines} --nproc-per-node {launch.local_world_size} <rendezvous as before>"
+
+
+def quoted(path: Path) -> str:
+    """A path as a value of Hydra's grammar."""
+    text = str(path)
+    if re.fullmatch(r"[A-Za-z0-9_./-]+", text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

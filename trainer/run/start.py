@@ -1,0 +1,87 @@
+"""What a run would go on from, looked at before there is a process group or anything is written: does it fit?
+
+Manifests and headers tell, so that nothing has to be verified or read for it yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer.configuration.settings import Loop
+from trainer.parallel.state import differences
+from trainer.records.checkpoint import Found, described, newest_first
+from trainer.records.manifest import CorruptCheckpoint, check_names, read_manifest
+from trainer.records.resume import Change, changes, is_checkpoint
+from trainer.refusal import Refusal
+from trainer.run.arithmetic import Length
+
+_MOST = 6  # lines of a kind in a refusal
+
+
+def glance(path: Path) -> Found | None:
+    """The checkpoint of this path, or the newest of a run folder, unverified; None where its headers are damaged.
+
+    Whoever reads it later verifies it, and says then what is wrong with it.
+    """
+    names = [] if is_checkpoint(path) else newest_first(path / "checkpoints")
+    for folder in [path / "checkpoints" / name for name in names] or [path]:
+        with suppress(CorruptCheckpoint, OSError):
+            manifest = read_manifest(folder)
+            check_names(manifest)
+            return described(manifest)
+    return None
+
+
+def refuse_start(path: Path, network: nn.Module, configuration: Mapping[str, Any], length: Length, loop: Loop) -> None:
+    """Refuse a `run.resume=PATH` from which nothing could be trained: of another network, or at the end already."""
+    found = glance(path)
+    if found is None:
+        return
+    word = f"run.resume={path}"
+    _refuse_network(
+        f"{word}: the checkpoint of step {found.step:,}", found, network, configuration, f"leave {word} out"
+    )
+    if found.step >= length.steps:
+        steps = found.step + length.steps
+        keys = [f"loop.steps={steps}"] if loop.steps is not None else []
+        keys += [f"loop.epochs={-(-steps // length.per_epoch)}"] if loop.epochs is not None else []
+        raise Refusal(
+            f"{word}: that checkpoint is of step {found.step:,} and this run ends at step {length.steps:,}, so nothing "
+            f"is left to train. The steps of the checkpoint count; {' '.join(keys)} trains {length.steps:,} more"
+        )
+
+
+def refuse_own(folder: Path, network: nn.Module, configuration: Mapping[str, Any]) -> None:
+    """Refuse to go on in a run folder whose newest checkpoint is of another network; no key could make that fit."""
+    found = glance(folder)
+    if found is not None:
+        out = "start over with run.resume=fresh or another run.name"
+        _refuse_network(f"{folder}: the checkpoint of step {found.step:,}", found, network, configuration, out)
+
+
+def _refuse_network(what: str, found: Found, network: nn.Module, configuration: Mapping[str, Any], out: str) -> None:
+    own = {name: value.shape for name, value in network.state_dict().items() if isinstance(value, Tensor)}
+    wrong = differences(own, found.tensors)
+    if not wrong:
+        return
+    changed = [one for one in changes(found.state.get("configuration", {}), configuration) if _makes_network(one)]
+    why = f"changed since then:{_listed(changed)}\n" if changed else "No key of model changed since: its code did.\n"
+    back = "take the old values back" if changed else "take the old code"
+    raise Refusal(
+        f"{what} is of another network than this command's:{_listed(wrong)}\n{why}"
+        f"No key can make these weights fit: {back}, or {out}"
+    )
+
+
+def _makes_network(change: Change) -> bool:
+    return change.key.startswith("model")
+
+
+def _listed(lines: Sequence[str | Change]) -> str:
+    more = f"\n  … and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
+    return "".join(f"\n  {line}" for line in lines[:_MOST]) + more

@@ -1,1 +1,0 @@
-"""Files that survive a crash: written whole or not at all, verified before they are believed."""
