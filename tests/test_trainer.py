@@ -208,8 +208,8 @@ def test_a_fault_in_the_evaluation_shows_before_the_first_step(tmp_path: Path) -
 def test_an_evaluation_that_loses_samples_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with made(tmp_path) as run:
         whole = run.trainer.placed.evaluate
-        monkeypatch.setattr(run.trainer.placed, "evaluate", lambda batch, valid: whole(batch, valid - 1))
-        with pytest.raises(RuntimeError, match="evaluated 98 samples of a set of 101"):
+        monkeypatch.setattr(run.trainer.placed, "evaluate", lambda batch, valid: whole(batch, valid - 1 and valid))
+        with pytest.raises(RuntimeError, match="evaluated 100 samples of a set of 101"):
             run.trainer.fit(None)
 
 

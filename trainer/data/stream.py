@@ -73,8 +73,8 @@ class EvaluationStream:
         self, data: Data, dataset: Any, own: Slice, global_batch: int, micro_batches: int, loading: Loading
     ) -> None:
         self.size = size_of(dataset)
-        self._global_batch, self._ranks, self._rank = global_batch, own.ranks, own.rank
-        self._most = -(-global_batch // (self._ranks * micro_batches))  # samples of a rank in one forward
+        self._own, self._global_batch = own, global_batch
+        self._most = -(-global_batch // micro_batches)  # samples of all data ranks in one forward
         self._data, self._device, self._seed = data, own.device, own.seed
         self._reader = make_reader(dataset, data.collate, own.seed, loading, pin=self._device.type == "cuda")
 
@@ -83,25 +83,24 @@ class EvaluationStream:
 
         `most`: stop after so many batches.
         """
-        lists, valid, wholes = [], [], []
-        for at in range(0, self.size, self._global_batch)[:most]:
-            together = torch.arange(at, min(at + self._global_batch, self.size))
-            own = together[self._rank :: self._ranks]
-            width = -(-len(together) // self._ranks)  # the longest share; shorter ones repeat a sample to be as long
-            filler = (own if len(own) else together)[-1:].repeat(width - len(own))
-            lists.append(torch.cat([own, filler]))
-            valid.append(len(own))
-            wholes.append(len(together))
-        read = zip(lists, valid, wholes, self._reader.read(0, lists), strict=True)
-        for indices, count, whole, (inputs, targets) in read:
+        wholes = [
+            torch.arange(at, min(at + self._global_batch, self.size))
+            for at in range(0, self.size, self._global_batch)[:most]
+        ]
+        # a rank without a sample of a batch takes one that does not count, for it must compute with the others
+        lists = [
+            whole[self._own.rank :: self._own.ranks] if len(whole) > self._own.rank else whole[-1:] for whole in wholes
+        ]
+        for whole, indices, (inputs, targets) in zip(wholes, lists, self._reader.read(0, lists), strict=True):
             inputs, targets = to_device(
                 self._data, inputs, targets, indices, self._device, self._seed, 0, training=False
             )
-            share = Batch(inputs, targets, indices, range(whole), whole)
-            for start in range(0, len(indices), self._most):
-                some = range(start, min(start + self._most, len(indices)))
-                span = range(start * self._ranks, min(some.stop * self._ranks, whole))
-                yield micro_batch(share, some, span), min(max(count - start, 0), len(some))
+            share = Batch(inputs, targets, indices, range(len(whole)), len(whole))
+            # cut first and dealt then, as in training: a micro-batch holds the same whatever the number of ranks
+            for start in range(0, len(whole), self._most):
+                span = range(start, min(start + self._most, len(whole)))
+                own = self._own.rows(span)
+                yield micro_batch(share, own or range(1), span), len(own)
 
 
 def to_device(
@@ -117,7 +116,7 @@ def micro_batch(share: Batch, own: range, span: range) -> Batch:
     """The micro-batch of this span; these rows of the share are this rank's part of it, and may be all of the share."""
     size = len(share.indices)
     if len(own) == size:
-        return share
+        return share._replace(span=span)
     inputs, targets = (rows(tree, own.start, own.stop, size) for tree in (share.inputs, share.targets))
     return Batch(inputs, targets, share.indices[own.start : own.stop], span, share.total)
 

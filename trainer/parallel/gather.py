@@ -13,11 +13,10 @@ from trainer.parallel.ranks import Ranks
 
 
 class _Place(NamedTuple):
-    """Whom to collect from; in evaluation how many rows of this rank count; in a step which samples the ranks have."""
+    """Whom to collect from, and which samples of a global batch these ranks have, dealt to them in turn."""
 
     ranks: Ranks
-    valid: int | None = None
-    part: range | None = None
+    span: range | None = None
 
 
 _place: ContextVar[_Place] = ContextVar("place", default=_Place(Ranks()))  # noqa: B039 (it holds no state)
@@ -30,27 +29,25 @@ def gather(x: Tensor) -> Tensor:
     global batch are dealt to the ranks in turn, so this is their own order. With several micro-batches the result holds
     the rows of the present one only. On one rank it is the identity.
 
-    Where ranks have unequal shares (`loop.uneven`) the rows still come in the samples' own order; then x must have a
-    row for each sample, else ValueError.
+    Where ranks have unequal shares (`loop.uneven`, the end of an evaluation) the rows still come in the samples' own
+    order; then x must have a row for each sample, else ValueError.
     """
     place = _place.get()
     if place.ranks.size == 1:
         return x
-    if place.valid is not None:
-        return _gather_valid(x, place.ranks, place.valid)
-    if place.part is not None and (place.part.start % place.ranks.size or place.part.stop % place.ranks.size):
-        return _GatherPart.apply(x, place.ranks, place.part)
+    if place.span is not None and (place.span.start % place.ranks.size or place.span.stop % place.ranks.size):
+        return _GatherUneven.apply(x, place.ranks, place.span)
     return _Gather.apply(x, place.ranks)
 
 
-def gathering_over(ranks: Ranks, valid: int | None = None) -> AbstractContextManager[None]:
-    """Within this context `gather` collects from these ranks; `valid`: an evaluation's last batch may be ragged."""
-    return _within(_Place(ranks, valid))
+def gathering_over(ranks: Ranks) -> AbstractContextManager[None]:
+    """Within this context `gather` collects from these ranks."""
+    return _within(_Place(ranks))
 
 
-def dealt(part: range) -> AbstractContextManager[None]:
-    """Within this context the ranks have these samples of the step's global batch, dealt to them in turn."""
-    return _within(_place.get()._replace(part=part))
+def dealt(span: range) -> AbstractContextManager[None]:
+    """Within this context the ranks have these samples of a global batch, dealt to them in turn."""
+    return _within(_place.get()._replace(span=span))
 
 
 def _within(place: _Place) -> AbstractContextManager[None]:
@@ -71,14 +68,6 @@ class _At:
         _place.reset(self._token)
 
 
-def _gather_valid(x: Tensor, ranks: Ranks, valid: int) -> Tensor:
-    """Rows of an evaluation batch, of which later ranks may have one less than earlier ones, or none."""
-    counts = [int(count) for count in ranks.all_gather(torch.tensor([valid]))]  # data ranks; how many rows each has
-    padded = x.new_zeros(max(counts), *x.shape[1:])
-    padded[:valid] = x[:valid]
-    return torch.stack(ranks.all_gather(padded), dim=1).flatten(0, 1)[: sum(counts)]
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -92,19 +81,21 @@ class _Gather(torch.autograd.Function):
         return total[ctx.ranks.rank :: ctx.ranks.size], None
 
 
-class _GatherPart(torch.autograd.Function):
-    """Rows of a part of the global batch that the ranks do not share equally; the first sample may be any rank's."""
+class _GatherUneven(torch.autograd.Function):
+    """Rows of a span that the ranks do not share equally; its first sample may be any rank's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, part: range) -> Tensor:
-        ctx.ranks, ctx.first = ranks, part.start % ranks.size  # who has the part's first sample
-        ctx.own = slice((ranks.rank - ctx.first) % ranks.size, None, ranks.size)
-        own, longest = len(part[ctx.own]), -(-len(part) // ranks.size)
-        if len(x) != own:
-            raise ValueError(f"gather of {len(x)} rows: with loop.uneven=true each of the {own} samples must have one")
-        padded = x if own == longest else torch.cat([x, x.new_zeros(longest - own, *x.shape[1:])])
-        rows = ranks.all_gather(padded)  # all data ranks; every rank's rows travel to all
-        return torch.stack(rows[ctx.first :] + rows[: ctx.first], dim=1).flatten(0, 1)[: len(part)]
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, span: range) -> Tensor:
+        ctx.ranks, first = ranks, span.start % ranks.size  # who has the span's first sample
+        ctx.own = slice((ranks.rank - first) % ranks.size, None, ranks.size)
+        own, longest = len(span[ctx.own]), -(-len(span) // ranks.size)
+        if len(x) != max(own, 1):  # in an evaluation a rank without a sample computes one that does not count
+            raise ValueError(
+                f"gather of {len(x)} rows: of {own} samples each must have one, because ranks have unequal shares"
+            )
+        # all data ranks; every rank's rows travel to all, the shorter shares filled up to the longest
+        rows = ranks.all_gather(x if len(x) == longest else torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])]))
+        return torch.stack(rows[first:] + rows[:first], dim=1).flatten(0, 1)[: len(span)]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

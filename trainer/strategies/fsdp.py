@@ -117,7 +117,7 @@ class _Placed(PlacedTensor):
         average_gradients(self._copied, self.strategy.data, BUCKET)
 
     def evaluate(self, batch: Any, valid: int) -> dict[str, torch.Tensor]:
-        """Sums over the first `valid` samples of a batch; every data rank computes, for each gathers from all."""
+        """Sums over a micro-batch; a data rank of which no sample is `valid` computes, too, for all gather from it."""
         sums = super().evaluate(batch, valid)
         reshard(self._plain)  # a forward without a backward leaves parameters gathered
         return sums

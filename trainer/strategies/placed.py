@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.seeds import mix, seed_torch
-from trainer.data.tree import changed, floats_as, rows
+from trainer.data.tree import changed, floats_as
 from trainer.learning.task import Task
 from trainer.parallel.batch_norm import average_statistics, synchronised
 from trainer.parallel.clip import clip_, global_norm
@@ -121,9 +121,9 @@ class Placed:
         """The context of one micro-batch: do gradients travel in it?"""
         return self._computing()
 
-    def _computing(self, valid: int | None = None) -> Any:
-        """The context of one micro-batch's forward and backward, or of an evaluation batch's valid samples."""
-        return gathering_over(self.strategy.data, valid)
+    def _computing(self) -> Any:
+        """The context of one micro-batch's forward, and backward."""
+        return gathering_over(self.strategy.data)
 
     def _settle_gradients(self) -> None:
         """Collective: after the last micro-batch; afterwards `.grad` is the gradient of the global mean."""
@@ -186,16 +186,15 @@ class Placed:
 
     @torch.no_grad()
     def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor]:
-        """Sums over the first `valid` samples of a batch: loss times weight, weight, samples, and the task's metrics.
+        """Sums over a micro-batch: loss times weight, weight, samples, and the task's metrics.
 
-        Where none is valid the sums are zeros of the same shape, so that the keys agree on all ranks.
+        valid: how many of its samples count, all or none. Of none the sums are zeros of the same shapes.
         """
         self._mode(training=False)
         rehearsing = uncompiled() if self._young else nullcontext()  # its batch may be of another size
-        with rehearsing, self._computing(valid), self._machine.autocast(self.strategy.device):
-            size, cut = len(batch.indices), max(valid, 1)
-            inputs, targets = (rows(self._cast(tree), 0, cut, size) for tree in (batch.inputs, batch.targets))
-            sums = self._sums(self._whole(self._evaluation_forward(inputs, targets)), targets, cut)
+        with rehearsing, self._computing(), dealt(batch.span), self._machine.autocast(self.strategy.device):
+            inputs, targets = self._cast(batch.inputs), self._cast(batch.targets)
+            sums = self._sums(self._whole(self._evaluation_forward(inputs, targets)), targets, len(batch.indices))
         return sums if valid else {name: torch.zeros_like(value) for name, value in sums.items()}
 
     def after_step(self, step: int) -> None:

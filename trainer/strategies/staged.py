@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.data.seeds import mix, seed_torch
-from trainer.data.tree import floats_as, rows, tensors
+from trainer.data.tree import floats_as, tensors
 from trainer.learning.task import Task
 from trainer.parallel.gather import dealt
 from trainer.parallel.matching import matches
@@ -122,18 +122,17 @@ class PlacedStages(PlacedTensor):
 
     @torch.no_grad()
     def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor]:
-        """Sums over the first `valid` samples of a batch, the same on all ranks of a pipeline.
+        """Sums over a micro-batch, the same on all ranks of a pipeline; zeros where none is `valid`.
 
         They go through the stages together, one stage after the other; the stream has cut them as small as a step's.
         """
         self._mode(training=False)
-        size, count = len(batch.indices), max(valid, 1)
-        inputs, targets = (rows(tree, 0, count, size) for tree in (batch.inputs, batch.targets))
+        inputs, targets = batch.inputs, batch.targets
         for stage in self._stages.values():
             stage.turn = partial(self._output if self._is_last(stage) else self._hand_on, stage, inputs, targets)
-        with self._computing(valid), self._machine.autocast(self.strategy.device):
+        with self._computing(), dealt(batch.span), self._machine.autocast(self.strategy.device):
             output = self._handover.run(("evaluation", _shapes(inputs, targets)), self._stages)
-            sums = self._sums(output, self._cast(targets), count) if output is not None else {}
+            sums = self._sums(output, self._cast(targets), len(batch.indices)) if output is not None else {}
         self._release()
         sums = self._telling.tell("evaluation", sums)
         return sums if valid else {name: torch.zeros_like(value) for name, value in sums.items()}

@@ -82,9 +82,9 @@ class PlacedTensor(Placed):
         send_values(self._values, self.network, self.strategy.world, self.strategy.device)
         del self._values
 
-    def _computing(self, valid: int | None = None) -> Any:
+    def _computing(self) -> Any:
         stack = ExitStack()
-        stack.enter_context(super()._computing(valid))
+        stack.enter_context(super()._computing())
         stack.enter_context(loss_parallel())  # for outputs that the plan leaves cut by class; others are untouched
         return stack
 
