@@ -20,13 +20,13 @@ PRIVATE = {
     # these, too, and the public ones (1d, 2d, 3d) have no other base in common.
     "torch.nn.modules.batchnorm._BatchNorm": "trainer/parallel/batch_norm.py",
     # The base of all dropouts: the public ones are six classes, and a seventh would be overlooked.
-    "torch.nn.modules.dropout._DropoutNd": "trainer/strategies/notes.py",
+    "torch.nn.modules.dropout._DropoutNd": "trainer/strategies/layers.py",
     # Multiplies many tensors in one kernel; the public way is a kernel for each parameter.
     "torch._foreach_mul_": "trainer/parallel/clip.py",
     # The norms of many tensors in one kernel; the public way is a kernel for each parameter that tensor ranks share.
     "torch._foreach_norm": "trainer/parallel/shared.py",
     # Gives a group's collectives another timeout; torch 2.15 has a public name for it, 2.11 to 2.14 only this one.
-    "torch.distributed.distributed_c10d._set_pg_timeout": "trainer/parallel/timeouts.py",
+    "torch.distributed.distributed_c10d._set_pg_timeout": "trainer/parallel/world.py",
     # What a tensor is a view of, which it keeps alive; torch's page on views describes it.
     "torch.Tensor._base": "trainer/parallel/outline.py",
 }

@@ -15,8 +15,7 @@ from tests.inside import here
 from trainer.configuration.compose import compose
 from trainer.launch.launch import Launch
 from trainer.parallel.ranks import Group
-from trainer.parallel.timeouts import set_timeouts
-from trainer.parallel.world import join_group, leave_group
+from trainer.parallel.world import join_group, leave_group, set_timeouts
 from trainer.records.checkpoint import Checkpoints
 from trainer.refusal import Refusal
 from trainer.run.assembly import assemble

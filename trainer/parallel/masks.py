@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput,
 
 from trainer.data.seeds import mix
 from trainer.learning.plan import Plan
-from trainer.parallel.matching import matches
+from trainer.parallel.units import matches
 
 
 class Masks:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from trainer.learning.plan import Plan
-from trainer.parallel.matching import matches
+from trainer.parallel.units import matches
 from trainer.refusal import Refusal, nearest
 
 ELSE = "strategy=ddp (or dp, single) needs no plan"

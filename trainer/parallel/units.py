@@ -1,7 +1,8 @@
-"""Which subtrees of a network are units: gathered and released, recomputed and compiled together."""
+"""Which subtrees of a network a plan names; and which are units: gathered, recomputed and compiled together."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from trainer.learning.plan import Plan
-from trainer.parallel.matching import matches
 from trainer.refusal import Refusal, nearest
 
 SMALL = 1 / 8  # of the network's parameters: what has no more than that is not taken apart
@@ -20,6 +20,20 @@ CRUMB = 1 / 32  # a layer of less stays with what surrounds it
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # They use the weights of the layers inside them without calling these, sometimes or always.
 SEALED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+def matches(network: nn.Module, key: str) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose name fits a plan's key; `*` and the like stand within one level, as in parallelize_module."""
+    levels = [re.compile(_as_expression(level)) for level in key.split(".")]
+    for name, module in network.named_modules():
+        parts = name.split(".") if name else []
+        if len(parts) == len(levels) and all(level.fullmatch(part) for level, part in zip(levels, parts, strict=True)):
+            yield name, module
+
+
+def _as_expression(level: str) -> str:
+    """fnmatch's wildcards for one level of a name."""
+    return re.escape(level).replace(r"\*", ".*").replace(r"\?", ".").replace(r"\[", "[").replace(r"\]", "]")
 
 
 def units(network: nn.Module, plan: Plan) -> list[str]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.learning.task import Task
 from trainer.refusal import Refusal
-from trainer.strategies.notes import curve_notes
+from trainer.strategies.layers import curve_notes
 from trainer.strategies.place import Place
 from trainer.strategies.placed import Placed
 

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.learning.task import Task
 from trainer.parallel.compiling import uncompiled
 from trainer.refusal import Refusal
-from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Joined
-from trainer.strategies.placed import Placed, Step
+from trainer.strategies.layers import refuse_sparse
+from trainer.strategies.placed import Placed, TaskNetwork
 
 # Running statistics are averaged before they are used (Placed.settle), not overwritten by rank 0's in every forward.
 # torch 2.15 has a new name for that and deprecates the old one.
@@ -54,7 +54,7 @@ class DDP(Joined):
 class _Placed(Placed):
     strategy: DDP
 
-    def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
+    def _wrap(self, step: TaskNetwork) -> Callable[[Any, Any], Any]:
         strategy = self.strategy
         if not any(parameter.requires_grad for parameter in step.parameters()):
             raise Refusal("strategy=ddp: the network has no trainable parameter, so no gradient to average")
@@ -82,7 +82,7 @@ class _Placed(Placed):
             stack.enter_context(self._replica.no_sync())
         return stack
 
-    def _refuse_unused(self, step: Step) -> None:
+    def _refuse_unused(self, step: TaskNetwork) -> None:
         """Name the parameters that a step leaves without a gradient: DDP would only fail in the second one."""
         with self._leaving_no_trace():
             self._losses(step, *self.example)["loss"].backward()

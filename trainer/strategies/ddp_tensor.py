@@ -13,8 +13,8 @@ from trainer.parallel.ranks import Group
 from trainer.parallel.replicate import average_gradients
 from trainer.parallel.tensor import refuse_plan
 from trainer.refusal import Refusal
-from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Meshed
+from trainer.strategies.layers import refuse_sparse
 from trainer.strategies.placed import Placed
 from trainer.strategies.tensor import PlacedTensor
 

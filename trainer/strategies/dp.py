@@ -13,7 +13,7 @@ from trainer.data.seeds import seed_more_gpus
 from trainer.learning.task import Task
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
-from trainer.strategies.placed import Placed, Step
+from trainer.strategies.placed import Placed, TaskNetwork
 
 
 @dataclass
@@ -65,7 +65,7 @@ class DP(Strategy):
 class _Placed(Placed):
     strategy: DP
 
-    def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
+    def _wrap(self, step: TaskNetwork) -> Callable[[Any, Any], Any]:
         replicas, others = self.strategy.replicas(step), self.strategy.devices()[1:]
 
         def forward(inputs: Any, targets: Any) -> Any:

@@ -16,9 +16,9 @@ from trainer.parallel.shard import Sharding, not_spread, reshard, shard
 from trainer.parallel.tensor import refuse_plan
 from trainer.parallel.units import units
 from trainer.refusal import Refusal
-from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Parted
-from trainer.strategies.placed import Placed, Step
+from trainer.strategies.layers import refuse_sparse
+from trainer.strategies.placed import Placed, TaskNetwork
 from trainer.strategies.tensor import PlacedTensor
 
 BUCKET = 25 * 2**20  # bytes of gradients that travel together, of the few parameters that are not spread
@@ -87,7 +87,7 @@ class _Placed(PlacedTensor):
         how = Sharding(own.reshard_after_forward, own.param_dtype, own.cpu_offload, own.prefetch)
         self._root = shard(self._plain, self.network, names, own.mesh, how)
 
-    def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
+    def _wrap(self, step: TaskNetwork) -> Callable[[Any, Any], Any]:
         self._copied = not_spread(self.network)
 
         def forward(inputs: Any, targets: Any) -> Any:

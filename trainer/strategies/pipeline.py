@@ -13,9 +13,9 @@ from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.schedules import KINDS, runs_over_gloo, takes
 from trainer.parallel.tensor import refuse_plan
 from trainer.refusal import Refusal
-from trainer.strategies.dense import refuse_sparse
+from trainer.strategies.layers import refuse_sparse
 from trainer.strategies.pipelined import Pipelined
-from trainer.strategies.placed import Placed, Step
+from trainer.strategies.placed import Placed, TaskNetwork
 from trainer.strategies.staged import PlacedStages
 
 
@@ -64,7 +64,7 @@ class PP(Pipelined):
         self._refuse_backend()
         super().check(task, network, world_size)
         refuse_sparse(network, self.name)
-        cut_stages(Step(task, network), task.plan(network).cuts, self.layout(world_size).count)
+        cut_stages(TaskNetwork(task, network), task.plan(network).cuts, self.layout(world_size).count)
         if self.tensor > 1:
             refuse_plan(network, task.plan(network), self.tensor)
 

@@ -27,7 +27,7 @@ from trainer.strategies.scaler import NoScaler, Scaler
 from trainer.strategies.stopwatch import Stopwatch
 
 
-class Step(nn.Module):
+class TaskNetwork(nn.Module):
     """A network and how its task calls it, as one module: what a wrapper like DDP must wrap."""
 
     def __init__(self, task: Task, network: nn.Module) -> None:
@@ -60,7 +60,7 @@ class Placed:
         parts = self._units()
         self._cut()
         self._prepare_units(parts)
-        self._plain = Step(task, self.network)
+        self._plain = TaskNetwork(task, self.network)
         self._shard(parts)
         self._give_values()
         self._forward: Callable[[Any, Any], Any] = self._wrap(self._plain)
@@ -113,7 +113,7 @@ class Placed:
     def _give_values(self) -> None:
         """Collective: the values of a network that was cut and spread without them."""
 
-    def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
+    def _wrap(self, step: TaskNetwork) -> Callable[[Any, Any], Any]:
         """What a training forward must call: the step itself, or something around it."""
         return step
 

@@ -15,7 +15,6 @@ from trainer.data.seeds import mix, seed_torch
 from trainer.data.tree import floats_as, tensors
 from trainer.learning.task import Task
 from trainer.parallel.gather import dealt
-from trainer.parallel.matching import matches
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.handover import Handover, InOrder, in_order
 from trainer.parallel.pipeline.held import Stages, buffers_kept
@@ -25,9 +24,9 @@ from trainer.parallel.replicate import average_gradients
 from trainer.parallel.shard import Sharding, not_spread, reshard, shard
 from trainer.parallel.tensor import cut
 from trainer.parallel.totals import wide
-from trainer.parallel.units import units
+from trainer.parallel.units import matches, units
 from trainer.strategies.pipelined import Pipelined
-from trainer.strategies.placed import Step, is_called
+from trainer.strategies.placed import TaskNetwork, is_called
 from trainer.strategies.tensor import PlacedTensor
 
 
@@ -75,7 +74,7 @@ class PlacedStages(PlacedTensor):
 
     def _cut(self) -> None:
         whole, layout = self.network, self._layout_of_stages
-        bodies = cut_stages(Step(self.task, whole), self._plan.cuts, layout.count, self._cast(self.example))
+        bodies = cut_stages(TaskNetwork(self.task, whole), self._plan.cuts, layout.count, self._cast(self.example))
         own = layout.held_by(self.strategy.pipeline.rank)
         self._stages = {number: Stage(number, bodies[number]) for number in own}
         self.network = Stages(self._pieces(), [name for name, _ in whole.named_modules()])
@@ -95,7 +94,7 @@ class PlacedStages(PlacedTensor):
             own = [name for name in names if is_called(stage.body, name)]
             shard(stage, stage.body, own, self.strategy.mesh, how)
 
-    def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
+    def _wrap(self, step: TaskNetwork) -> Callable[[Any, Any], Any]:
         self._copied = not_spread(self.network)
         return step  # which nobody calls: the schedule calls stages
 

@@ -22,8 +22,8 @@ from trainer.parallel.ranks import Group, Ranks
 from trainer.parallel.shared import Shared, refuse_drift, share_buffers
 from trainer.parallel.tensor import cut, refuse_plan, settle
 from trainer.strategies.base import Strategy
-from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Meshed
+from trainer.strategies.layers import refuse_sparse
 from trainer.strategies.placed import Placed
 
 TAKES_CUT = (torch.optim.Adam, torch.optim.AdamW)  # whose fused step knows DTensors, on torch 2.11 to 2.15

@@ -15,9 +15,9 @@ from trainer.learning.task import Task
 from trainer.parallel.clip import global_norm
 from trainer.parallel.owners import Delivery, buckets, owners, send_from_owners
 from trainer.parallel.ranks import Group
-from trainer.strategies.dense import refuse_sparse
 from trainer.strategies.joined import Joined
-from trainer.strategies.placed import Placed, Step
+from trainer.strategies.layers import refuse_sparse
+from trainer.strategies.placed import Placed, TaskNetwork
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Zero1(Joined):
 class _Placed(Placed):
     strategy: Zero1
 
-    def _wrap(self, step: Step) -> Callable[[Any, Any], Any]:
+    def _wrap(self, step: TaskNetwork) -> Callable[[Any, Any], Any]:
         ranks = self.strategy.owning
         trainable = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
         owner = owners([parameter.nbytes for parameter in trainable], ranks.size)
