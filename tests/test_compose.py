@@ -222,11 +222,6 @@ class TestLab:
             ("loop: {epochs: 3}\n", "# @package _global_"),
             ("# @package _global_\ndefaults:\n  - override /model: cmn\n", "model/cmn"),
             ("# @package _global_\ntrust: [os]\n", "only the command line"),
-            ("# @package _global_\nhydra: {callbacks: {x: {_target_: os.system}}}\n", "which have no effect here"),
-            (
-                "# @package _global_\nhydra: {hydra_logging: {handlers: {x: {(): os.system}}}}\n",
-                "which have no effect here",
-            ),
             ("# @package _global_\nhydra: {job: {env_copy: [NOT_SET_ANYWHERE]}}\n", "NOT_SET_ANYWHERE"),
         ],
     )

@@ -99,7 +99,6 @@ def test_a_lab_and_an_experiment_that_lists_values(tmp_path: Path) -> None:
         (["seed=1,2", "loop.steps=["], "cannot be read"),
         (["optimizer.lr=interval(0,1)"], "a,b,c"),
         (["model=glob(nothing*)"], "no option of model"),
-        (["seed=range(10)", "optimizer.lr=range(100)", "loop.steps=range(1,100)"], "99,000 runs"),
         (["seed=1,2", "hydra.sweep.dir=x"], "run.dir"),
         (["seed=1,2", "hydra/launcher=nothing"], "hydra/launcher/nothing"),
         (["hydra/launcher=basic,basic"], "one launcher"),
@@ -113,23 +112,12 @@ def test_what_no_run_could_work_with_is_refused_at_once(words: list[str], said: 
     assert len(message.splitlines()) <= 2
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("# @package _global_\nhydra: {sweeper: {params: {trust: '[os]'}}}\n", "trust"),
-        ("# @package _global_\nhydra: {launcher: {_target_: os.system}}\n", "hydra.launcher"),
-        ("# @package _global_\ndefaults:\n  - override /hydra/launcher: mine\n", "hydra.launcher"),
-    ],
-    ids=["trust", "keys", "choice"],
-)
-def test_a_yaml_cannot_say_what_is_trusted_or_run(tmp_path: Path, text: str, said: str) -> None:
+def test_a_yaml_cannot_say_what_is_trusted(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\nhydra: {sweeper: {params: {trust: '[os]'}}}\n"
     (tmp_path / "experiment" / "bad.yaml").write_text(text)
-    (tmp_path / "hydra" / "launcher").mkdir(parents=True)
-    (tmp_path / "hydra" / "launcher" / "mine.yaml").write_text("_target_: os.system\ncommand: id\n")
     message = refusal("--config-dir", str(tmp_path), "experiment=bad", "seed=1,2")
-    assert said in message
-    assert "only the command line" in message
+    assert "only the command line can set trust" in message
 
 
 @pytest.mark.skipif(find_spec("submitit") is not None, reason="the submitit extra is installed here")

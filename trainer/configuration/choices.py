@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainer.configuration.resolved import UNRESOLVED, as_written, resolved
 from trainer.configuration.settings import GROUPS, SECTIONS, Settings
@@ -69,8 +69,8 @@ def dashed(flag: str, known: list[str]) -> str:
     return f"--{key}: keys are written as KEY=VALUE, without dashes{hint}"
 
 
-def misnamed(override: Override, base: DictConfig, known: list[str]) -> list[str]:
-    """What is wrong with the key of a word, given the paths of everything there is."""
+def misnamed(override: Override, base: Mapping[str, Any], known: list[str]) -> list[str]:
+    """What is wrong with the key of a word, given the composed configuration and the paths of everything in it."""
     path = re.sub(r"\[['\"]?([^]'\"]*)['\"]?\]", r".\1", override.key_or_group)
     names = set(known)
     if override.is_force_add() or (override.is_add() and path not in names):
@@ -85,11 +85,13 @@ def misnamed(override: Override, base: DictConfig, known: list[str]) -> list[str
     return [found[0] + _beyond_yaml(override, path, base), *found[1:]] if path not in names else found
 
 
-def _beyond_yaml(override: Override, path: str, base: DictConfig) -> str:
+def _beyond_yaml(override: Override, path: str, base: Mapping[str, Any]) -> str:
     """How to give a target a key that its yaml does not show; whether it takes it, its signature says later."""
     above, _, name = path.rpartition(".")
-    node = OmegaConf.select(base, above) if above else None
-    if override.is_delete() or not isinstance(node, DictConfig) or "_target_" not in node:
+    node: Any = base
+    for part in above.split(".") if above else ():
+        node = node.get(part) if isinstance(node, dict) else None
+    if override.is_delete() or not isinstance(node, dict) or "_target_" not in node:
         return ""
     return f" If {str(node['_target_']).rpartition('.')[2]} has a parameter {name}, write +{line(override)}"
 
@@ -166,9 +168,9 @@ def _astray(key: str, known: list[str]) -> str:
 _LIKE = {bool: bool, int: float, float: float, str: str, dict: dict}
 
 
-def mistyped(cfg: DictConfig, base: DictConfig) -> list[str]:
-    """One line for each value that is of another kind than the one which its group's yaml gives this key."""
-    values, expected, written = resolved(cfg)[0], resolved(base)[0], as_written(cfg)
+def mistyped(cfg: DictConfig, expected: Mapping[str, Any]) -> list[str]:
+    """One line for each value of another kind than the one `expected`, which its group's yaml gives this key."""
+    values, written = resolved(cfg)[0], as_written(cfg)
     problems: list[str] = []
 
     def compare(value: Any, wanted: Any, as_given: Any, path: str) -> None:

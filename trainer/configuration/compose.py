@@ -11,21 +11,20 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
+import yaml
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from trainer.configuration.bundle import root
 from trainer.configuration.choices import assort, dashed, line, misnamed, mistyped, paths, unread
-from trainer.configuration.lab import LabSource
-from trainer.configuration.resolved import as_written
+from trainer.configuration.resolved import as_written, resolved
 from trainer.configuration.settings import GROUPS, examine
-from trainer.configuration.words import Words, parse, read, take_searchpath
+from trainer.configuration.words import Words, parse, read
 from trainer.refusal import Refusal, nearest
 
 LINES = 10  # of problems that are shown at once
@@ -41,12 +40,35 @@ def compose(argv: Sequence[str]) -> DictConfig:
     if not words.composes:
         _answer(words, words.overrides)
     overrides, problems = parse(words.overrides)
-    words, overrides = take_searchpath(words, overrides)
+
+    # Hydra composes what the groups' words choose. That tells which keys there are, and of which type.
     with composing(words.folders) as places:
-        cfg, accepted = _composed(words, overrides, places, problems)
+        chosen, changes = assort(overrides, places, problems)
+        cfg = load(words, chosen, places)
+    with open_dict(cfg):
+        own = cfg.pop("hydra")
+    _refuse_hidden(own, places)
+    before, expected = as_written(cfg), resolved(cfg)[0]
+    known = paths(before)
+    if before["trust"]:
+        problems.append("trust: only the command line can name trusted packages, but a yaml file does")
+
+    # Words that change a key follow, where the key exists: composing a second time would double the time of a start.
+    problems += [dashed(flag, known) for flag in words.strange]
+    accepted = []
+    for change in changes:
+        wrong = misnamed(change, before, known)
+        problems += wrong
+        if not wrong:
+            _apply(change, cfg)
+            accepted.append(line(change))
+    missing = [group for group in GROUPS if not isinstance(OmegaConf.select(cfg, group), DictConfig)]
+    problems += [f"{group}: choose one, {group}=NAME" for group in missing]
+    problems += unread(cfg, known) + mistyped(cfg, expected)
+
     if words.flags and not problems:
-        _answer(words, accepted)
-    problems += [line for line in examine(cfg)[1] if line not in problems]
+        _answer(words, [*chosen, *accepted])
+    problems += [one for one in examine(cfg)[1] if one not in problems]
     if problems:
         more = [f"… and {len(problems) - LINES} more"] if len(problems) > LINES else []
         raise Refusal("\n".join(problems[:LINES] + more))
@@ -55,33 +77,47 @@ def compose(argv: Sequence[str]) -> DictConfig:
 
 def folders(argv: Sequence[str]) -> tuple[Path, ...]:
     """The folders of yaml files that a command line adds; what lies beside them may be called (names.py)."""
-    words = read(argv)
-    return take_searchpath(words, parse(words.overrides)[0])[0].folders
+    return read(argv).folders
 
 
 @contextmanager
 def composing(labs: tuple[Path, ...]) -> Iterator[list[Path]]:
     """Hydra's composer over our conf/; gives the places where groups are looked up, the framework's own first."""
     own = root() / "conf"
-    Plugins.instance().register(LabSource)
     with hydra.initialize_config_dir(config_dir=str(own), version_base="1.3", job_name="trainer"):
         yield [own, *(lab for lab in labs if lab != own)]
 
 
-def load(words: Words, changes: Sequence[str], places: list[Path]) -> DictConfig:
+def load(words: Words, chosen: Sequence[str], places: list[Path]) -> DictConfig:
     """What Hydra composes of these words, its own part included, inside `composing`. Refusal in one line."""
-    labs = ",".join(quoted(f"{LabSource.scheme()}://{place}") for place in places[1:])
     try:
-        return hydra.compose(words.config_name, [*changes, f"hydra.searchpath=[{labs}]"], return_hydra_config=True)
-    except Refusal:
-        raise
+        return hydra.compose(words.config_name, [*chosen, *_searchpath(places[1:])], return_hydra_config=True)
     except Exception as error:  # Hydra answers what is wrong in a yaml with ten types of exception, and with asserts
+        _refuse_broken(places[1:])
         raise Refusal(_brief(error)) from error
+
+
+def _searchpath(labs: Sequence[Path]) -> list[str]:
+    """The word that lets Hydra look into these folders too."""
+    entries = ",".join(quoted(f"file://{lab}") for lab in labs)
+    return [f"hydra.searchpath=[{entries}]"] if entries else []
 
 
 def quoted(word: str) -> str:
     """A text as a value of Hydra's grammar."""
     return "'" + word.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _refuse_broken(labs: Sequence[Path]) -> None:
+    """Hydra does not say which file it could not read: refuse the first one of the labs that is no valid YAML."""
+    for file in sorted(file for lab in labs for file in lab.rglob("*.yaml")):
+        try:
+            OmegaConf.load(file)
+        except yaml.MarkedYAMLError as error:
+            at = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+            raise Refusal(f"{file}{at}: this is not valid YAML: {error.problem}") from error
+        except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+            raise Refusal(f"{file}: this is not valid YAML: {str(error).splitlines()[0]}") from error
 
 
 def _brief(error: BaseException) -> str:
@@ -90,26 +126,6 @@ def _brief(error: BaseException) -> str:
     sentence = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     missing, options = getattr(error, "missing_cfg_file", None), getattr(error, "options", None)
     return sentence + (nearest(missing.split("/")[-1], options) if missing and options else "")
-
-
-def _composed(
-    words: Words, overrides: list[Override], places: list[Path], problems: list[str]
-) -> tuple[DictConfig, list[str]]:
-    """The configuration without Hydra's own part, and the words that made it; appends what is wrong to the problems."""
-    chosen, changes = assort(overrides, places, problems)
-    base = load(words, chosen, places)
-    known = [path for path in paths(as_written(base)) if not path.startswith("hydra.")]
-    problems += [dashed(flag, known) for flag in words.strange]
-    wrong = [misnamed(each, base, known) for each in changes]
-    problems += [one for each in wrong for one in each]
-    accepted = [line(each) for each, found in zip(changes, wrong, strict=True) if not found]
-    cfg = load(words, chosen + accepted, places) if accepted else base
-    with open_dict(cfg):
-        own = cfg.pop("hydra")
-    _refuse_hidden(own, places)
-    problems += _astray(own, base, cfg) + unread(cfg, known)
-    problems += mistyped(cfg, base)
-    return cfg, chosen + accepted
 
 
 def _refuse_hidden(own: DictConfig, places: list[Path]) -> None:
@@ -121,16 +137,19 @@ def _refuse_hidden(own: DictConfig, places: list[Path]) -> None:
                 raise Refusal(f"{place / file}: another {group} is called {option} already; give this one another name")
 
 
-def _astray(own: DictConfig, base: DictConfig, cfg: DictConfig) -> list[str]:
-    """What a yaml must not set, and groups that were taken away."""
-    problems, found = [], as_written(cfg)
-    loggers = set(own.hydra_logging or {}) | set(own.job_logging or {})
-    if own.callbacks or loggers - {"version", "root", "disable_existing_loggers"}:
-        problems.append("hydra: a yaml file sets Hydra's callbacks or logging, which have no effect here; remove them")
-    if as_written(base).get("trust"):
-        problems.append("trust: only the command line can name trusted packages, but a yaml file does")
-    problems += [f"{group}: choose one, {group}=NAME" for group in GROUPS if not isinstance(found.get(group), dict)]
-    return problems
+def _apply(change: Override, cfg: DictConfig) -> None:
+    """Change a key as Hydra would. Refusal where the place does not take the value."""
+    key, value = change.key_or_group, change.value()
+    try:
+        if change.is_delete():
+            above, _, last = key.rpartition(".")
+            with open_dict(cfg):
+                del (OmegaConf.select(cfg, above) if above else cfg)[last]
+        else:
+            # with a + a key may be new
+            OmegaConf.update(cfg, key, value, merge=True, force_add=change.is_add() or change.is_force_add())
+    except OmegaConfBaseException as error:
+        raise Refusal(f"{line(change)}: {str(error).splitlines()[0]}") from error
 
 
 def _answer(words: Words, overrides: Sequence[str]) -> NoReturn:
@@ -138,14 +157,15 @@ def _answer(words: Words, overrides: Sequence[str]) -> NoReturn:
     if os.environ.get("RANK", "0") != "0":
         raise SystemExit(0)
     if "--version" in words.flags:
+        from importlib.metadata import version  # a run does not need it this early
+
         print(f"trainer {version('trainer')}")
         raise SystemExit(0)
     if "COMP_LINE" in os.environ:  # shell completion; Hydra knows `program words`, not `python -m program words`
         os.environ["COMP_LINE"] = re.sub(r"^.*?-m\s+trainer\b", "trainer", os.environ["COMP_LINE"])
+    # --help looks into --config-dir only, of which Hydra takes one
     labs = [part for lab in words.folders[:1] for part in ("--config-dir", str(lab))]
-    others = ",".join(quoted(f"{LabSource.scheme()}://{lab}") for lab in words.folders[1:])
-    search = [f"hydra.searchpath=[{others}]"] if others else []
-    sys.argv = [sys.argv[0], *words.flags, *labs, *overrides, *search]
+    sys.argv = [sys.argv[0], *words.flags, *labs, *overrides, *_searchpath(words.folders[1:])]
     hydra.main(config_path=str(root() / "conf"), config_name=words.config_name, version_base="1.3")(_never)()
     raise SystemExit(0)
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from omegaconf import DictConfig
 
 from trainer.configuration.choices import line
 from trainer.configuration.compose import compose, composing, load, quoted
-from trainer.configuration.words import Words, parse, read, take_searchpath
+from trainer.configuration.words import Words, parse, read
 from trainer.refusal import Refusal
 
-MOST = 10_000  # jobs of one command
 _PLACE = ("run", "run.root", "run.name", "run.dir")  # all jobs share one folder
 _OF_HYDRA = re.compile(r"hydra[./](mode|launcher|sweeper)\b")
 
@@ -51,14 +49,14 @@ def multirun(argv: Sequence[str]) -> Multirun:
     overrides, problems = parse(words.overrides, sweeps=True)
     if problems:
         raise Refusal("\n".join(problems))
-    words, overrides = take_searchpath(words, overrides)
     of_hydra = [each for each in overrides if _OF_HYDRA.match(each.key_or_group)]
     with composing(words.folders) as places:
+        # Of two words for one key the last one holds; an experiment's yaml may list values too, below both.
         last = {each.get_key_element(): each for each in overrides if each not in of_hydra}
         base = _base(words, list(last.values()), of_hydra, places)
-        _refuse_launcher_of_yaml(words, of_hydra, places, base)
-        last = _of_yaml(base) | last
-        jobs, each_value = _jobs(words, list(last.values()), places)
+        jobs, each_value = _jobs(words, list((_of_yaml(base) | last).values()), places)
+
+    # Every mistake of any job is told before the first one starts.
     cfg = _checked(each_value)
     folder = cfg.run.dir if cfg.run.dir is not None else _below_root(cfg.run.root, cfg.run.name)
     launcher = base.hydra.runtime.choices["hydra/launcher"]
@@ -72,11 +70,9 @@ def _base(words: Words, overrides: list[Override], of_hydra: list[Override], pla
         raise Refusal(f"{wrong[0]}: one launcher starts all runs; choose one")
     groups = [each for each in overrides if any((place / each.key_or_group).is_dir() for place in places)]
     chosen = [_values(each, places)[0] for each in groups]
-    try:
-        return load(words, [*chosen, *map(line, of_hydra)], places)
-    except Refusal as refusal:
-        missing = any("submitit" in line(each) for each in of_hydra) and find_spec("submitit") is None
-        raise Refusal(f"{refusal}" + ("; it comes with pip install 'trainer[submitit]'" if missing else "")) from None
+    if any("submitit" in line(each) for each in of_hydra) and find_spec("submitit") is None:
+        raise Refusal("hydra/launcher: submitit comes with pip install 'trainer[submitit]'")
+    return load(words, [*chosen, *map(line, of_hydra)], places)
 
 
 def _of_yaml(base: DictConfig) -> dict[str, Override]:
@@ -92,16 +88,6 @@ def _of_yaml(base: DictConfig) -> dict[str, Override]:
     return {each.get_key_element(): each for each in added}
 
 
-def _refuse_launcher_of_yaml(words: Words, of_hydra: list[Override], places: list[Path], base: DictConfig) -> None:
-    """What a launcher is told can be shell commands (setup), or name what it calls: no yaml may say it."""
-    try:
-        said = load(words, list(map(line, of_hydra)), places[:1]).hydra.launcher
-    except Refusal:  # an option that only a lab has
-        said = None
-    if said != base.hydra.launcher:
-        raise Refusal("hydra.launcher: only the command line can choose it and set its keys, but a yaml file does")
-
-
 def _jobs(words: Words, overrides: list[Override], places: list[Path]) -> tuple[tuple[Job, ...], list[Job]]:
     """Every combination of values, the last word's changing fastest; and as few of them as have every value once."""
     values = [_values(each, places) for each in overrides]
@@ -109,16 +95,18 @@ def _jobs(words: Words, overrides: list[Override], places: list[Path]) -> tuple[
     shared = [each.key_or_group for each, swept in zip(overrides, several, strict=True) if swept]
     if place := set(shared) & set(_PLACE):
         raise Refusal(f"{min(place)}: all runs share one folder, and each has a folder in it; give one value")
-    if (count := prod(map(len, values))) > MOST:
-        raise Refusal(f"this command asks for {count:,} runs; at most {MOST:,} are taken")
+
+    # Each job's words are a command line of their own, folders of labs included.
     labs = [part for lab in words.folders for part in ("--config-dir", str(lab))]
     named = [] if words.config_name == "config" else ["--config-name", words.config_name]
 
     def job(number: int, picked: Sequence[str]) -> Job:
+        # A folder is named by what differs; where nothing does, by all words but those that say where it is.
         telling = [word for word, swept in zip(picked, several, strict=True) if swept]
         telling = telling or [word for word in picked if not word.startswith("run.")]
         return Job(_folder_name(number, ",".join(telling)), (*labs, *named, *picked))
 
+    # To find every mistake each value need stand in one job only, not in every combination.
     most = max(map(len, values), default=1)
     return (
         tuple(job(number, picked) for number, picked in enumerate(product(*values))),

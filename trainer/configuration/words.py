@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
@@ -18,12 +19,12 @@ from trainer.refusal import Refusal, nearest
 
 @dataclass(frozen=True)
 class Words:
-    """A command line. `flags` is what Hydra itself must be given when it is to answer (--help, --cfg, …)."""
+    """A command line."""
 
     overrides: tuple[str, ...]
-    folders: tuple[Path, ...]
+    folders: tuple[Path, ...]  # of yaml files; what lies beside them may be called (names.py)
     config_name: str
-    flags: tuple[str, ...]  # empty: a run is asked for
+    flags: tuple[str, ...]  # what Hydra must be given when it is to answer (--help, --cfg, …); empty: a run
     composes: bool = True  # does the answer depend on the overrides?
     multirun: bool = False  # several values of a word ask for several runs
     strange: tuple[str, ...] = ()  # --lr=3, --epochs 3: keys in the dress of flags
@@ -34,6 +35,8 @@ def read(argv: Sequence[str]) -> Words:
     parser, argv = _parser(), list(argv)
     found, unknown = parser.parse_known_intermixed_args(argv)
     strange = tuple(_with_value(flag, argv, found.overrides, parser) for flag in unknown)
+
+    # Flags of Hydra's that would do something else here, or nothing.
     if found.experimental_rerun:
         raise Refusal("--experimental-rerun reads a pickle, which this program never does; repeat the first command")
     if found.config_path:
@@ -42,13 +45,19 @@ def read(argv: Sequence[str]) -> Words:
         raise Refusal("--resolve goes with --cfg job or --help")
     if found.multirun and (found.cfg or found.info):
         raise Refusal("--cfg and --info show one run: give each key one value, and leave out -m")
+
+    # What Hydra answers itself is handed to it as it would have been written.
     flags = [flag for flag in ("help", "hydra_help", "version", "shell_completion", "resolve") if getattr(found, flag)]
     spelled = tuple("--" + flag.replace("_", "-") for flag in flags)
     for flag, value in (("--cfg", found.cfg), ("--package", found.package), ("--info", found.info)):
         spelled += (flag, value) if value else ()
+
+    # hydra.searchpath=[lab/conf] is Hydra's other way to say --config-dir.
+    searched = [word for word in found.overrides if word.startswith("hydra.searchpath=")]
+    folders = [_folder(name) for name in (*found.config_dir, *_entries(searched))]
     return Words(
-        overrides=tuple(found.overrides),
-        folders=tuple(_folder(name) for name in found.config_dir),
+        overrides=tuple(word for word in found.overrides if word not in searched),
+        folders=tuple(dict.fromkeys(folders)),
         config_name=found.config_name,
         flags=spelled,
         composes=not (found.shell_completion or found.hydra_help or found.version),
@@ -64,7 +73,7 @@ class _Parser(ArgumentParser):
 
 def _with_value(flag: str, argv: list[str], overrides: list[str], parser: ArgumentParser) -> str:
     """A flag that does not exist, as KEY=VALUE; takes its value out of the overrides. Refusal where a flag is near."""
-    flags = [each for action in parser._actions for each in action.option_strings]
+    flags = re.findall(r"--[\w-]+", parser.format_usage())
     if get_close_matches(flag, flags, cutoff=0.75) or not flag.startswith("--"):
         raise Refusal(f"{flag}: there is no such flag{nearest(flag, flags)}; --help shows what there is")
     key, _, value = flag.removeprefix("--").partition("=")
@@ -78,8 +87,9 @@ def _parser() -> ArgumentParser:
     """Hydra's flags (hydra 1.3: `_internal/utils.py`), with errors in our words and any number of --config-dir."""
     parser = _Parser(prog="trainer", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    for short, long in (("-h", "--help"), ("-r", "--run"), ("-m", "--multirun"), ("-sc", "--shell-completion")):
-        parser.add_argument(short, long, action="store_true")
+    # The long name first: the usage shows that one, and mistyped flags are compared with it.
+    for long, short in (("--help", "-h"), ("--run", "-r"), ("--multirun", "-m"), ("--shell-completion", "-sc")):
+        parser.add_argument(long, short, action="store_true")
     for long in ("--hydra-help", "--version", "--resolve"):
         parser.add_argument(long, action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
@@ -99,6 +109,19 @@ def _folder(name: str) -> Path:
         beside = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
         raise Refusal(f"--config-dir {name}: there is no folder {folder}{nearest(folder.name, beside)}")
     return folder
+
+
+def _entries(searched: list[str]) -> list[str]:
+    """The folders that words for hydra.searchpath name."""
+    overrides, problems = parse(searched)
+    if problems:
+        raise Refusal(problems[0])
+    values = [each.value() for each in overrides]
+    entries = [str(entry) for value in values for entry in (value if isinstance(value, list) else [value])]
+    for entry in entries:
+        if "://" in entry and not entry.startswith("file://"):
+            raise Refusal(f"hydra.searchpath: {entry} would import Python to look for yaml; give a folder")
+    return entries
 
 
 def parse(words: Sequence[str], sweeps: bool = False) -> tuple[list[Override], list[str]]:
@@ -125,19 +148,3 @@ def _parsed(parser: OverridesParser, word: str, sweeps: bool) -> Override:
     if override.is_sweep_override() and not sweeps:
         raise Refusal(f"{brief}: several values mean several runs: add -m; a list is written [a,b]")
     return override
-
-
-def take_searchpath(words: Words, overrides: list[Override]) -> tuple[Words, list[Override]]:
-    """Read `hydra.searchpath=[lab/conf]` as what it means here: one more --config-dir for each entry."""
-    others, folders = [], list(words.folders)
-    for override in overrides:
-        if override.key_or_group != "hydra.searchpath" or override.is_delete():
-            others.append(override)
-            continue
-        value = override.value()
-        entries = value if isinstance(value, list) else [value]
-        for entry in map(str, entries):
-            if "://" in entry and not entry.startswith("file://"):
-                raise Refusal(f"hydra.searchpath: {entry} would import Python to look for yaml; give a folder")
-            folders.append(_folder(entry))
-    return replace(words, folders=tuple(dict.fromkeys(folders))), others
