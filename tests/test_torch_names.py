@@ -53,7 +53,8 @@ def private_names(text: str) -> set[str]:
             names |= {part for name in path for part in name.split(".") if part.startswith("_")}
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("_target_"):
             owner = ast.unparse(node.value)
-            if owner not in ("self", "cls", "super()", "os") and not node.attr.startswith("__"):
+            public = node.attr.startswith("__") or node.attr == "_replace"  # a namedtuple's, by its documentation
+            if owner not in ("self", "cls", "super()", "os") and not public:
                 names.add(node.attr)
     return names
 

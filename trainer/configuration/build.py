@@ -23,7 +23,7 @@ from trainer.configuration.names import Names, real_name
 from trainer.configuration.values import below, converted, describe, shown
 from trainer.data.data import Data
 from trainer.learning.task import Task
-from trainer.refusal import Refusal, nearest
+from trainer.refusal import Refusal
 
 # What a data set's yaml says for models to interpolate. It is not passed to a Data that does not name it.
 FACTS = ("num_classes", "channels", "image_size", "vocab_size")
@@ -41,9 +41,10 @@ class Call(NamedTuple):
     """A call that has passed every check and has not been made."""
 
     target: Callable[..., Any]
-    args: list[Any]  # as plain values; nested nodes are still dicts
-    values: dict[str, Any]
+    args: list[Any]  # nested nodes are Calls
+    values: dict[str, Any]  # likewise
     written: Any  # the node before interpolation: what messages show
+    where: str  # its place in the configuration
     partly: bool  # _partial_: hand over the target with these arguments instead of calling it
 
 
@@ -54,8 +55,8 @@ def build(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) 
     callee is its own error, with a note that says which part of the configuration it was built from.
     """
     call = _checked_group(node, kind, where, names, extra)
-    made = _make(call, where, names, extra)
-    if not _is_a(made, kind):
+    made = _make(call, extra)
+    if not _is_subclass(type(made), kind):
         raise Refusal(
             f"{where}: {real_name(call.target)} returned a {type(made).__name__}; {where} must be a {kind.__name__}"
         )
@@ -83,17 +84,16 @@ def maker(
     """
     first = next(iter(_parameters(_group_target(node, kind, where, names))), "")
     call = _checked_group(node, kind, where, names, [first, *extra], own)
-    make = partial(_make_with_first, call, first, where, names, extra)
+
+    def make(value: Any) -> Any:
+        return _make(call, {first: value, **extra})
+
     if issubclass(kind, Optimizer):  # they check the range of their numbers when made: before any process group, then
         make([nn.Parameter(torch.zeros(2, 2))])
     return make
 
 
-def _make_with_first(call: Call, first: str, where: str, names: Names, extra: Mapping[str, Any], value: Any) -> Any:
-    return _make(call, where, names, {first: value, **extra})
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------- check
 
 
 def _checked_group(
@@ -102,6 +102,7 @@ def _checked_group(
     target = _group_target(node, kind, where, names)
     values, written = OmegaConf.to_container(node, resolve=True), OmegaConf.to_container(node, resolve=False)
     assert isinstance(values, dict)
+    # Keys that are in the node for others: facts for models, and what is the framework's own.
     left_out = set(own) | ({name for name in FACTS if name not in _parameters(target)} if kind is Data else set())
     kept = {str(name): value for name, value in values.items() if name not in left_out}
     return _checked(target, kept, written, where, names, given)
@@ -148,10 +149,6 @@ def _is_subclass(target: type, kind: type) -> bool:
     return all(hasattr(target, name) for name in asked if not name.startswith("_"))
 
 
-def _is_a(made: Any, kind: type) -> bool:
-    return _is_subclass(type(made), kind)
-
-
 def _checked(
     target: Any, values: Mapping[str, Any], written: Any, where: str, names: Names, given: Iterable[str]
 ) -> Call:
@@ -159,46 +156,52 @@ def _checked(
     words = {name: value for name, value in values.items() if not name.startswith("_")}
     for name in values.keys() - words.keys() - {"_target_"}:
         _refuse_special(name, values[name], where)
-    _check_nested(words.items(), written, where, names)
-    if args := values.get("_args_", []):
-        _check_nested(enumerate(args), below(written, "_args_"), where, names)
-    partly = bool(values.get("_partial_", False))
+
+    # What is nested comes first: whether it may be called at all matters more than whether its holder takes it.
+    inner = {name: _inner(value, below(written, name), f"{where}.{name}", names) for name, value in words.items()}
+    args = _inner(values.get("_args_", []), below(written, "_args_") if "_args_" in values else [], where, names)
+
+    # Arguments by position fill the first parameters; a partial call may leave any open.
     taken = list(_parameters(target))[: len(args)]
+    partly = values.get("_partial_", False)
     found = signature.problems(target, words, written, where, [*given, *taken])
     if partly:
         found = [line for line in found if not line.endswith(" needs it")]
     if found:
         raise Refusal("\n".join(found))
-    return Call(target, list(args), words, written, partly)
+    return Call(target, args, inner, written, where, partly)
+
+
+# What Hydra knows besides _target_ and _args_, with the values that mean something here: lists and dicts are always
+# plain ones, and what is nested is always built.
+_SPECIAL: dict[str, tuple[Any, ...]] = {"_partial_": (True, False), "_convert_": ("all",), "_recursive_": (True,)}
 
 
 def _refuse_special(name: str, value: Any, where: str) -> None:
-    fine: dict[str, Callable[[Any], bool]] = {
-        "_partial_": lambda it: isinstance(it, bool),
-        "_args_": lambda it: isinstance(it, list),
-        "_convert_": lambda it: it == "all",  # what is always done here: plain lists and dicts
-        "_recursive_": lambda it: it is True,  # likewise
-    }
-    if name not in fine:
-        raise Refusal(f"{where}.{name}: there is no such special key{nearest(name, ['_target_', *fine])}")
-    if not fine[name](value):
-        raise Refusal(f"{where}.{name}={value}: only the default is supported; leave this key out")
+    if value in _SPECIAL.get(name, ()) or (name == "_args_" and isinstance(value, list)):
+        return
+    raise Refusal(
+        f"{where}.{name}={shown(value)}: only _target_, _args_ (a list) and _partial_ (true or false) mean something"
+    )
 
 
 def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(target).parameters
 
 
-def _check_nested(items: Iterable[tuple[Any, Any]], written: Any, where: str, names: Names) -> None:
-    for key, value in items:
-        inner, place = below(written, key), f"{where}.{key}"
-        if isinstance(value, dict) and "_target_" in value:
-            _nested(value, inner, place, names)
-        elif isinstance(value, dict | list):
-            _check_nested(value.items() if isinstance(value, dict) else enumerate(value), inner, place, names)
+def _inner(value: Any, written: Any, where: str, names: Names) -> Any:
+    """The value with every node in it as the Call that it means."""
+    if isinstance(value, dict) and "_target_" in value:
+        return _nested(value, written, where, names)
+    if isinstance(value, dict):
+        return {key: _inner(item, below(written, key), f"{where}.{key}", names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_inner(item, below(written, at), f"{where}.{at}", names) for at, item in enumerate(value)]
+    return value
 
 
 def _nested(value: Mapping[str, Any], written: Any, where: str, names: Names) -> Call:
+    """The call of a node inside a group's. Of other people's packages only some kinds may stand there."""
     target = names.find(value["_target_"], f"{where}._target_")
     known = isinstance(target, type) and (issubclass(target, INNER) or target.__module__.startswith(INNER_MODULES))
     if not known and not names.beside(target) and not (isinstance(target, type) and names.trusted(target)):
@@ -207,18 +210,15 @@ def _nested(value: Mapping[str, Any], written: Any, where: str, names: Names) ->
     return _checked(target, value, written, where, names, ())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------- make
 
 
-def _make(call: Call, where: str, names: Names, extra: Mapping[str, Any]) -> Any:
+def _make(call: Call, extra: Mapping[str, Any]) -> Any:
+    """Make the call, from the innermost node outwards."""
     hints = signature.hints(call.target)
-    positions = list(_parameters(call.target))
-    args = _built(call.args, below(call.written, "_args_"), where, names) if call.args else []
-    values = {
-        name: _built(value, below(call.written, name), f"{where}.{name}", names) for name, value in call.values.items()
-    }
-    args = [converted(value, hints.get(name)) for name, value in zip(positions, args, strict=False)]
-    values = {name: converted(value, hints.get(name)) for name, value in values.items()}
+    positions = [*_parameters(call.target), *[""] * len(call.args)]  # *args has one name for many
+    args = [converted(_made(value), hints.get(name)) for name, value in zip(positions, call.args, strict=False)]
+    values = {name: converted(_made(value), hints.get(name)) for name, value in call.values.items()}
     if call.partly:
         return partial(call.target, *args, **values, **extra)
     try:
@@ -226,33 +226,27 @@ def _make(call: Call, where: str, names: Names, extra: Mapping[str, Any]) -> Any
     except Refusal:
         raise
     except Exception as error:
-        _refuse_strange_key(error, call, where)
-        _refuse_values(error, call, where)
-        error.add_note(f"while building {where} from the configuration: {real_name(call.target)}")
+        _refuse_values(error, call)
+        error.add_note(f"while building {call.where} from the configuration: {real_name(call.target)}")
         raise
 
 
-def _refuse_strange_key(error: Exception, call: Call, where: str) -> None:
-    """A signature with **kwargs hides which keys are taken: the callee finds out."""
+def _made(value: Any) -> Any:
+    if isinstance(value, Call):
+        return _make(value, {})
+    if isinstance(value, dict):
+        return {key: _made(item) for key, item in value.items()}
+    return [_made(item) for item in value] if isinstance(value, list) else value
+
+
+def _refuse_values(error: Exception, call: Call) -> None:
+    """What a constructor says against its keys and values is the configuration's fault; other errors are its own."""
+    # A signature with **kwargs hides which keys are taken: the callee finds out.
     for name in call.values:
         if isinstance(error, TypeError) and f"unexpected keyword argument '{name}'" in str(error):
-            raise Refusal(f"{where}.{name}: {real_name(call.target)} takes no such key") from error
-
-
-def _refuse_values(error: Exception, call: Call, where: str) -> None:
-    """What a constructor says against its values is the configuration's fault; other errors are its own."""
+            raise Refusal(f"{call.where}.{name}: {real_name(call.target)} takes no such key") from error
     if call.values and isinstance(error, ValueError | RuntimeError | AssertionError | ArithmeticError):
-        plain = [name for name, value in call.values.items() if not isinstance(value, dict)]
+        plain = [name for name, value in call.values.items() if not isinstance(value, dict | Call)]
         given = ", ".join(f"{name}={shown(below(call.written, name))}" for name in plain)
         reason = str(error).strip() or type(error).__name__
-        raise Refusal(f"{where}: {real_name(call.target)} cannot be built with {given}: {reason}") from error
-
-
-def _built(value: Any, written: Any, where: str, names: Names) -> Any:
-    if isinstance(value, dict):
-        if "_target_" in value:
-            return _make(_nested(value, written, where, names), where, names, {})
-        return {key: _built(item, below(written, key), f"{where}.{key}", names) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_built(item, below(written, index), f"{where}.{index}", names) for index, item in enumerate(value)]
-    return value
+        raise Refusal(f"{call.where}: {real_name(call.target)} cannot be built with {given}: {reason}") from error

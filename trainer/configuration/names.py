@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from trainer.configuration.bundle import make_importable
+from trainer.configuration.values import shown
 from trainer.refusal import Refusal, nearest
 
 PACKAGES = ("trainer", "recipes", "torch", "torchvision", "timm", "transformers")
@@ -29,12 +30,14 @@ class Names:
     def find(self, name: Any, where: str) -> Callable[..., Any]:
         """The class or function of this name. Refusal where it may not be called or is not there; calls nothing."""
         if not isinstance(name, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name):
-            raise Refusal(f"{where}: {_brief(name)} is not the name of a class or function, like lab.net.Net")
+            raise Refusal(f"{where}: {shown(name)} is not the name of a class or function, like lab.net.Net")
         if not self._permits(name):
             raise Refusal(f"{where}: {name} may not be called from a configuration{self._remedy(name.split('.')[0])}")
         if any(part.startswith("_") for part in name.split(".")):
             raise Refusal(f"{where}: {name} is private; name a public class or function")
         found = _walk(name, where)
+
+        # A permitted module holds names of others that it imported (torch.os.system): where was this one written?
         if not callable(found):
             raise Refusal(f"{where}: {name} is a {type(found).__name__}, not a class or function")
         home = getattr(found, "__module__", None)
@@ -66,26 +69,24 @@ class Names:
         return file is not None and any(file.is_relative_to(home) for home in homes) and not _installed(file)
 
 
-def _brief(name: Any) -> str:
-    return repr(name) if len(repr(name)) <= 80 else repr(name)[:77] + "..."
-
-
 def real_name(found: Any) -> str:
     """Where it was written and what it is called there."""
     return f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', type(found).__name__)}"
 
 
 def _module_file(name: str) -> Path | None:
-    """The file or folder of the innermost module that a dotted name begins with."""
+    """The file or folder of the innermost module that a dotted name begins with; imports nothing."""
     first, *rest = name.split(".")
     try:
-        spec = find_spec(first)  # of a top-level name: imports nothing
+        spec = find_spec(first)
     except (ImportError, ValueError):
         return None
-    if spec is None:
-        return None
+    if spec is None or (spec.submodule_search_locations is None and not spec.has_location):
+        return None  # not there, or built into Python
     if spec.submodule_search_locations is None:
-        return Path(spec.origin).resolve() if spec.has_location and spec.origin else None
+        return Path(spec.origin or "").resolve()
+
+    # Of a package: as far down as there are folders and files. What follows are classes.
     folder = Path(next(iter(spec.submodule_search_locations))).resolve()
     for part in rest:
         if (folder / f"{part}.py").is_file():
@@ -104,34 +105,30 @@ def _installed(file: Path) -> bool:
 
 
 def _walk(name: str, where: str) -> Any:
-    """Import the modules that the name begins with, then look into classes; never through one module into another."""
+    """Import the modules that the name begins with, then look into classes."""
     if name.startswith("recipes."):
         make_importable()
     parts = name.split(".")
     found: Any = _import(parts[0], name, where)
     for index, part in enumerate(parts[1:], start=1):
-        path = ".".join(parts[: index + 1])
-        if isinstance(found, ModuleType) and not hasattr(found, part):
-            found = _import(path, name, where)
-            continue
-        if not hasattr(found, part):
+        if hasattr(found, part):
+            found = getattr(found, part)
+        elif isinstance(found, ModuleType):
+            found = _import(".".join(parts[: index + 1]), name, where)
+        else:
             raise Refusal(f"{where}: {name}: {'.'.join(parts[:index])} has no {part}{nearest(part, dir(found))}")
-        found = getattr(found, part)
-        if isinstance(found, ModuleType) and sys.modules.get(path) is not found:
-            raise Refusal(f"{where}: {name} leads out of {parts[0]}, to the module {found.__name__}")
     return found
 
 
 def _import(module: str, name: str, where: str) -> ModuleType:
     try:
         return import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
+    except Exception as error:
+        # Is it this module that is missing, or something that it imports itself?
+        missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else "."
+        if module != missing and not module.startswith(f"{missing}."):
             error.add_note(f"while importing {module}, which {where}={name} names")
             raise
-        parent, _, last = module.rpartition(".")
-        hint = nearest(last, dir(sys.modules[parent])) if parent in sys.modules else "; is it installed?"
-        raise Refusal(f"{where}: {name}: there is no {module}{hint}") from None
-    except Exception as error:
-        error.add_note(f"while importing {module}, which {where}={name} names")
-        raise
+    parent, _, last = module.rpartition(".")
+    hint = nearest(last, dir(sys.modules[parent])) if parent in sys.modules else "; is it installed?"
+    raise Refusal(f"{where}: {name}: there is no {module}{hint}")

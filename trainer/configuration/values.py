@@ -19,7 +19,7 @@ from trainer.refusal import Refusal
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
 _LISTS = (list, set, frozenset, Sequence, Iterable)
 # No yaml can hold these. By name, because torch is not imported before a command line has been composed.
-_OBJECTS = {("torch", "Tensor"), ("torch.nn.modules.module", "Module")}
+_OBJECTS = {"torch.Tensor", "torch.nn.modules.module.Module"}
 _PLAIN: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -74,9 +74,7 @@ def _fits_class(value: Any, annotation: Any) -> bool:
         return number or isinstance(value, str)
     if not isinstance(annotation, type) or annotation in (object, inspect.Parameter.empty):
         return True  # says too little to refuse anything: a type variable, a protocol's alias
-    if {"torch.Tensor", "torch.nn.modules.module.Module"} & {
-        f"{kind.__module__}.{kind.__name__}" for kind in annotation.__mro__
-    }:
+    if any(f"{kind.__module__}.{kind.__name__}" in _OBJECTS for kind in annotation.__mro__):
         return False
     if issubclass(annotation, enum.Enum):
         return isinstance(value, str | int | annotation)

@@ -36,13 +36,6 @@ def read(argv: Sequence[str]) -> Words:
     found, unknown = parser.parse_known_intermixed_args(argv)
     strange = tuple(_with_value(flag, argv, found.overrides, parser) for flag in unknown)
 
-    # Flags of Hydra's that would do something else here, or nothing.
-    if found.experimental_rerun:
-        raise Refusal("--experimental-rerun reads a pickle, which this program never does; repeat the first command")
-    if found.config_path:
-        raise Refusal(f"--config-path would replace the framework's own conf/; use --config-dir {found.config_path}")
-    if found.resolve and not (found.cfg or found.help):
-        raise Refusal("--resolve goes with --cfg job or --help")
     if found.multirun and (found.cfg or found.info):
         raise Refusal("--cfg and --info show one run: give each key one value, and leave out -m")
 
@@ -84,7 +77,7 @@ def _with_value(flag: str, argv: list[str], overrides: list[str], parser: Argume
 
 
 def _parser() -> ArgumentParser:
-    """Hydra's flags (hydra 1.3: `_internal/utils.py`), with errors in our words and any number of --config-dir."""
+    """Hydra's flags that mean something here, with errors in our words and any number of --config-dir."""
     parser = _Parser(prog="trainer", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     # The long name first: the usage shows that one, and mistyped flags are compared with it.
@@ -96,10 +89,8 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--package", "-p")
     infos = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
     parser.add_argument("--info", "-i", const="all", nargs="?", choices=infos)
-    parser.add_argument("--config-path", "-cp")
     parser.add_argument("--config-name", "-cn", default="config")
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
-    parser.add_argument("--experimental-rerun")
     return parser
 
 
