@@ -10,10 +10,12 @@ from unittest.mock import patch
 
 import torch
 
-from trainer.__main__ import run
+from trainer.__main__ import several, understood
 from trainer.launch import failure
 from trainer.launch.launch import Launch
 from trainer.records import lock
+from trainer.run.fit import fit
+from trainer.run.sweep import run_all
 
 
 def product(launch: Launch, place: Path, words: list[str]) -> int:
@@ -22,7 +24,8 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
     os.chdir(place)
     try:
         with patch.object(failure, "fail", _raised):  # it would end the process
-            return run([*words, "device=cpu", "log=[]"], launch)
+            words = [*words, "device=cpu", "log=[]"]
+            return run_all(words, launch) if several(words) else fit(understood(words, launch))
     finally:
         os.chdir(before)
         logging.getLogger().handlers[:] = handlers

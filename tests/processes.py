@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.launch.launch import Launch
-from trainer.launch.rendezvous import connected, part
+from trainer.launch.rendezvous import connected, say_goodbye
 
 MOST = 4
 PATIENCE = 300.0  # seconds until a group that does not answer is given up
@@ -85,7 +85,7 @@ def _serve(pipe: Connection, first: bool) -> None:
         finally:
             if dist.is_initialized():  # an error inside `with strategy` leaves the group to the end of the process
                 dist.destroy_process_group()
-            part()  # or every case would leave a connection to the store open, in both processes
+            say_goodbye()  # or every case would leave a connection to the store open, in both processes
             connected.cache_clear()
             gc.collect()
             gc.freeze()  # modules and caches: looking at them again costs more than most cases

@@ -382,7 +382,7 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("biolab.net.__builtins__", {}),
     ("trainer.launch.durable.os.remove", {"path": "{payload}"}),
     ("trainer.__main__.main", {}),
-    ("trainer.launch.failure.leave", {"code": 0}),
+    ("trainer.launch.failure.exit_process", {"code": 0}),
 ]
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from trainer.launch import departure
-from trainer.launch.departure import left_behind
+from trainer.launch import signals
 from trainer.launch.launch import Launch
+from trainer.launch.signals import left_behind
 
 
 @dataclass
@@ -43,7 +43,7 @@ def ranks(reasons: list[list[str]], run_id: str = "run") -> list[bool]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(departure, "_LATER", 0.0)
+    monkeypatch.setattr(signals, "_LATER", 0.0)
 
 
 @pytest.mark.parametrize(

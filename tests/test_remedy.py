@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,15 @@ from trainer.launch.launch import Launch
 from trainer.run import fit
 from trainer.run.assembly import assemble
 
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+
 
 class Room(nn.Module):
     """A classifier of digits that notes how many samples it is given at once, and has memory for so many."""
 
-    def __init__(self, training: int, evaluating: int) -> None:
+    def __init__(self, training: int, evaluating: int, error: Exception) -> None:
         super().__init__()
+        self.error = error
         self.most = {True: training, False: evaluating}
         self.seen: dict[bool, list[int]] = {True: [], False: []}
         self.head = nn.Linear(64, 10)
@@ -29,7 +31,7 @@ class Room(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen[self.training].append(len(x))
         if len(x) > self.most[self.training]:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise self.error
         return self.head(x.flatten(1))
 
 
@@ -38,16 +40,21 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     """Run words as the command line does, but stay: the network, and what is said where its memory runs out."""
     said: list[str] = []
 
-    def account(error: BaseException, *_: Any, memory_note: str) -> None:
-        assert isinstance(error, torch.OutOfMemoryError), error
-        said.append(memory_note)
+    def account(error: BaseException, launch: Launch, folder: Path, step: int | None, remedy: str) -> None:
+        assert "memory" in str(error) or "ALLOC" in str(error) or remedy == "", error
+        said.append(remedy)
 
-    monkeypatch.setattr(fit.failure, "redirect", lambda *_: None)
+    monkeypatch.setattr(fit.screen, "redirect", lambda *_: None)
     monkeypatch.setattr(fit.failure, "fail", account)
 
-    def run(*words: str, training: int = 10**9, evaluating: int = 10**9) -> tuple[Room, str]:
+    def run(
+        *words: str,
+        training: int = 10**9,
+        evaluating: int = 10**9,
+        error: Exception = NO_MEMORY,
+    ) -> tuple[Room, str]:
         words = (f"run.dir={tmp_path}/{len(words)}-{len(said)}", "device=cpu", "loop.steps=1", "log=[]", *words)
-        parts, room = assemble(compose(words), words, [], Launch()), Room(training, evaluating)
+        parts, room = assemble(compose(words), words, [], Launch()), Room(training, evaluating, error)
         parts.make_network = lambda: room
         fit.fit(parts)
         return room, said.pop() if said else ""
@@ -82,3 +89,19 @@ def test_where_memory_runs_out_the_key_that_helps_is_named(
     _, note = train(*words, **room)
     assert len(note.splitlines()) == 1
     assert re.search(said, note), note
+
+
+@pytest.mark.parametrize(
+    ("error", "count"),
+    [
+        (MemoryError("no memory"), 1),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), 1),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1),
+        (ValueError("no"), 0),
+    ],
+)
+def test_every_way_to_say_that_memory_ran_out_is_understood(
+    train: Callable[..., tuple[Room, str]], error: Exception, count: int
+) -> None:
+    _, note = train("loop.global_batch=64", training=32, error=error)
+    assert note.count("Try loop.micro_batches=2.") == count

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from trainer.launch.claim import claim
+from trainer.launch.failure import claim
 from trainer.launch.launch import Launch
 from trainer.launch.signals import StopRequest, ignore_requests
 

@@ -5,46 +5,58 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from trainer.configuration import bundle
 from trainer.launch import failure
 from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 
+if TYPE_CHECKING:
+    from trainer.run.preparation import RunParts
+
 
 def main() -> None:
     """Run the words of the command line; the process ends here, with an exit code that says how."""
-    launch = Launch()
+    launch, words = Launch(), sys.argv[1:]
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does; a lab is importable from its parent folder
     try:
         launch = Launch.from_environment()
-        code = run(sys.argv[1:], launch)
+        if several(words):
+            from trainer.run.sweep import run_all
+
+            code = run_all(words, launch)
+        else:
+            run = understood(words, launch)
+            from trainer.run.fit import fit  # with torch: only when the words are right
+
+            code = fit(run)
     except Refusal as refusal:
         failure.refuse(str(refusal), launch)
     except BrokenPipeError:  # of --help and its like: whoever read it has gone
-        failure.leave(1)
+        failure.exit_process(1)
     except Exception as error:
         failure.fail(error, launch)
-    failure.leave(code)
+    failure.exit_process(code)
 
 
-def run(words: Sequence[str], launch: Launch) -> int:
-    """Compose, check, build, train; the exit code. Typos are refused before torch is imported."""
-    from trainer.configuration.compose import compose, folders
+def several(words: Sequence[str]) -> bool:
+    """Do the words ask for several runs (-m)?"""
     from trainer.configuration.words import read
 
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does; a lab is importable from its parent folder
-    if read(words).multirun:
-        from trainer.run.sweep import run_all
+    return read(words).multirun
 
-        return run_all(words, launch)
+
+def understood(words: Sequence[str], launch: Launch) -> RunParts:
+    """What a run is made of. Typos are refused before torch is imported, which takes seconds."""
+    from trainer.configuration.compose import compose, folders
+
     cfg = compose(words)
     bundle.make_importable()
-
     from trainer.run.assembly import assemble  # from here on with torch
-    from trainer.run.fit import fit
 
-    return fit(assemble(cfg, words, folders(words), launch))
+    return assemble(cfg, words, folders(words), launch)
 
 
 if __name__ == "__main__":

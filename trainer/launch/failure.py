@@ -14,14 +14,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from trainer.launch.claim import Failure, claim, claimed, tell, told
 from trainer.launch.launch import Launch
-from trainer.launch.rendezvous import part
-from trainer.launch.screen import note, redirect, say
+from trainer.launch.rendezvous import say_goodbye
+from trainer.launch.screen import note, say
 from trainer.launch.status import mark_failed
 from trainer.refusal import Refusal
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 T = TypeVar("T")
-__all__ = ["fail", "leave", "redirect", "refuse"]
-
 _PATIENCE = 2.0  # seconds a rank waits to learn whether another failed before it
 _MAIN_PATIENCE = 5.0  # seconds another rank gives the main one to print a refusal; their imports take differently long
 _END = 10.0  # seconds after which a failed process is gone, whatever holds it up
@@ -42,9 +40,16 @@ _ECHO = re.compile(
     re.IGNORECASE,
 )
 _GONE = re.compile(r"closed by peer|connection (was )?(closed|reset)|broken pipe|remote process exited", re.IGNORECASE)
-# The words of torch's CPU allocator, of the CUDA driver, and of cuBLAS and cuDNN, which ask it for memory themselves.
-_NO_MEMORY = re.compile(r"can't allocate memory|CUDA error: out of memory|STATUS_ALLOC_FAILED")
 _SILENT = re.compile(r"timed out|timeout", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Who failed, when (seconds since the epoch of the clock) and why, in one line."""
+
+    rank: int
+    time: float
+    reason: str
 
 
 def refuse(message: str, launch: Launch) -> NoReturn:
@@ -57,7 +62,7 @@ def refuse(message: str, launch: Launch) -> NoReturn:
     if (launch.is_main or not _main_has_spoken(launch)) and not _refused_before(message, launch):
         say(message if launch.rank == launch.local_rank else f"{socket.gethostname()}: {message}")
     _leave_for_launcher(message, message, time.time() + (not launch.is_main))
-    leave(2)
+    exit_process(2)
 
 
 def fail(
@@ -65,32 +70,30 @@ def fail(
     launch: Launch,
     folder: Path | None = None,
     step: int | None = None,
-    memory_note: str | None = None,
+    remedy: str = "",
 ) -> NoReturn:
     """Exit 1. The rank that failed first prints its own traceback; the others, whose errors follow, stay silent.
 
-    `memory_note` is added where the device's memory ran out: what to try.
+    `remedy`: what to try, a line below the traceback.
     """
     _no_more_requests()
     end = threading.Timer(_END, os._exit, (1,))
     end.daemon = True
     end.start()
-    trace = "".join(traceback.format_exception(error)).rstrip()
-    if memory_note and _out_of_memory(error):
-        trace = f"{trace}\n{memory_note}"
+    trace = f"{''.join(traceback.format_exception(error)).rstrip()}\n{remedy}".rstrip()
     with contextlib.suppress(OSError, RuntimeError):  # a full disk; a store that went with its launcher
         _account(error, launch, folder, step, trace)
-    leave(1)
+    exit_process(1)
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End the process now. What would run at an ordinary exit can hang or abort once processes have been grouped."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     logging.shutdown()
-    if code != 1:
-        part()
+    if code != 1:  # a failed rank waits for nobody
+        say_goodbye()
     if code == 0:
         _clear_launcher_folders()
     os._exit(code)
@@ -119,14 +122,15 @@ def _account(error: BaseException, launch: Launch, folder: Path | None, step: in
         first = claim(store, launch, reason)
         if first.rank == launch.rank:
             _speak(first, launch, folder, step, f"{trace}\n{plain}".rstrip(), late=5 if plain else 0)
-            tell(store)
+            if store is not None:
+                store.set("failure-told", "yes")
             return
     note(f"rank {first.rank} failed first ({first.reason}); this followed here:\n{trace}", folder, launch.rank)
     if folder is not None and launch.is_main:
         mark_failed(folder, first.reason, first.rank)
     summary = f"rank {first.rank} failed first: {first.reason}"
     _leave_for_launcher(summary, summary, first.time + 1)
-    _wait_for(lambda: told(store) or None)
+    _wait_for(lambda: store is None or store.check(["failure-told"]) or None)
 
 
 def _store(launch: Launch) -> Store | None:
@@ -151,32 +155,26 @@ def _speak(first: Failure, launch: Launch, folder: Path | None, step: int | None
 
 def _is_echo(error: BaseException) -> bool:
     """May this be what another rank's end looks like from here?"""
-    return any(isinstance(one, RuntimeError | OSError) and _ECHO.search(str(one)) for one in _chain(error))
+    return any(isinstance(one, RuntimeError | OSError) and _ECHO.search(str(one)) for one in chain(error))
 
 
 def _about_peer(error: BaseException) -> str:
     """What an error says about another rank that never said anything itself; empty where it may be one's own."""
-    if any(_GONE.search(str(one)) for one in _chain(error)):
+    if any(_GONE.search(str(one)) for one in chain(error)):
         return "Another process of the run disappeared without a word: killed from outside, or for want of memory."
-    if any(_SILENT.search(str(one)) for one in _chain(error)):
+    if any(_SILENT.search(str(one)) for one in chain(error)):
         return "Another process of the run stopped answering: it hangs, or does something else than this one."
     return ""
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it followed from."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
         seen.add(id(one))
         yield one
         one = one.__cause__ or one.__context__
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    return any(
-        isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError" or _NO_MEMORY.search(str(one))
-        for one in _chain(error)
-    )
 
 
 def _wait_for(look: Callable[[], T | None], patience: float = _PATIENCE) -> T | None:
@@ -227,3 +225,22 @@ def _refused_before(message: str, launch: Launch) -> bool:
             if json.loads(file.read_text(encoding="utf-8"))["message"]["message"] == message:
                 return True
     return False
+
+
+def claim(store: Store | None, launch: Launch, reason: str) -> Failure:
+    """Claim to be the first that failed; what is returned is the failure that was first."""
+    mine = Failure(launch.rank, time.time(), reason[:500])
+    if store is None:
+        return mine
+    return _parsed(store.compare_set("failure", "", json.dumps(asdict(mine))))
+
+
+def claimed(store: Store | None) -> Failure | None:
+    """The failure that was claimed in this round, if any. Never waits."""
+    if store is None or not store.check(["failure"]):
+        return None
+    return _parsed(store.get("failure"))
+
+
+def _parsed(said: bytes) -> Failure:
+    return Failure(**json.loads(said))

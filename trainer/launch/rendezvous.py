@@ -95,7 +95,7 @@ def store_of_round(own: Rendezvous, patience: timedelta) -> Store:
     return known
 
 
-def part() -> None:
+def say_goodbye() -> None:
     """Leave the rounds that this process was in. Where rank 0 serves the store, it stays until the others have left.
 
     Otherwise they would lose it while they still read what was decided last: a refusal, that nothing is left to do.
@@ -103,11 +103,11 @@ def part() -> None:
     for own, store in _rounds.items():
         with contextlib.suppress(RuntimeError):  # it is gone already
             if own.world_size > 1 and not own.hosted:
-                _say_goodbye(store, own)
+                _wave(store, own)
     _rounds.clear()
 
 
-def _say_goodbye(store: Store, own: Rendezvous) -> None:
+def _wave(store: Store, own: Rendezvous) -> None:
     if own.is_main:
         others = [f"bye-{rank}" for rank in range(1, own.world_size)]
         _until(lambda: store.check(others) or None, time.monotonic() + _PARTING)

@@ -7,12 +7,13 @@ import os
 import select
 import signal
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from trainer.launch.claim import claimed
+from trainer.launch.failure import claimed
 from trainer.launch.launch import Launch
 from trainer.launch.screen import say
 from trainer.launch.status import mark_failed
@@ -24,6 +25,7 @@ REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SAME = 0.5  # seconds; a terminal and a launcher may deliver one Ctrl-C twice
 _LOOK = 0.25  # seconds between two looks at the store
 _GLANCE = 1.0  # seconds between two looks whether the launcher still lives
+_LATER = 2.0  # seconds in which a request that is meant for all machines reaches the last of them
 _current: StopRequest | None = None
 
 
@@ -107,7 +109,7 @@ class StopRequest:
         self._raise(number)
         self._terminated = self._terminated or (number == signal.SIGTERM and self._store is not None)
         if number == signal.SIGINT:
-            now = monotonic()
+            now = time.monotonic()
             if self._interrupted is not None and now - self._interrupted > _SAME:
                 self._quit()
             self._interrupted = self._interrupted if self._interrupted is not None else now
@@ -132,6 +134,24 @@ class StopRequest:
                 with contextlib.suppress(OSError):
                     mark_failed(self._folder, failure.reason, failure.rank)
             os._exit(1)
+
+
+def left_behind(launch: Launch, request: StopRequest, share: Callable[[Any], list[Any]]) -> bool:
+    """Collective: has another machine been asked to stop, and this one not? Then the run is to go on without it.
+
+    Each machine has a torchrun of its own. One that ends (a spot machine that is taken back, a killed torchrun) takes
+    its processes along; those of the other machines stop with them, since no collective works any more, but are not
+    done: only if they say so with their exit code does their torchrun start them again, with the machines that are
+    left. Where nobody was asked (`run.stop_after`), nobody is left behind.
+    """
+    if not launch.restarts or launch.local_world_size == launch.world_size:
+        return False
+    deadline = time.monotonic() + _LATER
+    while not request.raised and time.monotonic() < deadline:
+        time.sleep(0.02)
+    machine = launch.rank - launch.local_rank  # torchrun counts one machine through before the next
+    asked = {other for other, reason in share([machine, request.reason]) if reason}
+    return bool(asked) and machine not in asked
 
 
 def ignore_requests() -> None:

@@ -9,19 +9,17 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.launch.agreement import decided_by_main, everywhere
 from trainer.launch.durable import probe, replace_file
 from trainer.launch.launch import Launch
-from trainer.launch.status import State, Status, read_status
+from trainer.launch.status import Status
 from trainer.records.lock import holder, lock, unlock
 from trainer.records.resume import has_checkpoint, read_config, start_path
 from trainer.refusal import Refusal
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 _SIGHT = 10.0  # seconds until a network file system shows one machine what another has written
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -30,11 +28,9 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 class RunFolder:
     """The folder of one run. The main rank writes to it and holds its lock; on other ranks the verbs do nothing."""
 
-    def __init__(self, path: Path, held: int | None = None, restarted: bool = False):
-        self.path = path
-        self.restarted = restarted  # by the same launcher, so that it re-enters its own folder
-        self._held = held
-        self._status = Status(path) if held is not None else None
+    def __init__(self, path: Path, held: int | None = None):
+        self.path, self._held = path, held
+        self._status: Status | None = None  # of this attempt, once it has begun
 
     @classmethod
     def open(
@@ -52,7 +48,6 @@ class RunFolder:
         A name is generated where none is given, from the time and `label`. `resume` is auto, fresh or a path, which
         `check` may refuse before anything is made; it does not count where the folder has a checkpoint of its own.
         """
-        memory = _Memory(launch.lasting_store(), launch)
         kept: list[RunFolder] = []
 
         def decide() -> dict[str, Any]:
@@ -63,18 +58,18 @@ class RunFolder:
                 )
             try:
                 start = start_path(resume)
-                path, restarted = _choose(Path(root).expanduser(), name, dir, label, memory)
+                path, restarted = _choose(Path(root).expanduser(), name, dir, label, launch)
                 if start is not None and not has_checkpoint(path):
                     check(start)
             except OSError as error:  # a name longer than the file system takes, a folder that may not be looked into
                 raise Refusal(f"the run's folder cannot be: {error.strerror}: {str(error.filename)[:200]}") from error
-            restarted = restarted or launch.requeued
-            kept.append(_enter(path, fresh=resume == "fresh" and not restarted, restarted=restarted))
-            return {"path": str(path), "restarted": restarted, "holder": holder(path)}
+            # who was started again by its launcher re-enters the folder that it has made itself
+            kept.append(_enter(path, fresh=resume == "fresh" and not restarted and not launch.requeued))
+            return {"path": str(path), "holder": holder(path)}
 
         verdict = decided_by_main(launch, "folder", decide)
         everywhere(launch, "folder-seen", lambda: _see(Path(verdict["path"]), verdict["holder"]))
-        return kept[0] if kept else cls(Path(verdict["path"]), restarted=verdict["restarted"])
+        return kept[0] if kept else cls(Path(verdict["path"]))
 
     @property
     def checkpoints(self) -> Path:
@@ -87,11 +82,6 @@ class RunFolder:
         return has_checkpoint(self.path)
 
     @property
-    def last_status(self) -> dict[str, Any] | None:
-        """What the attempt before left in status.json."""
-        return (self._status.before or None) if self._status else read_status(self.path)
-
-    @property
     def last_config(self) -> dict[str, Any] | None:
         """The configuration of the attempt before; None where there is none. ValueError where it cannot be read."""
         path = self.path / "config.yaml"
@@ -100,11 +90,8 @@ class RunFolder:
     @property
     def last_environment(self) -> dict[str, Any]:
         """environment.json of the attempt before; empty where there is none."""
-        try:
-            said = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return said if isinstance(said, dict) else {}
+        path = self.path / "environment.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
     def write_start(self, config: str, overrides: list[str], environment: dict[str, Any]) -> None:
         """Leave what was asked for: config.yaml as text (earlier ones move to config.1.yaml …), words, surroundings."""
@@ -112,35 +99,23 @@ class RunFolder:
             return
         path = self.path / "config.yaml"
         if path.exists():
-            numbers = (number for number in range(1, 10**6) if not (self.path / f"config.{number}.yaml").exists())
-            shutil.copyfile(path, self.path / f"config.{next(numbers)}.yaml")
+            earlier = (self.path / f"config.{number}.yaml" for number in count(1))
+            shutil.copyfile(path, next(one for one in earlier if not one.exists()))
         replace_file(path, config)
         words = "".join(f"- {json.dumps(word, ensure_ascii=False)}\n" for word in overrides) or "[]\n"
         replace_file(self.path / "overrides.yaml", words)
         replace_file(self.path / "environment.json", json.dumps(environment, indent=1, ensure_ascii=False) + "\n")
 
-    def status(
-        self,
-        state: State,
-        *,
-        step: int,
-        resume_step: int,
-        world_size: int,
-        strategy: str,
-        reason: str | None = None,
-        root_rank: int | None = None,
-    ) -> None:
-        """Replace status.json; the number of the attempt and the goodput are worked out here."""
+    def begin(self, resume_step: int, world_size: int, strategy: str) -> None:
+        """The attempt has joined and goes on from this step: status.json says so, and counts it."""
+        if self._held is not None:
+            self._status = Status(self.path, resume_step, world_size, strategy)
+        self.report("running", resume_step)
+
+    def report(self, state: str, step: int, reason: str | None = None) -> None:
+        """Replace status.json; nothing before the attempt has begun. `state`: running, completed, preempted, failed."""
         if self._status is not None:
-            self._status.write(
-                state,
-                step=step,
-                resume_step=resume_step,
-                world_size=world_size,
-                strategy=strategy,
-                reason=reason,
-                root_rank=root_rank,
-            )
+            self._status.write(state, step, reason)
 
     def close(self) -> None:
         """Release the lock. A process that is killed releases it as well."""
@@ -154,18 +129,13 @@ def generated_name(label: str, now: float) -> str:
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S', time.localtime(now))}_{re.sub(r'[^A-Za-z0-9.-]+', '_', label)}"[:120]
 
 
-class _Memory:
-    """What the launcher's store remembers over all restarts of one launch; forgets everything without a store."""
-
-    def __init__(self, store: Store | None, launch: Launch):
-        self.store, self.prefix = store, f"trainer/{launch.run_id}/over-all-rounds"
-
-    def first(self, key: str, value: str) -> str:
-        """The value that was remembered first under this key: an earlier attempt's, or this one."""
-        return self.store.compare_set(f"{self.prefix}/{key}", "", value).decode() if self.store else value
+def _first(launch: Launch, value: str) -> str:
+    """The value that was put here first over all restarts of one launch: an earlier attempt's, or this one."""
+    store = launch.lasting_store()  # None: nobody remembers
+    return store.compare_set(f"trainer/{launch.run_id}/folder", "", value).decode() if store else value
 
 
-def _choose(root: Path, name: str | None, dir: str | None, label: str, memory: _Memory) -> tuple[Path, bool]:
+def _choose(root: Path, name: str | None, dir: str | None, label: str, launch: Launch) -> tuple[Path, bool]:
     """The path, and whether an attempt before this one under the same launcher has chosen it already."""
     if dir is not None:
         path = Path(dir).expanduser().absolute()
@@ -174,35 +144,26 @@ def _choose(root: Path, name: str | None, dir: str | None, label: str, memory: _
     else:
         path = _unused(_inside(root, generated_name(label, time.time())))
     mine = f"{secrets.token_hex(8)} {path}"
-    agreed = memory.first("folder", mine)
+    agreed = _first(launch, mine)
     return Path(agreed.split(" ", 1)[1]), agreed != mine
 
 
 def _inside(root: Path, name: str) -> Path:
-    """root/name, if that is where it really lies."""
+    """root/name, where the name can be one."""
     if not _NAME.fullmatch(name) or set(name) == {"."}:
         raise Refusal(
             f"run.name={name[:140]!r}: a name has 1 to 128 letters, digits, '.', '_' or '-'; give run.dir for a path"
         )
-    path = root.absolute() / name
-    if path.resolve() != root.resolve() / name:
-        raise Refusal(
-            f"run.name={name}: {path} leads out of {root.absolute()}, to {path.resolve()}; give run.dir for that"
-        )
-    return path
+    return root.absolute() / name
 
 
 def _unused(path: Path) -> Path:
     """The path itself, or with a number behind it where another run began in the same second."""
-    number = 1
-    candidate = path
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.name}_{number}")
-    return candidate
+    others = (path.with_name(f"{path.name}_{number}") for number in count(2))
+    return next(one for one in chain([path], others) if not one.exists())
 
 
-def _enter(path: Path, fresh: bool, restarted: bool) -> RunFolder:
+def _enter(path: Path, fresh: bool) -> RunFolder:
     """Make, probe and lock the folder; `fresh`: after what lies there has moved aside."""
     try:
         held = lock(path)
@@ -210,15 +171,15 @@ def _enter(path: Path, fresh: bool, restarted: bool) -> RunFolder:
             os.rename(path, _aside(path))
             old, held = held, lock(path)
             unlock(old)
-        for part in ("checkpoints", "logs"):
-            (path / part).mkdir(exist_ok=True)
+        for below in ("checkpoints", "logs"):
+            (path / below).mkdir(exist_ok=True)
         probe(path)
     except (OSError, ValueError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
         raise Refusal(
             f"the run folder {path} cannot be written to: {reason}; another run.dir or run.root can"
         ) from None
-    return RunFolder(path, held, restarted)
+    return RunFolder(path, held)
 
 
 def _see(path: Path, wanted: str) -> None:
@@ -234,4 +195,4 @@ def _see(path: Path, wanted: str) -> None:
 
 
 def _aside(path: Path) -> Path:
-    return next(p for n in range(1, 10**6) if not (p := path.with_name(f"{path.name}.{n}")).exists())
+    return next(p for n in count(1) if not (p := path.with_name(f"{path.name}.{n}")).exists())

@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream
-from trainer.launch import failure
+from trainer.launch import failure, screen
 from trainer.launch.agreement import decided_by_main
-from trainer.launch.departure import left_behind
 from trainer.launch.launch import Launch
-from trainer.launch.signals import StopRequest
+from trainer.launch.signals import StopRequest, left_behind
 from trainer.learning.cadence import Due
 from trainer.learning.optimizer import parameter_groups
-from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint import Checkpoints, Found, newest_in, open_checkpoint
 from trainer.records.log import Log
 from trainer.records.profile import NoProfile, Profile
@@ -25,88 +22,159 @@ from trainer.records.resume import is_checkpoint, read_config, start_path
 from trainer.refusal import Refusal
 from trainer.run.malloc import keep_freed_memory
 from trainer.run.preparation import Prepared, RunParts, decide_resume, keep_precision, prepare, with_values
-from trainer.run.remedy import evaluation_batch, memory_note
+from trainer.run.remedy import evaluation_batch, remedy
 from trainer.run.report import describe, end_lines, start_lines
-from trainer.trainer import Progress, Report, Trainer
+from trainer.trainer import Progress, Trainer
 
 STOPPED = 75  # stopped as asked and saved: run the same command again
 
 
-def fit(parts: RunParts) -> int:
+def fit(run: RunParts) -> int:
     """Train; the exit code. Refusal, before any process group, where it cannot work."""
-    keep_freed_memory()
-    plans = prepare(parts)
-    verdict = decided_by_main(parts.machine.launch, "resume", lambda: decide_resume(parts, plans))
+    keep_freed_memory()  # before the first tensor: what is allocated under other rules stays where it is
+    launch, progress = run.machine.launch, Progress()
+    # data, sums, network, and the folder last: what cannot work is refused while nothing has been made
+    prepared = prepare(run)
+    # one process compares with what lies in the folder and all follow: each for itself could see another moment of it
+    verdict = decided_by_main(launch, "resume", lambda: decide_resume(run, prepared))
     if verdict["complete"]:
-        return say_complete(parts, plans, verdict["complete"])
-    keep_precision(parts, verdict["precision"])
-    launch, progress = parts.machine.launch, Progress()
-    failure.redirect(launch.rank, plans.folder.path)
-    log = Log(plans.folder.path, parts.sinks, launch.is_main)
-    with accounted(parts, plans, progress, log), StopRequest(launch, plans.folder.path) as stop, parts.strategy:
-        return train(parts, plans, verdict["changed"], log, stop, progress)
+        if launch.is_main:
+            print(f"{prepared.folder.path}: {verdict['complete']}")
+        return 0
+    keep_precision(run, verdict["precision"])
+    screen.redirect(launch.rank, prepared.folder.path)
+    log = Log(prepared.folder.path, run.sinks, launch.is_main)
+    # join: from now on ranks wait for each other, so one that fails ends all, with one account of why; and a request to
+    # stop must be kept until the loop can hear it
+    with accounted(run, prepared, progress, log), StopRequest(launch, prepared.folder.path) as stop, run.strategy:
+        checkpoints = make_checkpoints(run, prepared)
+        start = checkpoints.newest() or start_from(run)
+        # the folder's own words change only now, when it is sure that there is something to go on from
+        begin(run, prepared, start, verdict["changed"], log)
+        # values after the checkpoint was found: a network that is read back is not built first
+        prepared = with_values(run, prepared, resuming=start is not None)
+        trainer = make_trainer(run, prepared, checkpoints, log, stop, progress)
+        done = trainer.fit(start)
+        return end(run, prepared, trainer, stop, done)  # inside: who was left behind is asked of the others
 
 
 @contextmanager
-def accounted(parts: RunParts, plans: Prepared, progress: Progress, log: Log) -> Iterator[None]:
-    """Where something fails inside, the process ends with an account of it."""
+def accounted(run: RunParts, prepared: Prepared, progress: Progress, log: Log) -> Iterator[None]:
+    """Where something fails inside, the run's files say so, and the process ends with an account of it."""
+    launch, folder = run.machine.launch, prepared.folder
     try:
         yield
-    except Refusal:
-        raise
     except Exception as error:
-        with suppress(Exception):
+        with suppress(Exception):  # a full disk must not hide the cause
             log.close()
-        failure.fail(
-            error,
-            parts.machine.launch,
-            plans.folder.path,
-            progress.step or None,
-            memory_note=memory_note(error, parts, plans),
-        )
+        if isinstance(
+            error, Refusal
+        ):  # a sentence and exit 2, as before the group; but the folder says `running` by now
+            folder.report("failed", progress.step, str(error))
+            raise
+        failure.fail(error, launch, folder.path, progress.step or None, remedy(error, run, prepared))
 
 
-def say_complete(parts: RunParts, plans: Prepared, line: str) -> int:
-    """Nothing is left to do: say so, once."""
-    if parts.machine.launch.is_main:
-        print(f"{plans.folder.path}: {line}")
-    return 0
+def make_checkpoints(run: RunParts, prepared: Prepared) -> Checkpoints:
+    """Those of the run's folder."""
+    best, strategy = run.settings.checkpoint.best or run.task.best, run.strategy
+    facts = {"strategy": strategy.name, "precision": run.machine.resolved_precision}
+    return Checkpoints(prepared.folder.checkpoints, strategy.world, run.settings.checkpoint.keep, best, facts)
 
 
-def train(parts: RunParts, plans: Prepared, changed: list[str], log: Log, stop: StopRequest, progress: Progress) -> int:
-    """Collective: place the network, find what to go on from, run the loop, say how it ended."""
-    settings, strategy, folder = parts.settings, parts.strategy, plans.folder
-    best = settings.checkpoint.best or parts.task.best
-    facts = {"strategy": strategy.name, "precision": parts.machine.resolved_precision}
-    checkpoints = Checkpoints(folder.checkpoints, strategy.world, settings.checkpoint.keep, best, facts)
-    start = checkpoints.newest() or start_from(start_path(settings.run.resume), strategy.world)
-    resume_step = start.step if start else 0
-    report = partial(folder.status, resume_step=resume_step, world_size=strategy.world_size, strategy=strategy.name)
-    folder.write_start(parts.configuration, parts.words, describe(parts, plans))
-    report("running", step=resume_step)
+def start_from(run: RunParts) -> Found | None:
+    """Collective: what `run.resume` names: a checkpoint, or the newest of a run folder."""
+    path, ranks = start_path(run.settings.run.resume), run.strategy.world
+    if path is None:
+        return None
+    return open_checkpoint(path, ranks) if is_checkpoint(path) else newest_in(path / "checkpoints", ranks)[0]
+
+
+def begin(run: RunParts, prepared: Prepared, start: Found | None, changed: list[str], log: Log) -> None:
+    """Collective: write what this start is, and take back what an earlier one logged after the step to go on from."""
+    strategy, folder, length = run.strategy, prepared.folder, prepared.length
+    step = start.step if start else 0
+    folder.write_start(run.configuration, run.words, describe(run, prepared))
+    folder.begin(step, strategy.world_size, strategy.name)
     owed = start is not None and start.state["progress"].get("owed") is not None  # an evaluation that was broken off
-    log.rewind(resume_step, plans.length.steps, -(-plans.length.steps // plans.length.per_epoch), resume_step - owed)
-    log.text("configuration", parts.configuration)
-    log.start([*start_lines(parts, plans, start), *[f"changed     {line}" for line in changed]])
-    plans = with_values(parts, plans, resuming=start is not None)
-    trainer = make_trainer(parts, plans, checkpoints, log, stop, progress, lambda state, at: report(state, step=at))
-    done = trainer.fit(start)
-    lost = not done and left_behind(parts.machine.launch, stop, strategy.all_gather_values)
-    reason = None if done else "another machine left the run" if lost else why(parts, stop)
-    report("completed" if done else "preempted", step=progress.step, reason=reason)
-    spent = trainer.placed.watch.line(ahead=strategy.device.type == "cuda")
-    log.start([spent, *trainer.profile.close(), *end_lines(parts, plans, trainer.figures, progress.step, done)])
+    log.rewind(step, length.steps, -(-length.steps // length.per_epoch), step - owed)
+    log.text("configuration", run.configuration)
+    log.start([*start_lines(run, prepared, start), *[f"changed     {line}" for line in changed]])
+
+
+def make_trainer(
+    run: RunParts, prepared: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRequest, progress: Progress
+) -> Trainer:
+    """Collective: everything in its place."""
+    settings, strategy, loop = run.settings, run.strategy, run.settings.loop
+    loading, micro_batches = Loading(**vars(settings.loader)), prepared.batches.micro_batches
+    stream = Stream(run.data, prepared.training, strategy.slice, loop.global_batch, micro_batches, loading)
+    placed = strategy.build(run.task, prepared.network, stream.example())
+    # the optimizer comes after the network is in its place: it steps what this rank owns by now
+    optimizer = placed.optimizer(run.make_optimizer, parameter_groups(placed.network, run.spare_vectors))
+    for group in optimizer.param_groups:
+        group["lr"] *= run.schedule.scale(loop.global_batch)
+    return Trainer(
+        strategy=strategy,
+        placed=placed,
+        task=run.task,
+        optimizer=optimizer,
+        schedule=run.schedule,
+        stream=stream,
+        evaluation=make_evaluation(run, prepared),
+        checkpoints=checkpoints,
+        log=log,
+        report=prepared.folder.report,
+        stop=stop,
+        steps=prepared.length.steps,
+        horizon=prepared.length.steps,
+        max_norm=loop.max_norm,
+        log_due=Due(loop.log_every),
+        eval_due=Due(loop.eval_every),
+        save_due=Due(loop.save_every),
+        state={"configuration": read_config(run.configuration), "precision": run.machine.resolved_precision},
+        stop_after=settings.run.stop_after,
+        progress=progress,
+        profile=make_profile(run, prepared),
+    )
+
+
+def make_evaluation(run: RunParts, prepared: Prepared) -> EvaluationStream | None:
+    """What an evaluation reads; None where there is nothing to evaluate on."""
+    if prepared.evaluation is None:
+        return None
+    width, micro_batches = evaluation_batch(run.settings.loop), prepared.batches.micro_batches
+    loading = Loading(**vars(run.settings.loader))
+    return EvaluationStream(run.data, prepared.evaluation, run.strategy.slice, width, micro_batches, loading)
+
+
+def make_profile(run: RunParts, prepared: Prepared) -> NoProfile:
+    """What traces the steps that were asked for."""
+    window, strategy = run.settings.profile, run.strategy
+    if window is None:
+        return NoProfile()
+    return Profile(*window, prepared.folder.path / "profile" / f"rank-{strategy.rank}.json", strategy.device)
+
+
+def end(run: RunParts, prepared: Prepared, trainer: Trainer, stop: StopRequest, done: bool) -> int:
+    """Collective: say how it ended, in status.json first, which a launcher's end may cut off; the exit code."""
+    launch, step, log = run.machine.launch, trainer.progress.step, trainer.log
+    lost = not done and left_behind(launch, stop, run.strategy.all_gather_values)
+    reason = None if done else "another machine left the run" if lost else why(run, stop)
+    prepared.folder.report("completed" if done else "preempted", step, reason)
+    spent = trainer.placed.watch.line(ahead=run.strategy.device.type == "cuda")
+    log.start([spent, *trainer.profile.close(), *end_lines(run, prepared, trainer.figures, step, done)])
     log.close()
-    return leave_code(done, parts.machine.launch, lost)
+    return exit_code(done, launch, lost)
 
 
-def why(parts: RunParts, stop: StopRequest) -> str:
+def why(run: RunParts, stop: StopRequest) -> str:
     """Why a run stopped before its end, as far as this rank knows."""
-    after = parts.settings.run.stop_after
+    after = run.settings.run.stop_after
     return stop.reason or (f"run.stop_after={after:g} s" if after is not None else "another rank was asked to stop")
 
 
-def leave_code(done: bool, launch: Launch, lost: bool = False) -> int:
+def exit_code(done: bool, launch: Launch, lost: bool = False) -> int:
     """The exit code: 75 for a run that stopped as asked, but 0 where a launcher would restart anything else.
 
     `lost`: only other machines were asked, and the launcher is to start this one again. Who must know all the same
@@ -116,65 +184,3 @@ def leave_code(done: bool, launch: Launch, lost: bool = False) -> int:
     if launch.is_main and (path := os.environ.get("TRAINER_EXIT_FILE")):
         Path(path).write_text(str(meant))
     return 0 if launch.restarts and not lost else meant
-
-
-def make_trainer(
-    parts: RunParts,
-    plans: Prepared,
-    checkpoints: Checkpoints,
-    log: Log,
-    stop: StopRequest,
-    progress: Progress,
-    report: Report,
-) -> Trainer:
-    """Collective: everything in its place."""
-    settings, strategy = parts.settings, parts.strategy
-    loop, loading = settings.loop, Loading(**vars(settings.loader))
-    stream = Stream(parts.data, plans.training, strategy.slice, loop.global_batch, plans.batches.micro_batches, loading)
-    evaluation = None
-    if plans.evaluation is not None:
-        width, micro_batches = evaluation_batch(loop), plans.batches.micro_batches
-        evaluation = EvaluationStream(parts.data, plans.evaluation, strategy.slice, width, micro_batches, loading)
-    placed = strategy.build(parts.task, plans.network, stream.example())
-    groups = parameter_groups(placed.network, parts.spare_vectors)
-    optimizer = placed.optimizer(parts.make_optimizer, groups)
-    for group in optimizer.param_groups:
-        group["lr"] *= parts.schedule.scale(loop.global_batch)
-    return Trainer(
-        strategy=strategy,
-        placed=placed,
-        task=parts.task,
-        optimizer=optimizer,
-        schedule=parts.schedule,
-        stream=stream,
-        evaluation=evaluation,
-        checkpoints=checkpoints,
-        log=log,
-        report=report,
-        stop=stop,
-        steps=plans.length.steps,
-        horizon=plans.length.steps,
-        max_norm=loop.max_norm,
-        log_due=Due(loop.log_every),
-        eval_due=Due(loop.eval_every),
-        save_due=Due(loop.save_every),
-        state={"configuration": read_config(parts.configuration), "precision": parts.machine.resolved_precision},
-        stop_after=settings.run.stop_after,
-        progress=progress,
-        profile=make_profile(parts, plans),
-    )
-
-
-def make_profile(parts: RunParts, plans: Prepared) -> NoProfile:
-    """What traces the steps that were asked for."""
-    window, strategy = parts.settings.profile, parts.strategy
-    if window is None:
-        return NoProfile()
-    return Profile(*window, plans.folder.path / "profile" / f"rank-{strategy.rank}.json", strategy.device)
-
-
-def start_from(path: Path | None, ranks: Ranks) -> Found | None:
-    """Collective: what `run.resume` names: a checkpoint, or the newest of a run folder."""
-    if path is None:
-        return None
-    return open_checkpoint(path, ranks) if is_checkpoint(path) else newest_in(path / "checkpoints", ranks)[0]

@@ -18,6 +18,7 @@ from trainer.data.data import Data
 from trainer.data.order import Order, size_of
 from trainer.data.seeds import seed_all
 from trainer.launch.agreement import first_on_node
+from trainer.launch.status import read_status
 from trainer.learning.optimizer import refuse_sparse_step
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
@@ -54,7 +55,7 @@ class RunParts:
 
 @dataclass
 class Prepared:
-    """What follows from the parts before any process group: data, sums, the network."""
+    """What follows from them before any process group: data, sums, the network."""
 
     training: Any
     evaluation: Any
@@ -65,77 +66,77 @@ class Prepared:
     folder: RunFolder
 
 
-def prepare(parts: RunParts) -> Prepared:
+def prepare(run: RunParts) -> Prepared:
     """Read the data, do the sums, look at the network; Refusal where something is not there or not whole."""
-    settings, launch = parts.settings, parts.machine.launch
+    settings, launch = run.settings, run.machine.launch
     loop = settings.loop
     if loop.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition, before CUDA starts
         torch.use_deterministic_algorithms(True)
-    ranks = parts.strategy.data_ranks(launch.world_size)
+    ranks = run.strategy.data_ranks(launch.world_size)
     batches = deal(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch, loop.uneven)
-    parts.strategy.refuse_shares(launch.world_size, loop.global_batch // ranks, batches.micro_batches, loop.uneven)
-    training, evaluation = first_on_node(launch, "data", lambda: read_data(parts))
-    order = Order(parts.data, training, settings.seed)
+    run.strategy.refuse_shares(launch.world_size, loop.global_batch // ranks, batches.micro_batches, loop.uneven)
+    training, evaluation = first_on_node(launch, "data", lambda: read_data(run))
+    order = Order(run.data, training, settings.seed)
     length = measure(order.length, loop.global_batch, loop.epochs, loop.steps)
     refuse_window(settings.profile, length.steps)
     evaluation = evaluation if evaluation is not None and size_of(evaluation) else None
     if evaluation is None and settings.checkpoint.best is not None:
         raise Refusal(f"checkpoint.best={settings.checkpoint.best}: the data has no evaluation set to measure it on")
-    network, whole_because = parts.strategy.outline(partial(make_network, parts))
-    parts.strategy.check(parts.task, network, launch.world_size)
-    refuse_sparse_step(network, parts.make_optimizer)
-    configuration = read_config(parts.configuration)
+    network, whole_because = run.strategy.outline(partial(make_network, run))
+    run.strategy.check(run.task, network, launch.world_size)
+    refuse_sparse_step(network, run.make_optimizer)
+    configuration = read_config(run.configuration)
     # last: a run that cannot work leaves no folder behind
-    folder = parts.open_folder(lambda start: refuse_start(start, network, configuration, length, loop))
+    folder = run.open_folder(lambda start: refuse_start(start, network, configuration, length, loop))
     return Prepared(training, evaluation, batches, length, network, whole_because, folder)
 
 
-def make_network(parts: RunParts) -> nn.Module:
+def make_network(run: RunParts) -> nn.Module:
     """The network as its constructor makes it from the seed: one initialisation, whatever the strategy."""
-    seed_all(parts.settings.seed)
-    return parts.make_network()
+    seed_all(run.settings.seed)
+    return run.make_network()
 
 
-def with_values(parts: RunParts, plans: Prepared, resuming: bool) -> Prepared:
-    """The plans as they were; but where the network has no values, the main rank builds them, to send them to all.
+def with_values(run: RunParts, prepared: Prepared, resuming: bool) -> Prepared:
+    """The prepared as they were; but where the network has no values, the main rank builds them, to send them to all.
 
     Not where a checkpoint will give them all: nobody builds what is overwritten.
     """
-    given = not is_outline(plans.network) or (resuming and all_stored(plans.network))
-    return plans if given or not parts.machine.launch.is_main else replace(plans, network=make_network(parts))
+    given = not is_outline(prepared.network) or (resuming and all_stored(prepared.network))
+    return prepared if given or not run.machine.launch.is_main else replace(prepared, network=make_network(run))
 
 
-def read_data(parts: RunParts) -> tuple[Any, Any]:
+def read_data(run: RunParts) -> tuple[Any, Any]:
     """The training and the evaluation set; one that is drawn at random is the same on every rank and in every run."""
-    seed_all(parts.settings.seed)
-    return parts.data.train(), parts.data.evaluation()
+    seed_all(run.settings.seed)
+    return run.data.train(), run.data.evaluation()
 
 
-def keep_precision(parts: RunParts, precision: str) -> None:
+def keep_precision(run: RunParts, precision: str) -> None:
     """Compute in the precision that the run began in."""
-    parts.machine = parts.strategy.machine = replace(parts.machine, precision=precision)
+    run.machine = run.strategy.machine = replace(run.machine, precision=precision)
 
 
-def decide_resume(parts: RunParts, plans: Prepared) -> dict[str, Any]:
+def decide_resume(run: RunParts, prepared: Prepared) -> dict[str, Any]:
     """What to go on from, decided by the main rank: nothing, or what changed since. Refusal if that is too much."""
-    folder, run, horizon = plans.folder, parts.settings.run, plans.length.steps
-    verdict: dict[str, Any] = {"complete": None, "changed": [], "precision": parts.machine.resolved_precision}
+    folder, horizon = prepared.folder, prepared.length.steps
+    verdict: dict[str, Any] = {"complete": None, "changed": [], "precision": run.machine.resolved_precision}
     before = folder.last_config
     if not folder.has_checkpoint or before is None:
         return verdict
-    configuration = read_config(parts.configuration)
-    refuse_own(folder.path, plans.network, configuration)  # first: run.accept_changes=true could not help
+    configuration = read_config(run.configuration)
+    refuse_own(folder.path, prepared.network, configuration)  # first: run.accept_changes=true could not help
     # runs from before there was the key began without
     changed = changes({"tf32": False} | before, configuration)
     last = folder.last_environment
-    if parts.settings.precision == "auto" and "precision" in last:
+    if run.settings.precision == "auto" and "precision" in last:
         verdict["precision"] = last["precision"]  # what auto meant is kept, whatever devices there are now
     precision = (str(last["precision"]), verdict["precision"]) if "precision" in last else None
     horizons = (int(last["horizon"]), horizon) if "horizon" in last else None
-    learning = learning_changes(changed, precision, horizons, parts.schedule.needs_horizon)
-    if not run.accept_changes:
+    learning = learning_changes(changed, precision, horizons, run.schedule.needs_horizon)
+    if not run.settings.run.accept_changes:
         refuse_changes(learning, folder.path)
-    verdict["complete"] = completed(folder.last_status, horizon, parts.schedule.needs_horizon)
+    verdict["complete"] = completed(read_status(folder.path), horizon, run.schedule.needs_horizon)
     verdict["changed"] = [str(one) for one in changed]
     return verdict

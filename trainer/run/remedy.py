@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -11,11 +12,14 @@ from typing import Any
 from trainer.configuration.settings import Loop
 from trainer.data.order import size_of
 from trainer.evaluation import evaluate, rehearse
+from trainer.launch.failure import chain
 from trainer.refusal import Refusal
 from trainer.run.arithmetic import more_micro_batches
 from trainer.run.preparation import Prepared, RunParts
 from trainer.trainer import Trainer
 
+# The words of torch's CPU allocator, of the CUDA driver, and of cuBLAS and cuDNN, which ask it for memory themselves.
+_NO_MEMORY = re.compile(r"can't allocate memory|CUDA error: out of memory|STATUS_ALLOC_FAILED")
 _SPREAD = "strategy=fsdp, tp or pp hold a part of the network on each device"
 
 
@@ -24,35 +28,42 @@ def evaluation_batch(loop: Loop) -> int:
     return loop.eval_batch or 4 * loop.global_batch
 
 
-def memory_note(error: BaseException, parts: RunParts, plans: Prepared) -> str:
-    """With what the memory ran out, and what to try. The traceback knows what was being done."""
+def remedy(error: BaseException, run: RunParts, prepared: Prepared) -> str:
+    """With what the memory ran out, and what to try; empty where it did not. The traceback knows where it was."""
+    if not any(_no_memory(one) for one in chain(error)):
+        return ""
     if _within(error, rehearse, evaluate):
-        return _in_evaluation(parts, plans)
+        return _in_evaluation(run, prepared)
     if _within(error, Trainer.train_step):
-        return f"The device's memory ran out with {plans.batches}. {_in_a_step(parts, plans)}"
+        return f"The device's memory ran out with {prepared.batches}. {_in_a_step(run, prepared)}"
     return f"The device's memory ran out, and not for the size of a batch; {_SPREAD}."
 
 
-def _in_evaluation(parts: RunParts, plans: Prepared) -> str:
+def _in_evaluation(run: RunParts, prepared: Prepared) -> str:
     """A smaller evaluation batch changes nothing that is learned, so it comes before more micro-batches."""
-    ranks, count = plans.batches.ranks, plans.batches.micro_batches
-    whole, samples = evaluation_batch(parts.settings.loop), size_of(plans.evaluation)
+    ranks, count = prepared.batches.ranks, prepared.batches.micro_batches
+    whole, samples = evaluation_batch(run.settings.loop), size_of(prepared.evaluation)
     largest = min(-(-whole // (ranks * count)), -(-samples // ranks))  # samples of a rank in one forward
     said = f"{largest} samples at once (evaluation batch {whole} / {ranks} data ranks / {count} micro-batches)"
     remedy = f"Try loop.eval_batch={largest // 2 * ranks * count}." if largest > 1 else f"There is no less; {_SPREAD}."
     return f"The device's memory ran out in an evaluation, with {said}. {remedy}"
 
 
-def _in_a_step(parts: RunParts, plans: Prepared) -> str:
+def _in_a_step(run: RunParts, prepared: Prepared) -> str:
     """The next smaller micro-batches that the strategy can run, in the key that the user has set."""
-    loop, batches = parts.settings.loop, plans.batches
+    loop, batches = run.settings.loop, prepared.batches
     while (more := more_micro_batches(batches)) is not None:
         batches = replace(batches, micro_batches=more)
         with suppress(Refusal):
-            world_size, share = parts.machine.launch.world_size, batches.total // batches.ranks
-            parts.strategy.refuse_shares(world_size, share, more, batches.uneven)
+            world_size, share = run.machine.launch.world_size, batches.total // batches.ranks
+            run.strategy.refuse_shares(world_size, share, more, batches.uneven)
             return f"Try loop.micro_batch{f'es={more}' if loop.micro_batch is None else f'={batches.largest}'}."
     return f"There are no smaller micro-batches; {_SPREAD}."
+
+
+def _no_memory(error: BaseException) -> bool:
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or _NO_MEMORY.search(str(error)) is not None
 
 
 def _within(error: BaseException, *functions: Callable[..., Any]) -> bool:

@@ -15,38 +15,38 @@ from trainer.run.environment import surroundings
 from trainer.run.preparation import Prepared, RunParts
 
 
-def describe(parts: RunParts, plans: Prepared) -> dict[str, Any]:
+def describe(run: RunParts, prepared: Prepared) -> dict[str, Any]:
     """Collective: environment.json."""
-    strategy, machine = parts.strategy, parts.machine
+    strategy, machine = run.strategy, run.machine
     facts = surroundings(strategy.name, strategy.world_size, machine.resolved_precision, machine.devices)
     hosts = sorted(set(strategy.all_gather_values(socket.gethostname())))
-    return {**facts, "hosts": hosts, "horizon": plans.length.steps}
+    return {**facts, "hosts": hosts, "horizon": prepared.length.steps}
 
 
-def start_lines(parts: RunParts, plans: Prepared, start: Found | None) -> list[str]:
+def start_lines(run: RunParts, prepared: Prepared, start: Found | None) -> list[str]:
     """What a run is, as it was understood."""
-    strategy, machine = parts.strategy, parts.machine
-    count = sum(parameter.numel() for parameter in plans.network.parameters())
-    samples = size_of(plans.evaluation) if plans.evaluation is not None else 0
+    strategy, machine = run.strategy, run.machine
+    count = sum(parameter.numel() for parameter in prepared.network.parameters())
+    samples = size_of(prepared.evaluation) if prepared.evaluation is not None else 0
     return [
-        f"run folder  {plans.folder.path}",
+        f"run folder  {prepared.folder.path}",
         f"strategy    {strategy.name} on {strategy.world_size} process(es); {machine.devices}",
         f"precision   {machine.arithmetic}",
-        f"network     {type(plans.network).__name__}, {count:,} parameters",
-        f"batch       {plans.batches}",
-        f"length      {plans.length}; schedule {type(parts.schedule).__name__.lower()}",
+        f"network     {type(prepared.network).__name__}, {count:,} parameters",
+        f"batch       {prepared.batches}",
+        f"length      {prepared.length}; schedule {type(run.schedule).__name__.lower()}",
         f"evaluation  {samples} samples" if samples else "evaluation  none: the data has no evaluation set",
-        *([f"note        built whole on every rank first: {plans.whole_because}"] if plans.whole_because else []),
-        *[f"note        {note}" for note in strategy.notes(plans.network)],
+        *([f"note        built whole on every rank first: {prepared.whole_because}"] if prepared.whole_because else []),
+        *[f"note        {note}" for note in strategy.notes(prepared.network)],
         *([f"resuming    step {start.step} of {start.path}"] if start else []),
     ]
 
 
-def end_lines(parts: RunParts, plans: Prepared, figures: dict[str, float] | None, step: int, done: bool) -> list[str]:
+def end_lines(run: RunParts, prepared: Prepared, figures: dict[str, float] | None, step: int, done: bool) -> list[str]:
     """How it ended, and what to do next."""
-    folder = shlex.quote(str(plans.folder.path))
+    folder = shlex.quote(str(prepared.folder.path))
     if not done:
-        return [f"stopped and saved at step {step}; to go on:", f"  {command(parts, plans)}"]
+        return [f"stopped and saved at step {step}; to go on:", f"  {command(run, prepared)}"]
     words = [f"{name} {value:.4f}" for name, value in (figures or {}).items() if name != "loss"]
     return [
         f"completed   step {step}" + (f", {', '.join(words)}" if words else ""),
@@ -55,12 +55,12 @@ def end_lines(parts: RunParts, plans: Prepared, figures: dict[str, float] | None
     ]
 
 
-def command(parts: RunParts, plans: Prepared) -> str:
+def command(run: RunParts, prepared: Prepared) -> str:
     """The command that continues this run."""
-    launch = parts.machine.launch
-    own = [word for word in parts.words if not word.startswith(("run.dir=", "run.name=", "run.resume="))]
+    launch = run.machine.launch
+    own = [word for word in run.words if not word.startswith(("run.dir=", "run.name=", "run.resume="))]
     overrides = [at for at, word in enumerate(own) if "=" in word and not word.startswith("-")]
-    own.insert(overrides[-1] + 1 if overrides else len(own), f"run.dir={quoted(plans.folder.path.absolute())}")
+    own.insert(overrides[-1] + 1 if overrides else len(own), f"run.dir={quoted(prepared.folder.path.absolute())}")
     # run.dir stands beside the other overrides: flags may not stand between them
     return f"{launcher(launch)} -m trainer {shlex.join(own)}"
 

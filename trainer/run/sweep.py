@@ -116,6 +116,6 @@ def _verdict(ended: list[Ended], stopped: bool, launch: Launch) -> int:
         return failed[0] or 1
     if not launch.restarts:
         return STOPPED if unfinished else 0
-    from trainer.run.fit import leave_code  # a launcher that restarts what does not exit with 0
+    from trainer.run.fit import exit_code  # a launcher that restarts what does not exit with 0
 
-    return leave_code(not unfinished, launch)
+    return exit_code(not unfinished, launch)

@@ -176,7 +176,8 @@ class Placed:
             norm = self._norm(gradients)
             if max_norm is not None and max_norm != float("inf"):
                 clip_(gradients, norm, max_norm)
-        self.scaler.step(optimizer, norm)
+        if self.scaler.allows_step(optimizer, norm):
+            optimizer.step()
         for parameter in parameters:
             parameter.grad = None  # all that zero_grad() does, without its profiler's records
         if not self._hurried:

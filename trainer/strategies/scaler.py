@@ -24,9 +24,9 @@ class NoScaler:
     def unscale_(self, parameters: list[Tensor]) -> None:
         """Undo the scale in the gradients."""
 
-    def step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> None:
-        """Update the weights."""
-        optimizer.step()
+    def allows_step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> bool:
+        """Are the gradients fit to update the weights?"""
+        return True
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint stores."""
@@ -58,15 +58,18 @@ class Scaler(NoScaler):
         """Undo the scale in the gradients."""
         multiply_([p.grad for p in parameters if p.grad is not None], 1.0 / self._scale)
 
-    def step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> None:
-        """Update the weights unless a gradient overflowed; adapt the scale."""
+    def allows_step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> bool:
+        """Did no gradient overflow? An optimizer that takes `found_inf` is called anyway and decides on the device."""
         assert norm is not None, "fp16 decides by the norm"
         overflow = (~torch.isfinite(norm)).to(torch.float32)
+        self._adapt(overflow)
         if all(group.get("fused") for group in optimizer.param_groups):
             optimizer.grad_scale, optimizer.found_inf = None, overflow  # type: ignore[attr-defined]
-            optimizer.step()
-        elif not bool(overflow):
-            optimizer.step()
+            return True
+        return not bool(overflow)  # waits for the device
+
+    def _adapt(self, overflow: Tensor) -> None:
+        """Halve the scale after an overflow, double it after many steps without one; nothing here waits."""
         self._good = (self._good + 1) * (1 - overflow)
         grown = (self._good >= PATIENCE).to(torch.float32)
         self._scale = self._scale * torch.where(overflow > 0, BACKOFF, 1.0) * torch.where(grown > 0, GROWTH, 1.0)
