@@ -19,6 +19,7 @@ from trainer.data.stream import EvaluationStream, Stream
 from trainer.evaluation import evaluate
 from trainer.launch.launch import Launch
 from trainer.records.checkpoint import Checkpoints
+from trainer.strategies import votes
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 from trainer.strategies.placed import Placed
@@ -98,19 +99,31 @@ def test_a_request_during_a_save_is_heard_when_it_is_done(tmp_path, monkeypatch)
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("preempted", 2)  # no step more, no second save
 
 
-def one_rank_is_asked(launch: Launch) -> tuple[Any, int]:
+def one_rank_is_asked(launch: Launch) -> tuple[Any, int, int]:
+    """What its evaluation gives, how many batches it asked at, and in which step of a loop all have heard of it."""
     data, seen = ToyData(), []
-    with DDP(machine=Machine(launch=launch, device="cpu", precision="fp32")) as strategy:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        DDP(machine=Machine(launch=launch, device="cpu", precision="fp32")) as strategy,
+    ):
         stream = Stream(data, data.train(), strategy.slice, BATCH, 1, Loading())
         evaluation = EvaluationStream(data, data.evaluation(), strategy.slice, 10, 1, Loading())
         placed = strategy.build(Plain(), Net(), stream.example())
 
         def asked() -> bool:
             seen.append(launch.rank)
-            return launch.rank == 1 and len(seen) == 3
+            return launch.rank == 1 and len(seen) >= 3
 
-        return evaluate(strategy, placed, Plain(), evaluation, asked), len(seen)
+        patch.setattr(votes, "SECONDS", 0)  # steps that are longer than the time between two votes: each has one
+        figures = evaluate(strategy, placed, Plain(), evaluation, asked)
+        patch.setattr(votes, "SECONDS", 1e9)  # very short ones: after the first two there are as many as may be
+        loop, step, heard = strategy.votes(), 0, False
+        while not heard:
+            step += 1
+            loop.ask(launch.rank == 1 and step >= 3)
+            (heard,) = loop.read()
+        return figures, len(seen), step
 
 
-def test_all_ranks_break_off_at_the_same_batch(processes):
-    assert processes.run(2, one_rank_is_asked) == [(None, 3), (None, 3)]
+def test_all_ranks_break_off_at_the_same_batch_and_the_same_step(processes):
+    assert processes.run(2, one_rank_is_asked) == [(None, 3, 2 + votes.MOST)] * 2

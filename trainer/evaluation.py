@@ -34,10 +34,11 @@ def evaluate(
     RuntimeError where a sample was not counted once.
     """
     sums: dict[str, Tensor] = {}
+    votes = strategy.votes()
     for batch, valid in stream.batches():
-        vote = strategy.vote(asked())  # travels while the batch computes; no GPU waits for it
+        votes.ask(asked())  # travels while the batch computes; no GPU waits for it
         _add(sums, placed.evaluate(batch, valid))
-        if vote.read()[0]:
+        if any(votes.read()):
             return None
     totals = strategy.reduce(sums)
     if int(totals["samples"]) != stream.size:

@@ -95,7 +95,7 @@ class Trainer:
         """Collective: be ready for the next step."""
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._pending: PendingLine | None = None
-        self._stopped, self._log_clock = False, False
+        self._stopped, self._log_clock, self._votes = False, False, self.strategy.votes()
         began, self._deadline = monotonic(), math.inf
         if start is not None:
             self.resume(start)
@@ -136,12 +136,8 @@ class Trainer:
         log_now = self.finished or self.log_due.now(step + 1, ended, self._log_clock)
         rate = self._set_rate(step)
         parts = self.placed.forward_backward(batches, step)
-        vote = self.strategy.vote(
-            self._asked(),
-            self.log_due.clock() and not log_now,  # for the next step
-            self.eval_due.clock(),
-            self.save_due.clock(),
-        )
+        log_clock = self.log_due.clock() and not log_now  # for the next step
+        self._votes.ask(self._asked(), log_clock, self.eval_due.clock(), self.save_due.clock())
         watch.lap("communication")
         self._write_pending()  # of the step before: its numbers have arrived by now
         watch.lap("log")
@@ -157,7 +153,7 @@ class Trainer:
             self._pending = self._meter.line(batches, norm, known)
             self.log_due.restart()
         watch.lap("log")
-        self._stopped, self._log_clock, eval_clock, save_clock = vote.read()
+        self._stopped, self._log_clock, eval_clock, save_clock = self._votes.read()
         watch.lap("communication")
         figures = None
         if self.evaluation is not None and (self.finished or self.eval_due.now(step + 1, ended, eval_clock)):
@@ -200,7 +196,8 @@ class Trainer:
         self.save_due.restart()
         self._meter.resume()
         self.placed.watch.lap("save")
-        self._stopped = self.strategy.vote(self._stopped or self._asked()).read()[0]  # what they want is just done
+        # what they want is just done: the loop's own vote may be some steps away
+        self._stopped = bool(self.strategy.vote(self._stopped or self._asked()).read()[0])
 
     def _advance(self) -> int | None:
         """Count a step; how many epochs are done, if it ends one."""

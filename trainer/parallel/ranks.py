@@ -29,28 +29,28 @@ class Waitable(Protocol):
 
 
 class Vote:
-    """Flags of one process: they are the answer."""
+    """Numbers of one process, flags among them: they are the answer."""
 
-    def __init__(self, flags: Sequence[bool]) -> None:
-        self._flags = flags
+    def __init__(self, numbers: Sequence[float]) -> None:
+        self._numbers = numbers
 
-    def read(self) -> Sequence[bool]:
-        """The flags that some rank had raised, the same on every rank."""
-        return self._flags
+    def read(self) -> Sequence[float]:
+        """The largest of each over the ranks: a flag is true if any had raised it."""
+        return self._numbers
 
 
 class VoteUnderWay(Vote):
-    """Flags that travel: one byte each."""
+    """Numbers that travel."""
 
-    def __init__(self, flags: Sequence[bool], ranks: Ranks, patience: timedelta) -> None:
-        self._raised = torch.tensor(flags, dtype=torch.uint8)
-        self._work = ranks.all_reduce_max_(self._raised)  # these ranks; a byte a flag travels
+    def __init__(self, numbers: Sequence[float], ranks: Ranks, patience: timedelta) -> None:
+        self._largest = torch.tensor(numbers, dtype=torch.float64)
+        self._work = ranks.all_reduce_max_(self._largest)  # these ranks; 8 bytes a number
         self._patience = patience
 
-    def read(self) -> Sequence[bool]:
-        """The flags that some rank had raised, the same on every rank."""
+    def read(self) -> Sequence[float]:
+        """The largest of each over the ranks: a flag is true if any had raised it."""
         self._work.wait(self._patience)
-        return [bool(flag) for flag in self._raised.tolist()]
+        return self._largest.tolist()
 
 
 class Ranks:
@@ -72,9 +72,9 @@ class Ranks:
         """Collective: start taking the largest of this tensor over the ranks, in place."""
         return Done()
 
-    def vote(self, flags: Sequence[bool], patience: timedelta) -> Vote:
-        """Collective: start asking which of these flags any rank has raised; a rank may be so late with its answer."""
-        return Vote(flags)
+    def vote(self, numbers: Sequence[float], patience: timedelta) -> Vote:
+        """Collective: start asking for the largest of each number; a rank may be so late with its answer."""
+        return Vote(numbers)
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Collective: every rank's tensor becomes the first rank's."""
@@ -107,9 +107,9 @@ class Group(Ranks):
         """Collective: start taking the largest of this tensor over the ranks, in place."""
         return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def vote(self, flags: Sequence[bool], patience: timedelta) -> Vote:
-        """Collective: start asking which of these flags any rank has raised; a rank may be so late with its answer."""
-        return VoteUnderWay(flags, self, patience)
+    def vote(self, numbers: Sequence[float], patience: timedelta) -> Vote:
+        """Collective: start asking for the largest of each number; a rank may be so late with its answer."""
+        return VoteUnderWay(numbers, self, patience)
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Collective: every rank's tensor becomes the first rank's."""

@@ -17,6 +17,7 @@ from trainer.refusal import Refusal
 from trainer.strategies.layers import curve_notes
 from trainer.strategies.place import Place
 from trainer.strategies.placed import Placed
+from trainer.strategies.votes import Votes
 
 
 @dataclass
@@ -53,6 +54,10 @@ class Strategy(Place):
     def name(self) -> str:
         """The word that chose it."""
         return type(self).__name__.lower()
+
+    def votes(self) -> Votes:
+        """What the ranks of one loop ask each other in its steps: to stop? has a clock run out?"""
+        return Votes(self)
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put a network here. `example`: one small (inputs, targets), for those that must see a step."""

@@ -108,12 +108,12 @@ class Place:
         """Collective: every rank's JSON value, in rank order."""
         return self.world.all_gather_values(value)
 
-    def vote(self, *flags: bool) -> Vote:
-        """Collective: start asking which of these flags any rank has raised (a stop, a clock); read the answer later.
+    def vote(self, *numbers: float) -> Vote:
+        """Collective: start asking all ranks for the largest of each number (a flag: is it raised?); read it later.
 
-        The flags travel as CPU tensors while the step computes: no GPU waits.
+        They travel as CPU tensors while the step computes: no GPU waits.
         """
-        return self.world.vote(flags, self.patience)
+        return self.world.vote(numbers, self.patience)
 
     def totals(self, sums: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Totals:
         """Collective: start adding up these sums over the data ranks, each sample counted once; read them later.
