@@ -1,4 +1,8 @@
-"""Seeds that follow from numbers alone: where randomness comes from, so that no state of it needs saving."""
+"""Seeds that follow from numbers alone: where randomness comes from, so that no state of it needs saving.
+
+All of it is SplitMix64 (Steele, Lea, Flood 2014): a counter that grows by the golden ratio, and a mixing of its bits,
+for whole numbers (`mix`) and for tensors (`mixed`) alike.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,36 @@ import sys
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
-from trainer.data.splitmix import GOLDEN, POSITIVE, mixed_int
+GOLDEN = 0x9E3779B97F4A7C15
+POSITIVE = 2**63 - 1  # all bits but the sign
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = 2**64 - 1
 
 
 def mix(*numbers: int) -> int:
     """Hash whole numbers into 63 bits; their order counts."""
-    state = 0
+    word = 0
     for number in numbers:
-        state = mixed_int(state + number * GOLDEN + GOLDEN)
-    return state & POSITIVE
+        word = (word + number * GOLDEN + GOLDEN) & _WORD
+        word = ((word ^ (word >> 30)) * _FIRST) & _WORD
+        word = ((word ^ (word >> 27)) * _SECOND) & _WORD
+        word ^= word >> 31
+    return word & POSITIVE
+
+
+def mixed(words: Tensor) -> Tensor:
+    """The same mixing of int64 words of any shape; torch's shifts keep the sign, so masks take it away."""
+    words = ((words >> 30).bitwise_and_(2**34 - 1).bitwise_xor_(words)).mul_(signed(_FIRST))
+    words = ((words >> 27).bitwise_and_(2**37 - 1).bitwise_xor_(words)).mul_(signed(_SECOND))
+    return (words >> 31).bitwise_and_(2**33 - 1).bitwise_xor_(words)
+
+
+def signed(word: int) -> int:
+    """The same 64 bits as the int64 that torch understands."""
+    word &= _WORD
+    return word - 2**64 if word > POSITIVE else word
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
@@ -35,6 +59,6 @@ def seed_more_gpus(indices: Iterable[int]) -> None:
 def seed_all(seed: int) -> None:
     """Seed Python's, NumPy's and torch's global generators; NumPy's only where somebody has imported it."""
     random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # a tenth of the cost of torch.manual_seed
+    torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from trainer.data.data import Data
 from trainer.data.order import Order, size_of
 from trainer.data.reader import Loading, make_reader
 from trainer.data.sampler import Slice, spans
-from trainer.data.splitmix import GOLDEN, mixed, signed
+from trainer.data.seeds import GOLDEN, mixed, signed
 from trainer.data.transforms import Random
 from trainer.data.tree import moved, rows
 
@@ -27,6 +27,21 @@ class Batch(NamedTuple):
     total: int  # samples of the global batch
 
 
+class Samples:
+    """Reads lists of indices: samples on the device, augmented there."""
+
+    def __init__(self, data: Data, dataset: Any, own: Slice, loading: Loading) -> None:
+        self._data, self._device, self._seed = data, own.device, own.seed
+        self._reader = make_reader(dataset, data.collate, own.seed, loading, pin=own.device.type == "cuda")
+
+    def read(self, epoch: int, lists: Sequence[Tensor], training: bool) -> Iterator[tuple[Tensor, Any, Any]]:
+        """(indices, inputs, targets) of each list, in order; the indices stay on the CPU."""
+        for indices, (inputs, targets) in zip(lists, self._reader.read(epoch, lists), strict=True):
+            inputs, targets, there = moved((inputs, targets, indices), self._device)
+            # All samples of the rank at once: a kernel for each micro-batch would cost as many launches.
+            yield indices, *self._data.augment(inputs, targets, Random(self._seed, epoch, there), training)
+
+
 class Stream:
     """The training data, as every rank sees its own share of the same global batches."""
 
@@ -37,22 +52,20 @@ class Stream:
         self.global_batch = global_batch
         self.steps_per_epoch = order.length // global_batch
         self.length = order.length  # of an epoch's order
+        self._least = order.length // own.ranks  # samples of an epoch that every rank has
+
         # Cut into micro-batches first and dealt then, the samples of one are the same whatever the number of ranks.
         self._spans = spans(global_batch, micro_batches)
         self._rows = [own.rows(span) for span in self._spans]
-        self._least = order.length // own.ranks  # samples of an epoch that every rank has
+
         self._sampler = own.sampler(order)
-        self._data, self._device, self._seed = data, own.device, own.seed
-        self._reader = make_reader(dataset, data.collate, own.seed, loading, pin=self._device.type == "cuda")
+        self._samples = Samples(data, dataset, own, loading)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """The steps of one epoch, each a list of micro-batches; `start`: samples of its order that are done already."""
         self._sampler.set_epoch(epoch, start)
-        lists = self._sampler.steps(self.global_batch)
-        for indices, (inputs, targets) in zip(lists, self._reader.read(epoch, lists), strict=True):
-            inputs, targets = to_device(
-                self._data, inputs, targets, indices, self._device, self._seed, epoch, training=True
-            )
+        lists = self._sampler.steps(self.global_batch)  # of (B / ranks,) indices
+        for indices, inputs, targets in self._samples.read(epoch, lists, training=True):
             share = Batch(inputs, targets, indices, range(self.global_batch), self.global_batch)
             yield [micro_batch(share, rows, span) for rows, span in zip(self._rows, self._spans, strict=True)]
 
@@ -62,8 +75,8 @@ class Stream:
         One, where some rank has no more: as many on every rank.
         """
         indices = self._sampler.share()[: min(2, self._least)]
-        inputs, targets = next(iter(self._reader.read(0, [indices])))
-        return to_device(self._data, inputs, targets, indices, self._device, self._seed, 0, training=True)
+        _, inputs, targets = next(self._samples.read(0, [indices], training=True))
+        return inputs, targets
 
 
 class EvaluationStream:
@@ -75,41 +88,25 @@ class EvaluationStream:
         self.size = size_of(dataset)
         self._own, self._global_batch = own, global_batch
         self._most = -(-global_batch // micro_batches)  # samples of all data ranks in one forward
-        self._data, self._device, self._seed = data, own.device, own.seed
-        self._reader = make_reader(dataset, data.collate, own.seed, loading, pin=self._device.type == "cuda")
+        self._samples = Samples(data, dataset, own, loading)
 
     def batches(self, most: int | None = None) -> Iterator[tuple[Batch, int]]:
         """Micro-batches of each batch, and how many of their samples count; as many of them on every rank.
 
         `most`: stop after so many batches.
         """
-        wholes = [
-            torch.arange(at, min(at + self._global_batch, self.size))
-            for at in range(0, self.size, self._global_batch)[:most]
-        ]
-        # a rank without a sample of a batch takes one that does not count, for it must compute with the others
-        lists = [
-            whole[self._own.rank :: self._own.ranks] if len(whole) > self._own.rank else whole[-1:] for whole in wholes
-        ]
-        for whole, indices, (inputs, targets) in zip(wholes, lists, self._reader.read(0, lists), strict=True):
-            inputs, targets = to_device(
-                self._data, inputs, targets, indices, self._device, self._seed, 0, training=False
-            )
+        wholes = list(torch.arange(self.size).split(self._global_batch)[:most] if self.size else [])
+        # A rank without a sample of a batch takes one that does not count, for it must compute with the others.
+        rank, ranks = self._own.rank, self._own.ranks
+        lists = [whole[rank::ranks] if len(whole) > rank else whole[-1:] for whole in wholes]
+
+        for whole, (indices, inputs, targets) in zip(wholes, self._samples.read(0, lists, training=False), strict=True):
             share = Batch(inputs, targets, indices, range(len(whole)), len(whole))
-            # cut first and dealt then, as in training: a micro-batch holds the same whatever the number of ranks
+            # Cut first and dealt then, as in training: a micro-batch holds the same whatever the number of ranks.
             for start in range(0, len(whole), self._most):
                 span = range(start, min(start + self._most, len(whole)))
                 own = self._own.rows(span)
                 yield micro_batch(share, own or range(1), span), len(own)
-
-
-def to_device(
-    data: Data, inputs: Any, targets: Any, indices: Tensor, device: torch.device, seed: int, epoch: int, training: bool
-) -> tuple[Any, Any]:
-    """Bring samples to the device and augment them there, all of them at once; (inputs, targets)."""
-    inputs, targets, indices = moved((inputs, targets, indices), device)
-    random = Random(seed, epoch, indices)
-    return data.augment(inputs, targets, random, training)
 
 
 def micro_batch(share: Batch, own: range, span: range) -> Batch:

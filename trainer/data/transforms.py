@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.data.seeds import mix
-from trainer.data.splitmix import GOLDEN, POSITIVE, mixed, signed
+from trainer.data.seeds import GOLDEN, POSITIVE, mix, mixed, signed
 from trainer.refusal import Refusal
 
 _CACHED = 128  # images

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trainer.learning.sparse import sparse_embeddings
 from trainer.refusal import Refusal
 
 
@@ -32,19 +31,25 @@ def parameter_groups(network: nn.Module, spare_vectors: bool) -> list[dict[str, 
     trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
     if not trainable:
         raise Refusal(f"{type(network).__name__} has no trainable parameter")
-    groups: list[dict[str, Any]] = [{"params": trainable}]
-    if spare_vectors:
-        groups = [
-            {"params": [parameter for parameter in trainable if parameter.dim() > 1]},
-            {"params": [parameter for parameter in trainable if parameter.dim() <= 1], "weight_decay": 0.0},
-        ]
+    # By two questions: does it decay, and are its gradients sparse, which no fused step takes?
     sparse = {embedding.weight for embedding in sparse_embeddings(network).values()}
-    if sparse:  # no fused step takes sparse gradients
-        groups[:1] = [
-            {"params": [parameter for parameter in groups[0]["params"] if parameter not in sparse]},
-            {"params": [parameter for parameter in groups[0]["params"] if parameter in sparse], "fused": False},
-        ]
-    return [group for group in groups if group["params"]]
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in trainable:
+        spared = spare_vectors and parameter.dim() <= 1
+        groups.setdefault((spared, parameter in sparse), []).append(parameter)
+    return [
+        {"params": group} | ({"weight_decay": 0.0} if spared else {}) | ({"fused": False} if thin else {})
+        for (spared, thin), group in sorted(groups.items(), key=lambda item: item[0])
+    ]
+
+
+def sparse_embeddings(network: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """The trainable embeddings whose gradients are sparse, by name."""
+    return {
+        name or "itself": module
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+    }
 
 
 def refuse_sparse_step(network: nn.Module, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from trainer.learning.sparse import sparse_embeddings
+from trainer.learning.optimizer import sparse_embeddings
 from trainer.parallel.batch_norm import batch_norms
 from trainer.refusal import Refusal
 
