@@ -121,7 +121,7 @@ class Command:
         while max((line["step"] for line in lines(folder)), default=0) < step:
             assert self.process.poll() is None, f"ended before step {step}:\n{self.screen[-4000:]}"
             assert time.monotonic() < until, f"no step {step}:\n{self.screen[-4000:]}"
-            time.sleep(0.01)
+            time.sleep(0.05)
 
     def kill(self) -> None:
         """End whatever is left of it."""

@@ -126,22 +126,6 @@ def test_a_killed_rank_is_reported_by_the_others(tmp_path):
     assert status(tmp_path)["root_rank"] is None
 
 
-@pytest.mark.slow
-def test_torchrun_names_the_rank_that_failed_first(tmp_path):
-    (tmp_path / "job.py").write_text(GROUP.replace("FAULT", 'raise ValueError("no such sample: 7")'))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, tmp_path / "job.py"], env=surroundings(tmp_path), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1
-    block = done.stderr[done.stderr.index("Root Cause") :]
-    assert "rank      : 1 " in block
-    assert "ValueError: no such sample: 7" in block
-    before = done.stderr[: done.stderr.index("ChildFailedError")]
-    assert before.count("Connection closed") == 0
-    assert before.count("\nValueError: no such sample: 7\n") == 1
-
-
 ALONE = (
     START
     + """

@@ -17,6 +17,7 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from functools import cache
 from pathlib import Path
@@ -137,6 +138,7 @@ def _become(words: list[str], cwd: str, environment: dict[str, str], screen: int
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # TMPDIR is another
     sys.path[0], sys.argv = cwd, words
     code: object = 0
     try:
