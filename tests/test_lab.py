@@ -6,6 +6,7 @@ import os
 import pty
 import select
 import shutil
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -90,9 +91,12 @@ def test_an_error_in_one_rank_ends_all_and_stands_last(home):
 
 
 def test_a_rank_that_just_leaves_fails_the_run(home):
-    meet = f"distributed.init_method='file://{home}/meeting?rank=%d&world_size=2'"
-    left = words("left", "strategy=ddp", "loader.workers=0", "data.fault=leave")
-    first, second = [one.end() for one in [Command(single(*left, meet % rank), home) for rank in range(2)]]
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(one.getsockname()[1]), "WORLD_SIZE": "2"}
+    left = single(*words("left", "strategy=ddp", "loader.workers=0", "data.fault=leave"))
+    ranks = [Command(left, home, {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    first, second = [rank.end() for rank in ranks]
     assert (first.code, first.left) == (1, []), first.screen
     assert second.code == 0
     assert status(home / "left")["state"] == "failed"

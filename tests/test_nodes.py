@@ -158,6 +158,7 @@ def test_the_machines_are_two_networks(hosts):
         assert shown.stdout.split() == ["lo", INTERFACE]
 
 
+@pytest.mark.long
 def test_machines_that_come_and_go_and_one_alone_give_one_curve(hosts, place, on):
     folder, port = place / "run", free_port()
     reference = Command(single(*WORDS, "strategy=single", f"loop.steps={STEPS}", "run.dir=alone"), place)

@@ -202,6 +202,7 @@ def test_set_up_once_for_all_who_call(checkout: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupted_set_up_starts_anew(checkout: Path) -> None:
     backend = (checkout / "backend.py").read_text()
     (checkout / "backend.py").write_text("import os, signal\nos.kill(os.getpgid(0) * -1, signal.SIGKILL)\n")
@@ -218,6 +219,7 @@ def test_an_interrupted_set_up_starts_anew(checkout: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_checkout_that_was_moved_sets_up_again(checkout: Path) -> None:
     (checkout / ".venv").mkdir()
     facts = {"fingerprint": setup.fingerprint(), "extras": [], "home": ["/elsewhere/.venv", "/usr/bin/python3"]}

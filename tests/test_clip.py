@@ -1,0 +1,36 @@
+"""Clipping to a global norm: what torch's own clipping does on one process."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from tests.strategies.toys import BATCH, Net, Plain, ToyData
+from trainer.data.reader import Loading
+from trainer.data.stream import Stream
+from trainer.strategies.machine import Machine
+from trainer.strategies.single import Single
+
+
+@pytest.mark.parametrize("part", [0.1, 0.999, 1.001, 10.0])
+def test_gradients_above_the_limit_are_scaled_to_it_and_those_below_stay(part: float) -> None:
+    torch.manual_seed(0)
+    with Single(machine=Machine(device="cpu")) as strategy:
+        data = ToyData()
+        stream = Stream(data, data.train(), strategy.slice, BATCH, 2, Loading())
+        placed = strategy.build(Plain(), Net(), stream.example())
+        optimizer = torch.optim.SGD(placed.network.parameters(), lr=1.0)
+        placed.forward_backward(next(iter(stream.epoch(0))), 0)
+        reference = deepcopy(placed.network)
+        for own, other in zip(placed.network.parameters(), reference.parameters(), strict=True):
+            other.grad = own.grad.clone()
+        limit = part * float(torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()]))
+        norm = placed.optimizer_step(optimizer, limit)
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), limit)
+    torch.optim.SGD(reference.parameters(), lr=1.0).step()
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    for own, other in zip(placed.network.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
+        assert own.grad is None
