@@ -24,7 +24,7 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
     os.chdir(place)
     try:
         with patch.object(failure, "fail", _raised):  # it would end the process
-            words = [*words, "device=cpu", "log=[]"]
+            words = ["device=cpu", "log=[]", *words]
             return run_all(words, launch) if several(words) else fit(understood(words, launch))
     finally:
         os.chdir(before)

@@ -8,7 +8,11 @@ if TYPE_CHECKING:
     from trainer.learning.plan import Plan as Plan
     from trainer.learning.task import Task as Task
     from trainer.parallel.gather import gather as gather
+    from trainer.records.log import Sink as Sink
+    from trainer.refusal import Refusal as Refusal
     from trainer.strategies.base import Strategy as Strategy
+    from trainer.strategies.joined import Joined as Joined
+    from trainer.strategies.placed import Placed as Placed
     from trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -17,13 +21,17 @@ __version__ = "0.1.0"
 # typo before it has paid for importing torch.
 _HOMES = {
     "Data": "trainer.data.data",
+    "Joined": "trainer.strategies.joined",
+    "Placed": "trainer.strategies.placed",
     "Plan": "trainer.learning.plan",
+    "Refusal": "trainer.refusal",
+    "Sink": "trainer.records.log",
     "Strategy": "trainer.strategies.base",
     "Task": "trainer.learning.task",
     "Trainer": "trainer.trainer",
     "gather": "trainer.parallel.gather",
 }
-__all__ = ["Data", "Plan", "Strategy", "Task", "Trainer", "gather"]
+__all__ = ["Data", "Joined", "Placed", "Plan", "Refusal", "Sink", "Strategy", "Task", "Trainer", "gather"]
 
 
 def __getattr__(name: str) -> Any:

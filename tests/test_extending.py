@@ -1,0 +1,105 @@
+"""The pages for labs: their files, copied out of the pages as a reader would, do what the pages say."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import curve, far, lines
+from tests.inside import product
+from tests.processes import Processes
+from trainer.launch.launch import Launch
+from trainer.refusal import Refusal
+
+pytestmark = pytest.mark.slow
+
+DOCS = Path(__file__).parents[1] / "docs"
+WAVES = ("--config-dir", "lab/conf", "experiment=waves", "loop.log_every=1")
+# a paragraph that begins with a file's name, and the block of code behind it
+FILE = re.compile(r"^`(lab/[\w/.]+)`[^\n]*\n(?:[^\n]+\n)*\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the lab of both pages."""
+    place = tmp_path_factory.mktemp("home")
+    for page in ("extending.md", "own-strategy.md"):
+        for name, text in FILE.findall((DOCS / page).read_text()):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text(text)
+    return place
+
+
+def train(launch: Launch, home: Path, *words: str) -> Any:
+    """The exit code of this command in the lab's folder, or the text of what is refused."""
+    sys.path.insert(0, str(home))
+    try:
+        return product(launch, home, [*WAVES, *words])
+    except Refusal as refusal:
+        return str(refusal)
+    finally:
+        sys.path.remove(str(home))
+        for name in [name for name in sys.modules if name.split(".")[0] == "lab"]:  # other tests have other labs
+            del sys.modules[name]
+
+
+def test_the_lab_ends_with_the_figure_that_the_page_names(home: Path, processes: Processes) -> None:
+    said = re.search(r"completed   (step 300, rms [\d.]+)", (DOCS / "extending.md").read_text())
+    for size, word in ((1, "single"), (2, "ddp"), (2, "tp")):
+        seldom = ["loop.save_every=null", "loop.eval_every=null", "loop.log_every=null"]
+        assert processes.run(size, train, home, f"run.dir={word}", f"strategy={word}", *seldom) == [0] * size
+        last = lines(home / word, "eval")[-1]
+        assert said is not None
+        assert f"step {last['step']}, rms {last['rms']:.4f}" == said[1]
+
+
+BRIEF = ("schedule=constant", "loop.epochs=null")
+
+
+def test_a_sink_of_a_lab_is_cut_back_when_a_run_goes_on(home: Path) -> None:
+    run = ["run.dir=table", "log=[table]", *BRIEF]
+    for steps in (4, 6):
+        assert train(Launch(), home, *run, f"loop.steps={steps}") == 0
+    rows = list(csv.DictReader((home / "table" / "train.csv").read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [float(row["loss"]) for row in rows] == curve(home / "table")
+
+
+PLAIN = (*BRIEF, "optimizer=sgd", "optimizer.lr=0.01", "loop.steps=12")
+LOCAL = (*BRIEF, "loop.eval_every=6", "loop.save_every=6")
+
+
+def test_a_strategy_of_a_lab_keeps_the_contract_that_the_page_names(home: Path, processes: Processes) -> None:
+    def two(name: str, strategy: str, *words: str) -> Path:
+        assert processes.run(2, train, home, f"run.dir={name}", f"strategy={strategy}", *words) == [0, 0]
+        return home / name
+
+    averaged = two("averaged", "ddp", *PLAIN)
+    every_1, every_8 = two("every1", "localsgd", "strategy.every=1", *PLAIN), two("every8", "localsgd", *PLAIN)
+    assert far(curve(every_1), curve(averaged)) < 1e-5
+    assert far(curve(every_8), curve(averaged)) > 1e-4  # they do go ways of their own
+    for folder in (every_1, every_8):
+        assert curve(folder, "sample_digest") == curve(averaged, "sample_digest")
+
+    whole = two("whole", "localsgd", *LOCAL, "loop.steps=12")
+    for steps in (6, 12):
+        parts = two("parts", "localsgd", *LOCAL, f"loop.steps={steps}")
+    assert curve(parts, "loss_hex") == curve(whole, "loss_hex")
+    assert lines(parts, "eval") == lines(whole, "eval")
+
+    # one network was saved and evaluated: one process that goes on from it without learning finds the same figures
+    still = ["run.dir=still", "run.resume=whole", "strategy=single", "optimizer.lr=0", "run.accept_changes=true"]
+    assert train(Launch(), home, *LOCAL, *still, "loop.steps=13") == 0
+    said, found = lines(whole, "eval")[-1], lines(home / "still", "eval")[-1]
+    assert (found["rms"], found["loss"]) == pytest.approx((said["rms"], said["loss"]), rel=1e-5)
+
+
+def test_what_a_strategy_of_a_lab_refuses_leaves_nothing(home: Path) -> None:
+    for word, said in (("strategy.every=0", "at least every 1"), ("precision=fp16", "a loss scale of its own")):
+        assert said in train(Launch(), home, "run.dir=none", "strategy=localsgd", word)
+    assert not (home / "none").exists()
