@@ -42,4 +42,5 @@ class Data:
         The generator is seeded from (seed, epoch), equal on every rank. The order may repeat samples and have any
         length, the same in every epoch.
         """
+        # (N,); an equal generator on every rank gives an equal order, and nothing need be sent
         return torch.randperm(len(self.train()), generator=generator)  # type: ignore[arg-type]

@@ -35,8 +35,10 @@ class Order:
 
     def _ordered(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(mix(self._seed, _ORDER, epoch))
-        if type(self._data).order is Data.order:  # the same, without making the training set again
+        # The default of Data.order would make the training set again to ask for its length.
+        if type(self._data).order is Data.order:
             return torch.randperm(self._size, generator=generator)
+        # What a lab gives may be a list or lie on a device; it must hold indices of the set: (N,) int64.
         indices = torch.as_tensor(self._data.order(epoch, generator), dtype=torch.int64, device="cpu")
         if indices.dim() != 1 or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self._size):
             raise Refusal(

@@ -39,6 +39,7 @@ def make_reader(dataset: Any, collate: Callable[[list[Any]], Any], seed: int, lo
     """Whole batches where the data set offers them or is nothing but tensors, else items."""
     if callable(getattr(dataset, "batch", None)):
         return _Batches(dataset.batch)
+    # Not of a subclass, nor for an own collate: either may do something else with the items.
     if type(dataset) is TensorDataset and getattr(collate, "__func__", None) is Data.collate:
         return _Batches(partial(_rows, dataset.tensors))
     return _Items(dataset, collate, seed, loading, pin)
@@ -65,6 +66,7 @@ class _Items:
     def __init__(
         self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, loading: Loading, pin: bool
     ) -> None:
+        # More than 4 seldom help, and the step itself needs a core.
         workers = min(4, _cores() - 1) if loading.workers is None else loading.workers
         self._lists = _Lists()
         self._loader = DataLoader(
@@ -73,9 +75,10 @@ class _Items:
             collate_fn=collate,
             num_workers=workers,
             pin_memory=pin,
+            # torch refuses these two without workers
             timeout=loading.timeout if workers else 0,
             prefetch_factor=loading.prefetch if workers else None,
-            persistent_workers=workers > 0,
+            persistent_workers=workers > 0,  # starting them costs seconds, in every epoch
             worker_init_fn=_begin_worker,
             generator=torch.Generator().manual_seed(0),  # or it would draw from the global one at every epoch
         )
@@ -124,6 +127,7 @@ class Seeded(Dataset):
 
     def __getitem__(self, at: tuple[int, int]) -> Any:
         epoch, index = at
+        # Nothing else draws in a worker; in the main process the network may (dropout), so its numbers are put back.
         if get_worker_info() is not None:
             seed_all(mix(self._seed, epoch, index))
             return self._dataset[index]

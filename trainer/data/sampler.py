@@ -28,6 +28,7 @@ class ShardSampler(Sampler[int]):
 
     def steps(self, global_batch: int) -> list[Tensor]:
         """This rank's indices of each whole global batch that is left of the epoch."""
+        # (steps, B) → every ranks-th column from this rank's on → steps × (B / ranks,); the tail is left out.
         whole = len(self._left) // global_batch * global_batch
         return list(self._left[:whole].view(-1, global_batch)[:, self._rank :: self._ranks].unbind())
 
@@ -57,6 +58,7 @@ class Slice:
 
     def rows(self, span: range) -> range:
         """Which rows of this rank's share lie in a span of the global batch: row j is sample j · ranks + rank of it."""
+        # Samples of this rank before a position: those at rank, rank + ranks, … below it, so a division rounded up.
         start, stop = (max(-(-(at - self.rank) // self.ranks), 0) for at in (span.start, span.stop))
         return range(start, stop)
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: multiples of it lie as evenly as can be
 POSITIVE = 2**63 - 1  # all bits but the sign
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_WORD = 2**64 - 1
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # the multipliers of the paper
+_WORD = 2**64 - 1  # Python's whole numbers have no end: this cuts them to 64 bits
 
 
 def mix(*numbers: int) -> int:
@@ -45,6 +45,7 @@ def signed(word: int) -> int:
 
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed torch's generators of the CPU and of one device; a tenth of the cost of `torch.manual_seed`."""
+    # torch.manual_seed asks for every backend that there is, and this runs in each step of a network that draws.
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)

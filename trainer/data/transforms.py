@@ -53,6 +53,7 @@ class Random:
         index = power.long() * 256 + cell.long()
         table = _quantiles(words.device)
         near, far = table[index], table[index + 1]
+        # (B, …): between two entries of the table, with a sign from the lowest bit, which the tail does not use
         magnitude = near + (far - near) * (place - cell).float()
         return magnitude * (1 - 2 * (words & 1)).float()
 
@@ -67,6 +68,7 @@ class Random:
         batch = self._indices.shape[0]
         if not shape or shape[0] != batch:
             raise ValueError(f"shape {shape} must begin with the batch of {batch}")
+        # The counter goes on where the last call ended, so that no two calls share numbers.
         count = math.prod(shape[1:])
         counter = torch.arange(self._drawn + 1, self._drawn + count + 1, device=self._indices.device)
         words = mixed(self._start[:, None] + counter * signed(GOLDEN)).bitwise_and_(POSITIVE)
@@ -178,6 +180,7 @@ def affine(
     amounts = (math.tan(math.radians(rotate) / 2), scale, shear, shift, shift)
     draws = (random.uniform(batch, 5) * 2 - 1).unbind(1)
     half, larger, slope, right, down = (draw * amount for draw, amount in zip(draws, amounts, strict=True))
+    # From tan(angle / 2) to the turn, by exactly rounded operations: (B,) each.
     square = half * half
     cosine, sine = (1 - square) / (1 + square), 2 * half / (1 + square)
     zoom = 1 / (1 + larger)

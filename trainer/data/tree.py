@@ -50,9 +50,10 @@ def rows(tree: Any, start: int, stop: int, size: int) -> Any:
         return tree[start:stop] if tree.dim() and tree.shape[0] == size else tree
     if isinstance(tree, Mapping):
         return {key: rows(value, start, stop, size) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a namedtuple
         return type(tree)(*(rows(value, start, stop, size) for value in tree))
     if isinstance(tree, (list, tuple)):
+        # A list as long as the batch, without tensors: one name, one path for each sample.
         if len(tree) == size and not any(True for _ in tensors(tree)):
             return tree[start:stop]
         return type(tree)(rows(value, start, stop, size) for value in tree)
@@ -63,6 +64,7 @@ def moved(tree: Any, device: torch.device) -> Any:
     """The same tree on a device. To a GPU it goes through pinned memory: from other the host would wait for copies."""
 
     def there(tensor: Tensor) -> Tensor:
+        # Pinned memory is kept by torch until the copy is done, so nobody need wait here.
         staged = tensor.pin_memory() if device.type == "cuda" and tensor.is_cpu else tensor
         return staged.to(device, non_blocking=True)
 

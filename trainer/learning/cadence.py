@@ -11,9 +11,9 @@ from time import monotonic
 class Every:
     """One rhythm; a part that is None never comes."""
 
-    steps: int | None = None
+    steps: int | None = None  # optimizer steps
     epochs: int | None = None
-    seconds: float | None = None
+    seconds: float | None = None  # since it happened last
 
 
 class Due:
@@ -37,6 +37,7 @@ class Due:
 
     def now(self, step: int, epochs_done: int | None, clock: bool) -> bool:
         """Is it due after this step? `epochs_done`: how many, if this step ended one, else None."""
+        # Steps and epochs are the same on every rank; only the clock needed a vote.
         for every in self._rhythms:
             if every.steps is not None and step % every.steps == 0:
                 return True

@@ -18,6 +18,7 @@ def spares_vectors(kind: Any, weight_decay: float | None, decay: str) -> bool:
 
     weight_decay: what the configuration says; None: the optimizer's own default.
     """
+    # An optimizer without the word cannot be told to spare; one that decays nothing need not.
     own = signature(kind).parameters.get("weight_decay")
     amount = own.default if own is not None and weight_decay is None else weight_decay
     return decay == "weights" and own is not None and amount != 0
@@ -31,6 +32,7 @@ def parameter_groups(network: nn.Module, spare_vectors: bool) -> list[dict[str, 
     trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
     if not trainable:
         raise Refusal(f"{type(network).__name__} has no trainable parameter")
+
     # By two questions: does it decay, and are its gradients sparse, which no fused step takes?
     sparse = {embedding.weight for embedding in sparse_embeddings(network).values()}
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
@@ -55,6 +57,7 @@ def sparse_embeddings(network: nn.Module) -> dict[str, nn.Embedding | nn.Embeddi
 def refuse_sparse_step(network: nn.Module, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
     """Refuse sparse gradients that the optimizer cannot take: one step of it over one number tells."""
     for name in sparse_embeddings(network):
+        # Which optimizers take them, and with which options, changes with torch: try it on a table of one number.
         number = nn.Parameter(torch.zeros(1, 1))
         functional.embedding(torch.tensor([0]), number, sparse=True).sum().backward()
         optimizer = make([{"params": [number], "fused": False}])
@@ -85,6 +88,7 @@ def fused_words(kind: Any, fused: bool | None, dampening: Any = 0) -> dict[str, 
     """The `fused` argument for an optimizer; None: yes where it has one (1.3 to 3.4 times faster, the same result)."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         return {}  # whoever builds it will say what it is instead
+    # Asked for and not there, or known to be wrong: refuse. Not asked for: take what is right.
     if "fused" not in signature(kind).parameters:
         if fused:
             raise Refusal(f"optimizer.fused=true: {kind.__name__} has no fused step")

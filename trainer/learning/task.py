@@ -33,7 +33,7 @@ class Task:
         Weights may differ between micro-batches and ranks: those of a step are summed over all of them. The default is
         known everywhere and needs no communication.
         """
-        return first_tensor(target).shape[0]
+        return first_tensor(target).shape[0]  # (B, …)
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
         """Sums over this micro-batch, tensors of any shape; they are added up over the whole evaluation set."""
@@ -45,6 +45,7 @@ class Task:
         `totals` holds `loss` (the sum of loss times weight), `weight`, `samples` and every sum of `metrics`. The
         default divides each by the weight; totals with more than one element need a task that says what they mean.
         """
+        # A sum of several numbers has no one meaning; a set without samples has weight 0.
         sums = {
             name: total for name, total in totals.items() if name not in ("weight", "samples") and total.numel() == 1
         }
@@ -55,5 +56,6 @@ class Task:
 
     def plan(self, network: nn.Module) -> Plan:
         """How the network can be split: what its own `plan()` says, where it has one."""
+        # The networks of others have no such method: any module will do.
         own = getattr(network, "plan", None)
         return own() if callable(own) else Plan()
