@@ -25,14 +25,12 @@ def assort(overrides: list[Override], places: list[Path], problems: list[str]) -
     """Words that choose a group's option, and words that change a key; appends what is wrong to the problems."""
     chosen, changes = [], []
     for each in overrides:
-        if re.match(r"hydra\.(hydra_)?help\.", each.key_or_group):
-            chosen.append(line(each))
-        elif re.match(r"hydra\b", each.key_or_group):  # many could name code that Hydra would run
+        if re.match(r"hydra\b", each.key_or_group):
             hint = "files of a run go to run.dir; -m asks for several runs"
             problems.append(f"{line(each)}: Hydra's own keys have no effect here; {hint}")
         elif _is_group(each.key_or_group, places) and not isinstance(each.value(), dict):
-            wrong = None if each.is_delete() else _no_option(each, places)
-            if wrong:
+            # A group may be taken away here; whether the framework can do without is seen once all is composed.
+            if not each.is_delete() and (wrong := _no_option(each, places)):
                 problems.append(wrong)
             elif not (each.key_or_group == "experiment" and each.value() is None):
                 chosen.append(line(each).lstrip("+") if each.key_or_group in LISTED else line(each))
@@ -73,12 +71,14 @@ def misnamed(override: Override, base: Mapping[str, Any], known: list[str]) -> l
     """What is wrong with the key of a word, given the composed configuration and the paths of everything in it."""
     path = re.sub(r"\[['\"]?([^]'\"]*)['\"]?\]", r".\1", override.key_or_group)
     names = set(known)
+    # What the word says about itself: ++ takes anything, + wants a new key, ~ one that is there.
     if override.is_force_add() or (override.is_add() and path not in names):
         return []
     if override.is_add() and not isinstance(override.value(), dict | list):
         return [f"{line(override)}: {path} exists already; leave out the +"]
     if override.is_delete() and path in names and path.split(".")[0] not in GROUPS:
         return [f"{line(override)}: the framework needs this key; it cannot be removed"]
+    # A dict changes several keys at once, loop={epochs:3,steps:4}: each of them must be there.
     value = override.value()
     inside = paths(value, f"{path}.") if isinstance(value, dict) and not override.is_add() else []
     found = [unknown(each, known) for each in (path, *inside) if each not in names]
@@ -128,7 +128,7 @@ def nearest_paths(path: str, known: Iterable[str]) -> list[str]:
         whole = _ratio(path, other) if above != beside else 0.0  # what both begin with says nothing
         return max(whole, 0.95 * _ratio(last, end), shared)
 
-    # no special keys (_target_), no items of lists
+    # No special keys (_target_), no items of lists; of the rest those that are nearly as near as the nearest.
     named = [each for each in known if not re.search(r"\._|\.\d+$", each) and not f"{path}.".startswith(f"{each}.")]
     scored = {other: likeness(other) for other in named}
     best = sorted((other for other in scored if scored[other] > 0.6), key=scored.__getitem__, reverse=True)
@@ -146,6 +146,7 @@ def unread(cfg: DictConfig, known: list[str]) -> list[str]:
     A key that an interpolation refers to is read by that: a lab may write a number once and use it twice.
     """
     plain = as_written(cfg)
+    # ${size} or ${data.size}: the first part is the key that something reads
     referred = set(re.findall(r"[$.\w]+", " ".join(re.findall(r"\$\{[^}]*\}?", str(plain)))))
     own = {each.name for each in fields(Settings)} - {"decay", "fused"} | set(GROUPS)
     problems = []
@@ -153,15 +154,11 @@ def unread(cfg: DictConfig, known: list[str]) -> list[str]:
         if key in SECTIONS and isinstance(value, dict):
             names = {each.name for each in fields(SECTIONS[key])}
             problems += [unknown(f"{key}.{name}", known) for name in value if name not in names]
+        elif key == "experiment":  # Hydra puts a file's keys below its group, unless the file says otherwise
+            problems.append("experiment: the first line of an experiment's file must be: # @package _global_")
         elif key not in own and str(key) not in {path.split(".")[0] for path in referred}:
-            problems.append(_astray(str(key), known))
+            problems.append(unknown(str(key), known))
     return problems
-
-
-def _astray(key: str, known: list[str]) -> str:
-    if key == "experiment":
-        return "experiment: the first line of an experiment's file must be: # @package _global_"
-    return unknown(key, known)
 
 
 # What a value must be where its group's yaml has one of this type; must it be whole? Its target's signature says.
@@ -173,6 +170,7 @@ def mistyped(cfg: DictConfig, expected: Mapping[str, Any]) -> list[str]:
     values, written = resolved(cfg)[0], as_written(cfg)
     problems: list[str] = []
 
+    # Side by side through both trees, as far as they describe the same target: another one has other keys.
     def compare(value: Any, wanted: Any, as_given: Any, path: str) -> None:
         if value is None or value is UNRESOLVED or value == wanted or wanted is None or wanted is UNRESOLVED:
             return  # null says nothing about the type; the target's signature does

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_type_hints
 
 from omegaconf import DictConfig
@@ -17,6 +17,7 @@ from trainer.configuration.values import (
     fits,
     meeting_place,
     packages,
+    positive,
     rhythm,
     seconds,
     shown,
@@ -34,9 +35,9 @@ OPTIMIZER_KEYS = ("decay", "fused")
 EPOCHS = 10  # where neither loop.epochs nor loop.steps is given
 
 
-def key(read: Callable[[Any], Any] | None = None, least: int | None = None, above: int | None = None) -> Any:
+def key(read: Callable[[Any], Any] | None = None, least: int | None = None) -> Any:
     """A key of its annotation's type; `read`: in a grammar of its own. Defaults live in conf/config.yaml, once."""
-    return field(metadata={"read": read, "least": least, "above": above})
+    return field(metadata={"read": read, "least": least})
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Loop:
     micro_batches: int = key(least=1)
     micro_batch: int | None = key(least=1)
     uneven: bool = key()
-    max_norm: float | None = key(above=0)
+    max_norm: float | None = key(positive)  # norm of the whole gradient
     log_every: tuple[Every, ...] = key(rhythm)
     eval_every: tuple[Every, ...] = key(rhythm)
     save_every: tuple[Every, ...] = key(rhythm)
@@ -126,14 +127,7 @@ class Settings:
     fused: bool | None = None  # one kernel for the whole step; None: where it pays
 
 
-SECTIONS: Mapping[str, type] = {
-    "job": Job,
-    "run": Run,
-    "loop": Loop,
-    "loader": Loader,
-    "checkpoint": Checkpoint,
-    "distributed": Distributed,
-}
+SECTIONS: Mapping[str, type] = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
 
 
 def settings(cfg: DictConfig) -> Settings:
@@ -149,6 +143,8 @@ def examine(cfg: DictConfig) -> tuple[Settings | None, list[str]]:
     values, problems = resolved(cfg)
     written = as_written(cfg)  # what messages show: never a resolved secret
     read: dict[str, Any] = {}
+
+    # Keys in sections, then those that stand alone, then the framework's beside an optimizer's own.
     for name, section in SECTIONS.items():
         if isinstance(found := values.get(name), dict):
             read[name] = _keys(section, fields(section), found, written.get(name), f"{name}.", problems)
@@ -161,6 +157,8 @@ def examine(cfg: DictConfig) -> tuple[Settings | None, list[str]]:
         read |= _keys(Settings, given, beside, written["optimizer"], "optimizer.", problems)
     if problems:
         return None, problems
+
+    # Each key is right by itself: do they go together?
     read |= {name: section(**read[name]) for name, section in SECTIONS.items()}
     problems = _impossible(read["loop"], read["compile"])
     if read["loop"].epochs is None and read["loop"].steps is None:
@@ -189,15 +187,12 @@ def _read(value: Any, annotation: Any, key: Field) -> Any:
         return None
     if read := key.metadata.get("read"):
         return read(value)
-    least, above = key.metadata.get("least"), key.metadata.get("above")
-    bound = f" of at least {least}" if least is not None else f" above {above}" if above is not None else ""
-    if not fits(value, annotation) or value == "" or (bound and not _within(value, least, above)):
-        raise Unexpected(describe(annotation).replace("number", f"number{bound}", 1))
+    least = key.metadata.get("least")
+    # torch keeps whole numbers in 64 bits; an empty text is no name of anything
+    if not fits(value, annotation) or value == "" or (least is not None and not least <= value < 2**63):
+        bound = "number" if least is None else f"number of at least {least}"
+        raise Unexpected(describe(annotation).replace("number", bound, 1))
     return converted(value, annotation)
-
-
-def _within(value: float, least: int | None, above: int | None) -> bool:
-    return (value >= least if least is not None else value > (above or 0)) and value < 2**63
 
 
 def _impossible(loop: Loop, compiles: bool) -> list[str]:

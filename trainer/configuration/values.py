@@ -39,6 +39,7 @@ def fits(value: Any, annotation: Any) -> bool:
     origin, args = get_origin(annotation), get_args(annotation)
     if isinstance(value, Mapping) and "_target_" in value:
         return True  # an object that is still to be built
+    # What holds other types is asked for each of them.
     if annotation in (None, type(None)):
         return value is None
     if origin in (Union, types.UnionType):
@@ -63,14 +64,14 @@ def _fits_tuple(value: list, args: tuple) -> bool:
 
 
 def _fits_class(value: Any, annotation: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = isinstance(value, int | float) and not isinstance(value, bool)  # to Python true is a 1
     if annotation is bool:
         return isinstance(value, bool)
     if annotation is int:
         return number and float(value).is_integer()  # 1e4 is a float to yaml
     if annotation is float:
         return number
-    if annotation in (str, Path):
+    if annotation in (str, Path):  # run.name=2024
         return number or isinstance(value, str)
     if not isinstance(annotation, type) or annotation in (object, inspect.Parameter.empty):
         return True  # says too little to refuse anything: a type variable, a protocol's alias
@@ -99,6 +100,7 @@ def converted(value: Any, annotation: Any) -> Any:
     """The value as the annotation has it where yaml has no such type: tuples, paths, text that looks like a number."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
+        # 3 for int | str stays what it is; 3 for tuple | str becomes the first that it can be
         fitting = [each for each in args if fits(value, each)]
         exact = [each for each in fitting if type(value) is each]
         return value if exact or not fitting else converted(value, fitting[0])
@@ -115,18 +117,23 @@ def seconds(value: Any) -> float:
     """A span of time: seconds, 90s, 15min, 2h, 1d or HH:MM:SS."""
     if isinstance(value, str):
         value = _span(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if not fits(value, float) or not 0 < value < math.inf:
         raise Unexpected("a time above 0: seconds, 90s, 15min, 2h or HH:MM:SS")
     return float(value)
 
 
 def _span(written: str) -> float | None:
-    clock = re.fullmatch(r"(\d+):([0-5]?\d):([0-5]?\d)", written)
-    if clock:
-        hours, minutes, rest = (int(part) for part in clock.groups())
-        return hours * 3600.0 + minutes * 60.0 + rest
+    if clock := re.fullmatch(r"(\d+):([0-5]?\d):([0-5]?\d)", written):
+        return 3600.0 * int(clock[1]) + 60.0 * int(clock[2]) + int(clock[3])
     counted = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h|d)", written)
     return float(counted[1]) * _UNITS[counted[2]] if counted else None
+
+
+def positive(value: Any) -> float:
+    """A number above 0."""
+    if not fits(value, float) or not value > 0:
+        raise Unexpected("a number above 0 or null")
+    return float(value)
 
 
 def rhythm(value: Any) -> tuple[Every, ...]:
@@ -137,14 +144,10 @@ def rhythm(value: Any) -> tuple[Every, ...]:
 
 
 def _every(value: Any) -> Every:
-    epochs = re.fullmatch(r"0*([1-9]\d*)ep", str(value))
-    if epochs:
+    if epochs := re.fullmatch(r"0*([1-9]\d*)ep", str(value)):
         return Every(epochs=int(epochs[1]))
-    try:
-        if isinstance(value, str):
-            return Every(seconds=seconds(value))
-    except Unexpected:
-        pass
+    if isinstance(value, str) and (span := _span(value)):
+        return Every(seconds=span)
     if fits(value, int) and value >= 1:
         return Every(steps=int(value))
     raise Unexpected("steps (500), epochs (1ep), time (15min), a list of them, or null for never")
