@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -125,6 +126,21 @@ def test_no_strategy_inherits_from_another() -> None:
 def test_the_checkpoint_has_never_heard_of_strategies() -> None:
     for path in (*(CHECKOUT / "trainer/records").glob("*.py"), *(CHECKOUT / "trainer/launch").glob("*.py")):
         assert not [found for found in imports(path) if starts(found, "trainer.strategies")]
+
+
+def test_the_page_about_the_house_names_every_file() -> None:
+    page = (CHECKOUT / "docs/architecture.md").read_text().split("\n## The tree\n")[1].split("```")[1]
+    named, room = set(), ""
+    for line in page.splitlines():
+        left = re.split(r"  +", line.strip())[0]
+        if not line.startswith(" "):
+            room = left
+        elif room.startswith("trainer/"):
+            named |= {f"{room}{stem}.py" for stem in left.split(", ")}
+    files = (path.relative_to(CHECKOUT) for path in PRODUCT if path.name != "__init__.py")
+    assert named ^ {str(file) for file in files if file.parts[0] == "trainer"} == set(), (
+        "docs/architecture.md, The tree"
+    )
 
 
 def words(path: Path) -> set[str]:
