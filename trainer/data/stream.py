@@ -95,10 +95,11 @@ class EvaluationStream:
 
         `most`: stop after so many batches.
         """
-        wholes = list(torch.arange(self.size).split(self._global_batch)[:most] if self.size else [])
+        samples, rank, ranks = range(self.size), self._own.rank, self._own.ranks
+        wholes = [samples[at : at + self._global_batch] for at in samples[:: self._global_batch][:most]]
         # A rank without a sample of a batch takes one that does not count, for it must compute with the others.
-        rank, ranks = self._own.rank, self._own.ranks
-        lists = [whole[rank::ranks] if len(whole) > rank else whole[-1:] for whole in wholes]
+        owns = [whole[rank::ranks] or whole[-1:] for whole in wholes]
+        lists = [torch.arange(own.start, own.stop, own.step) for own in owns]
 
         for whole, (indices, inputs, targets) in zip(wholes, self._samples.read(0, lists, training=False), strict=True):
             share = Batch(inputs, targets, indices, range(len(whole)), len(whole))
@@ -111,7 +112,7 @@ class EvaluationStream:
 
 def micro_batch(share: Batch, own: range, span: range) -> Batch:
     """The micro-batch of this span; these rows of the share are this rank's part of it, and may be all of the share."""
-    size = len(share.indices)
+    size = share.indices.shape[0]  # len() of a tensor is slower than this, and this is in every step
     if len(own) == size:
         return share._replace(span=span)
     inputs, targets = (rows(tree, own.start, own.stop, size) for tree in (share.inputs, share.targets))

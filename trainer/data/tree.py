@@ -64,6 +64,8 @@ def moved(tree: Any, device: torch.device) -> Any:
     """The same tree on a device. To a GPU it goes through pinned memory: from other the host would wait for copies."""
 
     def there(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
         # Pinned memory is kept by torch until the copy is done, so nobody need wait here.
         staged = tensor.pin_memory() if device.type == "cuda" and tensor.is_cpu else tensor
         return staged.to(device, non_blocking=True)
