@@ -149,14 +149,19 @@ while True:
 """
 
 
-def test_a_kill_tears_no_line(tmp_path):
+def test_a_kill_tears_the_last_line_at_most_and_the_next_attempt_drops_it(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", WRITING, str(tmp_path)], env=environment, stdout=subprocess.PIPE)
     assert process.stdout.readline()
-    process.kill()
+    process.kill()  # perhaps between two pages that the kernel copies for one write
     process.communicate()
-    found = steps(tmp_path)
-    assert found == list(range(1, len(found) + 1))
+    whole = [line for line in (tmp_path / "metrics.jsonl").read_text().splitlines(True) if line.endswith("\n")]
+    assert [json.loads(line)["step"] for line in whole] == list(range(1, len(whole) + 1))
+    log = Log(tmp_path, [], is_main=True)
+    log.rewind(len(whole))
+    log.train(train_line(len(whole) + 1))
+    log.close()
+    assert steps(tmp_path) == list(range(1, len(whole) + 2))
 
 
 # ------------------------------------------------------------------------------------------------------- the console

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from time import monotonic
 from typing import Any, Protocol
@@ -15,7 +16,8 @@ from trainer.learning.cadence import Due
 from trainer.learning.optimizer import begin_momentum
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
-from trainer.records.checkpoint import Checkpoints, Found
+from trainer.records.checkpoint import Checkpoints
+from trainer.records.found import Found
 from trainer.records.log import Log
 from trainer.records.meter import Meter, PendingLine
 from trainer.records.profile import NoProfile
@@ -29,13 +31,6 @@ class Stop(Protocol):
     @property
     def raised(self) -> bool:
         """True from the moment it was asked."""
-
-
-class Report(Protocol):
-    """Takes note of how far a run is, where others can read it."""
-
-    def __call__(self, state: str, step: int) -> None:
-        """`state`: running, completed, preempted."""
 
 
 @dataclass
@@ -62,7 +57,7 @@ class Trainer:
     evaluation: EvaluationStream | None
     checkpoints: Checkpoints
     log: Log
-    report: Report
+    report: Callable[[str, int], None]  # how far a run is (running, at this step), where others can read it
     stop: Stop
     steps: int  # where training ends
     horizon: int  # where the schedule ends
@@ -79,7 +74,7 @@ class Trainer:
     def fit(self, start: Found | None) -> bool:
         """Train to the end, from a checkpoint where there is one; False: stopped as asked, and saved."""
         self.begin(start)
-        while not self._over():
+        while not self._over():  # once an epoch
             for batches in self.stream.epoch(self.progress.epoch, self.progress.position):
                 self.train_step(batches)
                 self.profile.step()
@@ -99,7 +94,8 @@ class Trainer:
         began, self._deadline = monotonic(), math.inf
         if start is not None:
             self.resume(start)
-        begin_momentum(self.optimizer)
+        begin_momentum(self.optimizer)  # after a resume: what a checkpoint has given stays as it is
+        # one batch now: a mistake in the evaluation shows before hours of training, not after
         if self.evaluation is not None:
             rehearse(self.strategy, self.placed, self.task, self.evaluation, self.checkpoints.best)
         self._meter = Meter(self.strategy.totals, self.stream.global_batch)
@@ -132,19 +128,25 @@ class Trainer:
         watch = self.placed.watch
         watch.step()
         step, epoch = self.progress.step, self.progress.epoch
+        # counted first: whether this step ends its epoch or the run decides what is due after it
         ended = self._advance()
         log_now = self.finished or self.log_due.now(step + 1, ended, self._log_clock)
         rate = self._set_rate(step)
+        # what is given to the device here keeps it busy; the host is back at once and does what follows meanwhile
         parts = self.placed.forward_backward(batches, step)
+        # requests and clocks differ between processes, but all must do the same after the step: so they vote
         log_clock = self.log_due.clock() and not log_now  # for the next step
         self._votes.ask(self._asked(), log_clock, self.eval_due.clock(), self.save_due.clock())
         watch.lap("communication")
-        self._write_pending()  # of the step before: its numbers have arrived by now
+        # the line of the step before: its numbers have arrived by now, so that reading them waits for nothing
+        self._write_pending()
         watch.lap("log")
+        # a norm that nobody clips by is a pass over all gradients, so it is taken for a line alone
         limit = self.max_norm if self.max_norm is not None or not log_now else math.inf
         norm = self.placed.optimizer_step(self.optimizer, limit)
         self.placed.after_step(step + 1)
         watch.lap("optimizer")
+        # losses are added up where they are; only a line, one step from now, brings them to the host
         self._meter.add(parts)
         if step == 0:
             self.log.images("inputs", batches[0].inputs, step)
@@ -153,8 +155,10 @@ class Trainer:
             self._pending = self._meter.line(batches, norm, known)
             self.log_due.restart()
         watch.lap("log")
+        # read as late as can be, when the answer has long been there
         self._stopped, self._log_clock, eval_clock, save_clock = self._votes.read()
         watch.lap("communication")
+        # an evaluation before a save: the checkpoint says how good it is, and the best one stays
         figures = None
         if self.evaluation is not None and (self.finished or self.eval_due.now(step + 1, ended, eval_clock)):
             figures = self.evaluate(epoch)
@@ -185,12 +189,13 @@ class Trainer:
     def save(self, figures: dict[str, float] | None) -> None:
         """Collective: keep all that a run needs to go on from here. FloatingPointError instead of a broken network."""
         self._write_pending()
+        # asked of the losses since the last line, which nobody has looked at yet
         if not self._meter.finite():
             raise FloatingPointError(f"the loss stopped being a number before step {self.progress.step}; nothing saved")
         self.placed.settle()
         state = {"progress": asdict(self.progress), "horizon": self.horizon, **self.state}
         tensors = self.placed.state(self.optimizer)
-        self.log.flush()
+        self.log.flush()  # first the lines, then the checkpoint: a resumed run drops what is later, but invents nothing
         self.checkpoints.save(self.progress.step, tensors, state, figures)
         self.report("running", self.progress.step)
         self.save_due.restart()

@@ -5,12 +5,10 @@ processes reads what any other number wrote.
 """
 
 import errno
-import logging
 import os
 import secrets
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +17,19 @@ from torch.distributed.tensor import DTensor
 
 from trainer.launch.durable import sync_file, sync_folder
 from trainer.parallel.ranks import Ranks
+from trainer.records.found import Found, newest_in
 from trainer.records.manifest import (
     MANIFEST,
     STATE,
-    TENSORS,
     CorruptCheckpoint,
     FileFact,
     Manifest,
-    check_digests,
-    check_names,
     encode,
-    read_manifest,
-    read_state,
     sha256_of,
     write_manifest,
 )
 from trainer.records.retention import (
     DRAFT,
-    candidates,
     committed,
     discard,
     folder_name,
@@ -45,29 +38,14 @@ from trainer.records.retention import (
     surplus,
     sweep,
 )
-from trainer.records.safetensors_header import TensorFact, read_tensors
 from trainer.records.tensor_files import misfits, read_into, write_tensors
 from trainer.records.together import together
 
 MARGIN = 2**20  # bytes of a checkpoint beside its tensors: headers and JSON
 
-log = logging.getLogger(__name__)
-
 
 class FailedSave(Exception):
     """A checkpoint could not be written; the older ones are as they were."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint whose every byte was verified (`described`: not yet)."""
-
-    path: Path
-    step: int
-    state: dict[str, Any]
-    tensors: dict[str, TensorFact]
-    facts: dict[str, Any]
-    figures: dict[str, float]
 
 
 class Checkpoints:
@@ -95,22 +73,27 @@ class Checkpoints:
         tensors: what this rank holds. Those that are whole are equal on every rank that has them; not all ranks need
         have the same.
         """
+        # what there is over all ranks: for the space on the disk, and to see whether one process can write everything
         held = self._together(step, tensors, lambda: _sizes(tensors))  # on each rank: name → bytes
         whole = not any(isinstance(tensor, DTensor) for tensor in tensors.values())
         alone = whole and all(one.keys() == held[0].keys() for one in held)
         sizes = {name: size for one in held for name, size in one.items()}
+        # a folder without a name that counts: a crash from here to the commit leaves the older checkpoints as they were
         draft = self.folder / self._together(step, tensors, lambda: self._begin(step, sum(sizes.values())))[0]
         try:
             self._together(step, tensors, lambda: self._write(draft, tensors, state, list(sizes), alone))
+            # what really lies there is listed, brought to the disk and hashed; shared out, for reading it takes time
             listed = self._together(step, tensors, lambda: sorted(os.listdir(draft)))[0]
             mine = listed[self.ranks.rank :: self.ranks.size]
-            parts = self._together(step, tensors, lambda: {name: _sealed(draft / name) for name in mine})
-            files = {name: FileFact(*fact) for part in parts for name, fact in part.items()}
+            sealed = self._together(step, tensors, lambda: {name: _sealed(draft / name) for name in mine})
+            files = {name: FileFact(*fact) for own in sealed for name, fact in own.items()}
+            # the manifest last, then the name: who sees the name sees a checkpoint that is whole and on the disk
             said = Manifest(self.folder / folder_name(step), step, self.facts, figures or {}, files)
             self._together(step, tensors, lambda: self._commit(draft, said))
         finally:
-            if self.ranks.is_main:
+            if self.ranks.is_main:  # after a failed save; a finished draft has moved to its name
                 shutil.rmtree(draft, ignore_errors=True)
+        # only now: a save that failed has beaten nobody
         self._record = max(self._record, score(figures, self.best))
         return said.path
 
@@ -132,7 +115,7 @@ class Checkpoints:
         return figures is not None and score(figures, self.best) > self._record
 
     def read(self, found: Found, tensors: dict[str, Tensor]) -> None:
-        """Fill the given tensors in place, of DTensors the part this rank holds. Collective.
+        """Fill the given tensors in place, of DTensors the shard this rank holds. Collective.
 
         Ranks may ask for different ones; CorruptCheckpoint where one is missing, or where nobody asked for a network's.
         """
@@ -182,65 +165,12 @@ class Checkpoints:
             ) from error
 
 
-def newest_in(folder: Path, ranks: Ranks) -> tuple[Found | None, list[Path]]:
-    """The newest valid checkpoint of a folder, and the corrupt ones that were passed over. Collective."""
-    order = together(ranks, lambda: newest_first(folder) if ranks.is_main else [], CorruptCheckpoint)[0]
-    rejected: list[str] = []
-    for name in order:
-        try:
-            return open_checkpoint(folder / name, ranks), [folder / name for name in order[: len(rejected)]]
-        except CorruptCheckpoint as error:
-            rejected.append(str(error))
-            if ranks.is_main:
-                log.warning("checkpoint %s is passed over: %s", name, error)
-    if rejected:
-        reasons = "\n".join(f"  {reason}" for reason in rejected[:15])
-        raise CorruptCheckpoint(f"none of the {len(rejected)} checkpoints in {folder} can be used:\n{reasons}")
-    return None, []
-
-
-def open_checkpoint(path: Path, ranks: Ranks | None = None) -> Found:
-    """Verify one checkpoint, every byte of it. Collective; CorruptCheckpoint in words, on all ranks or none."""
-    ranks = ranks or Ranks()
-    found: list[Found] = []
-    together(ranks, lambda: found.append(_verified(path, ranks.rank, ranks.size)), CorruptCheckpoint)
-    return found[0]
-
-
 def _fill(tensors: dict[str, Tensor], found: Found, asked: set[str]) -> None:
     problems = misfits(found.tensors, tensors, asked)
     if problems:
         more = f"\n  … and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise CorruptCheckpoint(f"{found.path} does not fit this network:\n  " + "\n  ".join(problems[:10]) + more)
     read_into(tensors, found.path)
-
-
-def newest_first(folder: Path) -> list[str]:
-    """Names of the candidates by the step in their manifest; those without a readable one first, to be reported."""
-    steps = {path: manifest.step if (manifest := _manifest(path)) else 10**18 for path in candidates(folder)}
-    order = sorted(steps, key=lambda path: (steps[path], path.name == folder_name(steps[path])), reverse=True)
-    return [path.name for path in order]
-
-
-def _manifest(path: Path) -> Manifest | None:
-    try:
-        return read_manifest(path)
-    except (CorruptCheckpoint, OSError):
-        return None
-
-
-def _verified(path: Path, rank: int, ranks: int) -> Found:
-    """Every rank checks names, sizes and headers; the reading for the digests is shared out."""
-    manifest = read_manifest(path)
-    check_names(manifest)
-    check_digests(manifest, sorted(manifest.files)[rank::ranks])
-    return described(manifest)
-
-
-def described(manifest: Manifest) -> Found:
-    """What a checkpoint says about itself: its state, and the headers of its tensors."""
-    tensors = read_tensors(manifest.path / name for name in sorted(manifest.files) if name.endswith(TENSORS))
-    return Found(manifest.path, manifest.step, read_state(manifest), tensors, manifest.facts, manifest.figures)
 
 
 def _sealed(path: Path) -> tuple[int, str]:
@@ -250,5 +180,5 @@ def _sealed(path: Path) -> tuple[int, str]:
 
 
 def _sizes(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Bytes of each tensor, over all ranks that hold a part of it."""
+    """Bytes of each tensor, over all ranks that hold a shard of it."""
     return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}

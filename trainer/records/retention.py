@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from trainer.launch.durable import sync_folder
-from trainer.records.manifest import CorruptCheckpoint, Manifest, check_names, read_manifest
+from trainer.records.manifest import CorruptCheckpoint, Manifest, check_sizes, read_manifest
 
 # Names that begin with a dot are never read as checkpoints.
 DRAFT = ".tmp-"  # being written
@@ -29,7 +29,7 @@ def committed(folder: Path, rejected: Collection[Path] = ()) -> list[Manifest]:
     for path in candidates(folder):
         try:
             manifest = read_manifest(path)
-            check_names(manifest)
+            check_sizes(manifest)
         except (CorruptCheckpoint, OSError):
             continue
         if path not in rejected:

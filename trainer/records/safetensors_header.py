@@ -1,17 +1,17 @@
-"""The header of a safetensors file, checked against the file's size before anybody allocates what it claims."""
+"""What tensors safetensors files hold, from their headers alone; safetensors itself compares those with the file."""
+
+from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from trainer.records.manifest import CorruptCheckpoint, decode
-
-HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
+from trainer.records.manifest import CorruptCheckpoint
 
 DTYPES = {
     "F64": torch.float64,
@@ -32,85 +32,50 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TensorFact:
-    """Shape and type of one whole tensor, wherever its pieces lie."""
+    """Shape and type of one whole tensor, wherever its shards lie."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The part of a tensor that one file holds, from `offsets` on."""
+class Shard:
+    """What one file holds of a tensor, from `offsets` on."""
 
-    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
 
 
 def read_tensors(files: Iterable[Path]) -> dict[str, TensorFact]:
-    """What tensors the files make up together. CorruptCheckpoint where pieces are missing or do not fit."""
-    pieces: dict[str, list[Piece]] = {}
+    """What tensors the files make up together. CorruptCheckpoint where shards are missing or do not fit."""
+    shards: dict[str, list[Shard]] = {}
     for file in files:
-        for piece in read_header(file):
-            pieces.setdefault(piece.name, []).append(piece)
-    return {name: _joined(name, parts) for name, parts in pieces.items()}
+        try:
+            for name, shard in _shards(file).items():
+                shards.setdefault(name, []).append(shard)
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise CorruptCheckpoint(f"{file}: {str(error)[:300]}") from None
+    return {name: _joined(name, own) for name, own in shards.items()}
 
 
-def read_header(file: Path) -> list[Piece]:
-    """The pieces that one file holds; every claim of the header is held against the size of the file."""
-    size = file.stat().st_size
-    try:
-        with open(file, "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > min(size - 8, HEADER_LIMIT):
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = decode(stream.read(length))
-        return _pieces(header, size - 8 - length)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{file}: {str(error)[:300]}") from None
+def _shards(file: Path) -> dict[str, Shard]:
+    """What one file holds, by the tensors' names; no tensor is read."""
+    with safe_open(file, "pt") as opened:
+        said = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))  # torch's; none of a tensor: whole
+        found = {}
+        for name in opened.keys():  # noqa: SIM118 - it is no mapping
+            entry = opened.get_slice(name)
+            shape = tuple(entry.get_shape())
+            offsets = tuple(said[name]["saved_offsets"]) if name in said else (0,) * len(shape)
+            found[name] = Shard(DTYPES[entry.get_dtype()], shape, offsets)
+        return found
 
 
-def _pieces(header: dict[str, Any], room: int) -> list[Piece]:
-    """The entries of a header whose data are `room` bytes: they must fill them one after the other."""
-    offsets = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
-    position, found = 0, []
-    for name, said in sorted(header.items(), key=lambda item: _span(item[1])):
-        dtype, shape, (start, end) = DTYPES[said["dtype"]], _sizes(said["shape"]), _span(said)
-        if start != position or end - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name}: {said['dtype']} {list(shape)} does not lie in bytes {start} to {end}")
-        where = _sizes(offsets[name]["saved_offsets"]) if name in offsets else (0,) * len(shape)
-        if len(where) != len(shape):
-            raise ValueError(f"{name}: offsets {list(where)} of a tensor of shape {list(shape)}")
-        found.append(Piece(name, dtype, shape, where))
-        position = end
-    if position != room:
-        raise ValueError(f"{room} bytes of data, the header accounts for {position}")
-    return found
-
-
-def _joined(name: str, parts: list[Piece]) -> TensorFact:
-    shape = tuple(max(offset + size for offset, size in pair) for pair in zip(*map(_extents, parts), strict=True))
-    fact = TensorFact(shape, parts[0].dtype)
-    held = sum(math.prod(part.shape) for part in parts)
-    full = [part for part in parts if math.prod(part.shape)]
-    if any(part.dtype != fact.dtype for part in parts) or len({part.offsets for part in full}) < len(full):
-        raise CorruptCheckpoint(f"{name}: its pieces do not belong together")
-    if held != math.prod(shape):
-        raise CorruptCheckpoint(f"{name}: {held} of its {math.prod(shape)} elements are there")
+def _joined(name: str, shards: list[Shard]) -> TensorFact:
+    ends = zip(*([at + size for at, size in zip(s.offsets, s.shape, strict=True)] for s in shards), strict=True)
+    fact = TensorFact(tuple(map(max, ends)), shards[0].dtype)
+    held = sum(math.prod(shard.shape) for shard in shards)
+    if any(shard.dtype != fact.dtype for shard in shards) or held != math.prod(fact.shape):
+        raise CorruptCheckpoint(f"{name}: {held} of its {math.prod(fact.shape)} elements are there")
     return fact
-
-
-def _extents(part: Piece) -> list[tuple[int, int]]:
-    return list(zip(part.offsets, part.shape, strict=True))
-
-
-def _sizes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or any(type(value) is not int or not 0 <= value < 2**62 for value in values):
-        raise ValueError(f"{values!r} are no sizes")
-    return tuple(values)
-
-
-def _span(said: dict[str, Any]) -> tuple[int, int]:
-    start, end = _sizes(said["data_offsets"])
-    return start, end

@@ -15,7 +15,8 @@ from trainer.launch.launch import Launch
 from trainer.launch.signals import StopRequest, left_behind
 from trainer.learning.cadence import Due
 from trainer.learning.optimizer import parameter_groups
-from trainer.records.checkpoint import Checkpoints, Found, newest_in, open_checkpoint
+from trainer.records.checkpoint import Checkpoints
+from trainer.records.found import Found, newest_in, open_checkpoint
 from trainer.records.log import Log
 from trainer.records.profile import NoProfile, Profile
 from trainer.records.resume import is_checkpoint, read_config, start_path

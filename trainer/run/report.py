@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.data.order import size_of
 from trainer.launch.launch import Launch
-from trainer.records.checkpoint import Found
+from trainer.records.found import Found
 from trainer.run.environment import surroundings
 from trainer.run.preparation import Prepared, RunParts
 

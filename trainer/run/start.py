@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from trainer.configuration.settings import Loop
 from trainer.parallel.state import differences
-from trainer.records.checkpoint import Found, described, newest_first
-from trainer.records.manifest import CorruptCheckpoint, check_names, read_manifest
+from trainer.records.found import Found, described, newest_first
+from trainer.records.manifest import CorruptCheckpoint, check_sizes, read_manifest
 from trainer.records.resume import Change, changes, is_checkpoint
 from trainer.refusal import Refusal
 from trainer.run.arithmetic import Length
@@ -32,7 +32,7 @@ def glance(path: Path) -> Found | None:
     for folder in [path / "checkpoints" / name for name in names] or [path]:
         with suppress(CorruptCheckpoint, OSError):
             manifest = read_manifest(folder)
-            check_names(manifest)
+            check_sizes(manifest)
             return described(manifest)
     return None
 
