@@ -65,6 +65,7 @@ def multirun(argv: Sequence[str]) -> Multirun:
 
 def _base(words: Words, overrides: list[Override], of_hydra: list[Override], places: list[Path]) -> DictConfig:
     """The configuration with Hydra's own part, as the first values of the groups' words choose it."""
+    # What decides who starts the runs cannot differ between them; groups may, and their first values stand for all.
     wrong = [line(each) for each in of_hydra if each.is_sweep_override()]
     if wrong:
         raise Refusal(f"{wrong[0]}: one launcher starts all runs; choose one")
@@ -160,5 +161,6 @@ def _below_root(root: str, name: str | None) -> str | None:
 
 def whole_words(job: Job, folder: Path) -> list[str]:
     """The command line of one job, with its own folder."""
+    # The folder of all runs was decided above; each has its own in it.
     kept = [word for word in job.words if not re.match(r"\+*run\.(dir|name)=", word)]
     return [*kept, f"run.dir={quoted(str(folder / job.name))}"]

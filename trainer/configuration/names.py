@@ -31,6 +31,7 @@ class Names:
         """The class or function of this name. Refusal where it may not be called or is not there; calls nothing."""
         if not isinstance(name, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name):
             raise Refusal(f"{where}: {shown(name)} is not the name of a class or function, like lab.net.Net")
+        # By its name alone, before anything is imported: importing runs code.
         if not self._permits(name):
             raise Refusal(f"{where}: {name} may not be called from a configuration{self._remedy(name.split('.')[0])}")
         if any(part.startswith("_") for part in name.split(".")):
@@ -54,6 +55,7 @@ class Names:
         return str(getattr(target, "__module__", "")).split(".")[0] in self.trust
 
     def _remedy(self, first: str) -> str:
+        # A lab is named like the folder that holds it, which is importable from the folder above.
         for folder in self.folders:
             if folder.parent.name == first:
                 return f": {first} is not importable here; start in {folder.parent.parent}"

@@ -32,6 +32,7 @@ def submit(cfg: DictConfig, jobs: Sequence[Sequence[str]], folder: Path) -> list
     """
     with read_write(cfg), open_dict(cfg):
         cfg.hydra.sweep.dir, cfg.hydra.sweep.subdir = str(folder), "."
+    # Hydra gives a launcher its context by this one way, which takes a loader of configurations and callbacks.
     try:
         context = HydraContext(config_loader=cast(ConfigLoader, Whole()), callbacks=Callbacks(None))
         launcher = Plugins.instance().instantiate_launcher(context, run_words, cfg)
@@ -65,7 +66,7 @@ def run_words(_: DictConfig) -> int:
     child = subprocess.Popen([sys.executable, "-m", "trainer", *words])
     try:
         return child.wait()
-    except BaseException:
+    except BaseException:  # the requeueing, too: nothing may be left running
         child.terminate()
         child.wait()
         raise

@@ -39,6 +39,8 @@ def written(cfg: DictConfig) -> str:
     def kept(path: str, written: Any, error: OmegaConfBaseException | None) -> Any:
         return written
 
+    # Resolving is the only way to learn whether a value depends on the environment, through others perhaps: what
+    # fails while the environment cannot be asked stays as it was written.
     with _environment_sealed():
         return yaml.safe_dump(_plain(cfg, kept), sort_keys=False, allow_unicode=True, width=120)
 
@@ -63,8 +65,10 @@ Fallback = Callable[[str, Any, OmegaConfBaseException | None], Any]
 def _plain(node: Any, fallback: Fallback, path: str = "") -> Any:
     def leaf(key: Any) -> Any:
         where = f"{path}.{key}".lstrip(".")
+        # ??? is no interpolation; through one OmegaConf would call the value missing, too
         if OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
             return fallback(where, "???", None)
+        # Each value by itself: to_container ends at the first that fails, and all are to be told.
         try:
             value = node[key]
         except OmegaConfBaseException as error:

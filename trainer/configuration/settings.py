@@ -127,7 +127,7 @@ class Settings:
     fused: bool | None = None  # one kernel for the whole step; None: where it pays
 
 
-SECTIONS: Mapping[str, type] = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
+SECTIONS: Mapping[str, Any] = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
 
 
 def settings(cfg: DictConfig) -> Settings:

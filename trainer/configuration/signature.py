@@ -12,6 +12,8 @@ from typing import Any
 from trainer.configuration.values import below, describe, fits, in_steps, shown
 from trainer.refusal import nearest
 
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 def problems(
     target: Callable, values: Mapping[str, Any], written: Any, where: str, given: Iterable[str] = ()
@@ -21,20 +23,24 @@ def problems(
     types_of = hints(target)
     named = {name: each for name, each in parameters.items() if each.kind not in _VARIADIC}
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+    # A key is nobody's, or of another type; where a target takes **kwargs, only the call itself can tell.
     found = []
     for name, value in values.items():
         if name in given or (name not in named and not anything):
             free = [each for each in named if each not in given]
             found.append(f"{where}.{name}: {_called(target)} takes no such key{nearest(name, free) or _listed(free)}")
-        elif name in named and not _fits_parameter(value, named[name], types_of.get(name, Any)):
+        # `width: int = None` is written by many and means what it says
+        elif value is None and name in named and named[name].default is None:
+            continue
+        elif name in named and not fits(value, types_of.get(name, Any)):
             expected = describe(types_of[name]) + in_steps(value)
             found.append(f"{where}.{name}={shown(below(written, name))}: {_called(target)} expects {expected}")
+
+    # What has no default must come from somewhere.
     needed = [name for name, each in named.items() if each.default is inspect.Parameter.empty]
     missing = [name for name in needed if name not in values and name not in given]
     return found + [f"{where}.{name}: {_called(target)} needs it" for name in missing]
-
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _called(target: Callable) -> str:
@@ -54,22 +60,16 @@ def hints(target: Callable) -> dict[str, Any]:
         owners = owners if owners[0] is not None else [getattr(target, "__init__")]  # noqa: B009
     else:
         owners = [inspect.unwrap(target)]
+
+    # One by one: typing.get_type_hints gives up on all of them where one name is not there at run time.
     found: dict[str, Any] = {}
     for owner in owners:
         module = inspect.getmodule(owner)
         names = getattr(owner, "__globals__", vars(module) if module else {})
-        for name, written in _annotations(owner).items():
+        own = inspect.get_annotations(owner) if isinstance(owner, type | types.FunctionType) else {}
+        for name, written in own.items():
             try:
                 found |= typing.get_type_hints(types.SimpleNamespace(__annotations__={name: written}), names)
             except (NameError, TypeError, AttributeError, SyntaxError):
                 found.pop(name, None)
     return found
-
-
-def _annotations(owner: Any) -> dict[str, Any]:
-    return inspect.get_annotations(owner) if isinstance(owner, type | types.FunctionType) else {}
-
-
-def _fits_parameter(value: Any, parameter: inspect.Parameter, annotation: Any) -> bool:
-    # `width: int = None` is written by many and means what it says
-    return (value is None and parameter.default is None) or fits(value, annotation)

@@ -32,6 +32,7 @@ class Words:
 
 def read(argv: Sequence[str]) -> Words:
     """Take a command line apart. Refusal for a flag that is unknown, or that this program does not take."""
+    # Flags may stand between words, as in Hydra; what is unknown may be a key in the dress of one.
     parser, argv = _parser(), list(argv)
     found, unknown = parser.parse_known_intermixed_args(argv)
     strange = tuple(_with_value(flag, argv, found.overrides, parser) for flag in unknown)
@@ -69,6 +70,7 @@ def _with_value(flag: str, argv: list[str], overrides: list[str], parser: Argume
     flags = re.findall(r"--[\w-]+", parser.format_usage())
     if get_close_matches(flag, flags, cutoff=0.75) or not flag.startswith("--"):
         raise Refusal(f"{flag}: there is no such flag{nearest(flag, flags)}; --help shows what there is")
+    # --epochs 3: the value is the next word, unless it is one of its own.
     key, _, value = flag.removeprefix("--").partition("=")
     after = argv[argv.index(flag) + 1 : argv.index(flag) + 2]
     if "=" not in flag and after and after[0] in overrides and "=" not in after[0]:
