@@ -25,6 +25,10 @@ def test_tensors_of_one_size_go_round() -> None:
     assert owners([7] * 6, 3) == [0, 1, 2, 0, 1, 2]
 
 
+def test_small_tensors_fill_up_what_the_large_one_leaves() -> None:
+    assert owners([1, 1, 1, 1, 4], 2) == [1, 1, 1, 1, 0]
+
+
 def test_no_tensors_need_no_owner() -> None:
     assert owners([], 2) == []
 

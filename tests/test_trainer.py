@@ -19,8 +19,9 @@ from tests.strategies.toys import BATCH, Net, Plain, ToyData, Weighted
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream
 from trainer.launch.launch import Launch
+from trainer.learning import cadence
 from trainer.learning.cadence import Due, Every
-from trainer.learning.schedule import Cosine, Schedule
+from trainer.learning.schedule import Constant, Cosine, Schedule
 from trainer.learning.task import Task
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.log import Log
@@ -122,6 +123,24 @@ def test_a_new_best_is_kept_at_once(tmp_path: Path) -> None:
         run.trainer.fit(None)
     best = max(run.lines("eval"), key=lambda line: line["macro"])
     assert set(run.saved()) == {best["step"], 10}
+
+
+def test_a_clock_that_has_run_out_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(cadence, "monotonic", lambda: now[0])
+
+    class Second(Constant):
+        def __call__(self, step: int, horizon: int | None) -> float:
+            now[0] += 1.0  # every step takes one
+            return 1.0
+
+    rhythms = {key: Due([Every(seconds=3.0)]) for key in ("log_due", "eval_due", "save_due")}
+    with made(tmp_path, schedule=Second(), best="macro", **rhythms) as run:
+        run.trainer.fit(None)
+    assert [line["step"] for line in run.lines("train")] == [4, 8, 10]
+    assert [line["step"] for line in run.lines("eval")] == [3, 6, 9, 10]
+    best = [line["step"] for line in run.lines("eval")]
+    assert set(run.saved()) - set(best) == set()
 
 
 def test_a_request_to_stop_finishes_the_step_and_saves(tmp_path: Path) -> None:
