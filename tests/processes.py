@@ -76,6 +76,7 @@ def _serve(pipe: Connection, first: bool) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         pipe.send(store.port)
+    first_case = True
     while (job := pipe.recv()) is not None:
         launch, function, args = job
         try:
@@ -88,4 +89,6 @@ def _serve(pipe: Connection, first: bool) -> None:
             say_goodbye()  # or every case would leave a connection to the store open, in both processes
             connected.cache_clear()
             gc.collect()
-            gc.freeze()  # modules and caches: looking at them again costs more than most cases
+            if first_case:
+                gc.freeze()  # modules: looking at them again after every case costs more than most cases
+            first_case = False

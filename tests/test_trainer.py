@@ -143,6 +143,26 @@ def test_a_clock_that_has_run_out_begins_anew(tmp_path: Path, monkeypatch: pytes
     assert set(run.saved()) - set(best) == set()
 
 
+def test_a_task_hears_of_every_step_and_sees_the_network_in_its_mode(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Watching(Plain):
+        def forward(self, network: Any, inputs: Any, targets: Any) -> Any:
+            seen.append(network.training)
+            return super().forward(network, inputs, targets)
+
+        def after_step(self, network: Any, step: int) -> None:
+            seen.append(step)
+
+    with made(tmp_path, Watching(), steps=5, best="macro") as run:
+        run.trainer.begin(None)
+        seen.clear()  # of the rehearsal
+        run.trainer.fit(None)
+    evaluation = [False] * 3  # batches of 50 of 101 samples
+    training = [item for step in range(1, 6) for item in (True, step, *(evaluation if step in (4, 5) else ()))]
+    assert seen == [False, *training]  # a rehearsal first
+
+
 def test_a_request_to_stop_finishes_the_step_and_saves(tmp_path: Path) -> None:
     class AtOnce(Schedule):
         def __call__(self, step: int, horizon: int | None) -> float:
