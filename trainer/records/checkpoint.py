@@ -38,7 +38,6 @@ from trainer.records.retention import (
     surplus,
     sweep,
 )
-from trainer.records.tensor_files import misfits, read_into, write_tensors
 from trainer.records.together import together
 
 MARGIN = 2**20  # bytes of a checkpoint beside its tensors: headers and JSON
@@ -135,6 +134,8 @@ class Checkpoints:
     def _write(
         self, draft: Path, tensors: dict[str, Tensor], state: dict[str, Any], names: list[str], alone: bool
     ) -> None:
+        from trainer.records.tensor_files import write_tensors  # here: what it imports takes longer than first steps
+
         if self.ranks.is_main or not alone:
             write_tensors(draft, tensors, names, alone)
         if self.ranks.is_main:
@@ -166,6 +167,8 @@ class Checkpoints:
 
 
 def _fill(tensors: dict[str, Tensor], found: Found, asked: set[str]) -> None:
+    from trainer.records.tensor_files import misfits, read_into
+
     problems = misfits(found.tensors, tensors, asked)
     if problems:
         more = f"\n  … and {len(problems) - 10} more" if len(problems) > 10 else ""

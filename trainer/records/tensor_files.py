@@ -1,6 +1,8 @@
 """Tensors to safetensors files and back, through torch.distributed.checkpoint: whole ones and sharded ones alike."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
 from trainer.records.safetensors_header import TensorFact
@@ -45,15 +48,13 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], names: list[str], al
     """
     parts = {name: 2 if name.startswith(APART) else 1 for name in names}
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=parts, save_distributed=True)
-    with torch.no_grad(), warnings.catch_warnings():
-        _silence_one_process()
+    with _plainly():
         dcp.save(dict(tensors), storage_writer=writer, planner=_InRows(), no_dist=alone)
 
 
 def read_into(tensors: dict[str, Tensor], folder: Path) -> None:
     """Fill tensors in place from a verified folder. No communication: each rank reads what it holds."""
-    with torch.no_grad(), warnings.catch_warnings():
-        _silence_one_process()
+    with _plainly():
         dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
@@ -73,6 +74,13 @@ def misfits(stored: dict[str, TensorFact], wanted: dict[str, Tensor], asked: set
     return sorted(lines)
 
 
-def _silence_one_process() -> None:
-    """torch remarks that it works without a process group, which is what was asked for."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """An error as it was where it happened: torch hands it to all ranks in a parcel."""
+    with torch.no_grad(), warnings.catch_warnings():
+        # torch remarks that it works without a process group, which is what was asked for
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield
+        except CheckpointException as parcel:
+            raise next(iter(parcel.failures.values()))[0] from parcel
