@@ -45,7 +45,7 @@ def test_every_key_of_config_yaml_is_read_and_every_reader_has_a_key() -> None:
     cfg = configuration()
     assert set(cfg) <= set(SECTIONS) | set(GROUPS) | set(Settings.__dataclass_fields__)
     for name, section in SECTIONS.items():
-        assert list(cfg[name]) == list(section.__dataclass_fields__), name  # type: ignore[attr-defined]
+        assert list(cfg[name]) == list(section.__dataclass_fields__), name
 
 
 @pytest.mark.parametrize(
