@@ -20,6 +20,7 @@ from trainer.launch.rendezvous import connected, say_goodbye
 
 MOST = 4
 PATIENCE = 300.0  # seconds until a group that does not answer is given up
+PARTING = 30.0  # the same, once a rank has failed: the others may wait for it in a collective
 
 
 class Processes:
@@ -46,8 +47,10 @@ class Processes:
             self._pipes[rank].send((launch, function, args))
         answers: dict[int, Any] = {}
         while len(answers) < size:
-            ready = wait([pipe for rank, pipe in enumerate(self._pipes[:size]) if rank not in answers], PATIENCE)
-            assert ready, f"ranks {sorted(set(range(size)) - answers.keys())} of {function.__name__} did not answer"
+            patience = PATIENCE if all(fine for fine, _ in answers.values()) else PARTING
+            ready = wait([pipe for rank, pipe in enumerate(self._pipes[:size]) if rank not in answers], patience)
+            missing = sorted(set(range(size)) - answers.keys())
+            assert ready, f"ranks {missing} of {function.__name__} did not answer\n{_failures(answers)}"
             for rank, pipe in enumerate(self._pipes):
                 if pipe not in ready:
                     continue
@@ -55,8 +58,7 @@ class Processes:
                     answers[rank] = pipe.recv()
                 except EOFError:
                     answers[rank] = (False, "the process is gone; what it said last stands on stderr")
-        failed = [f"rank {rank}:\n{answer}" for rank, (fine, answer) in sorted(answers.items()) if not fine]
-        assert not failed, "\n".join(failed)
+        assert not (failed := _failures(answers)), failed
         return [answers[rank][1] for rank in range(size)]
 
     def close(self) -> None:
@@ -92,3 +94,8 @@ def _serve(pipe: Connection, first: bool) -> None:
             if first_case:
                 gc.freeze()  # modules: looking at them again after every case costs more than most cases
             first_case = False
+
+
+def _failures(answers: dict[int, Any]) -> str:
+    """What the ranks that failed said."""
+    return "\n".join(f"rank {rank}:\n{answer}" for rank, (fine, answer) in sorted(answers.items()) if not fine)
