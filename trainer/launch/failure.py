@@ -66,11 +66,7 @@ def refuse(message: str, launch: Launch) -> NoReturn:
 
 
 def fail(
-    error: BaseException,
-    launch: Launch,
-    folder: Path | None = None,
-    step: int | None = None,
-    remedy: str = "",
+    error: BaseException, launch: Launch, folder: Path | None = None, step: int | None = None, remedy: str = ""
 ) -> NoReturn:
     """Exit 1. The rank that failed first prints its own traceback; the others, whose errors follow, stay silent.
 
@@ -232,15 +228,11 @@ def claim(store: Store | None, launch: Launch, reason: str) -> Failure:
     mine = Failure(launch.rank, time.time(), reason[:500])
     if store is None:
         return mine
-    return _parsed(store.compare_set("failure", "", json.dumps(asdict(mine))))
+    return Failure(**json.loads(store.compare_set("failure", "", json.dumps(asdict(mine)))))
 
 
 def claimed(store: Store | None) -> Failure | None:
     """The failure that was claimed in this round, if any. Never waits."""
     if store is None or not store.check(["failure"]):
         return None
-    return _parsed(store.get("failure"))
-
-
-def _parsed(said: bytes) -> Failure:
-    return Failure(**json.loads(said))
+    return Failure(**json.loads(store.get("failure")))

@@ -13,10 +13,11 @@ from typing import NamedTuple
 from trainer.refusal import Refusal
 
 _TASKS = "SLURM_STEP_NUM_TASKS"
+_COUNTS = re.compile(r"(^|_)(RANK|WORLD_SIZE|LOCAL_SIZE|PROCID|LOCALID|STEP_NUM_TASKS|LOCALRANKID|PMI_SIZE)$")
 _SPECIAL_STEPS = 0xFFFFFFF0  # of Slurm: the batch script, the shell of salloc
 
 
-class Place(NamedTuple):
+class ProcessPlace(NamedTuple):
     """Which process this is, of how many, and where they meet."""
 
     rank: int = 0
@@ -29,7 +30,7 @@ class Place(NamedTuple):
     hosted: bool = False
 
 
-def place(env: Mapping[str, str]) -> Place:
+def place(env: Mapping[str, str]) -> ProcessPlace:
     """This process's place in its launch; a process that was started alone has the only one.
 
     Refusal where the environment is incomplete or makes no sense.
@@ -37,16 +38,16 @@ def place(env: Mapping[str, str]) -> Place:
     for variable, read in _READERS.items():
         if variable in env and (found := read(env)) is not None:
             return _sound(found, env)
-    return Place()
+    return ProcessPlace()
 
 
-def _torchrun(env: Mapping[str, str]) -> Place:
+def _torchrun(env: Mapping[str, str]) -> ProcessPlace:
     """torchrun, and whatever else speaks its variables (PyTorchJob, a shell script)."""
     missing = [key for key in ("RANK", "WORLD_SIZE") if not env.get(key)]
     if missing:
         raise Refusal(f"the launcher's environment is incomplete: {', '.join(missing)} missing; start with torchrun")
     rank, world_size = _whole(env, "RANK"), _whole(env, "WORLD_SIZE")
-    return Place(
+    return ProcessPlace(
         rank=rank,
         world_size=world_size,
         local_rank=_whole(env, "LOCAL_RANK", rank),
@@ -58,21 +59,21 @@ def _torchrun(env: Mapping[str, str]) -> Place:
     )
 
 
-def _open_mpi(env: Mapping[str, str]) -> Place:
+def _open_mpi(env: Mapping[str, str]) -> ProcessPlace:
     return _numbered(env, *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 
 
-def _mpich(env: Mapping[str, str]) -> Place | None:
+def _mpich(env: Mapping[str, str]) -> ProcessPlace | None:
     """MPICH and Intel MPI. `srun --mpi=pmi2` sets these, too, and Slurm's own variables then say more."""
     if all(env.get(f"PMI_{one}") == env.get(other) for one, other in (("RANK", "SLURM_PROCID"), ("SIZE", _TASKS))):
         return None
     return _numbered(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
-def _numbered(env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> Place:
+def _numbered(env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> ProcessPlace:
     """What variables of these names say; where there are no local ones, all processes are on one machine."""
     number, count = _whole(env, rank), _whole(env, size)
-    return Place(
+    return ProcessPlace(
         rank=number,
         world_size=count,
         local_rank=_whole(env, local_rank, number),
@@ -81,7 +82,7 @@ def _numbered(env: Mapping[str, str], rank: str, size: str, local_rank: str, loc
     )
 
 
-def _slurm(env: Mapping[str, str]) -> Place | None:
+def _slurm(env: Mapping[str, str]) -> ProcessPlace | None:
     """A task of srun. Only srun numbers its steps from 0: a batch script merely has the numbers of its allocation.
 
     Nor is the shell of `srun --pty` or salloc one task of several. A job that was requeued runs its command again.
@@ -92,10 +93,10 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
     attempt = _whole(env, "SLURM_RESTART_COUNT", 0)
     world_size = _whole(env, _TASKS if _TASKS in env else "SLURM_NTASKS", 1)
     if world_size == 1:
-        return Place(attempt=attempt)
+        return ProcessPlace(attempt=attempt)
     node, rank = _whole(env, "SLURM_NODEID", 0), _whole(env, "SLURM_PROCID")
     counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world_size))
-    return Place(
+    return ProcessPlace(
         rank=rank,
         world_size=world_size,
         local_rank=_whole(env, "SLURM_LOCALID", rank),
@@ -123,8 +124,8 @@ def first_host(hosts: str) -> str:
 def tasks_per_node(counts: str) -> list[int]:
     """Slurm's `2(x3),1` spelt out: 2, 2, 2, 1. Refusal where it is nothing of the kind."""
     spelt: list[int] = []
-    for part in counts.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+    for machines in counts.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", machines)
         if match is None:
             raise Refusal(f"SLURM_STEP_TASKS_PER_NODE={counts}: expected counts such as 4(x2),1")
         spelt += [int(match[1])] * int(match[2] or 1)
@@ -173,22 +174,14 @@ def _whole(env: Mapping[str, str], key: str, default: int | None = None) -> int:
     return int(text)
 
 
-def _sound(found: Place, env: Mapping[str, str]) -> Place:
+def _sound(found: ProcessPlace, env: Mapping[str, str]) -> ProcessPlace:
     """The same place, if it can be one."""
-    for rank, size, what in (
-        (found.rank, found.world_size, "processes"),
-        (found.local_rank, found.local_world_size, "on this machine"),
-    ):
+    machine = (found.local_rank, found.local_world_size, "on this machine")
+    for rank, size, what in ((found.rank, found.world_size, "processes"), machine):
         if rank >= size:
+            shown = ", ".join(sorted(f"{key}={value}" for key, value in env.items() if _COUNTS.search(key))[:6])
             raise Refusal(
                 f"the environment contradicts itself: this is process {rank} of {size} {what}, and they count from 0; "
-                f"{_shown(env)}"
+                f"it says {shown}"
             )
     return found
-
-
-def _shown(env: Mapping[str, str]) -> str:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    ending = tuple(f"_{name}" for name in (*names, "PROCID", "LOCALID", "STEP_NUM_TASKS", "LOCALRANKID", "PMI_SIZE"))
-    shown = [f"{key}={value}" for key, value in env.items() if key in names or key.endswith(ending)]
-    return "it says " + ", ".join(sorted(shown)[:6])

@@ -15,13 +15,14 @@ from trainer.launch.launch import Launch
 from trainer.launch.signals import StopRequest, left_behind
 from trainer.learning.cadence import Due
 from trainer.learning.optimizer import parameter_groups
+from trainer.parallel.outline import is_outline
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.found import Found, newest_in, open_checkpoint
 from trainer.records.log import Log
 from trainer.records.profile import NoProfile, Profile
 from trainer.records.resume import is_checkpoint, read_config, start_path
 from trainer.refusal import Refusal
-from trainer.run.malloc import keep_freed_memory
+from trainer.run.malloc import give_back_freed_memory, keep_freed_memory
 from trainer.run.preparation import Prepared, RunParts, decide_resume, keep_precision, prepare, with_values
 from trainer.run.remedy import evaluation_batch, remedy
 from trainer.run.report import describe, end_lines, start_lines
@@ -32,10 +33,11 @@ STOPPED = 75  # stopped as asked and saved: run the same command again
 
 def fit(run: RunParts) -> int:
     """Train; the exit code. Refusal, before any process group, where it cannot work."""
-    keep_freed_memory()  # before the first tensor: what is allocated under other rules stays where it is
     launch, progress = run.machine.launch, Progress()
     # data, sums, network, and the folder last: what cannot work is refused while nothing has been made
     prepared = prepare(run)
+    # before any value lies on a device: what was allocated under other rules stays where it is
+    (give_back_freed_memory if is_outline(prepared.network) else keep_freed_memory)()
     # one process compares with what lies in the folder and all follow: each for itself could see another moment of it
     verdict = decided_by_main(launch, "resume", lambda: decide_resume(run, prepared))
     if verdict["complete"]:

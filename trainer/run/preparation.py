@@ -73,9 +73,11 @@ def prepare(run: RunParts) -> Prepared:
     if loop.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition, before CUDA starts
         torch.use_deterministic_algorithms(True)
+    # sums that need numbers alone first: they are refused before a data set is downloaded
     ranks = run.strategy.data_ranks(launch.world_size)
     batches = deal(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch, loop.uneven)
     run.strategy.refuse_shares(launch.world_size, loop.global_batch // ranks, batches.micro_batches, loop.uneven)
+    # one process of a machine first: it may download, and the others find it done
     training, evaluation = first_on_node(launch, "data", lambda: read_data(run))
     order = Order(run.data, training, settings.seed)
     length = measure(order.length, loop.global_batch, loop.epochs, loop.steps)
@@ -83,11 +85,12 @@ def prepare(run: RunParts) -> Prepared:
     evaluation = evaluation if evaluation is not None and size_of(evaluation) else None
     if evaluation is None and settings.checkpoint.best is not None:
         raise Refusal(f"checkpoint.best={settings.checkpoint.best}: the data has no evaluation set to measure it on")
+    # the network last of what is made, for it may be large; where ranks are to hold shards only its shapes are
     network, whole_because = run.strategy.outline(partial(make_network, run))
     run.strategy.check(run.task, network, launch.world_size)
     refuse_sparse_step(network, run.make_optimizer)
     configuration = read_config(run.configuration)
-    # last: a run that cannot work leaves no folder behind
+    # a run that cannot work leaves no folder behind
     folder = run.open_folder(lambda start: refuse_start(start, network, configuration, length, loop))
     return Prepared(training, evaluation, batches, length, network, whole_because, folder)
 

@@ -1,26 +1,47 @@
-"""What a run says when it starts and when it ends."""
+"""What a run says of itself: where it was made, what it is when it starts, how it ended."""
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 import shlex
 import socket
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from trainer.data.order import size_of
 from trainer.launch.launch import Launch
 from trainer.records.found import Found
-from trainer.run.environment import surroundings
 from trainer.run.preparation import Prepared, RunParts
+
+PACKAGES = ("trainer", "torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "rich")
 
 
 def describe(run: RunParts, prepared: Prepared) -> dict[str, Any]:
-    """Collective: environment.json."""
+    """Collective: environment.json: versions, hardware, git revision and what was resolved."""
     strategy, machine = run.strategy, run.machine
-    facts = surroundings(strategy.name, strategy.world_size, machine.resolved_precision, machine.devices)
-    hosts = sorted(set(strategy.all_gather_values(socket.gethostname())))
-    return {**facts, "hosts": hosts, "horizon": prepared.length.steps}
+    hosts = strategy.all_gather_values(socket.gethostname())  # all ranks; each hears every name
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "cpus": os.cpu_count(),
+        "git": _revision(),
+        "strategy": strategy.name,
+        "world_size": strategy.world_size,
+        "precision": machine.resolved_precision,
+        "devices": machine.devices,
+        "hosts": sorted(set(hosts)),
+        "horizon": prepared.length.steps,
+    }
 
 
 def start_lines(run: RunParts, prepared: Prepared, start: Found | None) -> list[str]:
@@ -83,3 +104,23 @@ def quoted(path: Path) -> str:
     if re.fullmatch(r"[A-Za-z0-9_./-]+", text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _revision() -> str | None:
+    """The revision of the checkout that the run was started in, with a plus sign where files had been changed."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=5).stdout.strip()
