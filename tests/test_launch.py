@@ -289,7 +289,7 @@ def test_who_does_not_come_is_named(server):
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("none/a", "there is no folder"), ("folder", "it is a folder"), ("other", "no run left there")]
+    ("name", "why"), [("none/a", "No such file"), ("folder", "Is a directory"), ("other", "no run left there")]
 )
 def test_a_file_that_cannot_be_a_meeting_place(tmp_path, name, why):
     (tmp_path / "folder").mkdir()

@@ -58,30 +58,18 @@ def shared_file(address: str) -> Path | None:
     """
     if not address.startswith("file://"):
         return None
-    path = Path(address.removeprefix("file://"))
+    path, why = Path(address.removeprefix("file://")), ""
     try:
-        why = _unusable(path)
+        with path.open("ab+") as file:  # makes it, as the store would
+            file.seek(0)
+            start = file.read(32)
+        if start and _BEGINNING not in start:
+            why = "it holds something that no run left there"
     except OSError as error:
         why = error.strerror or str(error)
     if why:
         raise Refusal(f"distributed.init_method={address}: {why}; give a file in a folder that all processes share")
     return path
-
-
-def _unusable(path: Path) -> str:
-    """Why the file cannot be a store; empty if it can."""
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    if path.is_dir():
-        return "it is a folder"
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        return "it may not be written to"
-    if path.exists():
-        with path.open("rb") as file:
-            start = file.read(32)
-        if start and _BEGINNING not in start:
-            return "it holds something that no run left there"
-    return ""
 
 
 def _query(url: SplitResult) -> tuple[int | None, int | None]:

@@ -83,7 +83,7 @@ class RunFolder:
 
     @property
     def last_config(self) -> dict[str, Any] | None:
-        """The configuration of the attempt before; None where there is none. ValueError where it cannot be read."""
+        """The configuration of the attempt before; None where there is none."""
         path = self.path / "config.yaml"
         return read_config(path.read_text(encoding="utf-8")) if path.is_file() else None
 

@@ -65,11 +65,11 @@ def folder_name(step: int) -> str:
 def put_in_place(draft: Path, target: Path) -> None:
     """Give a finished draft its name. What stood there moves aside first, so that no moment has neither."""
     aside = target.with_name(f"{REPLACED}{target.name}.{secrets.token_hex(4)}")
-    if target.exists() or target.is_symlink():
+    if target.exists():
         os.rename(target, aside)
     os.rename(draft, target)
     sync_folder(target.parent)
-    if aside.exists() or aside.is_symlink():
+    if aside.exists():
         discard(aside)
 
 
@@ -77,7 +77,7 @@ def discard(path: Path) -> None:
     """Remove a folder: renamed first, so that a half-removed one is never taken for a checkpoint."""
     trash = path.with_name(f"{TRASH}{path.name.lstrip('.')}.{secrets.token_hex(4)}")
     os.rename(path, trash)
-    _remove(trash)
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def sweep(folder: Path) -> None:
@@ -91,11 +91,4 @@ def sweep(folder: Path) -> None:
                 os.rename(path, original)
                 continue
         if path.name.startswith((DRAFT, TRASH, REPLACED)):
-            _remove(path)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
