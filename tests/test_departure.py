@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def ranks(reasons: list[list[str]], run_id: str = "run") -> list[bool]:
         told.append(word)
         return [word]
 
-    launches = [
+    launches: list[tuple[Launch, Any]] = [
         (Launch(rank, len(flat), local, len(machine), run_id=run_id), Asked(reason))
         for rank, (machine, local, reason) in enumerate(flat)
     ]
