@@ -145,8 +145,7 @@ def learn(launch: Launch, run: Run) -> dict[str, Any]:
         for size in (7, 4, 1):
             rank, ranks = strategy.data_rank, strategy.data_size
             own = list(range(size))[rank::ranks]
-            width = -(-size // ranks)
-            indices = torch.tensor((own or [0]) + [0] * (width - max(len(own), 1)))
+            indices = torch.tensor(own or [0])
             inputs, targets = samples(1000, size)
             batch = Batch(taken(inputs, indices), taken(targets, indices), indices, range(size), size)
             totals = strategy.reduce(placed.evaluate(batch, len(own)))

@@ -114,7 +114,7 @@ def micro_batch(share: Batch, own: range, span: range) -> Batch:
     """The micro-batch of this span; these rows of the share are this rank's part of it, and may be all of the share."""
     size = share.indices.shape[0]  # len() of a tensor is slower than this, and this is in every step
     if len(own) == size:
-        return share._replace(span=span)
+        return Batch(share.inputs, share.targets, share.indices, span, share.total)
     inputs, targets = (rows(tree, own.start, own.stop, size) for tree in (share.inputs, share.targets))
     return Batch(inputs, targets, share.indices[own.start : own.stop], span, share.total)
 

@@ -47,7 +47,7 @@ def gathering_over(ranks: Ranks) -> AbstractContextManager[None]:
 
 def dealt(span: range) -> AbstractContextManager[None]:
     """Within this context the ranks have these samples of a global batch, dealt to them in turn."""
-    return _within(_place.get()._replace(span=span))
+    return _within(_Place(_place.get().ranks, span))
 
 
 def _within(place: _Place) -> AbstractContextManager[None]:

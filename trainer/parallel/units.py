@@ -86,6 +86,12 @@ def _refuse(name: str, module: nn.Module, network: nn.Module, sharing: set[str])
             raise Refusal(f"the plan's shard names {name}, but a {kind} uses weights in it without calling it: {above}")
 
 
+def called(network: nn.Module, names: list[str]) -> list[str]:
+    """Those of these units that a network, or a stage of it, has; a stage has bare holders in place of some."""
+    modules = dict(network.named_modules(remove_duplicate=False))
+    return [name for name in names if name in modules and type(modules[name]) is not nn.Module]
+
+
 @dataclass(frozen=True)
 class _Search:
     """Finding units by size."""

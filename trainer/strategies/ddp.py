@@ -18,7 +18,7 @@ from trainer.parallel.compiling import uncompiled
 from trainer.refusal import Refusal
 from trainer.strategies.joined import Joined
 from trainer.strategies.layers import refuse_sparse
-from trainer.strategies.placed import Placed, TaskNetwork
+from trainer.strategies.placed import Placed
 
 # Running statistics are averaged before they are used (Placed.settle), not overwritten by rank 0's in every forward.
 # torch 2.15 has a new name for that and deprecates the old one.
@@ -54,14 +54,14 @@ class DDP(Joined):
 class _Placed(Placed):
     strategy: DDP
 
-    def _wrap(self, step: TaskNetwork) -> Callable[[Any, Any], Any]:
+    def _wrap(self) -> Callable[[Any, Any], Any]:
         strategy = self.strategy
-        if not any(parameter.requires_grad for parameter in step.parameters()):
+        if not any(parameter.requires_grad for parameter in self.network.parameters()):
             raise Refusal("strategy=ddp: the network has no trainable parameter, so no gradient to average")
         if not (strategy.find_unused_parameters or strategy.static_graph):
-            self._refuse_unused(step)
+            self._refuse_unused()
         self._replica = DistributedDataParallel(
-            step,
+            self._called,
             process_group=strategy.world.group,
             bucket_cap_mb=strategy.bucket_mb,
             init_sync=False,  # Placed has sent rank 0's tensors already
@@ -82,13 +82,13 @@ class _Placed(Placed):
             stack.enter_context(self._replica.no_sync())
         return stack
 
-    def _refuse_unused(self, step: TaskNetwork) -> None:
+    def _refuse_unused(self) -> None:
         """Name the parameters that a step leaves without a gradient: DDP would only fail in the second one."""
         with self._leaving_no_trace():
-            self._losses(step, *self.example)["loss"].backward()
+            self._losses(self._called, *self.example)["loss"].backward()
         trainable = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
         unused = [name for name, parameter in trainable.items() if parameter.grad is None]
-        step.zero_grad(set_to_none=True)
+        self.network.zero_grad(set_to_none=True)
         if unused:
             shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
             raise Refusal(f"these parameters get no gradient: {shown}; set strategy.find_unused_parameters=true")

@@ -16,7 +16,7 @@ from trainer.refusal import Refusal
 from trainer.strategies.joined import Meshed
 from trainer.strategies.layers import refuse_sparse
 from trainer.strategies.placed import Placed
-from trainer.strategies.tensor import PlacedTensor
+from trainer.strategies.placed_tensor import PlacedTensor
 
 
 @dataclass

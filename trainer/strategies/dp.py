@@ -13,7 +13,7 @@ from trainer.data.seeds import seed_more_gpus
 from trainer.learning.task import Task
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
-from trainer.strategies.placed import Placed, TaskNetwork
+from trainer.strategies.placed import Placed
 
 
 @dataclass
@@ -53,9 +53,9 @@ class DP(Strategy):
         """The GPUs among which a micro-batch is dealt."""
         return list(range(torch.cuda.device_count())) if self.machine.on_gpu else []
 
-    def replicas(self, step: nn.Module) -> Callable[[Any, Any], Any]:
+    def replicas(self, whole: nn.Module) -> Callable[[Any, Any], Any]:
         """What deals a micro-batch out and gathers the outputs on the first device."""
-        return nn.DataParallel(step, device_ids=self.devices()) if len(self.devices()) > 1 else step
+        return nn.DataParallel(whole, device_ids=self.devices()) if len(self.devices()) > 1 else whole
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Put a network on the first GPU; the others get copies of it in every forward."""
@@ -65,14 +65,11 @@ class DP(Strategy):
 class _Placed(Placed):
     strategy: DP
 
-    def _wrap(self, step: TaskNetwork) -> Callable[[Any, Any], Any]:
-        replicas, others = self.strategy.replicas(step), self.strategy.devices()[1:]
+    def _wrap(self) -> Callable[[Any, Any], Any]:
+        replicas, others = self.strategy.replicas(self._called), self.strategy.devices()[1:]
 
         def forward(inputs: Any, targets: Any) -> Any:
             seed_more_gpus(others)  # the first one's generator is seeded for every micro-batch, as on one device
             return replicas(inputs, targets)
 
         return forward
-
-    def _evaluation_forward(self, inputs: Any, targets: Any) -> Any:
-        return self._forward(inputs, targets)

@@ -18,8 +18,8 @@ from trainer.parallel.units import units
 from trainer.refusal import Refusal
 from trainer.strategies.joined import Parted
 from trainer.strategies.layers import refuse_sparse
-from trainer.strategies.placed import Placed, TaskNetwork
-from trainer.strategies.tensor import PlacedTensor
+from trainer.strategies.placed import Placed
+from trainer.strategies.placed_tensor import PlacedTensor
 
 BUCKET = 25 * 2**20  # bytes of gradients that travel together, of the few parameters that are not spread
 
@@ -72,27 +72,22 @@ class FSDP(Parted):
 class _Placed(PlacedTensor):
     strategy: FSDP
 
-    def _lay_out(self, network: nn.Module) -> None:
-        """Leave it: fully_shard takes weights whose rows lie in order."""
-
     def _units(self) -> list[str]:
-        return units(self.network, self._plan)
-
-    def _compiled(self, names: list[str]) -> list[str]:
-        return names  # each is gathered before it runs: no graph could reach over two
+        return units(self.network, self._plan)  # each is gathered before it runs: no graph could reach over two
 
     def _shard(self, names: list[str]) -> None:
         # the root is the whole step: so the task may use the network as it likes, everything is gathered by then
         own = self.strategy
         how = Sharding(own.reshard_after_forward, own.param_dtype, own.cpu_offload, own.prefetch)
-        self._root = shard(self._plain, self.network, names, own.mesh, how)
-
-    def _wrap(self, step: TaskNetwork) -> Callable[[Any, Any], Any]:
+        self._root = shard(self._called, self.network, names, own.mesh, how)
+        self._fill(torch.device("cpu") if own.cpu_offload else own.device)
         self._copied = not_spread(self.network)
+
+    def _wrap(self) -> Callable[[Any, Any], Any]:
 
         def forward(inputs: Any, targets: Any) -> Any:
             try:
-                return step(inputs, targets)
+                return self._called(inputs, targets)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     error.add_note(
@@ -103,15 +98,9 @@ class _Placed(PlacedTensor):
 
         return forward
 
-    def _evaluation_forward(self, inputs: Any, targets: Any) -> Any:
-        return self._forward(inputs, targets)
-
     def _sync(self, last: bool) -> Any:
         self._root.set_requires_gradient_sync(last or self.strategy.sync_micro_batches)
         return super()._sync(last)
-
-    def _parts_lie_on(self) -> torch.device:
-        return torch.device("cpu") if self.strategy.cpu_offload else self.strategy.device
 
     def _average(self) -> None:
         average_gradients(self._copied, self.strategy.data, BUCKET)
@@ -119,5 +108,5 @@ class _Placed(PlacedTensor):
     def evaluate(self, batch: Any, valid: int) -> dict[str, torch.Tensor]:
         """Sums over a micro-batch; a data rank of which no sample is `valid` computes, too, for all gather from it."""
         sums = super().evaluate(batch, valid)
-        reshard(self._plain)  # a forward without a backward leaves parameters gathered
+        reshard(self._called)  # a forward without a backward leaves parameters gathered
         return sums

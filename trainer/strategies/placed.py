@@ -10,18 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.seeds import mix, seed_torch
-from trainer.data.tree import changed, floats_as
 from trainer.learning.task import Task
 from trainer.parallel.batch_norm import average_statistics, synchronised
 from trainer.parallel.clip import clip_, global_norm
 from trainer.parallel.compiling import compile_network, uncompiled
 from trainer.parallel.gather import dealt, gathering_over
-from trainer.parallel.ranks import Done, Waitable
 from trainer.parallel.recompute import recompute
 from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, space_for_optimizer
-from trainer.parallel.totals import wide
-from trainer.parallel.units import units
-from trainer.refusal import Refusal
+from trainer.parallel.units import called, units
+from trainer.strategies.form import Form, refuse_extra_state
+from trainer.strategies.loss import add_share, evaluation_sums, times, total_loss, weigh
 from trainer.strategies.place import Place
 from trainer.strategies.scaler import NoScaler, Scaler
 from trainer.strategies.stopwatch import Stopwatch
@@ -47,83 +45,73 @@ class Placed:
         self.strategy, self.task, self.example = strategy, task, example
         self._machine = strategy.machine
         self._young = True  # no step has been done
-        self.watch = Stopwatch()
         self._hurried = False  # may a collective take no longer than those of a step?
+        self.watch = Stopwatch()
         self.scaler = Scaler(strategy.device) if self._machine.resolved_precision == "fp16" else NoScaler()
+        # types and kinds of layers first: all that follows looks at them
         network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
         network = synchronised(network, strategy.data, strategy.device) if strategy.sync_bn else network
         refuse_extra_state(network)
-        self._shapes = {name: value.shape for name, value in network.state_dict().items()}  # of the whole network
+        # what is known of the whole network, while this rank has all its names and shapes
+        self._shapes = {name: value.shape for name, value in network.state_dict().items()}
         self._plan = task.plan(network)
-        self._layout = torch.channels_last if has_convolutions(network) else torch.preserve_format
+        self._form = Form(network, self._machine.parameter_dtype)
+        # values, the same everywhere; or an outline, where no rank need hold all of them
         self.network = self._arrived(network)
-        parts = self._units()
-        self._cut()
-        self._prepare_units(parts)
-        self._plain = TaskNetwork(task, self.network)
-        self._shard(parts)
-        self._give_values()
-        self._forward: Callable[[Any, Any], Any] = self._wrap(self._plain)
+        names = self._units()
+        # inside one rank, before the data ranks come in: recomputing must see the layers that were split, and a
+        # compiled graph both
+        for piece in self._cut():
+            own = called(piece, names)
+            if strategy.activation_checkpointing != "none":
+                recompute(piece, own, strategy.activation_checkpointing)
+            if self._machine.compile:
+                compile_network(piece, own)
+        # parameters get the form in which the optimizer sees them, then wrappers may take hold of them
+        self._called = TaskNetwork(task, self.network)
+        self._shard(names)
+        self._forward: Callable[[Any, Any], Any] = self._wrap()
+
+    # What a strategy says differently: of the network, in the order of time.
 
     def _arrived(self, network: nn.Module) -> nn.Module:
         """Collective: the network on this rank's device, with its values, the same everywhere."""
         network = network.to(self.strategy.device)
-        self._lay_out(network)
+        self._form.lay_out(network)
         for tensor in (*network.parameters(), *network.buffers()):
             self.strategy.world.broadcast_(tensor.detach())  # all ranks; one initialisation for all
         return network
 
-    def _lay_out(self, network: nn.Module) -> None:
-        """Bring the weights of convolutions into the memory layout that their inputs have."""
-        for parameter in network.parameters():
-            if parameter.dim() == 4 and self._layout is torch.channels_last:
-                parameter.data = parameter.data.contiguous(memory_format=self._layout)
-
     def _units(self) -> list[str]:
-        """The subtrees that are recomputed, compiled and sharded as one."""
+        """The subtrees that are recomputed, compiled and sharded each as one; none: what is compiled is the whole."""
         if self.strategy.activation_checkpointing == "none" and not (self._machine.compile and self._plan.shard):
             return []
         return units(self.network, self._plan)
 
-    def _prepare_units(self, names: list[str]) -> None:
-        """What happens inside one rank, after the cut by tensors and before data ranks come in: recompute, compile."""
-        for piece in self._pieces():
-            own = [name for name in names if is_called(piece, name)]
-            if self.strategy.activation_checkpointing != "none":
-                recompute(piece, own, self.strategy.activation_checkpointing)
-            if self._machine.compile:
-                compile_network(piece, self._compiled(own))
-
-    def _compiled(self, names: list[str]) -> list[str]:
-        """The subtrees that are compiled by themselves; none: the whole network is, where the plan is silent."""
-        return names if self._plan.shard else []
-
-    # What a strategy says differently.
-
-    def _cut(self) -> None:
-        """Edit the network in place: its parameters become what this rank holds."""
-
-    def _pieces(self) -> list[nn.Module]:
-        """What is called as a whole: the network, or the stages of it that this rank holds."""
+    def _cut(self) -> list[nn.Module]:
+        """Edit the network in place: split its layers, keep some stages. Returns what is called as a whole."""
         return [self.network]
 
     def _shard(self, names: list[str]) -> None:
-        """Collective: spread parameters over the data ranks, these subtrees together."""
+        """Collective: spread parameters over the data ranks, these subtrees together; all have values afterwards."""
 
-    def _give_values(self) -> None:
-        """Collective: the values of a network that was cut and spread without them."""
+    def _wrap(self) -> Callable[[Any, Any], Any]:
+        """What a forward must call: task and network themselves, or something around them."""
+        return self._called
 
-    def _wrap(self, step: TaskNetwork) -> Callable[[Any, Any], Any]:
-        """What a training forward must call: the step itself, or something around it."""
-        return step
-
-    def _sync(self, last: bool) -> Any:
-        """The context of one micro-batch: do gradients travel in it?"""
-        return self._computing()
+    # And of a step.
 
     def _computing(self) -> Any:
-        """The context of one micro-batch's forward, and backward."""
+        """The context of a forward, and of its backward."""
         return gathering_over(self.strategy.data)
+
+    def _sync(self, last: bool) -> Any:
+        """The context of one micro-batch of a step: do gradients travel in it?"""
+        return self._computing()
+
+    def _whole(self, output: Any) -> Any:
+        """An output or a loss with nothing of it left on other ranks."""
+        return output
 
     def _settle_gradients(self) -> None:
         """Collective: after the last micro-batch; afterwards `.grad` is the gradient of the global mean."""
@@ -132,33 +120,29 @@ class Placed:
         """Collective: the norm of the whole network's gradient."""
         return global_norm(gradients)
 
-    def _whole(self, output: Any) -> Any:
-        """An output or a loss with nothing of it left on other ranks."""
-        return output
-
     # The verbs of a step.
 
     def forward_backward(self, batches: list[Any], step: int) -> dict[str, Tensor]:
         """Run every micro-batch of one step; afterwards `.grad` is the gradient of the global weighted mean.
 
-        Returns this rank's part of the loss (and of each of its parts): summed over the data ranks it is the mean over
+        Returns this rank's share of the loss (and of each of its parts): summed over the data ranks it is the mean over
         the global batch. The numbers stay on the device.
         """
         self._mode(training=True)
-        shares, pending = self._weigh(batches)
+        # a mean of micro-batches' means would be wrong where they weigh differently
+        share_of, pending = weigh(self.task, batches, self.strategy.data, self.strategy.device)
         sums: dict[str, Tensor] = {}
         for index, batch in enumerate(batches):
+            # random numbers follow from where the samples are, so that a resumed run draws the same
             seed_torch(mix(self._machine.seed, step, index, self.strategy.data_rank), self.strategy.device)
+            # strategies send gradients once, in the last micro-batch's backward
             with self._sync(last=index == len(batches) - 1), dealt(batch.span):
-                parts = self._losses(self._forward, batch.inputs, batch.targets)
-                pending.wait()
-                share = shares(index)
+                losses = self._losses(self._forward, batch.inputs, batch.targets)
+                pending.wait()  # the weights of all ranks, which came while the first forward computed
+                share = share_of(index)
                 # DDP and its like divide the summed gradients by the number of data ranks: undo it here
-                scaled = self.scaler.scale(times(parts["loss"], share * self.strategy.data_size))
-                scaled.backward()
-            for name, part in parts.items():
-                kept = times(wide(part.detach()), share)  # a loss in bf16 has 8 bits, too few for a sum
-                sums[name] = sums[name] + kept if name in sums else kept
+                self.scaler.scale(times(losses["loss"], share * self.strategy.data_size)).backward()
+            add_share(sums, losses, share)
         self.watch.lap("forward and backward")
         self._settle_gradients()
         return sums
@@ -171,6 +155,7 @@ class Placed:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = None
         if max_norm is not None or self.scaler.needs_norm:
+            # before the norm, which is that of the true gradients; an overflow shows in it on every rank
             self.scaler.unscale_(parameters)
             gradients = [p.grad for p in parameters if p.grad is not None]
             norm = self._norm(gradients)
@@ -180,6 +165,7 @@ class Placed:
             optimizer.step()
         for parameter in parameters:
             parameter.grad = None  # all that zero_grad() does, without its profiler's records
+        # the first step compiles and allocates: only after it is a slow collective a hanging one
         if not self._hurried:
             self._young, self._hurried = False, True
             self.strategy.hurry()
@@ -194,8 +180,9 @@ class Placed:
         self._mode(training=False)
         rehearsing = uncompiled() if self._young else nullcontext()  # its batch may be of another size
         with rehearsing, self._computing(), dealt(batch.span), self._machine.autocast(self.strategy.device):
-            inputs, targets = self._cast(batch.inputs), self._cast(batch.targets)
-            sums = self._sums(self._whole(self._evaluation_forward(inputs, targets)), targets, len(batch.indices))
+            inputs, targets = self._form.cast(batch.inputs), self._form.cast(batch.targets)
+            output = self._whole(self._forward(inputs, targets))
+            sums = evaluation_sums(self.task, output, targets, len(batch.indices))
         return sums if valid else {name: torch.zeros_like(value) for name, value in sums.items()}
 
     def after_step(self, step: int) -> None:
@@ -246,75 +233,11 @@ class Placed:
     # Parts of the verbs.
 
     def _mode(self, training: bool) -> None:
-        if self.network.training != training:
+        if self.network.training != training:  # a walk through all modules
             self.network.train(training)
-
-    def _evaluation_forward(self, inputs: Any, targets: Any) -> Any:
-        return self._plain(inputs, targets)
-
-    def _sums(self, output: Any, targets: Any, samples: int) -> dict[str, Tensor]:
-        """What an evaluation adds up over these samples."""
-        loss = total_loss(self.task.loss(output, targets))
-        weight, count = (number_on(loss.device, number) for number in (self.task.weight(targets), samples))
-        sums = self.task.metrics(output, targets) | {"loss": loss.double() * weight, "weight": weight, "samples": count}
-        return {name: wide(value) for name, value in sums.items()}
-
-    def _cast(self, tree: Any) -> Any:
-        """A batch in the precision and memory layout of the network: images (B, C, H, W) with the channels last."""
-        if self._machine.resolved_precision == "fp64":
-            tree = floats_as(tree, torch.float64)
-        if self._layout is torch.preserve_format:
-            return tree
-        return changed(tree, lambda x: x.contiguous(memory_format=self._layout) if x.dim() == 4 else x)
 
     def _losses(self, forward: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> dict[str, Tensor]:
         with self._machine.autocast(self.strategy.device):
-            inputs, targets = self._cast(inputs), self._cast(targets)
+            inputs, targets = self._form.cast(inputs), self._form.cast(targets)
             loss = self._whole(self.task.loss(forward(inputs, targets), targets))
         return {**(loss if isinstance(loss, dict) else {}), "loss": total_loss(loss)}
-
-    def _weigh(self, batches: list[Any]) -> tuple[Callable[[int], Any], Waitable]:
-        """Each micro-batch's share of the step: its weight over the weight of all micro-batches of all data ranks."""
-        weights = [self.task.weight(batch.targets) for batch in batches]
-        if type(self.task).weight is Task.weight:  # samples: how many others have is known, nothing needs to travel
-            total = sum(weights) * batches[0].total / sum(len(batch.indices) for batch in batches) or 1
-            return lambda index: weights[index] / total, Done()
-        local = torch.stack([torch.as_tensor(w, device=self.strategy.device) for w in weights]).to(torch.float64)
-        summed = local.sum()
-        pending = self.strategy.data.all_reduce_sum_(summed)  # data ranks; 8 bytes, while the first forward computes
-        return lambda index: local[index] / (summed + (summed == 0)), pending  # of nothing every share is 0
-
-
-def number_on(device: torch.device, number: Tensor | float) -> Tensor:
-    """A number as a tensor of this device: filled in there, for a copy from the host would wait for the device."""
-    return number.to(device, non_blocking=True) if isinstance(number, Tensor) else torch.full((), number, device=device)
-
-
-def is_called(network: nn.Module, name: str) -> bool:
-    """Does the network have a module of this name that computes? A stage has bare holders in place of some."""
-    try:
-        return type(network.get_submodule(name)) is not nn.Module
-    except AttributeError:
-        return False
-
-
-def refuse_extra_state(network: nn.Module) -> None:
-    """Refuse a network whose state is more than tensors: a checkpoint could not give it back."""
-    extra = [name for name, value in network.state_dict().items() if not isinstance(value, Tensor)]
-    if extra:
-        raise Refusal(f"no checkpoint can keep what is no tensor in the network's state: {', '.join(extra[:5])}")
-
-
-def has_convolutions(network: nn.Module) -> bool:
-    """Does it convolve images? Then channels last is the faster layout, on GPUs and (by a fifth, measured) on CPUs."""
-    return any(isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1 for module in network.modules())
-
-
-def times(x: Tensor, factor: float | Tensor) -> Tensor:
-    """The product. A lone micro-batch is the whole step: by one nothing need be multiplied."""
-    return x if isinstance(factor, float) and factor == 1 else x * factor
-
-
-def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:
-    """The one number to minimise: a loss, or the sum of its parts."""
-    return torch.stack(list(loss.values())).sum() if isinstance(loss, dict) else loss

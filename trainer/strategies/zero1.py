@@ -17,7 +17,7 @@ from trainer.parallel.owners import Delivery, buckets, owners, send_from_owners
 from trainer.parallel.ranks import Group
 from trainer.strategies.joined import Joined
 from trainer.strategies.layers import refuse_sparse
-from trainer.strategies.placed import Placed, TaskNetwork
+from trainer.strategies.placed import Placed
 
 
 @dataclass
@@ -59,14 +59,14 @@ class Zero1(Joined):
 class _Placed(Placed):
     strategy: Zero1
 
-    def _wrap(self, step: TaskNetwork) -> Callable[[Any, Any], Any]:
+    def _wrap(self) -> Callable[[Any, Any], Any]:
         ranks = self.strategy.owning
         trainable = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
         owner = owners([parameter.nbytes for parameter in trainable], ranks.size)
         self._owner = dict(zip(trainable, owner, strict=True))
         self._buckets = buckets(trainable, owner, self.strategy.bucket_mb * 2**20) if ranks.size > 1 else []
         self._delivery = Delivery(self._buckets, ranks)
-        return step
+        return self._called
 
     def _sync(self, last: bool) -> Any:
         if last:

@@ -1,9 +1,9 @@
-"""Handing values from stage to stage, forwards only; a shape travels the first time it is seen."""
+"""What travels between the ranks of a pipeline outside of a schedule: values between stages, sums from the last one."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -15,105 +15,118 @@ from torch.distributed.tensor import DTensor
 
 from trainer.parallel.pipeline.schedules import Layout
 from trainer.parallel.ranks import Group
+from trainer.parallel.totals import wide
 
 PATIENCE = timedelta(seconds=10)  # for the last word of a rank that has failed
 
 
 class Handover:
-    """Runs stages over the ranks of a pipeline, one after the other, and remembers the shapes of what they hand on.
+    """Runs stages over the ranks of a pipeline, one after the other, forwards only.
 
-    Shapes go ahead as JSON in a CPU tensor (torch's own way to learn them is a pickle for each). Where a stage fails
-    instead, its error goes that way, so that no rank waits for what will not come.
+    Shapes go ahead of the values, as CPU tensors. Where a stage fails its error goes that way instead, so that no rank
+    waits for what will not come.
     """
 
     def __init__(self, ranks: Group, layout: Layout, device: torch.device) -> None:
         self._ranks, self._layout, self._device = ranks, layout, device
-        self._known: dict[tuple[Hashable, int], list[Tensor]] = {}  # what goes into a stage, on the meta device
 
-    def run(self, key: Hashable, stages: Mapping[int, Callable[..., Any]]) -> Any:
+    def run(self, stages: Mapping[int, Callable[..., Any]]) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
         """Collective over the pipeline: call this rank's stages, by number, with what the stage before hands on.
 
-        Returns what the last stage of all returns, where that is here. `key`: the same for inputs of the same shapes,
-        and only for those. RuntimeError where that does not hold, or where something else than tensors is handed on.
+        Returns what the last stage of all returns, where that is here; and what went into each stage at whose boundary
+        this rank is, on the meta device. RuntimeError where something else than tensors is handed on.
         """
         values: Any = ()
+        handed: dict[int, tuple[Tensor, ...]] = {}
         under_way: list[tuple[Any, Tensor]] = []  # a tensor must live until it is sent
         for stage in sorted(stages):
             try:
                 if stage and not self._is_here(stage - 1):
-                    values = self._receive(key, stage)
+                    values = self._receive(stage)
+                handed[stage] = _on_meta(values)
                 values = stages[stage](*values)
                 if stage == self._layout.count - 1:
                     break
-                news = self._note(key, stage + 1, values)
+                _refuse_others(stage, values)
+                handed[stage + 1] = _on_meta(values)
             except Exception as error:
-                self._pass_on(key, stage, str(error))
+                self._pass_on(stage, str(error))
                 raise
             if not self._is_here(stage + 1):
-                under_way += self._send(stage + 1, values, news)
+                facts = [[list(value.shape), str(value.dtype).removeprefix("torch.")] for value in values]
+                under_way += self._send(stage + 1, facts, values)
         for work, _ in under_way:
             work.wait()
-        return values if self._layout.count - 1 in stages else None
-
-    def received(self, key: Hashable, stage: int) -> tuple[Tensor, ...]:
-        """What goes into this stage, as tensors on the meta device; known after a run to both ranks at the boundary."""
-        return tuple(self._known[key, stage]) if stage else ()
+        return values if self._layout.count - 1 in stages else None, handed
 
     def _is_here(self, stage: int) -> bool:
         return self._layout.owner(stage) == self._ranks.rank
 
-    def _send(self, stage: int, values: tuple[Tensor, ...], news: Any) -> list[tuple[Any, Tensor]]:
-        peer, sent = self._layout.owner(stage), [*(_written(news) if news else ()), *values]
-        # to the rank of the next stage: every value, the first time with its shape ahead of it
+    def _send(self, stage: int, facts: Any, values: tuple[Tensor, ...]) -> list[tuple[Any, Tensor]]:
+        peer, text = self._layout.owner(stage), torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+        # to the rank of the next stage: how long the text is, the text, every value
+        sent = [torch.tensor([len(text)]), text, *values]
         return [(dist.isend(value, group=self._ranks.group, group_dst=peer), value) for value in sent]
 
-    def _receive(self, key: Hashable, stage: int) -> tuple[Tensor, ...]:
-        peer, group = self._layout.owner(stage - 1), self._ranks.group
-        if (key, stage) not in self._known:
-            size = torch.zeros(1, dtype=torch.int64)
-            dist.recv(size, group=group, group_src=peer)
-            letters = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(letters, group=group, group_src=peer)
-            news = json.loads(bytes(letters.tolist()))
-            if isinstance(news, str):
-                raise RuntimeError(f"an earlier stage failed: {news}")
-            self._known[key, stage] = [torch.empty(s, dtype=getattr(torch, dtype), device="meta") for s, dtype in news]
-        values = tuple(torch.empty_like(value, device=self._device) for value in self._known[key, stage])
-        for value in values:
-            dist.recv(value, group=group, group_src=peer)
-        return values
+    def _receive(self, stage: int) -> tuple[Tensor, ...]:
+        length = int(self._received(stage, torch.zeros(1, dtype=torch.int64)))
+        facts = json.loads(bytes(self._received(stage, torch.empty(length, dtype=torch.uint8)).tolist()))
+        if isinstance(facts, str):
+            raise RuntimeError(f"an earlier stage failed: {facts}")
+        return tuple(
+            self._received(stage, torch.empty(shape, dtype=getattr(torch, dtype), device=self._device))
+            for shape, dtype in facts
+        )
 
-    def _note(self, key: Hashable, stage: int, values: Any) -> list[Any] | None:
-        """Remember what goes into a stage; where that is new, what its rank must be told."""
-        for value in values:
-            if not isinstance(value, Tensor) or isinstance(value, DTensor):
-                raise RuntimeError(
-                    f"between stages {stage - 1} and {stage} a {type(value).__name__} would be handed on; only whole"
-                    " tensors can be: cut elsewhere, in the plan's cuts"
-                )
-        news = [[list(value.shape), str(value.dtype).removeprefix("torch.")] for value in values]
-        if (key, stage) not in self._known:
-            self._known[key, stage] = [torch.empty_like(value, device="meta") for value in values]
-            return news
-        before = [(known.shape, known.dtype) for known in self._known[key, stage]]
-        if before != [(value.shape, value.dtype) for value in values]:
-            raise RuntimeError(f"what goes into stage {stage} was {before} before and is {news} now, for equal inputs")
-        return None
+    def _received(self, stage: int, space: Tensor) -> Tensor:
+        dist.recv(space, group=self._ranks.group, group_src=self._layout.owner(stage - 1))  # from the stage before
+        return space
 
-    def _pass_on(self, key: Hashable, stage: int, error: str) -> None:
-        """Tell the rank that waits for what follows this stage, if it still waits to be told a shape."""
+    def _pass_on(self, stage: int, error: str) -> None:
+        """Tell the rank that waits for what follows this stage."""
         for later in range(stage + 1, self._layout.count):
             if not self._is_here(later):
-                told = [] if (key, later) in self._known else self._send(later, (), error)
-                for work, _ in told:
+                for work, _ in self._send(later, error, ()):
                     with suppress(RuntimeError):  # it may have failed itself by now
                         work.wait(PATIENCE)
                 return
 
 
-def _written(news: Any) -> list[Tensor]:
-    letters = torch.tensor(list(json.dumps(news).encode()), dtype=torch.uint8)
-    return [torch.tensor([len(letters)]), letters]
+def _on_meta(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(value, device="meta") for value in values)
+
+
+def _refuse_others(stage: int, values: Any) -> None:
+    for value in values:
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+            raise RuntimeError(
+                f"between stages {stage} and {stage + 1} a {type(value).__name__} would be handed on; only whole"
+                " tensors can be: cut elsewhere, in the plan's cuts"
+            )
+
+
+def broadcast_sums(
+    sums: dict[str, Tensor], like: dict[str, Tensor], source: int, ranks: Group, device: torch.device
+) -> dict[str, Tensor]:
+    """Collective: the source's sums on every rank, whole numbers as int64, all others as float64.
+
+    like: empty the first time, when names and shapes travel; to be given again each time after. RuntimeError where the
+    source's are others then.
+    """
+    own = {name: wide(value.detach()).to(device).contiguous() for name, value in sums.items()}
+    facts = [(name, value.shape, value.dtype) for name, value in own.items()]
+    if not like:
+        told = [facts]
+        dist.broadcast_object_list(told, group_src=source, group=ranks.group)  # the group; names and shapes, once
+        like.update({name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in told[0]})
+    known = [(name, value.shape, value.dtype) for name, value in like.items()]
+    here = ranks.rank == source
+    if here and facts != known:
+        raise RuntimeError(f"the sums have other names or shapes than before: {facts}, not {known}")
+    told_sums = own if here else {name: torch.empty_like(value, device=device) for name, value in like.items()}
+    for value in told_sums.values():
+        dist.broadcast(value, group_src=source, group=ranks.group)  # the group; 8 bytes a number
+    return told_sums
 
 
 def in_order(values: tuple[Any, ...]) -> tuple[Any, ...]:

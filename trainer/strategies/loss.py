@@ -1,0 +1,55 @@
+"""What a step learns from: the loss, each micro-batch's share of it, and what an evaluation adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.learning.task import Task
+from trainer.parallel.ranks import Done, Ranks, Waitable
+from trainer.parallel.totals import wide
+
+
+def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:
+    """The one number to minimise: a loss, or the sum of its parts."""
+    return torch.stack(list(loss.values())).sum() if isinstance(loss, dict) else loss
+
+
+def weigh(task: Task, batches: list[Any], ranks: Ranks, device: torch.device) -> tuple[Callable[[int], Any], Waitable]:
+    """Collective: each micro-batch's share of the step, its weight over that of all micro-batches of all data ranks."""
+    weights = [task.weight(batch.targets) for batch in batches]
+    if type(task).weight is Task.weight:  # samples: how many others have is known, nothing needs to travel
+        total = sum(weights) * batches[0].total / sum(len(batch.indices) for batch in batches) or 1
+        return lambda index: weights[index] / total, Done()
+    local = torch.stack([torch.as_tensor(w, device=device) for w in weights]).to(torch.float64)  # (micro-batches,)
+    summed = local.sum()
+    pending = ranks.all_reduce_sum_(summed)  # data ranks; 8 bytes, while the first forward computes
+    return lambda index: local[index] / (summed + (summed == 0)), pending  # of nothing every share is 0
+
+
+def times(x: Tensor, factor: float | Tensor) -> Tensor:
+    """The product. A lone micro-batch is the whole step: by one nothing need be multiplied."""
+    return x if isinstance(factor, float) and factor == 1 else x * factor
+
+
+def add_share(sums: dict[str, Tensor], losses: dict[str, Tensor], share: float | Tensor) -> None:
+    """Add a micro-batch's losses to those of the step, on the device."""
+    for name, loss in losses.items():
+        kept = times(wide(loss.detach()), share)  # a loss in bf16 has 8 bits, too few for a sum
+        sums[name] = sums[name] + kept if name in sums else kept
+
+
+def evaluation_sums(task: Task, output: Any, targets: Any, samples: int) -> dict[str, Tensor]:
+    """What an evaluation adds up over these samples: loss times weight, weight, samples, and the task's metrics."""
+    loss = total_loss(task.loss(output, targets))
+    weight, count = (_on(loss.device, number) for number in (task.weight(targets), samples))
+    sums = task.metrics(output, targets) | {"loss": loss.double() * weight, "weight": weight, "samples": count}
+    return {name: wide(value) for name, value in sums.items()}
+
+
+def _on(device: torch.device, number: Tensor | float) -> Tensor:
+    """A number as a tensor of this device: filled in there, for a copy from the host would wait for the device."""
+    return number.to(device, non_blocking=True) if isinstance(number, Tensor) else torch.full((), number, device=device)

@@ -1,0 +1,115 @@
+"""A network of which ranks hold shards: an outline first, values when it is clear who holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from trainer.data.tree import changed
+from trainer.learning.plan import Plan
+from trainer.learning.task import Task
+from trainer.parallel.masks import Masks
+from trainer.parallel.outline import make_room, send_values, set_aside
+from trainer.parallel.ranks import Group, Ranks
+from trainer.parallel.shared import Shared, refuse_drift, share_buffers
+from trainer.parallel.tensor import cut, settle
+from trainer.strategies.place import Place
+from trainer.strategies.placed import Placed
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW)  # whose fused step knows DTensors, on torch 2.11 to 2.15
+
+
+class PlacedTensor(Placed):
+    """A network of which ranks hold shards: split over those of a mesh axis named "tensor", where there is one."""
+
+    def __init__(self, strategy: Place, task: Task, network: nn.Module, example: Any, mesh: DeviceMesh | None) -> None:
+        self._mesh = mesh
+        self._tensor_ranks = Group(mesh.get_group()) if mesh else Ranks()
+        self._masks = Masks(strategy.device, self._tensor_ranks.rank)
+        super().__init__(strategy, task, network, example)
+
+    def _arrived(self, network: nn.Module) -> nn.Module:
+        """The network without values: no rank need hold all of it. They follow when it is clear who holds what."""
+        self._values = set_aside(network)
+        self._form.lay_out(network)
+        return network
+
+    def _cut(self) -> list[nn.Module]:
+        self._split(self.network, self._plan)
+        return [self.network]
+
+    def _split(self, network: nn.Module, plan: Plan) -> None:
+        """Split the layers that the plan names over the tensor ranks, if there are any, and their random numbers."""
+        if self._mesh:
+            cut(network, self._mesh, plan)
+            self._masks.follow(network, plan)
+
+    def _shard(self, names: list[str]) -> None:
+        self._fill(self.strategy.device)
+
+    def _fill(self, shards: torch.device) -> None:
+        """Collective: an outline that was split and spread gets its values. shards: where spread parameters lie."""
+        make_room(self.network, self.strategy.device, shards)
+        send_values(self._values, self.network, self.strategy.world, self.strategy.device)
+        del self._values
+
+    def _computing(self) -> Any:
+        stack = ExitStack()
+        stack.enter_context(super()._computing())
+        stack.enter_context(loss_parallel())  # for outputs that the plan leaves cut by class; others are untouched
+        return stack
+
+    def _settle_gradients(self) -> None:
+        self._masks.forget()
+        settle(self.network.parameters())  # sums over tensor ranks first: means of halves would be means of nothing
+        self._average()
+        self._shared.decide()  # the last to touch gradients: afterwards they are the same bits on all tensor ranks
+        if self._young:
+            self._shared.refuse_apart()  # before anything is learned
+
+    def _average(self) -> None:
+        """Collective: gradients become their mean over the data ranks, where that has not been done yet."""
+
+    @cached_property
+    def _shared(self) -> Shared:
+        return Shared(self.network, self._tensor_ranks)
+
+    def settle(self) -> None:
+        """Collective: running statistics become the data ranks' mean, and those of the first tensor rank."""
+        super().settle()
+        share_buffers(self.network, self._tensor_ranks)
+
+    def _whole(self, output: Any) -> Any:
+        return changed(output, lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
+
+    def optimizer(
+        self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: Iterable[dict[str, Any]]
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer; split and whole parameters in groups of their own, for its kernels take no mixture."""
+        unmixed = [one for group in groups for one in _unmixed(group)]
+        optimizer = make(unmixed)
+        if not optimizer.defaults.get("fused") or isinstance(optimizer, FUSED):
+            return optimizer
+        return make([{**group, "fused": False} for group in unmixed])
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """What a checkpoint stores, after a look whether what tensor ranks have in common is still the same."""
+        self._shared.refuse_apart()
+        refuse_drift(self.network, self._tensor_ranks)
+        return super().state(optimizer)
+
+
+def _unmixed(group: dict[str, Any]) -> list[dict[str, Any]]:
+    alike: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        alike.setdefault(mesh, []).append(parameter)
+    return [{**group, "params": parameters} for parameters in alike.values()]
