@@ -113,14 +113,12 @@ class PlacedStages(PlacedTensor):
         They go through the stages together, one stage after the other; the stream has cut them as small as a step's.
         """
         self._mode(training=False)
-        inputs, targets = batch.inputs, batch.targets
-        for stage in self._stages.values():
-            stage.turn = partial(self._output if stage.number == self._last else self._hand_on, stage, inputs, targets)
+        self._take_turns(batch)
         with self._computing(), dealt(batch.span), self._machine.autocast(self.strategy.device):
             output, _ = self._handover.run(self._stages)
             sums: dict[str, Tensor] = {}
             if self._last in self._stages:
-                sums = evaluation_sums(self.task, output, self._form.cast(targets), len(batch.indices))
+                sums = evaluation_sums(self.task, output, self._form.cast(batch.targets), len(batch.indices))
         self._release()
         sums = self._told("evaluation", sums)
         return sums if valid else {name: torch.zeros_like(value) for name, value in sums.items()}
@@ -163,13 +161,20 @@ class PlacedStages(PlacedTensor):
 
         return turn
 
+    def _take_turns(self, batch: Any) -> None:
+        """Each stage is to be called once, and nothing to be learned."""
+        for stage in self._stages.values():
+            turn = self._output if stage.number == self._last else self._hand_on
+            stage.turn = partial(turn, stage, batch.inputs, batch.targets)
+
     def _hand_on(self, stage: Stage, inputs: Any, targets: Any, *received: Tensor) -> tuple[Any, ...]:
         """What a stage before the last gives to the next."""
         with self._machine.autocast(self.strategy.device):
             return in_order(self._call(stage, received, self._form.cast(inputs), self._form.cast(targets)))
 
     def _output(self, stage: Stage, inputs: Any, targets: Any, *received: Tensor) -> Any:
-        return self._whole(self._call(stage, received, self._form.cast(inputs), self._form.cast(targets)))
+        with self._machine.autocast(self.strategy.device):
+            return self._whole(self._call(stage, received, self._form.cast(inputs), self._form.cast(targets)))
 
     def _call(self, stage: Stage, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
         if self.strategy.param_dtype:  # what is no argument of the stage fully_shard does not cast
@@ -193,11 +198,9 @@ class PlacedStages(PlacedTensor):
 
     def _tried(self, batch: Any) -> dict[int, tuple[Tensor, ...]]:
         """Collective over the pipeline: one forward that leaves no trace, to see which shapes are handed on."""
-        for stage in self._stages.values():
-            stage.turn = partial(self._hand_on, stage, batch.inputs, batch.targets)
-        stages = {n: stage if n < self._last else (lambda *_: ()) for n, stage in self._stages.items()}
+        self._take_turns(batch)  # the last stage too, though it hands on nothing: some schedules gather it ahead
         with torch.no_grad(), self._computing(), dealt(batch.span), buffers_kept(self.network):
-            _, handed = self._handover.run(stages)
+            _, handed = self._handover.run(self._stages)
         self._release()
         return handed
 
