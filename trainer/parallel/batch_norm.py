@@ -85,6 +85,7 @@ def average_statistics(network: nn.Module, ranks: Ranks) -> None:
     if ranks.size == 1 or not layers:
         return
     buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
+    # one message: there are two small tensors a layer
     flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
     ranks.all_reduce_sum_(flat).wait()  # the data ranks; two numbers a channel travel
     flat /= ranks.size

@@ -25,6 +25,7 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
             cut.setdefault(axes, []).append(local)
     if not cut:
         return get_total_norm(whole)
+    # squares add up over shards and over tensors, norms do not; what every rank holds counts once
     squares = [get_total_norm(whole).square()] if whole else []
     for (mesh, axes_of_mesh), locals_ in cut.items():
         part = get_total_norm(locals_).square()

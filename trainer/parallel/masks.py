@@ -48,6 +48,7 @@ class Masks:
     def _own(self, module: nn.Module, *_: Any) -> None:
         if not module.training or self._generator.initial_seed() in self._left:
             return
+        # the own stream follows from where the common one stands, so no two cuts of a forward draw the same
         common = self._generator.get_state()
         seed = mix(_digest(common), self._rank)
         self._generator.manual_seed(seed)
@@ -58,6 +59,7 @@ class Masks:
         seed = self._generator.initial_seed()
         if not module.training or seed not in self._left:
             return
+        # back to whole activations, where all ranks must draw alike
         common, began = self._left[seed]
         if torch.equal(self._generator.get_state(), began):
             self._generator.set_state(common)  # nothing was drawn: go on as one process does

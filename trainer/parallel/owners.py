@@ -47,6 +47,7 @@ def buckets(parameters: Sequence[nn.Parameter], owner: Sequence[int], most_bytes
     A backward comes to the last parameters first; of every owner and type one bucket is being filled at a time.
     """
     order = {parameter: place for place, parameter in enumerate(reversed(parameters))}
+    # one owner and one type a bucket: a reduce has one goal, a flat tensor one type
     filling: dict[tuple[int, torch.dtype], Bucket] = {}
     room: dict[tuple[int, torch.dtype], int] = {}  # bytes
     made: list[Bucket] = []
@@ -85,12 +86,15 @@ class Delivery:
 
         It is None also at the owner where no rank had a gradient.
         """
-        self._awaited = []
+        self._awaited = []  # what comes now is of no last backward
+        # buckets that waited for a gradient which never came: zeros stand for it
         for bucket in self._buckets[len(self._under_way) :]:
             self._send(bucket)
+        # zeros must not look like a gradient where no rank had one, or the optimizer would decay unused weights
         used, again = self._agree()
         for bucket in again:
             self._send(bucket)
+        # only now is anything waited for: all buckets have travelled side by side
         for bucket, flat, work in self._under_way:
             work.wait()
             if bucket.owner == self._ranks.rank:
@@ -103,6 +107,7 @@ class Delivery:
             return
         assert isinstance(parameter, nn.Parameter)
         self._awaited[self._bucket_of[parameter]].discard(parameter)
+        # in order, also where a later bucket is complete before: ranks complete them at different moments
         while len(self._under_way) < len(self._buckets) and not self._awaited[len(self._under_way)]:
             self._send(self._buckets[len(self._under_way)])
 

@@ -20,6 +20,7 @@ def average_gradients(parameters: list[nn.Parameter], ranks: Ranks, bucket_bytes
     present = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.uint8)
     ranks.all_reduce_max_(present).wait()  # a byte a parameter: did any of these ranks use it?
     used = [parameter for parameter, some in zip(trainable, present.tolist(), strict=True) if some]
+    # of what any rank has used all must send something, and of what none has used nobody
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

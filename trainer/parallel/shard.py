@@ -44,6 +44,7 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     if how.param_dtype:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
+    # all calls must leave out the same parameters
     ranks = mesh["shard"].size()
     kept = _kept_whole(network, ranks, how)
     spread = partial(
@@ -55,11 +56,13 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
         ignored_params=kept,
     )
     again = how.reshard_after_forward
+    # units first, for fully_shard of the root takes what no unit has
     units = [spread(network.get_submodule(name), reshard_after_forward=again) for name in names]
     for name in names:
         _refuse_replaced(name, network.get_submodule(name))
     # what is left is small and wanted first in the backward: it stays gathered, unless it is everything
     whole = spread(root, reshard_after_forward=again and not units)
+    # one unit ahead is what torch does by itself
     if how.ahead > 1:
         for at, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + how.ahead])

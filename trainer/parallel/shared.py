@@ -34,6 +34,7 @@ class Shared:
         """Collective: gradients become the first rank's."""
         if self._ranks.size == 1 or not self._parameters:
             return
+        # all ranks send alike: zeros where one has no gradient
         own = [_gradient(parameter) for parameter in self._parameters.values()]
         sizes: list[Tensor] = []
         distances: list[Tensor] = []
@@ -41,11 +42,13 @@ class Shared:
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             first = flat.clone()
             self._ranks.broadcast_(first)  # the tensor ranks; gradients of what they hold in common
+            # how far apart they were is measured before it is mended, or nobody would ever know
             lengths = [gradient.numel() for gradient in bucket]
             sizes += torch._foreach_norm(first.split(lengths))
             distances += torch._foreach_norm((flat - first).split(lengths))
             for gradient, decided in zip(bucket, first.split(lengths), strict=True):
                 gradient.copy_(decided.view_as(gradient))
+        # kept on the device until somebody looks: a step does not wait
         size, distance = (torch.stack([n.to(sizes[0].device, torch.float32) for n in ns]) for ns in (sizes, distances))
         floor = (FLOOR * size.norm()).clamp(min=torch.finfo(torch.float32).tiny)
         apart = (distance / size.maximum(floor)).nan_to_num(0.0, 0.0)  # an overflow is no disagreement
@@ -71,8 +74,9 @@ def refuse_drift(network: nn.Module, ranks: Ranks) -> None:
     if not whole or ranks.size == 1:
         return
     sums = torch.stack([torch.stack([p.double().sum(), p.double().square().sum()]) for p in whole.values()])  # (n, 2)
-    bounds = torch.stack([sums, -sums])
+    bounds = torch.stack([sums, -sums])  # the largest of the negative is the smallest: one collective for both
     ranks.all_reduce_max_(bounds).wait()  # the tensor ranks; four numbers a parameter: largest and smallest
+    # a sum of n numbers of this size is rounded to about as much: differences are measured in it
     squares = bounds[0, :, 1]
     counts = squares.new_tensor([part.numel() for part in whole.values()])
     scales = torch.stack([(counts * squares).sqrt(), squares], dim=1)

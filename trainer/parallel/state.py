@@ -38,6 +38,7 @@ def space_for_optimizer(
     Those of another shape than their parameter (step counts) are whole. `known`: the names of the whole network, of
     which this rank may hold a part; Refusal where a memory belongs to none of them.
     """
+    # a rank may own, or hold, a few of the network's parameters: others read the rest
     taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = {name: parameter for name, parameter in network.named_parameters() if id(parameter) in taken}
     space: dict[str, Tensor] = {}

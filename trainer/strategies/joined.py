@@ -32,7 +32,7 @@ class Joined(Strategy):
             refuse_own_statistics(network)
 
     def __enter__(self) -> Self:
-        self.device = self.machine.place()
+        self.device = self.machine.place()  # first: NCCL binds the group to the current device
         self.world = join_group(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
         self._arrange()
         self.take_time()  # torch makes the groups of a mesh with times of its own

@@ -60,6 +60,7 @@ class _Placed(Placed):
     strategy: Zero1
 
     def _wrap(self) -> Callable[[Any, Any], Any]:
+        # who owns what follows from sizes alone, so nothing is agreed; alone on one rank nothing travels
         ranks = self.strategy.owning
         trainable = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
         owner = owners([parameter.nbytes for parameter in trainable], ranks.size)

@@ -41,6 +41,7 @@ def equal_cuts(step: nn.Module, count: int, weight: Weights) -> list[str]:
     heavy = {name for name, part in weight.items() if part > weight[""] / count}
     lists = {name for name, module in network.named_modules() if type(module).forward is nn.Sequential.forward}
     names: list[str] = []
+    # what is heavy must be opened to be shared out; everything is, only where that was not enough
     for wanted in (heavy | lists, set(weight)):
         flow = Flow(_opened(step, wanted), network)
         for most in (1, len(flow.nodes)):
@@ -76,6 +77,7 @@ def _opened(step: nn.Module, wanted: set[str]) -> fx.Graph:
 
 def _places(flow: Flow) -> list[fx.Node]:
     """Modules with parameters before which the network can be cut: none of its parameters is used on both sides."""
+    # a tensor must lie in one stage: between its first and its last use no cut can be
     span: dict[int, tuple[int, int]] = {}
     for index, node in enumerate(flow.nodes):
         for tensor in flow.state(node):

@@ -35,6 +35,7 @@ def cut_stages(step: nn.Module, cuts: tuple[str, ...], count: int, example: Any 
         ends = _ends(flow, names)
     except Untraceable as error:
         raise Refusal(f"{kind} cannot be cut into stages: its forward cannot be followed ({error}); {ELSE}") from error
+    # stages are ranges of the flow; what is refused here would hang or train wrongly later
     bounds = [0, *ends, len(flow.nodes)]
     _refuse_stages(network, flow, bounds)
     stages = [_stage(network, flow, bounds, index) for index in range(count)]
@@ -106,6 +107,7 @@ def _stage(network: nn.Module, flow: Flow, bounds: list[int], index: int) -> fx.
     here: dict[fx.Node, fx.Node] = {}
     for node in flow.nodes[:BATCH]:
         here[node] = graph.placeholder(str(node.target))
+    # beside the batch, a stage takes what earlier ones have worked out
     received = flow.handed(bounds[index]) if index else []
     for node in received:
         here[node] = graph.placeholder(node.name)

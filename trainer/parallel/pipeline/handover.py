@@ -49,7 +49,7 @@ class Handover:
                     break
                 _refuse_others(stage, values)
                 handed[stage + 1] = _on_meta(values)
-            except Exception as error:
+            except Exception as error:  # whatever a stage does: the next rank waits to be told
                 self._pass_on(stage, str(error))
                 raise
             if not self._is_here(stage + 1):
