@@ -22,7 +22,8 @@ def give_back_freed_memory() -> bool:
     """Tell glibc to give every larger block back as soon as it is freed; False where the C library is another one.
 
     For ranks that hold shards: they gather parameters and free them all the time, and what is kept lies in pieces
-    that do not fit the next request. Measured with fsdp on 2 processes: a peak of 1,041 MiB instead of 1,489.
+    that do not fit the next request. Measured with fsdp on 2 processes and 100
+    million parameters: a peak of 871 MiB instead of 2,151.
     """
     return _told(_MMAP_THRESHOLD, _LARGE)
 
