@@ -59,8 +59,7 @@ class Placed:
         # values, the same everywhere; or an outline, where no rank need hold all of them
         self.network = self._arrived(network)
         names = self._units()
-        # inside one rank, before the data ranks come in: recomputing must see the layers that were split, and a
-        # compiled graph both
+        # inside one rank, before the data ranks come in: recomputing sees split layers, a compiled graph both
         for piece in self._cut():
             own = called(piece, names)
             if strategy.activation_checkpointing != "none":
@@ -72,7 +71,7 @@ class Placed:
         self._shard(names)
         self._forward: Callable[[Any, Any], Any] = self._wrap()
 
-    # What a strategy says differently: of the network, in the order of time.
+    # What a strategy says differently: of the network, then of a step, in the order of time.
 
     def _arrived(self, network: nn.Module) -> nn.Module:
         """Collective: the network on this rank's device, with its values, the same everywhere."""
@@ -98,8 +97,6 @@ class Placed:
     def _wrap(self) -> Callable[[Any, Any], Any]:
         """What a forward must call: task and network themselves, or something around them."""
         return self._called
-
-    # And of a step.
 
     def _computing(self) -> Any:
         """The context of a forward, and of its backward."""

@@ -108,10 +108,7 @@ class PlacedStages(PlacedTensor):
 
     @torch.no_grad()
     def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor]:
-        """Sums over a micro-batch, the same on all ranks of a pipeline; zeros where none is `valid`.
-
-        They go through the stages together, one stage after the other; the stream has cut them as small as a step's.
-        """
+        """Sums over a micro-batch, the same on all ranks of a pipeline; zeros where none is `valid`."""
         self._mode(training=False)
         self._take_turns(batch)
         with self._computing(), dealt(batch.span), self._machine.autocast(self.strategy.device):
