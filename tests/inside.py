@@ -23,7 +23,8 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
     before, handlers = os.getcwd(), logging.getLogger().handlers[:]
     os.chdir(place)
     try:
-        with patch.object(failure, "fail", _raised):  # it would end the process
+        # the one would end the process; the other keep for all tests what the largest network has freed
+        with patch.object(failure, "fail", _raised), patch("trainer.run.fit.keep_freed_memory"):
             words = ["device=cpu", "log=[]", *words]
             return run_all(words, launch) if several(words) else fit(understood(words, launch))
     finally:

@@ -32,7 +32,9 @@ def installed(tmp_path: Path) -> Path:
     (package / "_bundle" / "recipes" / "vision").mkdir(parents=True)
     (package / "_bundle" / "recipes" / "__init__.py").touch()
     (package / "__init__.py").touch()
-    (package / "bundle.py").write_bytes((CHECKOUT / "trainer" / "bundle.py").read_bytes())
+    own = Path("configuration", "bundle.py")
+    (package / own).parent.mkdir()
+    (package / own).write_bytes((CHECKOUT / "trainer" / own).read_bytes())
     return package.parent
 
 

@@ -134,7 +134,7 @@ def test_a_clock_that_has_run_out_begins_anew(tmp_path: Path, monkeypatch: pytes
             now[0] += 1.0  # every step takes one
             return 1.0
 
-    rhythms = {key: Due([Every(seconds=3.0)]) for key in ("log_due", "eval_due", "save_due")}
+    rhythms: dict[str, Any] = {key: Due([Every(seconds=3.0)]) for key in ("log_due", "eval_due", "save_due")}
     with made(tmp_path, schedule=Second(), best="macro", **rhythms) as run:
         run.trainer.fit(None)
     assert [line["step"] for line in run.lines("train")] == [4, 8, 10]

@@ -70,9 +70,7 @@ def accounted(run: RunParts, prepared: Prepared, progress: Progress, log: Log) -
     except Exception as error:
         with suppress(Exception):  # a full disk must not hide the cause
             log.close()
-        if isinstance(
-            error, Refusal
-        ):  # a sentence and exit 2, as before the group; but the folder says `running` by now
+        if isinstance(error, Refusal):  # a sentence and exit 2, as before the group; but the folder says `running` now
             folder.report("failed", progress.step, str(error))
             raise
         failure.fail(error, launch, folder.path, progress.step or None, remedy(error, run, prepared))
