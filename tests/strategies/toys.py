@@ -326,4 +326,9 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
 
 def whole(value: Tensor) -> list[Any]:
     """A parameter as nested lists, whoever holds its parts. Collective."""
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).tolist()
+    return gathered(value).tolist()
+
+
+def gathered(value: Tensor) -> Any:
+    """A parameter as an array, whoever holds its parts: lists of a large one are many times its size. Collective."""
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().numpy()
