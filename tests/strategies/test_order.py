@@ -217,7 +217,7 @@ def collectives(launch: Launch, case: Order) -> Counter[str]:
         batches = next(iter(stream.epoch(0)))
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             placed.forward_backward(batches, 0)
-            strategy.barrier()  # a collective's event may end just after it
+            strategy.world.barrier()  # a collective's event may end just after it
     return Counter(event.name for event in recorded.events() if event.name.startswith("gloo:"))
 
 

@@ -66,11 +66,6 @@ class Place:
         return self.data.size
 
     @property
-    def is_main(self) -> bool:
-        """Is this the one rank that prints and writes?"""
-        return self.world.is_main
-
-    @property
     def rank(self) -> int:
         """The number of this process among all."""
         return self.world.rank
@@ -99,10 +94,6 @@ class Place:
         set_timeouts(self.groups(), patience * 2 if self.device.type == "cuda" else patience)
 
     # Collectives: every rank calls them, in the same order.
-
-    def barrier(self) -> None:
-        """Collective: every rank has arrived."""
-        self.world.barrier()
 
     def all_gather_values(self, value: Any) -> list[Any]:
         """Collective: every rank's JSON value, in rank order."""
