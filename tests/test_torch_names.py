@@ -26,7 +26,7 @@ PRIVATE = {
     # The norms of many tensors in one kernel; the public way is a kernel for each parameter that tensor ranks share.
     "torch._foreach_norm": "trainer/parallel/shared.py",
     # Gives a group's collectives another timeout; torch 2.15 has a public name for it, 2.11 to 2.14 only this one.
-    "torch.distributed.distributed_c10d._set_pg_timeout": "trainer/parallel/world.py",
+    "torch.distributed.distributed_c10d._set_pg_timeout": "trainer/parallel/ranks.py",
     # What a tensor is a view of, which it keeps alive; torch's page on views describes it.
     "torch.Tensor._base": "trainer/parallel/outline.py",
 }

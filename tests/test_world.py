@@ -14,8 +14,7 @@ from tests.commands import SMALL
 from tests.inside import here
 from trainer.configuration.compose import compose
 from trainer.launch.launch import Launch
-from trainer.parallel.ranks import Group
-from trainer.parallel.world import join_group, leave_group, set_timeouts
+from trainer.parallel.ranks import Group, join_group, leave_group, set_timeouts
 from trainer.records.checkpoint import Checkpoints
 from trainer.refusal import Refusal
 from trainer.run.assembly import assemble
@@ -62,7 +61,7 @@ def nobody_joins(launch: Launch) -> dict[str, Any]:
         except RuntimeError as caught:
             unheard = str(caught)
         work = dist.all_reduce(under_way, group=late, async_op=True)
-    set_timeouts([world.group, late, None], SHORT)
+    set_timeouts([world.group, late], SHORT)
     error = ""
     if launch.rank == 0:
         try:

@@ -35,9 +35,10 @@ def gather(x: Tensor) -> Tensor:
     place = _place.get()
     if place.ranks.size == 1:
         return x
-    if place.span is not None and (place.span.start % place.ranks.size or place.span.stop % place.ranks.size):
-        return _GatherUneven.apply(x, place.ranks, place.span)
-    return _Gather.apply(x, place.ranks)
+    span, size = place.span, place.ranks.size
+    if span is None or (span.start % size == 0 and span.stop % size == 0):
+        span = range(len(x) * size)  # equal shares: rows are dealt as samples are, there may be several of each
+    return _Gather.apply(x, place.ranks, span)
 
 
 def gathering_over(ranks: Ranks) -> AbstractContextManager[None]:
@@ -69,32 +70,20 @@ class _At:
 
 
 class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return torch.stack(ranks.all_gather(x), dim=1).flatten(0, 1)  # all data ranks; every rank's rows travel to all
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].contiguous().clone()
-        ctx.ranks.all_reduce_sum_(total).wait()  # all data ranks; each one's loss has used my rows
-        return total[ctx.ranks.rank :: ctx.ranks.size], None
-
-
-class _GatherUneven(torch.autograd.Function):
-    """Rows of a span that the ranks do not share equally; its first sample may be any rank's."""
+    """Rows of a span of samples; its first one may be any rank's, and ranks need not have as many."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, span: range) -> Tensor:
-        ctx.ranks, first = ranks, span.start % ranks.size  # who has the span's first sample
+        ctx.ranks, first = ranks, span.start % ranks.size  # who has the span's first sample: any rank may
         ctx.own = slice((ranks.rank - first) % ranks.size, None, ranks.size)
         own, longest = len(span[ctx.own]), -(-len(span) // ranks.size)
-        if len(x) != max(own, 1):  # in an evaluation a rank without a sample computes one that does not count
+        if len(x) != own and (own or len(x) > 1):  # a rank without a sample computes one that does not count
             raise ValueError(
                 f"gather of {len(x)} rows: of {own} samples each must have one, because ranks have unequal shares"
             )
         # all data ranks; every rank's rows travel to all, the shorter shares filled up to the longest
         rows = ranks.all_gather(x if len(x) == longest else torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])]))
+        # (longest, ranks, ...) → (samples, ...): in turn, as they were dealt
         return torch.stack(rows[first:] + rows[:first], dim=1).flatten(0, 1)[: len(span)]
 
     @staticmethod

@@ -1,15 +1,18 @@
-"""A group of processes and what they can tell each other; a process alone is the neutral element."""
+"""A group of processes: joining it, what they can tell each other, leaving it. One alone is the neutral element."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from trainer.launch.launch import Launch
 
 ALWAYS = timedelta()  # as torch says it: no time of its own, the group's counts
 
@@ -21,6 +24,9 @@ class Done:
         """Return at once."""
 
 
+DONE = Done()
+
+
 class Waitable(Protocol):
     """A collective under way."""
 
@@ -29,28 +35,17 @@ class Waitable(Protocol):
 
 
 class Vote:
-    """Numbers of one process, flags among them: they are the answer."""
+    """Numbers that ranks were asked for, flags among them; those of a process alone are the answer."""
 
-    def __init__(self, numbers: Sequence[float]) -> None:
-        self._numbers = numbers
+    def __init__(
+        self, numbers: Sequence[float] | Tensor, under_way: Waitable = DONE, patience: timedelta = ALWAYS
+    ) -> None:
+        self._numbers, self._under_way, self._patience = numbers, under_way, patience
 
-    def read(self) -> Sequence[float]:
+    def read(self) -> list[float]:
         """The largest of each over the ranks: a flag is true if any had raised it."""
-        return self._numbers
-
-
-class VoteUnderWay(Vote):
-    """Numbers that travel."""
-
-    def __init__(self, numbers: Sequence[float], ranks: Ranks, patience: timedelta) -> None:
-        self._largest = torch.tensor(numbers, dtype=torch.float64)
-        self._work = ranks.all_reduce_max_(self._largest)  # these ranks; 8 bytes a number
-        self._patience = patience
-
-    def read(self) -> Sequence[float]:
-        """The largest of each over the ranks: a flag is true if any had raised it."""
-        self._work.wait(self._patience)
-        return self._largest.tolist()
+        self._under_way.wait(self._patience)
+        return [float(number) for number in self._numbers]
 
 
 class Ranks:
@@ -66,11 +61,11 @@ class Ranks:
 
     def all_reduce_sum_(self, tensor: Tensor) -> Waitable:
         """Collective: start adding up this tensor over the ranks, in place."""
-        return Done()
+        return DONE
 
     def all_reduce_max_(self, tensor: Tensor) -> Waitable:
         """Collective: start taking the largest of this tensor over the ranks, in place."""
-        return Done()
+        return DONE
 
     def vote(self, numbers: Sequence[float], patience: timedelta) -> Vote:
         """Collective: start asking for the largest of each number; a rank may be so late with its answer."""
@@ -94,7 +89,7 @@ class Ranks:
 class Group(Ranks):
     """The processes of one `torch.distributed` process group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._first = dist.get_global_rank(group, 0)
@@ -109,7 +104,8 @@ class Group(Ranks):
 
     def vote(self, numbers: Sequence[float], patience: timedelta) -> Vote:
         """Collective: start asking for the largest of each number; a rank may be so late with its answer."""
-        return VoteUnderWay(numbers, self, patience)
+        largest = torch.tensor(numbers, dtype=torch.float64)
+        return Vote(largest, self.all_reduce_max_(largest), patience)  # these ranks; 8 bytes a number
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Collective: every rank's tensor becomes the first rank's."""
@@ -128,13 +124,66 @@ class Group(Ranks):
 
     def all_gather_values(self, value: Any) -> list[Any]:
         """Collective: the JSON values of all ranks, in rank order; CPU tensors travel, no pickle."""
-        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)  # (bytes,)
         longest = torch.tensor([len(text)])
-        self.all_reduce_max_(longest).wait()
-        padded = torch.full((int(longest),), ord(" "), dtype=torch.uint8)
+        self.all_reduce_max_(longest).wait()  # these ranks; 8 bytes: how long the longest text is
+        padded = torch.full((int(longest),), ord(" "), dtype=torch.uint8)  # JSON does not mind spaces at its end
         padded[: len(text)] = text
         return [json.loads(bytes(part.tolist())) for part in self.all_gather(padded)]
 
     def barrier(self) -> None:
         """Collective: return when every rank has arrived. A CPU tensor travels, so a GPU is not waited for."""
         self.all_reduce_sum_(torch.zeros(1)).wait()
+
+
+def join_group(launch: Launch, device: torch.device, backend: str | None, timeout: timedelta) -> Group:
+    """Collective: every process of the launch joins one group. CPU tensors always travel by gloo.
+
+    The addresses travel through the store of this round alone: with torchrun's stock settings a restarted attempt would
+    otherwise read the dead attempt's and could not connect (pytorch/pytorch#135712).
+    """
+    store = launch.store()
+    if store is None:  # a process that was started alone: a group of one
+        store = dist.HashStore()
+    nccl = device.type == "cuda" and backend != "gloo"
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
+        store=dist.PrefixStore("world", store),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+        device_id=device if nccl else None,  # binds NCCL to it from the start; gloo so bound could make no sub-groups
+    )
+    assert dist.group.WORLD is not None
+    return Group(dist.group.WORLD)
+
+
+_left: list[Ranks] = []  # the group that was left last
+
+
+def leave_group(world: Ranks, clean: bool) -> None:
+    """Leave the process group; after an error without waiting for ranks that may be gone.
+
+    Without the barrier one process in five aborts while gloo's threads are torn down (measured on torch 2.11 to 2.15).
+    The group's object outlives it: whoever drops the last reference (torch 2.11: DDP's reducer) waits, with the
+    interpreter's lock held, for a gloo thread that may be waiting for that lock to drop the barrier's tensor.
+    """
+    if clean:
+        world.barrier()
+        _left[:] = [world]
+        dist.destroy_process_group()
+
+
+def set_timeouts(groups: Iterable[ProcessGroup], timeout: timedelta) -> None:
+    """Let collectives of these groups fail after this long; those under way keep the time they were given.
+
+    Local to each rank: nobody is waited for. gloo and NCCL take the new time; others (MPI, UCC) warn and keep theirs.
+    """
+    for group in groups:
+        # public in torch 2.15; 2.11 to 2.14 have the same function as a private one
+        if hasattr(dist, "set_timeout"):
+            dist.set_timeout(timeout, group)
+        else:
+            from torch.distributed.distributed_c10d import _set_pg_timeout
+
+            _set_pg_timeout(timeout, group)

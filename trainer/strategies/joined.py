@@ -15,8 +15,7 @@ from trainer.learning.task import Task
 from trainer.parallel.batch_norm import refuse_own_statistics
 from trainer.parallel.mesh import described
 from trainer.parallel.outline import outline
-from trainer.parallel.ranks import Group
-from trainer.parallel.world import join_group, leave_group
+from trainer.parallel.ranks import Group, join_group, leave_group
 from trainer.strategies.base import Strategy
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from trainer.data.sampler import Slice
-from trainer.parallel.ranks import Ranks, Vote
+from trainer.parallel.ranks import Ranks, Vote, set_timeouts
 from trainer.parallel.totals import Totals
-from trainer.parallel.world import set_timeouts
 from trainer.strategies.machine import Machine
 
 Recomputed = Literal["none", "units", "operators"]
