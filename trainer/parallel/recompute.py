@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache, partial
-from types import TracebackType
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from trainer.refusal import Refusal
 
@@ -79,25 +78,24 @@ class _Recomputed(nn.Module):
     recomputed_mode: ClassVar[Mode]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run, selective = super().forward, self.recomputed_mode == "operators"
+        run, contexts = super().forward, _CONTEXTS[self.recomputed_mode]
         # functional_call's weights are gone by the backward: it would recompute with the unit's own, without a word
         if not torch.is_grad_enabled() or not all(isinstance(weight, nn.Parameter) for weight in self.parameters()):
             return run(*args, **kwargs)
         if torch.compiler.is_compiling():  # repeats no change of a buffer, and must see torch's own contexts
-            if selective:
-                return checkpoint(run, *args, use_reentrant=False, context_fn=_selective, **kwargs)
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+            if self.recomputed_mode == "units":
+                return checkpoint(run, *args, use_reentrant=False, **kwargs)
+            return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         # which modules are in training mode → the buffers that a forward then changes
         changing: dict[tuple[bool, ...], list[str]] = vars(self).setdefault("recomputed_buffers", {})
         modes = tuple(part.training for part in self.modules())
         if modes not in changing:
             _refuse_cache([*args, *kwargs.values()], type(self).__qualname__)
-        before = {name: self.get_buffer(name).clone() for name in changing.get(modes, _buffers(self))}
-        contexts = partial(_contexts, self, before, _selective if selective else _nothing)
-        output = checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        before = {name: value.clone() for name, value in self.named_buffers() if name in changing.get(modes, [name])}
+        own = partial(_with_buffers, self, before, contexts)
+        output = checkpoint(run, *args, use_reentrant=False, context_fn=own, **kwargs)
         if modes not in changing:  # looked at once, so that constants are not copied in every step
-            changed = [name for name, value in before.items() if not torch.equal(value, self.get_buffer(name))]
-            changing[modes] = changed
+            changing[modes] = [name for name, value in before.items() if not torch.equal(value, self.get_buffer(name))]
         return output
 
 
@@ -110,23 +108,8 @@ def _refuse_cache(arguments: list[Any], unit: str) -> None:
         )
 
 
-def _buffers(unit: nn.Module) -> list[str]:
-    return [name for name, _ in unit.named_buffers()]
-
-
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of the forward, of its repetition
-
-
-def _nothing() -> Contexts:
-    return nullcontext(), nullcontext()
-
-
-def _selective() -> Contexts:
-    return create_selective_checkpoint_contexts(_keep)
-
-
-def _contexts(unit: nn.Module, before: dict[str, Tensor], inner: Callable[[], Contexts]) -> Contexts:
-    first, again = inner()
+def _with_buffers(unit: nn.Module, before: dict[str, Tensor], contexts: Callable[[], Contexts]) -> Contexts:
+    first, again = contexts()
     return first, _OwnBuffers(unit, before, again)
 
 
@@ -142,10 +125,8 @@ class _OwnBuffers:
         self._set({name: value.clone() for name, value in self._before.items()})
         self._inner.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._inner.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
         self._set(self._now)
 
     def _set(self, values: dict[str, Tensor]) -> None:
@@ -165,3 +146,10 @@ def _keep(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 def _dear() -> frozenset[Any]:
     packets = [getattr(getattr(torch.ops, space), name, None) for space, names in DEAR.items() for name in names]
     return frozenset(packet.default for packet in packets if packet is not None)
+
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of the forward, of its repetition
+_CONTEXTS: dict[Mode, Callable[[], Contexts]] = {
+    "units": noop_context_fn,
+    "operators": partial(create_selective_checkpoint_contexts, _keep),
+}
