@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.commands import curve, lines
 from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.launch import Launch
+from trainer.learning.optimizer import parameter_groups, spares_vectors
 from trainer.refusal import Refusal
 
 
@@ -94,6 +96,57 @@ def test_late_gradients_and_overflows_are_those_of_torchs_plain_step(home: Path,
     losses(home, "begun", *run, "loop.steps=2")  # nothing but overflows so far, and the late part has not begun
     assert product(Launch(), home, words("on", *run, "loop.steps=24", "run.resume=begun")) == 0
     assert [line["loss"] for line in lines(home / "on", "train")] == whole[2:]
+
+
+def test_decay_spares_vectors_and_numbers_and_no_sparse_step_is_fused() -> None:
+    network = nn.ModuleDict(
+        {"table": nn.Embedding(3, 2, sparse=True), "norm": nn.LayerNorm(2), "head": nn.Linear(2, 2)}
+    )
+    network.add_module("frozen", nn.Linear(2, 2).requires_grad_(False))
+    network.register_parameter("number", nn.Parameter(torch.zeros(())))
+    names = {parameter: name for name, parameter in network.named_parameters()}
+
+    def grouped(spare_vectors: bool) -> list[Any]:
+        return [(" ".join(names[p] for p in g.pop("params")), g) for g in parameter_groups(network, spare_vectors)]
+
+    sparse = ("table.weight", {"fused": False})
+    vectors = ("number norm.weight norm.bias head.bias", {"weight_decay": 0.0})
+    assert grouped(True) == [("head.weight", {}), sparse, vectors]
+    assert grouped(False) == [("number norm.weight norm.bias head.weight head.bias", {}), sparse]
+    with pytest.raises(Refusal, match="no trainable parameter"):
+        parameter_groups(network.requires_grad_(False), True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "amount", "decay", "spared"),
+    [
+        (torch.optim.AdamW, None, "weights", True),  # its default is 0.01
+        (torch.optim.SGD, 0.1, "weights", True),
+        (torch.optim.SGD, 0.1, "all", False),
+        (torch.optim.AdamW, 0.0, "weights", False),  # one group where decay is the same
+        (torch.optim.SGD, None, "weights", False),
+        (torch.optim.Rprop, 0.1, "weights", False),
+    ],
+)
+def test_vectors_are_spared_where_something_decays(kind: Any, amount: float | None, decay: str, spared: bool) -> None:
+    assert spares_vectors(kind, amount, decay) is spared
+
+
+def test_a_run_decays_weights_alone_unless_all_are_named(home: Path) -> None:
+    ends = []
+    for decay in ("weights", "all"):
+        losses(
+            home,
+            decay,
+            "model=late",
+            "optimizer.weight_decay=1",
+            f"optimizer.decay={decay}",
+            "optimizer=sgd",
+            "loop.steps=1",
+        )
+        ends.append(load_file(next(home.glob(f"{decay}/checkpoints/*/*-00001-of-00002.safetensors"))))
+    apart = {name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])}
+    assert apart == {"head.bias"}  # what is late has had no gradient yet
 
 
 def test_a_dampened_step_is_not_fused(home: Path) -> None:

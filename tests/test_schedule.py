@@ -62,6 +62,7 @@ def test_linear_is_straight():
     rates = curve(Linear(final=0.5, warmup=20))
     assert rates[60] == pytest.approx(0.75)
     assert Linear(final=0.5)(100, 100) == pytest.approx(0.5)
+    assert Linear(final=0.5, warmup=20)(20, 20) == pytest.approx(0.5)
 
 
 def test_step_falls_at_its_milestones():
@@ -74,6 +75,7 @@ def test_wsd_is_stable_and_then_decays():
     assert set(rates[:81]) == {1.0}
     assert rates[90] == pytest.approx(0.5)
     assert WSD(decay=0.2)(100, 100) == pytest.approx(0.0)
+    assert [WSD(decay=0.2, final=0.5)(step, 100) for step in (90, 100)] == pytest.approx([0.75, 0.5])
     assert set(curve(WSD(decay=0.0))) == {1.0}
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.vision.classification import Classification
 from tests.strategies.toys import BATCH, Net, Plain, ToyData, Weighted
+from trainer import trainer as trainer_module
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream
 from trainer.launch.launch import Launch
 from trainer.learning import cadence
 from trainer.learning.cadence import Due, Every
-from trainer.learning.schedule import Constant, Cosine, Schedule
+from trainer.learning.schedule import Constant, Cosine, Linear, Schedule
 from trainer.learning.task import Task
+from trainer.records import meter
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.log import Log
 from trainer.refusal import Refusal
@@ -97,13 +101,23 @@ def made(folder: Path, task: Task | None = None, device: str = "cpu", keep: int 
 
 
 def test_rhythms_and_the_last_step(tmp_path: Path) -> None:
-    with made(tmp_path, best="macro") as run:  # an epoch has 4 steps
+    with made(tmp_path, best="macro", log_due=Due([Every(steps=4), Every(steps=6)])) as run:  # an epoch has 4 steps
         assert run.trainer.fit(None)
-    assert [line["step"] for line in run.lines("train")] == [3, 6, 9, 10]
-    assert [line["step"] for line in run.lines("eval")] == [4, 8, 10]
+    assert [(line["step"], line["epoch"]) for line in run.lines("train")] == [(4, 0), (6, 1), (8, 1), (10, 2)]
+    assert [(line["step"], line["epoch"]) for line in run.lines("eval")] == [(4, 0), (8, 1), (10, 2)]
     assert {5, 10} <= set(run.saved())
-    assert [line["epoch"] for line in run.lines("train")] == [0, 1, 2, 2]
     assert all(line["samples"] == 101 for line in run.lines("eval"))
+
+
+def test_the_first_of_several_rhythms_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(cadence, "monotonic", lambda: now[0])
+    due = Due([Every(steps=4), Every(epochs=2), Every(seconds=9.0), Every(seconds=5.0)])
+    epochs = {step: step // 3 for step in (3, 6, 9)}
+    assert [step for step in range(1, 10) if due.now(step, epochs.get(step), clock=False)] == [4, 6, 8]
+    assert not due.clock()
+    now[0] = 5.0
+    assert due.clock()
 
 
 def test_a_training_line_says_what_the_contract_says(tmp_path: Path) -> None:
@@ -116,6 +130,76 @@ def test_a_training_line_says_what_the_contract_says(tmp_path: Path) -> None:
         assert int(bits) & 0xFFFFFFFF == int(line["loss_hex"], 16)
         assert line["samples"] == line["step"] * BATCH
     assert run.lines("train")[0]["loss_mean"] != run.lines("train")[0]["loss"]
+
+
+def test_a_lines_mean_is_over_the_steps_since_the_last(tmp_path: Path) -> None:
+    lines = []
+    for steps in (1, 4):
+        with made(tmp_path / str(steps), log_due=Due([Every(steps=steps)])) as run:
+            run.trainer.fit(None)
+        lines.append(run.lines("train"))
+    each = [line["loss"] for line in lines[0]]
+    assert [line["loss"] for line in lines[1]] == [each[3], each[7], each[9]]
+    means = [sum(part) / len(part) for part in (each[:4], each[4:8], each[8:])]
+    assert [line["loss_mean"] for line in lines[1]] == pytest.approx(means, rel=1e-12)
+
+
+def test_every_group_has_its_rate_times_the_schedule(tmp_path: Path) -> None:
+    schedule, seen = Linear(warmup=2, final=0.1), []
+    with made(tmp_path, schedule=schedule, steps=6, horizon=9, log_due=Due([Every(steps=1)])) as run:
+        (group,) = (optimizer := run.trainer.optimizer).param_groups
+        optimizer.param_groups[:] = [{**group, "params": group["params"][:2]}, {**group, "params": [], "lr": 0.002}]
+        optimizer.register_step_pre_hook(lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]))
+        run.trainer.fit(None)
+    factors = [schedule(step, 9) for step in range(6)]
+    assert seen == [[0.01 * factor, 0.002 * factor] for factor in factors]
+    assert [line["lr"] for line in run.lines("train")] == [first for first, _ in seen]
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "limits"), [(None, [None, None, inf, None, inf]), (0.5, [0.5] * 5)], ids=["measured", "clipped"]
+)
+def test_the_norm_is_taken_to_clip_by_and_else_for_lines_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_norm: float | None, limits: list[float | None]
+) -> None:
+    given = []
+    with made(tmp_path, steps=5, max_norm=max_norm) as run:
+        step = run.trainer.placed.optimizer_step
+        monkeypatch.setattr(run.trainer.placed, "optimizer_step", lambda *args: given.append(args[1]) or step(*args))
+        run.trainer.fit(None)
+    assert given == limits
+
+
+def test_what_is_due_after_a_step_comes_in_an_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are there before what follows them, so that a resumed run drops some and invents none."""
+    told: list[str] = []
+
+    def tell(owner: Any, *names: str) -> None:
+        for name in names:
+            method = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *a, name=name, method=method: told.append(name) or method(*a))
+
+    rhythms: dict[str, Any] = {"log_due": Due([Every(steps=1)]), "save_due": Due([Every(steps=2)])}
+    with made(tmp_path, steps=3, best="macro", **rhythms) as run:
+        trainer = run.trainer
+        trainer.begin(None)
+        tell(trainer.placed, "forward_backward", "optimizer_step", "after_step", "settle", "state")
+        tell(trainer.log, "train", "eval", "flush")
+        tell(trainer.checkpoints, "save")
+        monkeypatch.setattr(trainer_module, "evaluate", lambda *_: told.append("evaluate") or {"macro": 1.0})
+        monkeypatch.setattr(trainer, "begin", lambda start: None)
+        trainer.fit(None)
+    saved, learned = ["settle", "state", "flush", "save"], ["optimizer_step", "after_step"]
+    assert told == [
+        *("forward_backward", *learned),
+        *("forward_backward", "train", *learned, "train", *saved),  # a line is read while the next step computes
+        *("forward_backward", *learned, "train", "settle", "evaluate", "eval", *saved),
+    ]
+    assert run.states == [("running", step) for step in (1, 2, 2, 3, 3)]
+    assert [json.loads(path.read_text())["figures"] for path in sorted(run.folder.rglob("manifest.json"))] == [
+        {},
+        {"macro": 1.0},
+    ]
 
 
 def test_a_new_best_is_kept_at_once(tmp_path: Path) -> None:
@@ -141,6 +225,36 @@ def test_a_clock_that_has_run_out_begins_anew(tmp_path: Path, monkeypatch: pytes
     assert [line["step"] for line in run.lines("eval")] == [3, 6, 9, 10]
     best = [line["step"] for line in run.lines("eval")]
     assert set(run.saved()) - set(best) == set()
+
+
+def test_the_time_of_a_step_is_that_of_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(meter, "perf_counter", lambda: now[0])
+
+    def takes(owner: Any, name: str, seconds: float) -> None:
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a: now.__setitem__(0, now[0] + seconds) or method(*a))
+
+    with made(tmp_path, eval_due=Due([Every(steps=5)]), save_due=Due([Every(steps=4)])) as run:
+        for owner, name, seconds in (
+            (run.trainer.placed, "forward_backward", 2.0),
+            (run.trainer.placed, "evaluate", 30.0),
+            (run.trainer.checkpoints, "save", 500.0),
+        ):
+            takes(owner, name, seconds)
+        run.trainer.fit(None)
+    lines = run.lines("train")
+    assert [(line["step"], line["step_s"], line["samples_per_s"]) for line in lines] == [
+        (step, 2.0, BATCH / 2.0) for step in (3, 6, 9, 10)
+    ]
+
+
+def test_the_first_inputs_are_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+    with made(tmp_path, steps=3, micro_batches=2) as run:
+        monkeypatch.setattr(run.trainer.log, "images", lambda tag, images, step: shown.append((tag, len(images), step)))
+        run.trainer.fit(None)
+    assert shown == [("inputs", BATCH // 2, 0)]
 
 
 def test_a_task_hears_of_every_step_and_sees_the_network_in_its_mode(tmp_path: Path) -> None:
@@ -178,6 +292,38 @@ def test_a_request_to_stop_finishes_the_step_and_saves(tmp_path: Path) -> None:
     assert run.trainer.progress == Progress(step=7, epoch=1, position=3 * BATCH, samples=7 * BATCH)
 
 
+def test_stopped_and_gone_on_with_it_is_the_run_that_nothing_happened_to(tmp_path: Path) -> None:
+    def words(stop: Stop, **more: Any) -> dict[str, Any]:
+        return {"stop": stop, "log_due": Due([Every(steps=1)]), "state": {"note": "kept"}, **more}
+
+    def weights(run: Made) -> dict[str, list[float]]:
+        return {name: value.flatten().tolist() for name, value in run.trainer.placed.network.state_dict().items()}
+
+    with made(tmp_path / "whole", **words(Stop())) as whole:
+        assert whole.trainer.fit(None)
+        expected = weights(whole)
+    with made(tmp_path / "stopped", **words(Stop(raised=True))) as stopped:
+        assert not stopped.trainer.fit(None)
+        stopped.trainer.stop.raised = False  # type: ignore[misc]
+        stopped.trainer.steps = 7
+        assert stopped.trainer.fit(stopped.trainer.checkpoints.newest())
+        found = stopped.trainer.checkpoints.newest()
+    assert found is not None
+    assert found.state == {
+        "progress": {"step": 7, "epoch": 1, "position": 3 * BATCH, "samples": 7 * BATCH, "owed": None},
+        "horizon": 10,
+        "note": "kept",
+    }
+    with made(tmp_path / "again", **words(Stop())) as again:
+        torch.nn.init.zeros_(again.trainer.placed.network.get_parameter("head.weight"))  # what is read counts
+        assert again.trainer.fit(found)
+        assert weights(again) == expected
+    told = [(line["step"], line["epoch"], line["loss_hex"], line["samples"]) for line in whole.lines("train")]
+    assert told[7:] == [
+        (line["step"], line["epoch"], line["loss_hex"], line["samples"]) for line in again.lines("train")
+    ]
+
+
 def test_time_that_has_run_out_stops_as_if_asked(tmp_path: Path) -> None:
     with made(tmp_path, stop_after=0.0) as run:
         assert not run.trainer.fit(None)
@@ -197,6 +343,38 @@ def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(tmp_path: Path)
     assert run.saved() == []
 
 
+class Bad(Plain):
+    """The loss of one step is no number; the weights are not harmed by it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        return super().loss(output, target) + (math.nan if self.step == 1 else 0.0)
+
+    def after_step(self, network: Any, step: int) -> None:
+        self.step -= 1
+
+
+@pytest.mark.parametrize(
+    ("due", "read"),
+    [
+        ({"log_due": Due([Every(steps=1)]), "save_due": Due([])}, 3),  # in the step after it
+        ({"log_due": Due([Every(steps=3)]), "save_due": Due([])}, 4),  # also where the line's own step is fine
+        ({"log_due": Due([]), "save_due": Due([Every(steps=4)])}, 4),  # before a save, whatever was logged
+    ],
+)
+def test_one_loss_that_is_no_number_is_found_by_the_next_line_or_save(tmp_path: Path, due: Any, read: int) -> None:
+    due = {**due, "eval_due": Due([])}
+    with (
+        made(tmp_path, Bad(2), **due) as run,
+        pytest.raises(FloatingPointError, match=r"is nan; training|stopped being a number"),
+    ):
+        run.trainer.fit(None)
+    assert run.trainer.progress.step == read
+    assert run.saved() == []
+
+
 def test_a_best_figure_that_the_task_does_not_have_is_refused(tmp_path: Path) -> None:
     with (
         made(tmp_path, best="makro") as run,
@@ -205,32 +383,59 @@ def test_a_best_figure_that_the_task_does_not_have_is_refused(tmp_path: Path) ->
         run.trainer.fit(None)
 
 
-class Terse(Plain):
+class Terse(Weighted):
     """Says one figure, as a tensor, and not the loss."""
-
-    best = "right"
 
     def finish(self, totals: dict[str, Tensor]) -> Any:
         return {"right": totals["correct"] / totals["samples"]}
 
 
-def test_an_evaluation_line_always_has_the_loss(tmp_path: Path) -> None:
-    with made(tmp_path, Terse(), best="right") as run:
-        run.trainer.fit(None)
-    for line in run.lines("eval"):
-        assert set(line) == {"kind", "step", "epoch", "samples", "loss", "right"}
-        assert line["loss"] > 0
+class Nothing(Terse):
+    """No sample counts."""
+
+    def weight(self, target: Any) -> Tensor:
+        return 0 * super().weight(target)
 
 
-def test_a_place_from_which_no_whole_batch_is_left_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
+def test_an_evaluation_line_always_has_the_mean_loss(tmp_path: Path) -> None:
+    losses: dict[type[Task], list[float]] = {}
+    for kind in (Weighted, Terse, Nothing):
+        with made(tmp_path / kind.__name__, kind(), lr=0.0, steps=4) as run:
+            run.trainer.fit(None)
+        losses[kind] = [line["loss"] for line in run.lines("eval")]
+        assert kind is Weighted or set(run.lines("eval")[0]) == {"kind", "step", "epoch", "samples", "loss", "right"}
+    assert losses[Terse] == losses[Weighted]  # whose own figure is that
+    assert losses[Nothing] == [0.0]
+
+
+@pytest.mark.parametrize(("position", "left"), [(220 - 2 * BATCH, 2), (220 - BATCH, 1), (200, 4)])
+def test_a_place_from_which_no_whole_batch_is_left_goes_on_with_the_next_epoch(
+    tmp_path: Path, position: int, left: int
+) -> None:
     with made(tmp_path, steps=3) as run:
         run.trainer.fit(None)
         found = run.trainer.checkpoints.newest()
     assert found is not None
-    found.state["progress"]["position"] = 200  # of 220; as after a run with another global batch
-    with made(tmp_path / "again", steps=5) as run:
+    found.state["progress"]["position"] = position  # of 220; as after a run with another global batch
+    with made(tmp_path / "again", steps=3 + left) as run:  # to the end of an epoch
         assert run.trainer.fit(found)
-    assert run.trainer.progress.epoch == 1
+    assert (run.trainer.progress.epoch, run.trainer.progress.position) == (2 if left == 4 else 1, 0)
+
+
+def test_momentum_that_a_checkpoint_does_not_bring_begins(tmp_path: Path) -> None:
+    def sgd(run: Made, momentum: float) -> torch.optim.Optimizer:
+        parameters = run.trainer.placed.network.parameters()
+        run.trainer.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=momentum, fused=True)
+        return run.trainer.optimizer
+
+    with made(tmp_path / "without", steps=1) as run:
+        sgd(run, 0.0)
+        run.trainer.fit(None)
+        found = run.trainer.checkpoints.newest()
+    with made(tmp_path / "with", steps=2) as run:
+        optimizer = sgd(run, 0.9)
+        run.trainer.begin(found)
+    assert [list(memory) for memory in optimizer.state.values()] == [["momentum_buffer"]] * 8
 
 
 class Broken(Plain):

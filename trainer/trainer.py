@@ -80,7 +80,6 @@ class Trainer:
                 self.profile.step()
                 if self._over():
                     break
-        self._write_pending()
         return self.finished and self.progress.owed is None
 
     def _over(self) -> bool:
@@ -233,4 +232,4 @@ class Trainer:
         self.log.train(line)
         self.report("running", int(line["step"]))
         if not math.isfinite(float(line["loss_mean"])):
-            raise FloatingPointError(f"the loss at step {line['step']} is {line['loss']}, not a number; training stops")
+            raise FloatingPointError(f"the loss up to step {line['step']} is {line['loss_mean']}; training stops")
