@@ -4,9 +4,10 @@ import random
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trainer.parallel.owners import buckets, owners
+from trainer.parallel.buckets import packed, unpacked
+from trainer.parallel.owners import owned_buckets, owners
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 100])
@@ -39,8 +40,8 @@ def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Param
 
 def test_every_parameter_is_in_one_bucket_of_its_owner_and_type() -> None:
     some = [*parameters(5, 3, 8, 1, 1), *parameters(2, 2, dtype=torch.float64)]
-    owner = dict(zip(some, [0, 1, 0, 1, 0, 0, 1], strict=True))
-    made = buckets(some, list(owner.values()), 40)
+    owner: dict[Tensor, int] = dict(zip(some, [0, 1, 0, 1, 0, 0, 1], strict=True))
+    made = owned_buckets(some, list(owner.values()), 40)
     assert sorted(id(one) for bucket in made for one in bucket.parameters) == sorted(map(id, some))
     for bucket in made:
         assert {owner[one] for one in bucket.parameters} == {bucket.owner}
@@ -49,21 +50,20 @@ def test_every_parameter_is_in_one_bucket_of_its_owner_and_type() -> None:
 
 
 def test_one_that_is_larger_than_a_bucket_travels_alone() -> None:
-    made = buckets(parameters(1, 100, 1), [0, 0, 0], 8)
+    made = owned_buckets(parameters(1, 100, 1), [0, 0, 0], 8)
     assert [[one.numel() for one in bucket.parameters] for bucket in made] == [[1], [100], [1]]
 
 
 def test_buckets_stand_in_the_order_in_which_a_backward_fills_them() -> None:
     some = parameters(1, 2, 3, 4, 5, 6)
-    made = buckets(some, [0, 1, 1, 0, 1, 1], 2**20)
+    made = owned_buckets(some, [0, 1, 1, 0, 1, 1], 2**20)
     # a backward comes to 6 first and to 1 last; rank 1's bucket has its last one, 2, before rank 0's has 1
     assert [[one.numel() for one in bucket.parameters] for bucket in made] == [[6, 5, 3, 2], [4, 1]]
 
 
-def test_a_flat_tensor_comes_apart_in_the_parameters_shapes() -> None:
-    some = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.tensor(0.0)), nn.Parameter(torch.zeros(0, 4))]
-    (bucket,) = buckets(some, [0, 0, 0], 100)
-    parts = dict(bucket.parts(torch.arange(7.0)))
-    assert parts[some[1]].item() == 0
-    assert parts[some[0]].tolist() == [[1, 2, 3], [4, 5, 6]]
-    assert parts[some[2]].shape == (0, 4)
+def test_a_flat_tensor_comes_apart_in_the_shapes_of_what_was_packed() -> None:
+    some = [torch.arange(6.0).view(2, 3).T, torch.tensor(7.0), torch.zeros(0, 4)]
+    flat = packed(some)
+    assert flat.shape == (7,)
+    for one, other in zip(some, unpacked(flat, some), strict=True):
+        assert torch.equal(one, other)

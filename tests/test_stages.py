@@ -14,8 +14,9 @@ from recipes.vision.cnn import CNN
 from recipes.vision.mlp import MLP
 from recipes.vision.resnet import resnet18, resnet50
 from recipes.vision.vit import VisionTransformer
+from trainer.parallel.held import named_tensors
 from trainer.parallel.pipeline.cut import cut_stages
-from trainer.parallel.pipeline.held import Stages, named_tensors
+from trainer.parallel.pipeline.held import Stages
 from trainer.refusal import Refusal
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from trainer.parallel.buckets import average
 from trainer.parallel.ranks import Group, Ranks
 from trainer.refusal import Refusal
 
@@ -81,16 +82,9 @@ def average_statistics(network: nn.Module, ranks: Ranks) -> None:
 
     The mean is linear, as is the running update: when it is taken does not change what it will be later.
     """
-    layers = [layer for layer in batch_norms(network) if layer.running_mean is not None]
-    if ranks.size == 1 or not layers:
-        return
+    layers = batch_norms(network)
     buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
-    # one message: there are two small tensors a layer
-    flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-    ranks.all_reduce_sum_(flat).wait()  # the data ranks; two numbers a channel travel
-    flat /= ranks.size
-    for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-        buffer.copy_(mean.view_as(buffer))
+    average(buffers, ranks)  # the data ranks; two numbers a channel travel
 
 
 class Synchronised(nn.Module):

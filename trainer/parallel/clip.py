@@ -1,4 +1,4 @@
-"""The true global gradient norm, and clipping to it, for tensors that are whole, cut, or both in one network."""
+"""The true global gradient norm, and clipping to it, for tensors that are whole, split, or both in one network."""
 
 from __future__ import annotations
 
@@ -8,32 +8,28 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.nn.utils import get_total_norm
 
+from trainer.parallel.held import held, split_axes
+
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
-    """Collective: the 2-norm over all gradients, the same on every rank; a replicated part is counted once.
+    """Collective: the 2-norm over all gradients, the same on every rank; what ranks hold in common counts once.
 
     torch's own clipping refuses networks that mix tensors and DTensors (pytorch/pytorch#121020, #180346), hence this.
     """
-    whole: list[Tensor] = []
-    cut: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
+    whole = [gradient for gradient in gradients if not split_axes(gradient)]
+    if len(whole) == len(gradients):
+        return get_total_norm([held(gradient) for gradient in whole])
+    alike: dict[tuple[DeviceMesh, tuple[str, ...]], list[Tensor]] = {}
     for gradient in gradients:
-        axes = _cut_axes(gradient)
-        local = _local(gradient)
-        if axes is None:
-            whole.append(local)
-        else:
-            cut.setdefault(axes, []).append(local)
-    if not cut:
-        return get_total_norm(whole)
+        if isinstance(gradient, DTensor) and (axes := split_axes(gradient)):
+            alike.setdefault((gradient.device_mesh, axes), []).append(held(gradient))
     # squares add up over shards and over tensors, norms do not; what every rank holds counts once
-    squares = [get_total_norm(whole).square()] if whole else []
-    for (mesh, axes_of_mesh), locals_ in cut.items():
-        part = get_total_norm(locals_).square()
-        for axis in axes_of_mesh:
-            dist.all_reduce(
-                part, group=mesh.get_group(axis)
-            )  # the axis's ranks, each with its shard; one number travels
-        squares.append(part)
+    squares = [get_total_norm([held(gradient) for gradient in whole]).square()] if whole else []
+    for (mesh, axes), shards in alike.items():
+        square = get_total_norm(shards).square()
+        for axis in axes:
+            dist.all_reduce(square, group=mesh.get_group(axis))  # the axis's ranks, each with its shard; one number
+        squares.append(square)
     if len({square.device for square in squares}) > 1:  # some were offloaded: the optimizer needs the norm there
         squares = [square.to("cpu") for square in squares]
     return torch.stack(squares).sum().sqrt()
@@ -51,20 +47,7 @@ def multiply_(gradients: list[Tensor], factor: Tensor) -> None:
     Gradients that were offloaded to the host meet it there: it is copied once, and waited for.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
-    for local in map(_local, gradients):
+    for local in map(held, gradients):
         by_device.setdefault(local.device, []).append(local)
     for device, alike in by_device.items():
         torch._foreach_mul_(alike, factor.to(device))
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _cut_axes(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """Along which mesh axes a gradient is cut; None: every rank holds all of it."""
-    if not isinstance(gradient, DTensor):
-        return None
-    # FSDP2 over tensor parallelism has a kind of its own that is_shard() denies: whatever is not replicated is cut
-    axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
-    return (gradient.device_mesh, axes) if axes else None

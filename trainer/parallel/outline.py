@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.parallel.pipeline.held import named_tensors
+from trainer.parallel.held import named_tensors
 from trainer.parallel.ranks import Ranks
 from trainer.refusal import Refusal
 

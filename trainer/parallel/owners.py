@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from heapq import heapreplace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainer.parallel.ranks import Done, Group, Waitable
+from trainer.parallel.buckets import buckets, packed, unpacked
+from trainer.parallel.ranks import DONE, Group, Waitable
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -27,37 +28,22 @@ def owners(sizes: Sequence[int], ranks: int) -> list[int]:
     return owner
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Parameters of one owner and one type, which travel together."""
 
     owner: int
-    parameters: list[nn.Parameter]
-
-    def parts(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Every parameter with its part of a flat tensor, in its shape."""
-        sizes = [parameter.numel() for parameter in self.parameters]
-        for parameter, part in zip(self.parameters, flat.split(sizes), strict=True):
-            yield parameter, part.view(parameter.shape)
+    parameters: list[Tensor]
 
 
-def buckets(parameters: Sequence[nn.Parameter], owner: Sequence[int], most_bytes: int) -> list[Bucket]:
-    """The parameters in buckets of up to so many bytes, in the order in which a backward fills them.
-
-    A backward comes to the last parameters first; of every owner and type one bucket is being filled at a time.
-    """
+def owned_buckets(parameters: Sequence[Tensor], owner: Sequence[int], most_bytes: int) -> list[Bucket]:
+    """The parameters in buckets of up to so many bytes, in the order in which a backward fills them."""
+    # a backward comes to the last parameters first
     order = {parameter: place for place, parameter in enumerate(reversed(parameters))}
     # one owner and one type a bucket: a reduce has one goal, a flat tensor one type
-    filling: dict[tuple[int, torch.dtype], Bucket] = {}
-    room: dict[tuple[int, torch.dtype], int] = {}  # bytes
-    made: list[Bucket] = []
+    alike: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for parameter, rank in zip(order, reversed(owner), strict=True):
-        kind = (rank, parameter.dtype)
-        if kind not in filling or room[kind] < parameter.nbytes:
-            filling[kind], room[kind] = Bucket(rank, []), most_bytes
-            made.append(filling[kind])
-        filling[kind].parameters.append(parameter)
-        room[kind] -= parameter.nbytes
+        alike.setdefault((rank, parameter.dtype), []).append(parameter)
+    made = [Bucket(rank, bucket) for (rank, _), own in alike.items() for bucket in buckets(own, most_bytes)]
     return sorted(made, key=lambda bucket: order[bucket.parameters[-1]])
 
 
@@ -71,9 +57,9 @@ class Delivery:
     def __init__(self, buckets: list[Bucket], ranks: Group) -> None:
         self._buckets, self._ranks = buckets, ranks
         self._bucket_of = {one: index for index, bucket in enumerate(buckets) for one in bucket.parameters}
-        self._awaited: list[set[nn.Parameter]] = []  # of each bucket, during a last backward
+        self._awaited: list[set[Tensor]] = []  # of each bucket, during a last backward
         self._under_way: list[tuple[Bucket, Tensor, Waitable]] = []
-        self._sent: set[nn.Parameter] = set()  # those that had a gradient when their bucket left
+        self._sent: set[Tensor] = set()  # those that had a gradient when their bucket left
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
@@ -105,7 +91,6 @@ class Delivery:
         """A backward has completed this parameter's gradient."""
         if not self._awaited:  # of an earlier micro-batch
             return
-        assert isinstance(parameter, nn.Parameter)
         self._awaited[self._bucket_of[parameter]].discard(parameter)
         # in order, also where a later bucket is complete before: ranks complete them at different moments
         while len(self._under_way) < len(self._buckets) and not self._awaited[len(self._under_way)]:
@@ -114,16 +99,15 @@ class Delivery:
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         """Start adding up a bucket's gradients at their owner; here their memory is free once they are in one piece."""
-        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket.parameters]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = packed([torch.zeros_like(one) if one.grad is None else one.grad for one in bucket.parameters])
         self._sent.update(one for one in bucket.parameters if one.grad is not None)
         for parameter in bucket.parameters:
             parameter.grad = None
         # these ranks; every gradient travels once
         sent = dist.reduce(flat, group_dst=bucket.owner, group=self._ranks.group, async_op=True)
-        self._under_way.append((bucket, flat, sent or Done()))
+        self._under_way.append((bucket, flat, sent or DONE))
 
-    def _agree(self) -> tuple[set[nn.Parameter], list[Bucket]]:
+    def _agree(self) -> tuple[set[Tensor], list[Bucket]]:
         """Collective: what any rank has a gradient for, and the buckets that some rank must send once more.
 
         A parameter that several segments share which are recomputed by nested backwards completes more than once.
@@ -138,12 +122,12 @@ class Delivery:
         return {parameter for parameter, fact in said.items() if fact}, again
 
 
-def _hand_over(bucket: Bucket, flat: Tensor, used: set[nn.Parameter]) -> None:
+def _hand_over(bucket: Bucket, flat: Tensor, used: set[Tensor]) -> None:
     """Give the owner's parameters their gradients: views, or copies where the parameter's memory has another order."""
-    for parameter, part in bucket.parts(flat):
+    for parameter, piece in zip(bucket.parameters, unpacked(flat, bucket.parameters), strict=True):
         if parameter not in used:
             continue
-        gradient = part if parameter.is_contiguous() else torch.empty_like(parameter, requires_grad=False).copy_(part)
+        gradient = piece if parameter.is_contiguous() else torch.empty_like(parameter, requires_grad=False).copy_(piece)
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
@@ -152,12 +136,12 @@ def send_from_owners(buckets: list[Bucket], ranks: Group) -> None:
     """Collective: every parameter becomes what its owner holds. All buckets are under way at once."""
     under_way: list[tuple[Bucket, Tensor, Waitable]] = []
     for bucket in buckets:
-        flat = torch.cat([parameter.reshape(-1) for parameter in bucket.parameters])
+        flat = packed(bucket.parameters)
         # these ranks; every parameter travels once
         sent = dist.broadcast(flat, group_src=bucket.owner, group=ranks.group, async_op=True)
-        under_way.append((bucket, flat, sent or Done()))
+        under_way.append((bucket, flat, sent or DONE))
     for bucket, flat, work in under_way:
         work.wait()
         if bucket.owner != ranks.rank:
-            for parameter, part in bucket.parts(flat):
-                parameter.copy_(part)
+            for parameter, value in zip(bucket.parameters, unpacked(flat, bucket.parameters), strict=True):
+                parameter.copy_(value)

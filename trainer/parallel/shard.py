@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.parallel.batch_norm import with_statistics
+from trainer.parallel.held import held, split_axes
 from trainer.refusal import Refusal
 
 PADDING = 1 / 8  # of a parameter: with no more, it is spread by its first dimension, which is the fastest to gather
@@ -49,7 +50,7 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     kept = _kept_whole(network, ranks, how)
     spread = partial(
         fully_shard,
-        mesh=_data_axes(mesh),
+        mesh=mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"],
         mp_policy=policy,
         offload_policy=offload,
         shard_placement_fn=lambda parameter: Shard(_dimension(parameter, ranks) or 0),
@@ -70,11 +71,6 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     return whole
 
 
-def _data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes that parameters are spread or copied over, of a mesh that may have others."""
-    return mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"]
-
-
 def _kept_whole(network: nn.Module, ranks: int, how: Sharding) -> set[nn.Parameter]:
     """The parameters that are not to be spread: single numbers, which fully_shard refuses, and what is too short.
 
@@ -93,7 +89,7 @@ def _dimension(parameter: nn.Parameter, ranks: int) -> int | None:
     fully_shard pads the first dimension to a multiple of the ranks, so (1, 256, 768) would be gathered as 1,024 times
     its size on 1,024 ranks; the other dimensions it takes where they divide.
     """
-    shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape  # tensor ranks cut first
+    shape = held(parameter).shape  # tensor ranks split first
     if not shape:
         return None
     gathered = -(-shape[0] // ranks) * ranks / max(shape[0], 1)  # what a rank sees of it, padding too, in its own size
@@ -112,7 +108,7 @@ def _refuse_replaced(name: str, unit: nn.Module) -> None:
     would be lost without a word, and the network would learn something else.
     """
     own = [(module, key, value) for module in unit.modules() for key, value in module.named_parameters(recurse=False)]
-    places = [(module, key) for module, key, value in own if _is_spread(value)]
+    places = [(module, key) for module, key, value in own if "shard" in split_axes(value)]
     gathered: set[nn.Parameter] = set()
 
     @torch.compiler.disable
@@ -137,11 +133,7 @@ def _refuse_replaced(name: str, unit: nn.Module) -> None:
 
 def not_spread(network: nn.Module) -> list[nn.Parameter]:
     """The parameters that lie on no axis "shard": each data rank holds the same of them, and its own gradient."""
-    return [parameter for parameter in network.parameters() if not _is_spread(parameter)]
-
-
-def _is_spread(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) and "shard" in (parameter.device_mesh.mesh_dim_names or ())
+    return [parameter for parameter in network.parameters() if "shard" not in split_axes(parameter)]
 
 
 def reshard(root: nn.Module) -> None:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trainer.parallel.buckets import buckets, packed, unpacked
+from trainer.parallel.held import held, split_axes
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.replicate import buckets
 
-BUCKET = 25 * 2**20  # bytes that travel as one
 DRIFT = 1e-3  # of a parameter: more than a run's rounding adds up to
 APART = 0.25  # of a gradient: further than rounding moves it, in bf16 too, unless it is made of nothing else
 FLOOR = 0.003  # of all these gradients: what is smaller may be made of rounding alone
@@ -24,8 +24,7 @@ class Shared:
     """
 
     def __init__(self, network: nn.Module, ranks: Ranks) -> None:
-        held = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
-        self._parameters = {name: parameter for name, parameter in held.items() if _is_whole(parameter)}
+        self._parameters = {name: parameter for name, parameter in _whole(network).items() if parameter.requires_grad}
         self._ranks = ranks
         self._apart: Tensor | None = None  # for each of them, how far the gradients were from the first rank's at most
 
@@ -35,19 +34,18 @@ class Shared:
         if self._ranks.size == 1 or not self._parameters:
             return
         # all ranks send alike: zeros where one has no gradient
-        own = [_gradient(parameter) for parameter in self._parameters.values()]
+        own = [held(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._parameters.values()]
         sizes: list[Tensor] = []
         distances: list[Tensor] = []
-        for bucket in buckets(own, BUCKET):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        for bucket in buckets(own):
+            flat = packed(bucket)
             first = flat.clone()
             self._ranks.broadcast_(first)  # the tensor ranks; gradients of what they hold in common
             # how far apart they were is measured before it is mended, or nobody would ever know
-            lengths = [gradient.numel() for gradient in bucket]
-            sizes += torch._foreach_norm(first.split(lengths))
-            distances += torch._foreach_norm((flat - first).split(lengths))
-            for gradient, decided in zip(bucket, first.split(lengths), strict=True):
-                gradient.copy_(decided.view_as(gradient))
+            sizes += torch._foreach_norm(unpacked(first, bucket))
+            distances += torch._foreach_norm(unpacked(flat - first, bucket))
+            for gradient, decided in zip(bucket, unpacked(first, bucket), strict=True):
+                gradient.copy_(decided)
         # kept on the device until somebody looks: a step does not wait
         size, distance = (torch.stack([n.to(sizes[0].device, torch.float32) for n in ns]) for ns in (sizes, distances))
         floor = (FLOOR * size.norm()).clamp(min=torch.finfo(torch.float32).tiny)
@@ -69,8 +67,7 @@ class Shared:
 @torch.no_grad()
 def refuse_drift(network: nn.Module, ranks: Ranks) -> None:
     """Collective: RuntimeError, naming them, where parameters outside the plan are not equal on all tensor ranks."""
-    held = {name: _held(parameter) for name, parameter in network.named_parameters() if _is_whole(parameter)}
-    whole = {name: part for name, part in held.items() if not part.is_meta}
+    whole = {name: held(parameter) for name, parameter in _whole(network).items()}
     if not whole or ranks.size == 1:
         return
     sums = torch.stack([torch.stack([p.double().sum(), p.double().square().sum()]) for p in whole.values()])  # (n, 2)
@@ -89,11 +86,11 @@ def share_buffers(network: nn.Module, ranks: Ranks) -> None:
     """Collective: what a checkpoint keeps of whole buffers (running statistics) becomes the first rank's everywhere."""
     kept = network.state_dict() if ranks.size > 1 else {}
     own = [b for name, b in network.named_buffers() if name in kept and not isinstance(b, DTensor)]
-    for bucket in buckets(own, BUCKET):
-        flat = torch.cat([buffer.reshape(-1) for buffer in bucket])
+    for bucket in buckets(own):
+        flat = packed(bucket)
         ranks.broadcast_(flat)  # the tensor ranks; all these buffers
-        for buffer, first in zip(bucket, flat.split([buffer.numel() for buffer in bucket]), strict=True):
-            buffer.copy_(first.view_as(buffer))
+        for buffer, first in zip(bucket, unpacked(flat, bucket), strict=True):
+            buffer.copy_(first)
 
 
 def _refuse(what: str, names: list[str]) -> None:
@@ -104,18 +101,6 @@ def _refuse(what: str, names: list[str]) -> None:
         )
 
 
-def _is_whole(parameter: nn.Parameter) -> bool:
-    """Does every tensor rank hold the same of it? Data ranks may have spread it."""
-    if not isinstance(parameter, DTensor):
-        return True
-    axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-    return all(axis != "tensor" or placement.is_replicate() for axis, placement in axes)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of a gradient; zeros where there is none, for all ranks send alike."""
-    return torch.zeros_like(_held(parameter)) if parameter.grad is None else _held(parameter.grad)
-
-
-def _held(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _whole(network: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of which every tensor rank holds the same; data ranks may have spread it."""
+    return {name: parameter for name, parameter in network.named_parameters() if "tensor" not in split_axes(parameter)}

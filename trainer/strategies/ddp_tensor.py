@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from trainer.learning.task import Task
+from trainer.parallel.buckets import average_gradients
 from trainer.parallel.ranks import Group
-from trainer.parallel.replicate import average_gradients
 from trainer.parallel.tensor import refuse_plan
 from trainer.refusal import Refusal
 from trainer.strategies.joined import Meshed

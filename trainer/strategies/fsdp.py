@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from trainer.learning.task import Task
+from trainer.parallel.buckets import average_gradients
 from trainer.parallel.mesh import make_mesh, ranks_along, spread
-from trainer.parallel.replicate import average_gradients
 from trainer.parallel.shard import Sharding, not_spread, reshard, shard
 from trainer.parallel.tensor import refuse_plan
 from trainer.parallel.units import units
@@ -20,8 +20,6 @@ from trainer.strategies.joined import Parted
 from trainer.strategies.layers import refuse_sparse
 from trainer.strategies.placed import Placed
 from trainer.strategies.placed_tensor import PlacedTensor
-
-BUCKET = 25 * 2**20  # bytes of gradients that travel together, of the few parameters that are not spread
 
 
 @dataclass
@@ -103,7 +101,7 @@ class _Placed(PlacedTensor):
         return super()._sync(last)
 
     def _average(self) -> None:
-        average_gradients(self._copied, self.strategy.data, BUCKET)
+        average_gradients(self._copied, self.strategy.data)
 
     def evaluate(self, batch: Any, valid: int) -> dict[str, torch.Tensor]:
         """Sums over a micro-batch; a data rank of which no sample is `valid` computes, too, for all gather from it."""

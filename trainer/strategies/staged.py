@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.data.seeds import mix, seed_torch
 from trainer.data.tree import floats_as, tensors
 from trainer.learning.task import Task
+from trainer.parallel.buckets import average_gradients
 from trainer.parallel.gather import dealt
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.handover import Handover, InOrder, broadcast_sums, in_order
 from trainer.parallel.pipeline.held import Stages, buffers_kept
 from trainer.parallel.pipeline.schedules import make_schedule
-from trainer.parallel.replicate import average_gradients
 from trainer.parallel.shard import Sharding, not_spread, reshard, shard
 from trainer.parallel.units import called, matches, units
 from trainer.strategies.loss import add_share, evaluation_sums, weigh

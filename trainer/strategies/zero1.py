@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from trainer.learning.task import Task
 from trainer.parallel.clip import global_norm
-from trainer.parallel.owners import Delivery, buckets, owners, send_from_owners
+from trainer.parallel.owners import Delivery, owned_buckets, owners, send_from_owners
 from trainer.parallel.ranks import Group
 from trainer.strategies.joined import Joined
 from trainer.strategies.layers import refuse_sparse
@@ -65,7 +65,7 @@ class _Placed(Placed):
         trainable = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
         owner = owners([parameter.nbytes for parameter in trainable], ranks.size)
         self._owner = dict(zip(trainable, owner, strict=True))
-        self._buckets = buckets(trainable, owner, self.strategy.bucket_mb * 2**20) if ranks.size > 1 else []
+        self._buckets = owned_buckets(trainable, owner, self.strategy.bucket_mb * 2**20) if ranks.size > 1 else []
         self._delivery = Delivery(self._buckets, ranks)
         return self._called
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from trainer.parallel.held import named_tensors
 from trainer.parallel.pipeline.balance import equal_cuts, weights
 from trainer.parallel.pipeline.flow import Flow, attribute, writes
-from trainer.parallel.pipeline.held import named_tensors
 from trainer.parallel.pipeline.trace import ROOT, Untraceable, enclosing, trace
 from trainer.refusal import Refusal, nearest
 

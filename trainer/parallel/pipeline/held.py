@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 
 class Stages(nn.Module):
@@ -68,12 +68,6 @@ class Stages(nn.Module):
             unknown -= set(own)
         if unknown and strict:
             raise RuntimeError(f"no stage of this rank has {', '.join(sorted(unknown))}")
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer, under each of its names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 @contextmanager

@@ -1,0 +1,73 @@
+"""Tensors that travel together, in one piece of memory: a message for each would cost more than what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trainer.parallel.held import held
+from trainer.parallel.ranks import Ranks, Waitable
+
+BUCKET = 25 * 2**20  # bytes that travel as one, where nobody has said
+
+
+def buckets(tensors: Sequence[Tensor], most_bytes: int = BUCKET) -> list[list[Tensor]]:
+    """Neighbours of one type on one device, up to so many bytes each."""
+    full: list[list[Tensor]] = []
+    size, kind = 0, None
+    for tensor in tensors:
+        if kind != (tensor.dtype, tensor.device) or size + tensor.nbytes > most_bytes:
+            full.append([])
+            size, kind = 0, (tensor.dtype, tensor.device)
+        full[-1].append(tensor)
+        size += tensor.nbytes
+    return full
+
+
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """All of these as one flat tensor, (numbers,)."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unpacked(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a flat tensor, in the shapes of what was packed into it."""
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+def average_gradients(parameters: list[nn.Parameter], ranks: Ranks, bucket_bytes: int = BUCKET) -> None:
+    """Collective: every parameter's gradient becomes its mean over the ranks that hold the same shard of it.
+
+    Once a step, whatever the number of micro-batches. A gradient that only some ranks have counts as zero on others.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if ranks.size == 1 or not trainable:
+        return
+    present = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.uint8)
+    ranks.all_reduce_max_(present).wait()  # these ranks; a byte a parameter: did any of them use it?
+    used = [parameter for parameter, some in zip(trainable, present.tolist(), strict=True) if some]
+    # of what any rank has used all must send something, and of what none has used nobody
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    average([held(parameter.grad) for parameter in used if parameter.grad is not None], ranks, bucket_bytes)
+
+
+def average(tensors: list[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET) -> None:
+    """Collective: every tensor becomes its mean over the ranks, in place. All buckets are under way at once.
+
+    tensors: what this rank holds, the same shapes in the same order on all of these ranks.
+    """
+    if ranks.size == 1:
+        return
+    under_way: list[tuple[list[Tensor], Tensor, Waitable]] = []
+    for bucket in buckets(tensors, bucket_bytes):
+        flat = packed(bucket)
+        under_way.append((bucket, flat, ranks.all_reduce_sum_(flat)))  # the given ranks; every tensor travels once
+    for bucket, flat, work in under_way:
+        work.wait()
+        flat /= ranks.size
+        for tensor, mean in zip(bucket, unpacked(flat, bucket), strict=True):
+            tensor.copy_(mean)
