@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from trainer.configuration.build import build, check_all, maker
 from trainer.configuration.names import Names
-from trainer.configuration.settings import OPTIMIZER_KEYS
 from trainer.data.data import Data
 from trainer.learning.schedule import Cosine, Schedule
 from trainer.learning.task import Task
@@ -206,7 +205,8 @@ class TestOptimizer:
     sgd: dict[str, Any] = {"lr": 0.1, "decay": "weights", "fused": None}  # noqa: RUF012
 
     def test_it_is_made_from_groups_alone(self) -> None:
-        make = maker(node("torch.optim.SGD", **self.sgd), Optimizer, "optimizer", Names(), OPTIMIZER_KEYS, fused=True)
+        own = ("decay", "fused")
+        make = maker(node("torch.optim.SGD", **self.sgd), Optimizer, "optimizer", Names(), own, fused=True)
         made = make([{"params": [nn.Parameter(torch.zeros(1))], "weight_decay": 0.5}])
         assert isinstance(made, torch.optim.SGD)
         group = made.param_groups[0]
@@ -252,9 +252,9 @@ class TestOptimizer:
         ({"width": 1, "pair": [1, 2, 3]}, "a list of 2 or null"),
         ({"width": 1, "mode": "c"}, "one of a, b"),
         ({"width": 1, "parts": [3]}, "a list"),
-        ({"width": 1, "_convert_": "none"}, "model._convert_"),
-        ({"width": 1, "_call_": True}, "_call_"),
-        ({"width": 1, "_partial_": "yes"}, "model._partial_"),
+        ({"width": 1, "_convert_": "none"}, "only _target_"),
+        ({"width": 1, "_call_": True}, "only _target_"),
+        ({"width": 1, "_partial_": "yes"}, "_partial_ (true or false)"),
     ],
     ids=str,
 )
@@ -263,7 +263,7 @@ def test_arguments_are_held_against_the_signature(names: Names, values: dict[str
 
 
 def test_what_cannot_be_known_is_taken(names: Names) -> None:
-    build(node("biolab.net.Net", width=1, norm="batch", depth=None, _convert_="all"), nn.Module, "model", names)
+    build(node("biolab.net.Net", width=1, norm="batch", depth=None), nn.Module, "model", names)
 
 
 def test_all_wrong_arguments_are_told_together(names: Names) -> None:
@@ -332,7 +332,7 @@ class TestErrorsOfTheCallee:
         ("biolab.net.Cells", Task, "task", "not a Task"),
         ("biolab.net.Learn", Data, "data", "not a Data"),
         ("biolab.net.Elastic", nn.Module, "model", "not a Module"),
-        ("biolab.net.number_of", nn.Module, "model", "returns a whole number"),
+        ("biolab.net.number_of", nn.Module, "model", "returns int"),
         ("biolab.net.wrong", nn.Module, "model", "returned a dict"),
         ("biolab.net.make", Task, "task", "does not say"),
         ("biolab.net.number", nn.Module, "model", "not a class or function"),

@@ -7,9 +7,10 @@ is nested without asking of which kind it is, and hides an error of the callee b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -20,7 +21,7 @@ from torch.utils.data import Dataset
 
 from trainer.configuration import signature
 from trainer.configuration.names import Names, real_name
-from trainer.configuration.values import below, converted, describe, shown
+from trainer.configuration.resolved import as_written, quoted_from
 from trainer.data.data import Data
 from trainer.learning.task import Task
 from trainer.refusal import Refusal
@@ -37,15 +38,15 @@ INNER_MODULES = ("torchvision.transforms.", "trainer.data.transforms", "trainer.
 FACTORIES = ("timm.models._factory.create_model",)
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """A call that has passed every check and has not been made."""
 
     target: Callable[..., Any]
     args: list[Any]  # nested nodes are Calls
     values: dict[str, Any]  # likewise
-    written: Any  # the node before interpolation: what messages show
+    said: list[str]  # the plain ones of them as they were written: what messages show
     where: str  # its place in the configuration
-    partly: bool  # _partial_: hand over the target with these arguments instead of calling it
 
 
 def build(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) -> Any:
@@ -56,7 +57,7 @@ def build(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) 
     """
     call = _checked_group(node, kind, where, names, extra)
     made = _make(call, extra)
-    if not _is_subclass(type(made), kind):
+    if not isinstance(made, kind):
         raise Refusal(
             f"{where}: {real_name(call.target)} returned a {type(made).__name__}; {where} must be a {kind.__name__}"
         )
@@ -80,9 +81,9 @@ def maker(
 ) -> Callable[[Any], Any]:
     """What makes the object from its first argument alone: `maker(...)(groups)` is an optimizer over these groups.
 
-    `own`: keys of the node that are the framework's and not the target's (config.OPTIMIZER_KEYS).
+    `own`: keys of the node that are the framework's and not the target's.
     """
-    first = next(iter(_parameters(_group_target(node, kind, where, names))), "")
+    first = next(iter(inspect.signature(_group_target(node, kind, where, names)).parameters), "")
     call = _checked_group(node, kind, where, names, [first, *extra], own)
 
     def make(value: Any) -> Any:
@@ -97,117 +98,88 @@ def maker(
 
 
 def _checked_group(
-    node: DictConfig, kind: type, where: str, names: Names, given: Iterable[str], own: Iterable[str] = ()
+    node: DictConfig, kind: type, where: str, names: Names, given: Collection[str], own: Iterable[str] = ()
 ) -> Call:
     target = _group_target(node, kind, where, names)
-    values, written = OmegaConf.to_container(node, resolve=True), OmegaConf.to_container(node, resolve=False)
-    assert isinstance(values, dict)
+    values: Any = OmegaConf.to_container(node, resolve=True)
     # Keys that are in the node for others: facts for models, and what is the framework's own.
-    left_out = set(own) | ({name for name in FACTS if name not in _parameters(target)} if kind is Data else set())
+    left_out = {*own, *(set(FACTS) - inspect.signature(target).parameters.keys() if kind is Data else ())}
     kept = {str(name): value for name, value in values.items() if name not in left_out}
-    return _checked(target, kept, written, where, names, given)
+    return _Check(names, as_written(node, f"{where}.")).call(target, kept, where, given)
 
 
 def _group_target(node: DictConfig, kind: type, where: str, names: Names) -> Callable[..., Any]:
+    """What the node names. Refusal for a class of another kind, or a function that does not say that it gives one."""
     if "_target_" not in node:
         raise Refusal(f"{where}: its yaml must say what to build: _target_: package.module.Name")
-    target = names.find(node["_target_"], f"{where}._target_")
-    _refuse_other_kind(target, kind, where, names)
-    return target
-
-
-def _refuse_other_kind(target: Any, kind: type, where: str, names: Names) -> None:
-    """Refuse a class that is not of the kind, and a function that does not say that it gives one.
-
-    A function of the lab may leave out to say that it gives a network: many factories do.
-    """
+    target: Any = names.find(node["_target_"], f"{where}._target_")
     name, wanted = real_name(target), kind.__name__
     if isinstance(target, type):
-        if not _is_subclass(target, kind):
+        if not issubclass(target, kind):
             raise Refusal(f"{where}: {name} is not a {wanted}; {where} must be one")
         if inspect.isabstract(target):
             missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
             raise Refusal(f"{where}: {name} is abstract; a class of its own must define {missing}")
-        return
+        return target
     gives = signature.hints(target).get("return")
-    if isinstance(gives, type) and _is_subclass(gives, kind):
-        return
-    if gives is None:
-        if kind is nn.Module and (names.beside(target) or name in FACTORIES):
-            return
+    # A function of the lab may leave out to say that it gives a network: many factories do.
+    if gives is None and not (kind is nn.Module and (names.beside(target) or name in FACTORIES)):
         raise Refusal(
             f"{where}: {name} is a function that does not say what it returns; write -> {wanted} behind its parameters"
         )
-    raise Refusal(f"{where}: {name} returns {describe(gives)}; {where} must be a {wanted}")
+    if gives is not None and not (isinstance(gives, type) and issubclass(gives, kind)):
+        raise Refusal(f"{where}: {name} returns {getattr(gives, '__name__', gives)}; {where} must be a {wanted}")
+    return target
 
 
-def _is_subclass(target: type, kind: type) -> bool:
-    """Is it the kind's subclass, or, where the kind is a protocol, does it have all that the protocol asks for?"""
-    if not getattr(kind, "_is_protocol", False):
-        return issubclass(target, kind)
-    asked = [name for owner in kind.__mro__ if getattr(owner, "_is_protocol", False) for name in vars(owner)]
-    return all(hasattr(target, name) for name in asked if not name.startswith("_"))
+@dataclass(frozen=True)
+class _Check:
+    """A group's node and what is nested in it, held against what may be called and what that takes."""
 
+    names: Names
+    written: Mapping[str, Any]  # everything in the node by its path, before interpolation
 
-def _checked(
-    target: Any, values: Mapping[str, Any], written: Any, where: str, names: Names, given: Iterable[str]
-) -> Call:
-    """A call of this target, with everything nested in it checked too."""
-    words = {name: value for name, value in values.items() if not name.startswith("_")}
-    for name in values.keys() - words.keys() - {"_target_"}:
-        _refuse_special(name, values[name], where)
+    def call(self, target: Any, values: Mapping[str, Any], where: str, given: Collection[str] = ()) -> Call:
+        """A call of this target, with everything nested in it checked too."""
+        words = {name: value for name, value in values.items() if not name.startswith("_")}
+        args, partly = values.get("_args_", []), values.get("_partial_", False)
+        special = values.keys() - words.keys() - {"_target_", "_args_", "_partial_"}
+        if special or not isinstance(args, list) or not isinstance(partly, bool):
+            mean = "_target_, _args_ (a list) and _partial_ (true or false) mean something"
+            raise Refusal(f"{where}: of keys that begin with _ only {mean}")
+        taken, problems = signature.bound(target, words, self.written, where, given)
 
-    # What is nested comes first: whether it may be called at all matters more than whether its holder takes it.
-    inner = {name: _inner(value, below(written, name), f"{where}.{name}", names) for name, value in words.items()}
-    args = _inner(values.get("_args_", []), below(written, "_args_") if "_args_" in values else [], where, names)
+        # Arguments by position fill the first parameters; a partial call may leave any open.
+        if not partly:
+            first = list(inspect.signature(target).parameters)[: len(args)]
+            problems += signature.missing(target, {*words, *given, *first}, where)
+        if problems:
+            raise Refusal("\n".join(problems))
+        args = self.within(args, f"{where}._args_")
+        plain = [name for name, value in words.items() if not isinstance(value, dict)]
+        said = [quoted_from(self.written, f"{where}.{name}").removeprefix(f"{where}.") for name in plain]
+        inner = {name: self.within(value, f"{where}.{name}") for name, value in taken.items()}
+        return Call(partial, [target, *args], inner, said, where) if partly else Call(target, args, inner, said, where)
 
-    # Arguments by position fill the first parameters; a partial call may leave any open.
-    taken = list(_parameters(target))[: len(args)]
-    partly = values.get("_partial_", False)
-    found = signature.problems(target, words, written, where, [*given, *taken])
-    if partly:
-        found = [line for line in found if not line.endswith(" needs it")]
-    if found:
-        raise Refusal("\n".join(found))
-    return Call(target, args, inner, written, where, partly)
+    def within(self, value: Any, where: str) -> Any:
+        """The value with every node in it as the Call that it means."""
+        if isinstance(value, dict) and "_target_" in value:
+            return self.nested(value, where)
+        if isinstance(value, dict):
+            return {key: self.within(item, f"{where}.{key}") for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self.within(item, f"{where}.{at}") for at, item in enumerate(value))
+        return value
 
-
-# What Hydra knows besides _target_ and _args_, with the values that mean something here: lists and dicts are always
-# plain ones, and what is nested is always built.
-_SPECIAL: dict[str, tuple[Any, ...]] = {"_partial_": (True, False), "_convert_": ("all",), "_recursive_": (True,)}
-
-
-def _refuse_special(name: str, value: Any, where: str) -> None:
-    if value in _SPECIAL.get(name, ()) or (name == "_args_" and isinstance(value, list)):
-        return
-    raise Refusal(
-        f"{where}.{name}={shown(value)}: only _target_, _args_ (a list) and _partial_ (true or false) mean something"
-    )
-
-
-def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(target).parameters
-
-
-def _inner(value: Any, written: Any, where: str, names: Names) -> Any:
-    """The value with every node in it as the Call that it means."""
-    if isinstance(value, dict) and "_target_" in value:
-        return _nested(value, written, where, names)
-    if isinstance(value, dict):
-        return {key: _inner(item, below(written, key), f"{where}.{key}", names) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_inner(item, below(written, at), f"{where}.{at}", names) for at, item in enumerate(value)]
-    return value
-
-
-def _nested(value: Mapping[str, Any], written: Any, where: str, names: Names) -> Call:
-    """The call of a node inside a group's. Of other people's packages only some kinds may stand there."""
-    target = names.find(value["_target_"], f"{where}._target_")
-    known = isinstance(target, type) and (issubclass(target, INNER) or target.__module__.startswith(INNER_MODULES))
-    if not known and not names.beside(target) and not (isinstance(target, type) and names.trusted(target)):
-        kinds = ", ".join(kind.__name__ for kind in INNER)
-        raise Refusal(f"{where}: {real_name(target)} may not be called here: it is not a {kinds} or transform")
-    return _checked(target, value, written, where, names, ())
+    def nested(self, value: Mapping[str, Any], where: str) -> Call:
+        """The call of a node inside a group's. Of other people's packages only some kinds may stand there."""
+        target = self.names.find(value["_target_"], f"{where}._target_")
+        known = isinstance(target, type) and (issubclass(target, INNER) or target.__module__.startswith(INNER_MODULES))
+        trusted = self.names.beside(target) or (isinstance(target, type) and self.names.trusted(target))
+        if not known and not trusted:
+            kinds = ", ".join(kind.__name__ for kind in INNER)
+            raise Refusal(f"{where}: {real_name(target)} may not be called here: it is not a {kinds} or transform")
+        return self.call(target, value, where)
 
 
 # ---------------------------------------------------------------------------------------------------------------- make
@@ -215,12 +187,7 @@ def _nested(value: Mapping[str, Any], written: Any, where: str, names: Names) ->
 
 def _make(call: Call, extra: Mapping[str, Any]) -> Any:
     """Make the call, from the innermost node outwards."""
-    hints = signature.hints(call.target)
-    positions = [*_parameters(call.target), *[""] * len(call.args)]  # *args has one name for many
-    args = [converted(_made(value), hints.get(name)) for name, value in zip(positions, call.args, strict=False)]
-    values = {name: converted(_made(value), hints.get(name)) for name, value in call.values.items()}
-    if call.partly:
-        return partial(call.target, *args, **values, **extra)
+    args, values = _made(call.args), _made(call.values)
     try:
         return call.target(*args, **values, **extra)
     except Refusal:
@@ -236,7 +203,7 @@ def _made(value: Any) -> Any:
         return _make(value, {})
     if isinstance(value, dict):
         return {key: _made(item) for key, item in value.items()}
-    return [_made(item) for item in value] if isinstance(value, list) else value
+    return type(value)(_made(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _refuse_values(error: Exception, call: Call) -> None:
@@ -246,7 +213,6 @@ def _refuse_values(error: Exception, call: Call) -> None:
         if isinstance(error, TypeError) and f"unexpected keyword argument '{name}'" in str(error):
             raise Refusal(f"{call.where}.{name}: {real_name(call.target)} takes no such key") from error
     if call.values and isinstance(error, ValueError | RuntimeError | AssertionError | ArithmeticError):
-        plain = [name for name, value in call.values.items() if not isinstance(value, dict | Call)]
-        given = ", ".join(f"{name}={shown(below(call.written, name))}" for name in plain)
         reason = str(error).strip() or type(error).__name__
+        given = ", ".join(call.said)
         raise Refusal(f"{call.where}: {real_name(call.target)} cannot be built with {given}: {reason}") from error

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig
 
-from trainer.configuration.resolved import UNRESOLVED, as_written, resolved
+from trainer.configuration.resolved import flat, quoted_from
 from trainer.configuration.settings import GROUPS, SECTIONS, Settings
-from trainer.configuration.values import below, describe, fits, in_steps, shown
-from trainer.refusal import nearest
+from trainer.configuration.values import converted, fits, in_steps, shown
+from trainer.refusal import Refusal, nearest
 
 LISTED = ("job", *GROUPS, "experiment")  # in config.yaml's defaults: +experiment=x can only mean experiment=x
 SINGLE = ("job", *(group for group in GROUPS if group != "log"))  # groups of which one option is chosen
@@ -67,49 +66,32 @@ def dashed(flag: str, known: list[str]) -> str:
     return f"--{key}: keys are written as KEY=VALUE, without dashes{hint}"
 
 
-def misnamed(override: Override, base: Mapping[str, Any], known: list[str]) -> list[str]:
-    """What is wrong with the key of a word, given the composed configuration and the paths of everything in it."""
-    path = re.sub(r"\[['\"]?([^]'\"]*)['\"]?\]", r".\1", override.key_or_group)
-    names = set(known)
+def misnamed(override: Override, known: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the key of a word, given everything in the composed configuration by its path."""
+    path = re.sub(r"\[['\"]?([^]'\"]*)['\"]?\]", r".\1", override.key_or_group)  # optimizer[betas][0]
     # What the word says about itself: ++ takes anything, + wants a new key, ~ one that is there.
-    if override.is_force_add() or (override.is_add() and path not in names):
+    if override.is_force_add() or (override.is_add() and path not in known):
         return []
     if override.is_add() and not isinstance(override.value(), dict | list):
         return [f"{line(override)}: {path} exists already; leave out the +"]
-    if override.is_delete() and path in names and path.split(".")[0] not in GROUPS:
+    if override.is_delete() and path in known and path.split(".")[0] not in GROUPS:
         return [f"{line(override)}: the framework needs this key; it cannot be removed"]
     # A dict changes several keys at once, loop={epochs:3,steps:4}: each of them must be there.
     value = override.value()
-    inside = paths(value, f"{path}.") if isinstance(value, dict) and not override.is_add() else []
-    found = [unknown(each, known) for each in (path, *inside) if each not in names]
-    return [found[0] + _beyond_yaml(override, path, base), *found[1:]] if path not in names else found
+    inside = flat(value, f"{path}.") if isinstance(value, dict) and not override.is_add() else {}
+    found = [unknown(each, known) for each in (path, *inside) if each not in known]
 
-
-def _beyond_yaml(override: Override, path: str, base: Mapping[str, Any]) -> str:
-    """How to give a target a key that its yaml does not show; whether it takes it, its signature says later."""
+    # How to give a target a key that its yaml does not show; whether it takes it, its signature says later.
     above, _, name = path.rpartition(".")
-    node: Any = base
-    for part in above.split(".") if above else ():
-        node = node.get(part) if isinstance(node, dict) else None
-    if override.is_delete() or not isinstance(node, dict) or "_target_" not in node:
-        return ""
-    return f" If {str(node['_target_']).rpartition('.')[2]} has a parameter {name}, write +{line(override)}"
+    if path not in known and not override.is_delete() and (target := known.get(f"{above}._target_")):
+        found[0] += f" If {str(target).rpartition('.')[2]} has a parameter {name}, write +{line(override)}"
+    return found
 
 
 def line(override: Override) -> str:
     """The word as it was typed."""
     assert override.input_line is not None
     return override.input_line
-
-
-def paths(node: Any, prefix: str = "") -> list[str]:
-    """The dotted path of everything in a plain configuration: sections, keys, items of lists."""
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    found = []
-    for key, value in items:
-        found.append(f"{prefix}{key}")
-        found += paths(value, f"{prefix}{key}.")
-    return found
 
 
 def unknown(path: str, known: Iterable[str]) -> str:
@@ -140,49 +122,46 @@ def _ratio(one: str, other: str) -> float:
     return match.ratio() if match.real_quick_ratio() > 0.6 else 0.0
 
 
-def unread(cfg: DictConfig, known: list[str]) -> list[str]:
-    """One line for each key of a composed configuration that nothing reads. Keys of groups are their targets' business.
+def unread(found: Mapping[str, Any], written: Mapping[str, Any], known: Iterable[str]) -> dict[str, str]:
+    """By its path a line for each key that nothing reads. Keys of groups are their targets' business.
 
     A key that an interpolation refers to is read by that: a lab may write a number once and use it twice.
     """
-    plain = as_written(cfg)
     # ${size} or ${data.size}: the first part is the key that something reads
-    referred = set(re.findall(r"[$.\w]+", " ".join(re.findall(r"\$\{[^}]*\}?", str(plain)))))
-    own = {each.name for each in fields(Settings)} - {"decay", "fused"} | set(GROUPS)
-    problems = []
-    for key, value in plain.items():
-        if key in SECTIONS and isinstance(value, dict):
-            names = {each.name for each in fields(SECTIONS[key])}
-            problems += [unknown(f"{key}.{name}", known) for name in value if name not in names]
-        elif key == "experiment":  # Hydra puts a file's keys below its group, unless the file says otherwise
-            problems.append("experiment: the first line of an experiment's file must be: # @package _global_")
-        elif key not in own and str(key) not in {path.split(".")[0] for path in referred}:
-            problems.append(unknown(str(key), known))
-    return problems
+    inside = " ".join(re.findall(r"\$\{[^}]*\}?", str(list(written.values()))))
+    referred = {path.split(".")[0].strip("$") for path in re.findall(r"[$.\w]+", inside)}
+    own = {f"{name}.{each.name}" for name, section in SECTIONS.items() for each in fields(section)}
+    own |= {each.name for each in fields(Settings)} | set(GROUPS)
+    wrong = {}
+    for path in (path for path in found if path not in own):
+        above, _, _ = path.rpartition(".")
+        if path == "experiment":  # Hydra puts a file's keys below its group, unless the file says otherwise
+            wrong[path] = "experiment: the first line of an experiment's file must be: # @package _global_"
+        elif above in SECTIONS or (not above and path not in referred):
+            wrong[path] = unknown(path, known)
+    return wrong
 
 
 # What a value must be where its group's yaml has one of this type; must it be whole? Its target's signature says.
-_LIKE = {bool: bool, int: float, float: float, str: str, dict: dict}
+_LIKE = {int: float}
 
 
-def mistyped(cfg: DictConfig, expected: Mapping[str, Any]) -> list[str]:
-    """One line for each value of another kind than the one `expected`, which its group's yaml gives this key."""
-    values, written = resolved(cfg)[0], as_written(cfg)
-    problems: list[str] = []
-
-    # Side by side through both trees, as far as they describe the same target: another one has other keys.
-    def compare(value: Any, wanted: Any, as_given: Any, path: str) -> None:
-        if value is None or value is UNRESOLVED or value == wanted or wanted is None or wanted is UNRESOLVED:
-            return  # null says nothing about the type; the target's signature does
+def mistyped(found: Mapping[str, Any], before: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, str]:
+    """By its path a line for each value of another kind than the one which its group's yaml gives this key."""
+    wrong = {}
+    for path, value in found.items():
+        above, _, last = path.rpartition(".")
+        wanted = before.get(path)
+        # null says nothing about the type, the target's signature does; and another target has other keys
+        same_target = before.get(f"{above}._target_") == found.get(f"{above}._target_")
+        in_group = path.split(".")[0] in GROUPS and not last.isdecimal()
+        if value == wanted or value is None or wanted is None or not (in_group and same_target):
+            continue
         of_numbers = isinstance(wanted, list) and wanted and all(fits(each, float) for each in wanted)
         kind: Any = list[float] if of_numbers else _LIKE.get(type(wanted), type(wanted))
-        if not fits(value, kind):
+        try:
+            converted(value, kind)
+        except Refusal as expected:
             like = f", like {shown(wanted)}" if isinstance(wanted, list) else ""
-            problems.append(f"{path}={shown(as_given)}: expected {describe(kind)}{like}{in_steps(value)}")
-        elif isinstance(wanted, dict) and value.get("_target_") == wanted.get("_target_"):
-            for key in value.keys() & wanted.keys():
-                compare(value[key], wanted[key], below(as_given, key), f"{path}.{key}")
-
-    for group in GROUPS:
-        compare(values.get(group), expected.get(group), written.get(group), group)
-    return problems
+            wrong[path] = f"{quoted_from(written, path)}: expected {expected}{like}{in_steps(value)}"
+    return wrong

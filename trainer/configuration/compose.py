@@ -21,8 +21,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.configuration.bundle import root
-from trainer.configuration.choices import assort, dashed, line, misnamed, mistyped, paths, unread
-from trainer.configuration.resolved import as_written, resolved
+from trainer.configuration.choices import assort, dashed, line, misnamed, mistyped, unread
+from trainer.configuration.resolved import as_written, flat, resolved
 from trainer.configuration.settings import GROUPS, examine
 from trainer.configuration.words import Words, parse, read
 from trainer.refusal import Refusal, nearest
@@ -48,8 +48,9 @@ def compose(argv: Sequence[str]) -> DictConfig:
     with open_dict(cfg):
         own = cfg.pop("hydra")
     _refuse_hidden(own, places)
-    before, expected = as_written(cfg), resolved(cfg)[0]
-    known = paths(before)
+    values, unresolved = resolved(cfg)
+    before = flat(values)
+    known = list(before)
     if before["trust"]:
         problems.append("trust: only the command line can name trusted packages, but a yaml file does")
 
@@ -57,19 +58,23 @@ def compose(argv: Sequence[str]) -> DictConfig:
     problems += [dashed(flag, known) for flag in words.strange]
     accepted = []
     for change in changes:
-        wrong = misnamed(change, before, known)
+        wrong = misnamed(change, before)
         problems += wrong
         if not wrong:
             _apply(change, cfg)
             accepted.append(line(change))
-    missing = [group for group in GROUPS if not isinstance(OmegaConf.select(cfg, group), DictConfig)]
-    problems += [f"{group}: choose one, {group}=NAME" for group in missing]
-    problems += unread(cfg, known) + mistyped(cfg, expected)
 
-    if words.flags and not problems:
+    # What came of it, each mistake once; a value that does not resolve says nothing about types.
+    before |= dict.fromkeys(unresolved)
+    values, unresolved = resolved(cfg)
+    found, written = flat(values) | dict.fromkeys(unresolved), as_written(cfg)
+    lines = {group: f"{group}: choose one, {group}=NAME" for group in GROUPS if not isinstance(values.get(group), dict)}
+    lines |= unread(found, written, known) | mistyped(found, before, written)
+    if words.flags and not problems and not lines:
         _answer(words, [*chosen, *accepted])
-    problems += [one for one in examine(cfg)[1] if one not in problems]
-    if problems:
+    lines |= unresolved
+    examine(values, written, lines)
+    if problems := [*problems, *lines.values()]:
         more = [f"… and {len(problems) - LINES} more"] if len(problems) > LINES else []
         raise Refusal("\n".join(problems[:LINES] + more))
     return cfg

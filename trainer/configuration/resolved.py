@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,37 +12,44 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-UNRESOLVED = object()  # stands where a value could not be had; what is wrong with it is already in the list of problems
+from trainer.configuration.values import shown
 
 
-def resolved(cfg: DictConfig) -> tuple[dict[str, Any], list[str]]:
-    """The configuration as plain dicts, lists and scalars, and one line for each value that cannot be resolved."""
-    problems: list[str] = []
-
-    def missing(path: str, written: Any, error: OmegaConfBaseException | None) -> Any:
-        problems.append(f"{path}=???: a value must be given" if error is None else _unresolvable(path, written, error))
-        return UNRESOLVED
-
-    return _plain(cfg, missing), problems
+def resolved(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """The configuration as plain dicts, lists and scalars; by its path a line for each value that does not resolve."""
+    wrong: dict[str, str] = {}
+    return _plain(cfg, "", wrong), wrong
 
 
-def as_written(cfg: DictConfig) -> dict[str, Any]:
-    """The configuration as plain dicts, lists and scalars, with its interpolations left as they are."""
-    plain = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Everything in a plain configuration by its dotted path: sections, keys, items of lists."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    found: dict[str, Any] = {}
+    for key, value in items:
+        found[f"{prefix}{key}"] = value
+        found |= flat(value, f"{prefix}{key}.")
+    return found
+
+
+def as_written(cfg: DictConfig, prefix: str = "") -> dict[str, Any]:
+    """Everything in a configuration by its path, interpolations left as they are: what messages may show."""
+    return flat(OmegaConf.to_container(cfg, resolve=False), prefix)
+
+
+def quoted_from(written: Mapping[str, Any], path: str) -> str:
+    """`key=value` for a message; the whole of what was written where one interpolation stands for several keys."""
+    above = path
+    while above and above not in written:
+        above = above.rpartition(".")[0]
+    return f"{path}={shown(written.get(above, '${…}'))}"
 
 
 def written(cfg: DictConfig) -> str:
     """The configuration as yaml, resolved, but for what depends on the environment: secrets stay `${oc.env:NAME}`."""
-
-    def kept(path: str, written: Any, error: OmegaConfBaseException | None) -> Any:
-        return written
-
     # Resolving is the only way to learn whether a value depends on the environment, through others perhaps: what
     # fails while the environment cannot be asked stays as it was written.
     with _environment_sealed():
-        return yaml.safe_dump(_plain(cfg, kept), sort_keys=False, allow_unicode=True, width=120)
+        return yaml.safe_dump(_plain(cfg, "", {}), sort_keys=False, allow_unicode=True, width=120)
 
 
 @contextmanager
@@ -59,30 +66,28 @@ def _environment_sealed() -> Iterator[None]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-Fallback = Callable[[str, Any, OmegaConfBaseException | None], Any]
+def _plain(node: Any, path: str, wrong: dict[str, str]) -> Any:
+    """What resolves, resolved; the rest as it was written, with the reason in `wrong`."""
 
-
-def _plain(node: Any, fallback: Fallback, path: str = "") -> Any:
     def leaf(key: Any) -> Any:
-        where = f"{path}.{key}".lstrip(".")
-        # ??? is no interpolation; through one OmegaConf would call the value missing, too
-        if OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
-            return fallback(where, "???", None)
         # Each value by itself: to_container ends at the first that fails, and all are to be told.
+        where = f"{path}.{key}".lstrip(".")
         try:
-            value = node[key]
+            return _plain(node[key], where, wrong)
         except OmegaConfBaseException as error:
-            plain: Any = OmegaConf.to_container(node, resolve=False)
-            return fallback(where, plain[key], error)
-        return _plain(value, fallback, where)
+            raw: Any = OmegaConf.to_container(node, resolve=False)
+            wrong[where] = f"{where}={raw[key]}: {_reason(raw[key], error)}"
+            return raw[key]
 
     if isinstance(node, DictConfig):
         return {str(key): leaf(key) for key in node}
     return [leaf(index) for index in range(len(node))] if isinstance(node, ListConfig) else node
 
 
-def _unresolvable(path: str, written: Any, error: OmegaConfBaseException) -> str:
+def _reason(written: Any, error: OmegaConfBaseException) -> str:
+    if written == "???":
+        return "a value must be given"
     reason = str(error).splitlines()[0].split("raised while resolving interpolation: ")[-1].strip("\"'")
     # An interpolation may be put together from the environment: only names that stand in it literally are repeated.
     known = all(name in str(written) for name in re.findall(r"'([^']*)'", reason))
-    return f"{path}={written}: {reason if known else 'this interpolation cannot be resolved'}"
+    return reason if known else "this interpolation cannot be resolved"

@@ -1,27 +1,28 @@
-"""The framework's own keys: what each may be. The keys of groups are judged by their targets' signatures (build.py)."""
+"""The framework's own keys: what each may be. The keys of groups are judged by their targets' signatures (build.py).
+
+Not OmegaConf's structured configs: they know no ranges and no grammars, and end at the first mistake.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
-from typing import Any, Literal, get_args, get_type_hints
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, Literal, get_type_hints
 
 from omegaconf import DictConfig
 
-from trainer.configuration.resolved import UNRESOLVED, as_written, resolved
+from trainer.configuration.resolved import as_written, quoted_from, resolved
 from trainer.configuration.values import (
-    Unexpected,
-    below,
+    Written,
+    at_least,
     converted,
-    describe,
-    fits,
     meeting_place,
     packages,
     positive,
     rhythm,
     seconds,
-    shown,
     window,
+    word,
 )
 from trainer.learning.cadence import Every
 from trainer.refusal import Refusal
@@ -29,80 +30,89 @@ from trainer.refusal import Refusal
 # Groups whose keys belong to what their `_target_` names; `experiment` is a group too, but leaves no key of its own.
 GROUPS = ("strategy", "model", "task", "data", "optimizer", "schedule", "log")
 
-# Keys that stand beside an optimizer's own and are the framework's: build.maker must be told to leave them out.
-OPTIMIZER_KEYS = ("decay", "fused")
-
 EPOCHS = 10  # where neither loop.epochs nor loop.steps is given
 
+Natural = Annotated[int, at_least(0)]
+Count = Annotated[int, at_least(1)]
+Positive = Annotated[float, Written(positive)]
+Seconds = Annotated[float, Written(seconds)]
+Rhythm = Annotated[tuple[Every, ...], Written(rhythm)]
+Word = Annotated[str, Written(word)]
 
-def key(read: Callable[[Any], Any] | None = None, least: int | None = None) -> Any:
-    """A key of its annotation's type; `read`: in a grammar of its own. Defaults live in conf/config.yaml, once."""
-    return field(metadata={"read": read, "least": least})
+# Defaults live in conf/config.yaml, once; here only those of keys that a configuration may lack.
 
 
 @dataclass(frozen=True)
 class Job:
     """What the program is to do."""
 
-    name: Literal["fit"] = key()
+    name: Literal["fit"]
 
 
 @dataclass(frozen=True)
 class Run:
     """Where the files of a run go, and what it continues."""
 
-    root: str = key()
-    name: str | None = key()
-    dir: str | None = key()
-    resume: str = key()
-    accept_changes: bool = key()
-    stop_after: float | None = key(seconds)  # seconds
+    root: Word
+    name: Word | None
+    dir: Word | None
+    resume: Word
+    accept_changes: bool
+    stop_after: Seconds | None
 
 
 @dataclass(frozen=True)
 class Loop:
     """How long, in steps of which size, and what happens how often."""
 
-    epochs: int | None = key(least=1)
-    steps: int | None = key(least=1)
-    global_batch: int = key(least=1)
-    micro_batches: int = key(least=1)
-    micro_batch: int | None = key(least=1)
-    uneven: bool = key()
-    max_norm: float | None = key(positive)  # norm of the whole gradient
-    log_every: tuple[Every, ...] = key(rhythm)
-    eval_every: tuple[Every, ...] = key(rhythm)
-    save_every: tuple[Every, ...] = key(rhythm)
-    eval_batch: int | None = key(least=1)
-    deterministic: bool = key()
+    epochs: Count | None
+    steps: Count | None
+    global_batch: Count
+    micro_batches: Count
+    micro_batch: Count | None
+    uneven: bool
+    max_norm: Positive | None  # norm of the whole gradient
+    log_every: Rhythm
+    eval_every: Rhythm
+    save_every: Rhythm
+    eval_batch: Count | None
+    deterministic: bool
 
 
 @dataclass(frozen=True)
 class Loader:
     """How samples are read that must be fetched one by one."""
 
-    workers: int | None = key(least=0)
-    prefetch: int = key(least=1)
-    timeout: float = key(seconds)  # seconds
+    workers: Natural | None
+    prefetch: Count
+    timeout: Seconds
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """Which checkpoints stay."""
 
-    keep: int = key(least=1)
-    best: str | None = key()
+    keep: Count
+    best: Word | None
 
 
 @dataclass(frozen=True)
 class Distributed:
     """How processes talk to each other."""
 
-    backend: Literal["nccl", "gloo"] | None = key()
-    init_method: str = key(meeting_place)
-    interface: str | None = key()
-    timeout: float = key(seconds)  # seconds
-    step_timeout: float = key(seconds)  # seconds
+    backend: Literal["nccl", "gloo"] | None
+    init_method: Annotated[str, Written(meeting_place)]
+    interface: Word | None
+    timeout: Seconds
+    step_timeout: Seconds
+
+
+@dataclass(frozen=True)
+class BesideOptimizer:
+    """The framework's keys among those of an optimizer's target: build.maker must be told to leave them out."""
+
+    decay: Literal["weights", "all"] = "weights"  # what weight decay shrinks: weights (not biases and norms) or all
+    fused: bool | None = None  # one kernel for the whole step; None: where it pays
 
 
 @dataclass(frozen=True)
@@ -115,96 +125,68 @@ class Settings:
     loader: Loader
     checkpoint: Checkpoint
     distributed: Distributed
-    seed: int = key(least=0)
-    device: Literal["auto", "cpu", "cuda"] = key()
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = key()
-    tf32: bool = key()
-    compile: bool = key()
-    profile: tuple[int, int] | None = key(window)  # first and last step
-    trust: tuple[str, ...] = key(packages)
-    # beside an optimizer's own keys (OPTIMIZER_KEYS)
-    decay: Literal["weights", "all"] = "weights"  # what weight decay shrinks: weights (not biases and norms) or all
-    fused: bool | None = None  # one kernel for the whole step; None: where it pays
+    seed: Natural
+    device: Literal["auto", "cpu", "cuda"]
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"]
+    tf32: bool
+    compile: bool
+    profile: Annotated[tuple[int, int] | None, Written(window)]  # first and last step
+    trust: Annotated[tuple[str, ...], Written(packages)]
+    optimizer: BesideOptimizer = BesideOptimizer()
 
 
-SECTIONS: Mapping[str, Any] = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
+_TYPES = get_type_hints(Settings)
+SECTIONS: Mapping[str, Any] = {name: kind for name, kind in _TYPES.items() if is_dataclass(kind) and name not in GROUPS}
 
 
 def settings(cfg: DictConfig) -> Settings:
     """The framework keys of a composed configuration. Refusal that lists everything wrong with them."""
-    found, problems = examine(cfg)
+    values, wrong = resolved(cfg)
+    found = examine(values, as_written(cfg), wrong)
     if found is None:
-        raise Refusal("\n".join(problems))
+        raise Refusal("\n".join(wrong.values()))
     return found
 
 
-def examine(cfg: DictConfig) -> tuple[Settings | None, list[str]]:
-    """The framework keys, or what is wrong with them, one line each."""
-    values, problems = resolved(cfg)
-    written = as_written(cfg)  # what messages show: never a resolved secret
-    read: dict[str, Any] = {}
-
-    # Keys in sections, then those that stand alone, then the framework's beside an optimizer's own.
-    for name, section in SECTIONS.items():
-        if isinstance(found := values.get(name), dict):
-            read[name] = _keys(section, fields(section), found, written.get(name), f"{name}.", problems)
-        elif found is not UNRESOLVED:
-            names = ", ".join(f"{name}.{each.name}" for each in fields(section)[:3])
-            problems.append(f"{name}={written.get(name)}: expected a section with keys such as {names}")
-    read |= _keys(Settings, [each for each in fields(Settings) if each.metadata], values, written, "", problems)
-    if isinstance(beside := values.get("optimizer"), dict):
-        given = [each for each in fields(Settings) if each.name in OPTIMIZER_KEYS and each.name in beside]
-        read |= _keys(Settings, given, beside, written["optimizer"], "optimizer.", problems)
-    if problems:
-        return None, problems
+def examine(values: Mapping[str, Any], written: Mapping[str, Any], wrong: dict[str, str]) -> Settings | None:
+    """The framework keys out of resolved values; None where one is wrong, for which `wrong` then has a line."""
+    found = _section(Settings, values, written, wrong)
+    if wrong:
+        return None
 
     # Each key is right by itself: do they go together?
-    read |= {name: section(**read[name]) for name, section in SECTIONS.items()}
-    problems = _impossible(read["loop"], read["compile"])
-    if read["loop"].epochs is None and read["loop"].steps is None:
-        read["loop"] = replace(read["loop"], epochs=EPOCHS)
-    return None if problems else Settings(**read), problems
-
-
-def _keys(
-    section: type, known: Iterable[Field], values: dict, written: Any, prefix: str, problems: list[str]
-) -> dict[str, Any]:
-    """The values of these keys of a section; what is wrong with them is added to the problems."""
-    types, read = get_type_hints(section), {}
-    for each in known:
-        if each.name not in values:
-            problems.append(f"{prefix}{each.name}: the framework needs this key; it cannot be removed")
-        elif values[each.name] is not UNRESOLVED:
-            try:
-                read[each.name] = _read(values[each.name], types[each.name], each)
-            except Unexpected as unexpected:
-                problems.append(f"{prefix}{each.name}={shown(below(written, each.name))}: expected {unexpected}")
-    return read
-
-
-def _read(value: Any, annotation: Any, key: Field) -> Any:
-    if value is None and type(None) in get_args(annotation):
-        return None
-    if read := key.metadata.get("read"):
-        return read(value)
-    least = key.metadata.get("least")
-    # torch keeps whole numbers in 64 bits; an empty text is no name of anything
-    if not fits(value, annotation) or value == "" or (least is not None and not least <= value < 2**63):
-        bound = "number" if least is None else f"number of at least {least}"
-        raise Unexpected(describe(annotation).replace("number", bound, 1))
-    return converted(value, annotation)
-
-
-def _impossible(loop: Loop, compiles: bool) -> list[str]:
-    problems = []
+    loop = found.loop
     if loop.micro_batch is not None and loop.micro_batches != 1:
-        problems.append(
+        wrong["loop.micro_batch"] = (
             f"loop.micro_batches={loop.micro_batches} and loop.micro_batch={loop.micro_batch}: "
             "give the number of micro-batches or the size of one, not both"
         )
-    if loop.uneven and compiles:
-        problems.append(
+    if loop.uneven and found.compile:
+        wrong["loop.uneven"] = (
             "loop.uneven=true and compile=true: a compiled network takes micro-batches of one size only; "
             "set compile=false, or loop.uneven=false and a global batch that divides"
         )
-    return problems
+    if loop.epochs is None and loop.steps is None:
+        found = replace(found, loop=replace(loop, epochs=EPOCHS))
+    return None if wrong else found
+
+
+def _section(kind: Any, values: Any, written: Mapping[str, Any], wrong: dict[str, str], prefix: str = "") -> Any:
+    """A section with all that is in it; what is wrong with a key is added, and the section then is None."""
+    if not isinstance(values, dict):
+        raise Refusal(f"a section with keys such as {', '.join(f'{prefix}{each.name}' for each in fields(kind)[:3])}")
+    types, read = get_type_hints(kind, include_extras=True), {}
+    for each in fields(kind):
+        path, annotation = prefix + each.name, types[each.name]
+        try:
+            if each.name in values and path not in wrong:  # whose value could not be resolved is wrong already
+                read[each.name] = (
+                    _section(annotation, values[each.name], written, wrong, f"{path}.")
+                    if is_dataclass(annotation)
+                    else converted(values[each.name], annotation)
+                )
+            elif each.default is MISSING and path not in wrong:
+                wrong[path] = f"{path}: the framework needs this key; it cannot be removed"
+        except Refusal as expected:
+            wrong[path] = f"{quoted_from(written, path)}: expected {expected}"
+    return None if wrong else kind(**read)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trainer.configuration.build import build, check_all, maker
 from trainer.configuration.names import Names
 from trainer.configuration.resolved import written
-from trainer.configuration.settings import OPTIMIZER_KEYS, settings
+from trainer.configuration.settings import settings
 from trainer.data.data import Data
 from trainer.launch.launch import Launch
 from trainer.learning.optimizer import fused_words, spares_vectors
@@ -54,7 +54,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     machine.check()
     check_all(cfg, KINDS, names)  # before the first of them is called
     kind: Any = names.find(cfg.optimizer.get("_target_"), "optimizer._target_")
-    fused = fused_words(kind, chosen.fused, cfg.optimizer.get("dampening", 0))
+    fused = fused_words(kind, chosen.optimizer.fused, cfg.optimizer.get("dampening", 0))
     return RunParts(
         settings=chosen,
         words=list(words),
@@ -63,8 +63,8 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         strategy=build(cfg.strategy, Strategy, "strategy", names, machine=machine),
         task=build(cfg.task, Task, "task", names),
         schedule=build(cfg.schedule, Schedule, "schedule", names),
-        make_optimizer=maker(cfg.optimizer, Optimizer, "optimizer", names, OPTIMIZER_KEYS, **fused),
-        spare_vectors=spares_vectors(kind, cfg.optimizer.get("weight_decay"), chosen.decay),
+        make_optimizer=maker(cfg.optimizer, Optimizer, "optimizer", names, vars(chosen.optimizer), **fused),
+        spare_vectors=spares_vectors(kind, cfg.optimizer.get("weight_decay"), chosen.optimizer.decay),
         sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
         open_folder=partial(RunFolder.open, run.root, run.name, run.dir, run.resume, launch, label(cfg)),
         data=build(cfg.data, Data, "data", names),
