@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 import torch
 
-from trainer.__main__ import several, understood
+from trainer.__main__ import understood
+from trainer.configuration.words import read
 from trainer.launch import failure
 from trainer.launch.launch import Launch
 from trainer.records import lock
@@ -26,7 +27,7 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
         # the one would end the process; the other keep for all tests what the largest network has freed
         with patch.object(failure, "fail", _raised), patch("trainer.run.fit.keep_freed_memory"):
             words = ["device=cpu", "log=[]", *words]
-            return run_all(words, launch) if several(words) else fit(understood(words, launch))
+            return run_all(words, launch) if read(words).multirun else fit(understood(words, launch))
     finally:
         os.chdir(before)
         logging.getLogger().handlers[:] = handlers

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainer.configuration import bundle
+from trainer.configuration.compose import compose
+from trainer.configuration.words import read
 from trainer.launch import failure
 from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
@@ -23,7 +25,7 @@ def main() -> None:
         sys.path.insert(0, os.getcwd())  # as `python -m` does; a lab is importable from its parent folder
     try:
         launch = Launch.from_environment()
-        if several(words):
+        if read(words).multirun:
             from trainer.run.sweep import run_all
 
             code = run_all(words, launch)
@@ -41,22 +43,13 @@ def main() -> None:
     failure.exit_process(code)
 
 
-def several(words: Sequence[str]) -> bool:
-    """Do the words ask for several runs (-m)?"""
-    from trainer.configuration.words import read
-
-    return read(words).multirun
-
-
 def understood(words: Sequence[str], launch: Launch) -> RunParts:
     """What a run is made of. Typos are refused before torch is imported, which takes seconds."""
-    from trainer.configuration.compose import compose, folders
-
     cfg = compose(words)
     bundle.make_importable()
     from trainer.run.assembly import assemble  # from here on with torch
 
-    return assemble(cfg, words, folders(words), launch)
+    return assemble(cfg, words, read(words).folders, launch)
 
 
 if __name__ == "__main__":

@@ -14,54 +14,53 @@ from hydra.core.override_parser.types import Override
 from trainer.configuration.resolved import flat, quoted_from
 from trainer.configuration.settings import GROUPS, SECTIONS, Settings
 from trainer.configuration.values import converted, fits, in_steps, shown
+from trainer.configuration.words import line
 from trainer.refusal import Refusal, nearest
 
 LISTED = ("job", *GROUPS, "experiment")  # in config.yaml's defaults: +experiment=x can only mean experiment=x
-SINGLE = ("job", *(group for group in GROUPS if group != "log"))  # groups of which one option is chosen
+SINGLE = {"job", *GROUPS} - {"log"}  # groups of which one option is chosen
+
+
+def options(group: str, places: Iterable[Path]) -> list[str]:
+    """The options of a group; none where there is no such group."""
+    return sorted({file.stem for place in places for file in (place / group).glob("*.yaml")})
 
 
 def assort(overrides: list[Override], places: list[Path], problems: list[str]) -> tuple[list[str], list[Override]]:
     """Words that choose a group's option, and words that change a key; appends what is wrong to the problems."""
     chosen, changes = [], []
-    for each in overrides:
+    # experiment=null is the default, which Hydra does not take as a word
+    for each in (each for each in overrides if (each.key_or_group, each.value()) != ("experiment", None)):
+        there_are = options(each.key_or_group, places)
         if re.match(r"hydra\b", each.key_or_group):
-            hint = "files of a run go to run.dir; -m asks for several runs"
+            hint = "files of a run go to run.dir; -m asks for several runs; --config-dir adds yaml files"
             problems.append(f"{line(each)}: Hydra's own keys have no effect here; {hint}")
-        elif _is_group(each.key_or_group, places) and not isinstance(each.value(), dict):
-            # A group may be taken away here; whether the framework can do without is seen once all is composed.
-            if not each.is_delete() and (wrong := _no_option(each, places)):
-                problems.append(wrong)
-            elif not (each.key_or_group == "experiment" and each.value() is None):
-                chosen.append(line(each).lstrip("+") if each.key_or_group in LISTED else line(each))
-        else:
+        elif not there_are or isinstance(each.value(), dict):
             changes.append(each)
+        # A group may be taken away here; whether the framework can do without is seen once all is composed.
+        elif not each.is_delete() and (wrong := _no_option(each, there_are)):
+            problems.append(wrong)
+        else:
+            chosen.append(line(each).lstrip("+") if each.key_or_group in LISTED else line(each))
     return chosen, changes
 
 
-def _is_group(name: str, places: list[Path]) -> bool:
-    return bool(re.fullmatch(r"\w[\w/-]*", name)) and any((place / name).is_dir() for place in places)
-
-
-def _no_option(override: Override, places: list[Path]) -> str | None:
+def _no_option(override: Override, there_are: list[str]) -> str:
+    """What is wrong with the choice of an option; empty: nothing."""
     group, value = override.key_or_group, override.value()
-    if value is None and group == "experiment":
-        return None
-    options = sorted({file.stem for place in places for file in (place / group).glob("*.yaml")})
-    listed = ", ".join(options[:30]) or "none"
+    listed = ", ".join(there_are[:30])
     if isinstance(value, list) and group in SINGLE:
         return f"{line(override)}: expected one of {listed}, not a list"
-    for option in value if isinstance(value, list) else [value]:
-        if not isinstance(option, str):
-            return f"{line(override)}: expected one of {listed}"
-        if not any((place / group / f"{option.removesuffix('.yaml')}.yaml").is_file() for place in places):
-            return f"{group}={option}: there is no such option{nearest(option, options) or '.'} There are: {listed}"
-    return None
+    for option in map(str, value if isinstance(value, list) else [value]):
+        if option.removesuffix(".yaml") not in there_are:
+            return f"{group}={option}: there is no such option{nearest(option, there_are) or '.'} There are: {listed}"
+    return ""
 
 
-def dashed(flag: str, known: list[str]) -> str:
+def dashed(flag: str, known: Iterable[str]) -> str:
     """What to write instead of a key that was written like a flag: --lr=3 means optimizer.lr=3."""
     key, _, value = flag.partition("=")
-    right = [key] if key in known else nearest_paths(key, known)
+    right = [key] if key in [*known] else nearest_paths(key, known)
     hint = f"; write {' or '.join(f'{path}={value}' for path in right)}" if right else "; --help shows what there is"
     return f"--{key}: keys are written as KEY=VALUE, without dashes{hint}"
 
@@ -86,12 +85,6 @@ def misnamed(override: Override, known: Mapping[str, Any]) -> list[str]:
     if path not in known and not override.is_delete() and (target := known.get(f"{above}._target_")):
         found[0] += f" If {str(target).rpartition('.')[2]} has a parameter {name}, write +{line(override)}"
     return found
-
-
-def line(override: Override) -> str:
-    """The word as it was typed."""
-    assert override.input_line is not None
-    return override.input_line
 
 
 def unknown(path: str, known: Iterable[str]) -> str:

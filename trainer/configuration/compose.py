@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 import yaml
@@ -21,10 +21,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.configuration.bundle import root
-from trainer.configuration.choices import assort, dashed, line, misnamed, mistyped, unread
+from trainer.configuration.choices import assort, dashed, misnamed, mistyped, unread
 from trainer.configuration.resolved import as_written, flat, resolved
 from trainer.configuration.settings import GROUPS, examine
-from trainer.configuration.words import Words, parse, read
+from trainer.configuration.words import Words, line, parse, read
 from trainer.refusal import Refusal, nearest
 
 LINES = 10  # of problems that are shown at once
@@ -37,7 +37,7 @@ def compose(argv: Sequence[str]) -> DictConfig:
     process ends (SystemExit).
     """
     words = read(argv)
-    if not words.composes:
+    if {"--shell-completion", "--hydra-help", "--version"} & {*words.flags}:  # no word could change the answer
         _answer(words, words.overrides)
     overrides, problems = parse(words.overrides)
 
@@ -46,43 +46,40 @@ def compose(argv: Sequence[str]) -> DictConfig:
         chosen, changes = assort(overrides, places, problems)
         cfg = load(words, chosen, places)
     with open_dict(cfg):
-        own = cfg.pop("hydra")
-    _refuse_hidden(own, places)
+        _refuse_hidden(cfg.pop("hydra"), places)
     values, unresolved = resolved(cfg)
     before = flat(values)
-    known = list(before)
     if before["trust"]:
         problems.append("trust: only the command line can name trusted packages, but a yaml file does")
+    problems += [dashed(flag, before) for flag in words.strange]
 
     # Words that change a key follow, where the key exists: composing a second time would double the time of a start.
-    problems += [dashed(flag, known) for flag in words.strange]
-    accepted = []
     for change in changes:
-        wrong = misnamed(change, before)
-        problems += wrong
+        problems += (wrong := misnamed(change, before))
         if not wrong:
             _apply(change, cfg)
-            accepted.append(line(change))
 
-    # What came of it, each mistake once; a value that does not resolve says nothing about types.
-    before |= dict.fromkeys(unresolved)
-    values, unresolved = resolved(cfg)
-    found, written = flat(values) | dict.fromkeys(unresolved), as_written(cfg)
-    lines = {group: f"{group}: choose one, {group}=NAME" for group in GROUPS if not isinstance(values.get(group), dict)}
-    lines |= unread(found, written, known) | mistyped(found, before, written)
+    # What came of it. A value that did not resolve says nothing about types.
+    lines, later = _judged(cfg, before | dict.fromkeys(unresolved))
     if words.flags and not problems and not lines:
-        _answer(words, [*chosen, *accepted])
-    lines |= unresolved
-    examine(values, written, lines)
-    if problems := [*problems, *lines.values()]:
+        _answer(words, [*chosen, *map(line, changes)])
+    if problems := [*problems, *lines.values(), *later.values()]:
         more = [f"… and {len(problems) - LINES} more"] if len(problems) > LINES else []
         raise Refusal("\n".join(problems[:LINES] + more))
     return cfg
 
 
-def folders(argv: Sequence[str]) -> tuple[Path, ...]:
-    """The folders of yaml files that a command line adds; what lies beside them may be called (names.py)."""
-    return read(argv).folders
+def _judged(cfg: DictConfig, before: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Lines by path: what is wrong with the configuration as it is written; then what is wrong with its values only."""
+    values, unresolved = resolved(cfg)
+    found, written = flat(values) | dict.fromkeys(unresolved), as_written(cfg)
+    lines = {group: f"{group}: choose one, {group}=NAME" for group in GROUPS if not isinstance(values.get(group), dict)}
+    lines |= unread(found, written, before) | mistyped(found, before, written)
+
+    # Each mistake once: what is known to be wrong is not read any more.
+    wrong = unresolved | lines
+    examine(values, written, wrong)
+    return lines, {path: said for path, said in wrong.items() if path not in lines}
 
 
 @contextmanager
@@ -98,7 +95,6 @@ def load(words: Words, chosen: Sequence[str], places: list[Path]) -> DictConfig:
     try:
         return hydra.compose(words.config_name, [*chosen, *_searchpath(places[1:])], return_hydra_config=True)
     except Exception as error:  # Hydra answers what is wrong in a yaml with ten types of exception, and with asserts
-        _refuse_broken(places[1:])
         raise Refusal(_brief(error)) from error
 
 
@@ -113,24 +109,14 @@ def quoted(word: str) -> str:
     return "'" + word.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _refuse_broken(labs: Sequence[Path]) -> None:
-    """Hydra does not say which file it could not read: refuse the first one of the labs that is no valid YAML."""
-    for file in sorted(file for lab in labs for file in lab.rglob("*.yaml")):
-        try:
-            OmegaConf.load(file)
-        except yaml.MarkedYAMLError as error:
-            at = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-            raise Refusal(f"{file}{at}: this is not valid YAML: {error.problem}") from error
-        except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-            raise Refusal(f"{file}: this is not valid YAML: {str(error).splitlines()[0]}") from error
-
-
 def _brief(error: BaseException) -> str:
     while not str(error).strip() and error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, yaml.YAMLError):  # several lines, with the file and the place in it
+        return f"this is not valid YAML: {' '.join(str(error).split())}"
     sentence = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    missing, options = getattr(error, "missing_cfg_file", None), getattr(error, "options", None)
-    return sentence + (nearest(missing.split("/")[-1], options) if missing and options else "")
+    missing, there_are = getattr(error, "missing_cfg_file", None), getattr(error, "options", None)
+    return sentence + (nearest(missing.split("/")[-1], there_are) if missing and there_are else "")
 
 
 def _refuse_hidden(own: DictConfig, places: list[Path]) -> None:

@@ -14,12 +14,12 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from trainer.configuration.choices import line
+from trainer.configuration.choices import options
 from trainer.configuration.compose import compose, composing, load, quoted
-from trainer.configuration.words import Words, parse, read
+from trainer.configuration.words import Words, line, parse, read
 from trainer.refusal import Refusal
 
-_PLACE = ("run", "run.root", "run.name", "run.dir")  # all jobs share one folder
+_PLACE = {"run", "run.root", "run.name", "run.dir"}  # all jobs share one folder
 _OF_HYDRA = re.compile(r"hydra[./](mode|launcher|sweeper)\b")
 
 
@@ -39,8 +39,12 @@ class Multirun:
     root: str
     folder: str | None  # run.dir, or run.name below the root; None: a name is generated
     init_method: str  # where the processes meet
-    launcher: str  # Hydra's name of it; basic: one job after the other, here
-    composed: DictConfig  # with Hydra's own part, for launchers that are its plugins
+    composed: DictConfig  # Hydra's own part, for launchers that are its plugins
+
+    @property
+    def launcher(self) -> str:
+        """Hydra's name of who starts the runs; basic: one after the other, here."""
+        return self.composed.hydra.runtime.choices["hydra/launcher"]
 
 
 def multirun(argv: Sequence[str]) -> Multirun:
@@ -51,50 +55,44 @@ def multirun(argv: Sequence[str]) -> Multirun:
         raise Refusal("\n".join(problems))
     of_hydra = [each for each in overrides if _OF_HYDRA.match(each.key_or_group)]
     with composing(words.folders) as places:
-        # Of two words for one key the last one holds; an experiment's yaml may list values too, below both.
-        last = {each.get_key_element(): each for each in overrides if each not in of_hydra}
-        base = _base(words, list(last.values()), of_hydra, places)
-        jobs, each_value = _jobs(words, list((_of_yaml(base) | last).values()), places)
+        # An experiment's yaml may list values, too. Of two words for one key the last holds, the command line's here.
+        chosen = [each for each in overrides if each.key_or_group == "experiment" and not each.is_sweep_override()]
+        composed = _of_hydra(words, [*chosen, *of_hydra], places)
+        last = {each.get_key_element(): each for each in [*_of_yaml(composed), *overrides] if each not in of_hydra}
+        jobs, each_value = _jobs(words, list(last.values()), places)
 
     # Every mistake of any job is told before the first one starts.
     cfg = _checked(each_value)
     folder = cfg.run.dir if cfg.run.dir is not None else _below_root(cfg.run.root, cfg.run.name)
-    launcher = base.hydra.runtime.choices["hydra/launcher"]
-    return Multirun(jobs, cfg.run.root, folder, cfg.distributed.init_method, launcher, base)
+    return Multirun(jobs, cfg.run.root, folder, cfg.distributed.init_method, composed)
 
 
-def _base(words: Words, overrides: list[Override], of_hydra: list[Override], places: list[Path]) -> DictConfig:
-    """The configuration with Hydra's own part, as the first values of the groups' words choose it."""
-    # What decides who starts the runs cannot differ between them; groups may, and their first values stand for all.
-    wrong = [line(each) for each in of_hydra if each.is_sweep_override()]
-    if wrong:
+def _of_hydra(words: Words, overrides: list[Override], places: list[Path]) -> DictConfig:
+    """A configuration with Hydra's own part, which says who starts the runs: that cannot differ between them."""
+    if wrong := [line(each) for each in overrides if each.is_sweep_override()]:
         raise Refusal(f"{wrong[0]}: one launcher starts all runs; choose one")
-    groups = [each for each in overrides if any((place / each.key_or_group).is_dir() for place in places)]
-    chosen = [_values(each, places)[0] for each in groups]
-    if any("submitit" in line(each) for each in of_hydra) and find_spec("submitit") is None:
+    if any("submitit" in line(each) for each in overrides) and find_spec("submitit") is None:
         raise Refusal("hydra/launcher: submitit comes with pip install 'trainer[submitit]'")
-    return load(words, [*chosen, *map(line, of_hydra)], places)
+    return load(words, [line(each) for each in overrides], places)
 
 
-def _of_yaml(base: DictConfig) -> dict[str, Override]:
+def _of_yaml(composed: DictConfig) -> list[Override]:
     """The words that an experiment's yaml adds under hydra.sweeper.params; they may do what a yaml may."""
-    added, problems = parse([f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()], sweeps=True)
-    problems += [
-        f"hydra.sweeper.params: only the command line can set {each.key_or_group}, but a yaml file does"
-        for each in added
-        if re.match(r"(trust|hydra)\b", each.key_or_group)
-    ]
+    listed = [f"{key}={value}" for key, value in (composed.hydra.sweeper.params or {}).items()]
+    for word in listed:
+        if re.match(r"[+~]*(trust|hydra)\b", word):
+            raise Refusal(f"hydra.sweeper.params: only the command line can set {word}, but a yaml file does")
+    added, problems = parse(listed, sweeps=True)
     if problems:
         raise Refusal("\n".join(problems))
-    return {each.get_key_element(): each for each in added}
+    return added
 
 
 def _jobs(words: Words, overrides: list[Override], places: list[Path]) -> tuple[tuple[Job, ...], list[Job]]:
     """Every combination of values, the last word's changing fastest; and as few of them as have every value once."""
     values = [_values(each, places) for each in overrides]
     several = [each.is_sweep_override() for each in overrides]
-    shared = [each.key_or_group for each, swept in zip(overrides, several, strict=True) if swept]
-    if place := set(shared) & set(_PLACE):
+    if place := {each.key_or_group for each in overrides if each.is_sweep_override()} & _PLACE:
         raise Refusal(f"{min(place)}: all runs share one folder, and each has a folder in it; give one value")
 
     # Each job's words are a command line of their own, folders of labs included.
@@ -105,7 +103,9 @@ def _jobs(words: Words, overrides: list[Override], places: list[Path]) -> tuple[
         # A folder is named by what differs; where nothing does, by all words but those that say where it is.
         telling = [word for word, swept in zip(picked, several, strict=True) if swept]
         telling = telling or [word for word in picked if not word.startswith("run.")]
-        return Job(_folder_name(number, ",".join(telling)), (*labs, *named, *picked))
+        # Without what a path or a shell would read as something else.
+        name = f"{number}_{re.sub(r'[^A-Za-z0-9._=,+-]+', '_', ','.join(telling))}"[:200].rstrip("_")
+        return Job(name, (*labs, *named, *picked))
 
     # To find every mistake each value need stand in one job only, not in every combination.
     most = max(map(len, values), default=1)
@@ -119,25 +119,16 @@ def _values(override: Override, places: list[Path]) -> list[str]:
     """The words that one word stands for. Refusal where they cannot be counted."""
     if not override.is_sweep_override():
         return [line(override)]
-    key = override.get_key_element()
-    value: Any = override.value()
-    if isinstance(value, Glob):
-        options = {file.stem for place in places for file in (place / override.key_or_group).glob("*.yaml")}
-        if not (found := value.filter(sorted(options))):
-            raise Refusal(f"{line(override)}: no option of {override.key_or_group} matches")
-        return [f"{key}={option}" for option in found]
+    key, value = override.get_key_element(), override.value()
+    found: list[Any] = []
     try:
-        found = [f"{key}={each}" for each in override.sweep_string_iterator()] if override.is_discrete_sweep() else []
-    except HydraException as error:
-        raise Refusal(f"{line(override)}: {error}") from error
+        found = value.filter(options(key, places)) if isinstance(value, Glob) else [*override.sweep_string_iterator()]
+        why = f"no option of {key} matches"
+    except HydraException:
+        why = "these values cannot be listed; write a,b,c or range(1,4)"
     if not found:
-        raise Refusal(f"{line(override)}: these values cannot be listed; write a,b,c or range(1,4)")
-    return found
-
-
-def _folder_name(number: int, words: str) -> str:
-    """`<number>_<overrides>`, without what a path or a shell would read as something else."""
-    return f"{number}_{re.sub(r'[^A-Za-z0-9._=,+-]+', '_', words)}"[:200].rstrip("_")
+        raise Refusal(f"{line(override)}: {why}")
+    return [f"{key}={each}" for each in found]
 
 
 def _checked(jobs: list[Job]) -> DictConfig:
