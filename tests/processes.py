@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.launch.launch import Launch
-from trainer.launch.rendezvous import connected, say_goodbye
+from trainer.launch.launch import Launch, connected, say_goodbye
 
 MOST = 4
 PATIENCE = 300.0  # seconds until a group that does not answer is given up

@@ -22,9 +22,9 @@ import os, signal, sys
 from datetime import timedelta
 from pathlib import Path
 from trainer.launch.failure import exit_process, fail, refuse
-from trainer.launch.launch import Launch
+from trainer.launch.launchers import launched
 from trainer.launch.screen import redirect
-launch = Launch.from_environment()
+launch = launched()
 folder = Path(os.environ["FOLDER"])
 redirect(launch.rank, folder)
 """
@@ -164,8 +164,8 @@ def test_only_one_rank_can_be_first():
 REFUSING = """
 import sys
 from trainer.launch.failure import refuse
-from trainer.launch.launch import Launch
-launch = Launch.from_environment()
+from trainer.launch.launchers import launched
+launch = launched()
 assert "torch" not in sys.modules
 refuse("optimizer.lrr is no key; did you mean 'lr'?", launch)
 """

@@ -73,9 +73,9 @@ def test_a_decoding_process_may_leave_its_end_to_its_parent():
 BLOCKED = """
 import ctypes, sys, time
 from pathlib import Path
-from trainer.launch.launch import Launch
+from trainer.launch.launchers import launched
 from trainer.launch.signals import StopRequest
-with StopRequest(Launch.from_environment(), Path(sys.argv[1])) as stop:
+with StopRequest(launched(), Path(sys.argv[1])) as stop:
     print("ready", flush=True)
     # no instruction of Python runs in the main thread from here on, as in a collective that waits
     libc = ctypes.CDLL(None)

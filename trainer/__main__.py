@@ -12,6 +12,7 @@ from trainer.configuration.compose import compose
 from trainer.configuration.words import read
 from trainer.launch import failure
 from trainer.launch.launch import Launch
+from trainer.launch.launchers import launched
 from trainer.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def main() -> None:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does; a lab is importable from its parent folder
     try:
-        launch = Launch.from_environment()
+        launch = launched()
         if read(words).multirun:
             from trainer.run.sweep import run_all
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from trainer.launch.address import meeting
+from trainer.launch.launchers import meeting
 from trainer.learning.cadence import Every
 from trainer.refusal import Refusal
 

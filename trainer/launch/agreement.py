@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +20,16 @@ T = TypeVar("T")
 
 def decided_by_main(launch: Launch, what: str, decide: Callable[[], Any]) -> Any:
     """The JSON value that the main rank decides, on every rank; where it refuses, all refuse with its sentence."""
-    return _said(launch, what, speaker=0, decide=decide)
+    store = launch.store()
+    if store is None:
+        return decide()
+    if launch.is_main:
+        with _told(store, what, launch):
+            value = decide()
+            store.set(f"{what}-value", json.dumps(value))
+        return value
+    _hear(store, what)
+    return json.loads(store.get(f"{what}-value"))
 
 
 def everywhere(launch: Launch, what: str, act: Callable[[], T]) -> T:
@@ -27,13 +37,16 @@ def everywhere(launch: Launch, what: str, act: Callable[[], T]) -> T:
     store = launch.store()
     if store is None:
         return act()
-    try:
+    if launch.is_main:
+        # the main rank's word is that of all: it has heard the others, unless its own problem is enough
+        with _told(store, f"{what}-everywhere", launch):
+            value = act()
+            for rank in range(1, launch.world_size):
+                _hear(store, f"{what}-{rank}")
+        return value
+    with _told(store, f"{what}-{launch.rank}", launch):
         value = act()
-    except BaseException as error:
-        _check_in(store, launch, what, _sentence(error, launch))
-        raise
-    if problem := _check_in(store, launch, what, ""):
-        raise Refusal(problem)
+    _hear(store, f"{what}-everywhere")
     return value
 
 
@@ -43,34 +56,35 @@ def first_on_node(launch: Launch, what: str, prepare: Callable[[], T]) -> T:
     The first to come does it. Ranks need not be dealt to machines in order: Slurm and MPI can be told otherwise.
     Where it refuses on one machine, all refuse.
     """
-    return everywhere(launch, f"{what}-everywhere", lambda: _first_here(launch, what, prepare))
+    store, key = launch.store(), f"{what}-on-{_machine()}"
 
-
-def _first_here(launch: Launch, what: str, prepare: Callable[[], T]) -> T:
-    store = launch.store()
-    if store is None:
+    def in_turn() -> T:
+        if store is not None and store.add(f"{key}-comers", 1) == 1:
+            with _told(store, key, launch):
+                return prepare()
+        if store is not None:
+            _hear(store, key)
         return prepare()
-    key = f"{what}-on-{_machine()}"
-    speaker = int(store.compare_set(f"{key}-by", "", str(launch.rank)))
-    prepared: list[T] = []
 
-    def once() -> None:
-        prepared.append(prepare())
-
-    _said(launch, key, speaker, once)
-    return prepared[0] if prepared else prepare()
+    # the others of a machine hear a refusal from its first, those of other machines hear it here
+    return everywhere(launch, what, in_turn)
 
 
-def _check_in(store: Store, launch: Launch, what: str, problem: str) -> str:
-    """Leave word of this rank; the main one reads all and says what is wrong. Who has a problem does not wait."""
-    if not launch.is_main:
-        store.set(f"{what}-{launch.rank}", problem)
-        return problem or store.get(f"{what}-all").decode()
-    others = [f"{what}-{rank}" for rank in range(1, launch.world_size)]
-    said = [problem] if problem or not others else [word.decode() for word in store.multi_get(others)]
-    first = next((word for word in said if word), "")
-    store.set(f"{what}-all", first)
-    return first
+@contextmanager
+def _told(store: Store, key: str, launch: Launch) -> Iterator[None]:
+    """Leave word under this key that what is inside went well, or why not, so that nobody waits for the dead."""
+    try:
+        yield
+    except BaseException as error:
+        store.set(key, _sentence(error, launch))
+        raise
+    store.set(key, "")
+
+
+def _hear(store: Store, key: str) -> None:
+    """Wait for another rank's word; Refusal where it went wrong there."""
+    if problem := store.get(key).decode():
+        raise Refusal(problem)
 
 
 def _sentence(error: BaseException, launch: Launch) -> str:
@@ -82,22 +96,3 @@ def _machine() -> str:
     """What processes on one machine have in common: names may repeat (containers), and so may kernels (them again)."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}-{boot.read_text().strip() if boot.is_file() else ''}"
-
-
-def _said(launch: Launch, key: str, speaker: int, decide: Callable[[], Any]) -> Any:
-    """One rank decides and says so; the others listen. A failure is said, too, so that nobody waits for the dead."""
-    store = launch.store()
-    if store is None:
-        return decide()
-    if launch.rank == speaker:
-        try:
-            value = decide()
-        except BaseException as error:
-            store.set(key, json.dumps({"refusal": _sentence(error, launch)}))
-            raise
-        store.set(key, json.dumps({"value": value}))
-        return value
-    answer = json.loads(store.get(key))
-    if "refusal" in answer:
-        raise Refusal(answer["refusal"])
-    return answer["value"]

@@ -13,14 +13,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
-from trainer.launch.launch import Launch
-from trainer.launch.rendezvous import say_goodbye
+from trainer.launch.launch import Launch, say_goodbye, until
 from trainer.launch.screen import note, say
 from trainer.launch.status import mark_failed
 from trainer.refusal import Refusal
@@ -28,19 +27,21 @@ from trainer.refusal import Refusal
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-T = TypeVar("T")
 _PATIENCE = 2.0  # seconds a rank waits to learn whether another failed before it
 _MAIN_PATIENCE = 5.0  # seconds another rank gives the main one to print a refusal; their imports take differently long
 _END = 10.0  # seconds after which a failed process is gone, whatever holds it up
 
-# What a rank sees when the fault is another's: gloo's, NCCL's and the store's words for a connection that broke.
-_ECHO = re.compile(
-    r"connection (was )?(closed|reset|refused)|closed by peer|broken pipe|socket (timeout|closed)|connectFullMesh"
-    r"|remote process exited|pair closure|NCCL|ProcessGroup|failed to (send|recv)|timed out( waiting|!)",
-    re.IGNORECASE,
-)
-_GONE = re.compile(r"closed by peer|connection (was )?(closed|reset)|broken pipe|remote process exited", re.IGNORECASE)
-_SILENT = re.compile(r"timed out|timeout", re.IGNORECASE)
+# What a rank sees when the fault is another's: gloo's, NCCL's and the store's words for a connection that broke, and
+# what they say about that other one, in case it never says anything itself.
+_ECHOES = {
+    r"connection (was )?(closed|reset)|closed by peer|broken pipe|remote process exited": (
+        "Another process of the run disappeared without a word: killed from outside, or for want of memory."
+    ),
+    r"socket timeout|timed out( waiting|!)|(NCCL|ProcessGroup)(.|\n)*(timed out|timeout)": (
+        "Another process of the run stopped answering: it hangs, or does something else than this one."
+    ),
+    r"connection refused|socket closed|connectFullMesh|pair closure|NCCL|ProcessGroup|failed to (send|recv)": "",
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def fail(
     `remedy`: what to try, a line below the traceback.
     """
     _no_more_requests()
+    # what follows asks a store and writes files, and either may hang by now
     end = threading.Timer(_END, os._exit, (1,))
     end.daemon = True
     end.start()
@@ -85,7 +87,7 @@ def fail(
 def exit_process(code: int) -> NoReturn:
     """End the process now. What would run at an ordinary exit can hang or abort once processes have been grouped."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it was closed
             stream.flush()
     logging.shutdown()
     if code != 1:  # a failed rank waits for nobody
@@ -98,35 +100,32 @@ def exit_process(code: int) -> NoReturn:
 def _clear_launcher_folders() -> None:
     """torchrun makes a folder for each rank's error and leaves them all, empty, in the temporary directory."""
     path = _error_file()
-    own = path and next((parent for parent in path.parents if parent.name.startswith("torchelastic_")), None)
-    while path and own and path != own:
-        path = path.parent
-        try:
+    with contextlib.suppress(OSError):  # not empty: other ranks' folders
+        while path and any(parent.name.startswith("torchelastic_") for parent in path.parents):
+            path = path.parent
             path.rmdir()
-        except OSError:  # not empty: other ranks' folders
-            return
 
 
 def _account(error: BaseException, launch: Launch, folder: Path | None, step: int | None, trace: str) -> None:
     """Find out who failed first, and speak or be silent accordingly."""
     store = _store(launch)
-    echo = _is_echo(error) and launch.world_size > 1
-    first = _wait_for(lambda: claimed(store)) if echo else None
+    peer = _about_peer(error) if launch.world_size > 1 else None
+    # what may be an echo waits for the one that it is an echo of: that one's account is the better one
+    first = until(lambda: claimed(store), _PATIENCE) if peer is not None else None
     if first is None:
-        plain = _about_peer(error) if echo else ""
-        reason = plain or traceback.format_exception_only(error)[-1].strip()
-        first = claim(store, launch, reason)
-        if first.rank == launch.rank:
-            _speak(first, launch, folder, step, f"{trace}\n{plain}".rstrip(), late=5 if plain else 0)
-            if store is not None:
-                store.set("failure-told", "yes")
-            return
-    note(f"rank {first.rank} failed first ({first.reason}); this followed here:\n{trace}", folder, launch.rank)
+        first = claim(store, launch, peer or traceback.format_exception_only(error)[-1].strip())
+    if first.rank == launch.rank:
+        _speak(first, launch, folder, step, f"{trace}\n{peer or ''}".rstrip(), root_rank=None if peer else launch.rank)
+        if store is not None:
+            store.set("failure-told", "yes")
+        return
+    summary = f"rank {first.rank} failed first: {first.reason}"
+    note(f"{summary}; this followed here:\n{trace}", folder, launch.rank)
     if folder is not None and launch.is_main:
         mark_failed(folder, first.reason, first.rank)
-    summary = f"rank {first.rank} failed first: {first.reason}"
     _leave_for_launcher(summary, summary, first.time + 1)
-    _wait_for(lambda: store is None or store.check(["failure-told"]) or None)
+    # gone too soon, this one would have its launcher end the first before it has spoken
+    until(lambda: store is None or store.check(["failure-told"]) or None, _PATIENCE)
 
 
 def _store(launch: Launch) -> Store | None:
@@ -137,30 +136,25 @@ def _store(launch: Launch) -> Store | None:
         return None
 
 
-def _speak(first: Failure, launch: Launch, folder: Path | None, step: int | None, trace: str, late: int) -> None:
+def _speak(
+    first: Failure, launch: Launch, folder: Path | None, step: int | None, trace: str, root_rank: int | None
+) -> None:
     """Print the traceback, and leave it in the log, in status.json and for the launcher."""
     who = f"rank {launch.rank} of {launch.world_size}" if launch.world_size > 1 else "the run"
     text = f"{who} failed{'' if step is None else f' at step {step}'}:\n{trace}"
     say(text)
     note(text, folder, launch.rank)
     # of a process that was killed torchrun itself knows more than its peers: their word comes later
-    _leave_for_launcher(first.reason, text, first.time + late)
+    _leave_for_launcher(first.reason, text, first.time + 5 * (root_rank is None))
     if folder is not None:
-        mark_failed(folder, first.reason, launch.rank if not late else None)
+        mark_failed(folder, first.reason, root_rank)
 
 
-def _is_echo(error: BaseException) -> bool:
-    """May this be what another rank's end looks like from here?"""
-    return any(isinstance(one, RuntimeError | OSError) and _ECHO.search(str(one)) for one in chain(error))
-
-
-def _about_peer(error: BaseException) -> str:
-    """What an error says about another rank that never said anything itself; empty where it may be one's own."""
-    if any(_GONE.search(str(one)) for one in chain(error)):
-        return "Another process of the run disappeared without a word: killed from outside, or for want of memory."
-    if any(_SILENT.search(str(one)) for one in chain(error)):
-        return "Another process of the run stopped answering: it hangs, or does something else than this one."
-    return ""
+def _about_peer(error: BaseException) -> str | None:
+    """What an error says about another rank, empty if nothing certain; None where it is this one's own."""
+    texts = [str(one) for one in chain(error) if isinstance(one, RuntimeError | OSError)]
+    found = (said for pattern, said in _ECHOES.items() if re.search(pattern, "\n".join(texts), re.IGNORECASE))
+    return next(found, None)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
@@ -171,13 +165,6 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(one))
         yield one
         one = one.__cause__ or one.__context__
-
-
-def _wait_for(look: Callable[[], T | None], patience: float = _PATIENCE) -> T | None:
-    deadline = time.monotonic() + patience
-    while (found := look()) is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return found
 
 
 def _no_more_requests() -> None:
@@ -208,14 +195,14 @@ def _main_has_spoken(launch: Launch) -> bool:
         time.sleep(1)  # mpirun, and srun if told so, have ended all by then
         return path is not None or launch.local_rank > 0
     main = path.parent.parent / "0" / path.name
-    return bool(_wait_for(lambda: main.is_file() or None, _MAIN_PATIENCE))
+    return until(lambda: main.is_file() or None, _MAIN_PATIENCE) is not None
 
 
 def _refused_before(message: str, launch: Launch) -> bool:
     """Did an earlier attempt under the same launcher end with this very sentence?"""
     path = _error_file()
-    if not launch.attempt or not launch.restarts or path is None:  # a requeued job speaks into a file of its own
-        return launch.attempt > 0 and launch.restarts
+    if launch.attempt == 0 or launch.requeued or path is None:  # a requeued job speaks into a file of its own
+        return launch.attempt > 0 and not launch.requeued
     for file in path.parent.parent.parent.glob(f"attempt_*/*/{path.name}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if json.loads(file.read_text(encoding="utf-8"))["message"]["message"] == message:

@@ -1,22 +1,37 @@
-"""Which process of a launch this is, of how many, and the store they all reach."""
+"""Which process of a launch this is, of how many, and the store where all of one round meet.
+
+A round is one start of all processes. Under torchrun several rounds share a store: a restarted attempt, and with
+`--nnodes=1:2` every change of the machines, which does not even change the attempt's number; a shared file outlives
+runs. Whoever reads a dead round's keys connects to the dead (pytorch/pytorch#135712: torch's own rendezvous does so).
+So nothing is read but under a nonce that rank 0 has drawn for this round:
+
+1. rank 0 writes its nonce where all look;
+2. every other rank greets it there with a token of its own;
+3. rank 0 answers with all tokens. Who does not find its own in the answer has greeted a dead round's nonce, and looks
+   again: the living rank 0 will have replaced it by then.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeVar
 
-from trainer.launch.address import meeting
-from trainer.launch.launchers import place
-from trainer.launch.rendezvous import Rendezvous, connected, store_of_round
 from trainer.refusal import Refusal
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+T = TypeVar("T")
 PATIENCE = timedelta(minutes=30)  # how long one process waits at the store for another that still imports or downloads
+_LOOK = 0.1  # seconds between two looks, at most; the first follow one another faster
+_PARTING = 5.0  # seconds that rank 0 waits for the others to leave; one that was killed does not say so
 
 
 @dataclass(frozen=True)
@@ -32,34 +47,6 @@ class Launch:
     address: str = ""  # host:port of the store, or file:///path; empty: there is none
     hosted: bool = False  # the launcher serves the store; otherwise rank 0 does
     patience: timedelta = field(default=PATIENCE, compare=False)
-
-    @classmethod
-    def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
-        """Read what torchrun, Slurm or MPI left. Refusal where it is incomplete or nonsense. Needs no torch."""
-        return cls(*place(env))
-
-    def at(self, init_method: str, patience: timedelta = PATIENCE) -> Launch:
-        """The same process, meeting the others at `env://` (as the launcher says), `tcp://…` or `file://…`.
-
-        Refusal where the query names another rank than the environment, or where nothing says where to meet.
-        """
-        said = meeting(init_method)
-        rank, size = (self.rank if said.rank is None else said.rank), said.world_size or self.world_size
-        if self.world_size > 1 and (rank, size) != (self.rank, self.world_size):
-            raise Refusal(
-                f"distributed.init_method={init_method}: the launcher's environment says that this is process "
-                f"{self.rank} of {self.world_size}; leave ?rank=…&world_size=… out"
-            )
-        if size > 1 and not (said.address or self.address):
-            raise Refusal(
-                f"{size} processes, and nothing says where they meet: set MASTER_ADDR (the host of rank 0) and "
-                "MASTER_PORT for all of them, or give distributed.init_method=tcp://host:port or file:///path"
-            )
-        if not said.address or size == 1:
-            return replace(self, patience=patience)
-        local = _by_hand(rank, size) if self.world_size == 1 else (self.local_rank, self.local_world_size)
-        own = Launch(rank, size, *local, self.attempt, self.run_id, said.address)
-        return replace(own, patience=patience)
 
     @property
     def is_main(self) -> bool:
@@ -79,21 +66,135 @@ class Launch:
     def store(self, patience: timedelta | None = None) -> Store | None:
         """The key-value store of this round's processes alone; None where there is none. Waits for all, the first time.
 
-        A round is one start of all processes; keys of rounds before it are not seen. Refusal if somebody does not come.
+        Refusal that names who did not come within the patience.
         """
-        return store_of_round(self._rendezvous(), patience or self.patience) if self.address else None
+        if not self.address:
+            return None
+        if self not in _rounds:
+            seconds = (patience or self.patience).total_seconds()
+            try:
+                _rounds[self] = (_call if self.is_main else _answer)(self, seconds)
+            except RuntimeError as error:  # the launcher went with its store; a file that is none of a store's
+                raise Refusal(f"cannot meet at {self.address}: {str(error).splitlines()[0]}") from error
+        return _rounds[self]
 
     def lasting_store(self) -> Store | None:
         """The store that the launcher keeps over all its rounds, restarts included; None where it keeps none."""
-        return connected(self._rendezvous()) if self.hosted else None
+        return connected(self) if self.hosted else None
 
-    def _rendezvous(self) -> Rendezvous:
-        return Rendezvous(
-            self.rank, self.world_size, self.attempt, self.run_id, self.address, self.hosted, self.patience
+
+_rounds: dict[Launch, Store] = {}  # those that this process has met in
+
+
+@lru_cache(maxsize=1)
+def connected(launch: Launch) -> Store:
+    """The store as it is, with all that other rounds have left in it. Refusal where it cannot be reached."""
+    from torch.distributed import FileStore, TCPStore
+
+    if launch.address.startswith("file://"):
+        path = launch.address.removeprefix("file://")
+        try:
+            with open(path, "ab"):  # in a folder that is not there torch itself would try for as long as it may
+                pass
+        except OSError as error:
+            raise Refusal(
+                f"distributed.init_method={launch.address}: {error.strerror}; give a file in a folder that all "
+                "processes share"
+            ) from None
+        store = FileStore(path, -1)  # -1: nobody counts its users and removes it
+        store.set_timeout(launch.patience)
+        return store
+    host, port = launch.address.rsplit(":", 1)
+    serves = launch.is_main and not launch.hosted
+    try:
+        # nobody is waited for here: of a dead round's processes too few would come, and the nonce tells who is there
+        return TCPStore(
+            host, int(port), launch.world_size, serves, launch.patience, wait_for_workers=False, multi_tenant=True
         )
+    except RuntimeError as error:  # DistNetworkError: port taken, host unknown, nobody answers
+        what = "serve" if serves else "reach"
+        raise Refusal(f"cannot {what} the store at {launch.address}: {str(error).splitlines()[0]}") from error
 
 
-def _by_hand(rank: int, size: int) -> tuple[int, int]:
-    """The place on its machine of a process that was started by hand: all are on one, unless LOCAL_… say else."""
-    found = place({"LOCAL_RANK": str(rank), **os.environ, "RANK": str(rank), "WORLD_SIZE": str(size)})
-    return found.local_rank, found.local_world_size
+def say_goodbye() -> None:
+    """Leave the rounds that this process was in. Where rank 0 serves the store, it stays until the others have left.
+
+    Otherwise they would lose it while they still read what was decided last: a refusal, that nothing is left to do.
+    """
+    for launch, store in _rounds.items():
+        if launch.world_size > 1 and not launch.hosted:
+            with contextlib.suppress(RuntimeError):  # it is gone already
+                _wave(store, launch)
+    _rounds.clear()
+
+
+def _wave(store: Store, launch: Launch) -> None:
+    if launch.is_main:
+        others = [f"bye-{rank}" for rank in range(1, launch.world_size)]
+        until(lambda: store.check(others) or None, _PARTING)
+    else:
+        store.set(f"bye-{launch.rank}", "")
+
+
+def until(look: Callable[[], T | None], seconds: float) -> T | None:
+    """Look again and again until there is something to see; None where there is nothing after so long.
+
+    Not the store's own waiting: its timeouts leave warnings, and often more than one key is watched.
+    """
+    deadline, pause = time.monotonic() + seconds, 0.001
+    while (found := look()) is None and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(_LOOK, 1.5 * pause)
+    return found
+
+
+def _call(launch: Launch, seconds: float) -> Store:
+    """Rank 0: draw the nonce, wait for every greeting, answer with all tokens."""
+    from torch.distributed import PrefixStore
+
+    nonce, store = secrets.token_hex(8), connected(launch)
+    meeting = PrefixStore(_round(launch, nonce), store)
+    greetings = [f"hello/{rank}" for rank in range(1, launch.world_size)]
+    store.set(_place(launch), nonce)
+    if not until(lambda: not greetings or meeting.check(greetings) or None, seconds):
+        missing = [rank for rank, key in enumerate(greetings, 1) if not meeting.check([key])]
+        shown = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
+        raise Refusal(f"rank {shown} of {launch.world_size} did not come to {launch.address} in time")
+    tokens = [token.decode() for token in meeting.multi_get(greetings)] if greetings else []
+    meeting.set("go", json.dumps(tokens))
+    return meeting
+
+
+def _answer(launch: Launch, seconds: float) -> Store:
+    """Any other rank: greet the nonce that stands there, until an answer repeats this rank's own token."""
+    from torch.distributed import PrefixStore
+
+    token, store, greeted = secrets.token_hex(8), connected(launch), b""
+
+    def look() -> Store | None:
+        nonlocal greeted
+        if not store.check([_place(launch)]):
+            return None
+        nonce = store.get(_place(launch))
+        meeting = PrefixStore(_round(launch, nonce.decode()), store)
+        # a nonce that is new: of a dead round before, or of this one
+        if nonce != greeted:
+            meeting.set(f"hello/{launch.rank}", token)
+            greeted = nonce
+        # an answer without this token was given to a dead process
+        return meeting if meeting.check(["go"]) and json.loads(meeting.get("go"))[launch.rank - 1] == token else None
+
+    meeting = until(look, seconds)
+    if meeting is None:
+        said = "its call was never answered" if greeted else "it did not come"
+        raise Refusal(f"rank {launch.rank} of {launch.world_size} waited for rank 0 at {launch.address}: {said}")
+    return meeting
+
+
+def _place(launch: Launch) -> str:
+    """Where all look. What is known to differ between rounds is in the name, so that fewer are mistaken."""
+    return f"trainer/{launch.run_id}/attempt-{launch.attempt}/{launch.world_size}-processes"
+
+
+def _round(launch: Launch, nonce: str) -> str:
+    return f"trainer/{launch.run_id}/{nonce}"

@@ -1,118 +1,157 @@
-"""What each launcher leaves in the environment: torchrun, Open MPI, Slurm's srun, MPICH and Intel MPI.
+"""What this process was told about its launch: by torchrun, Open MPI, MPICH, Intel MPI or Slurm, and by init_method.
 
-The launcher that stands nearest to the process is asked first: a torchrun that srun started leaves both kinds of
-variables, and so does a mpirun inside an allocation of Slurm.
+torchrun's variables are the language here; what the others leave is translated. The launcher that stands nearest to
+the process is asked first: a torchrun that srun started leaves both kinds of variables, and so does a mpirun inside an
+allocation of Slurm. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import replace
+from datetime import timedelta
+from urllib.parse import parse_qsl, unquote, urlsplit
 
+from trainer.launch.launch import PATIENCE, Launch
 from trainer.refusal import Refusal
 
+_OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+_MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+_TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
 _TASKS = "SLURM_STEP_NUM_TASKS"
-_COUNTS = re.compile(r"(^|_)(RANK|WORLD_SIZE|LOCAL_SIZE|PROCID|LOCALID|STEP_NUM_TASKS|LOCALRANKID|PMI_SIZE)$")
 _SPECIAL_STEPS = 0xFFFFFFF0  # of Slurm: the batch script, the shell of salloc
+_SCHEMES = ("env://", "tcp://", "file://")
 
 
-class ProcessPlace(NamedTuple):
-    """Which process this is, of how many, and where they meet."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    attempt: int = 0
-    run_id: str = ""
-    address: str = ""
-    hosted: bool = False
-
-
-def place(env: Mapping[str, str]) -> ProcessPlace:
-    """This process's place in its launch; a process that was started alone has the only one.
+def launched(env: Mapping[str, str] = os.environ) -> Launch:
+    """This process of its launch; one that was started alone is the only one.
 
     Refusal where the environment is incomplete or makes no sense.
     """
-    for variable, read in _READERS.items():
-        if variable in env and (found := read(env)) is not None:
-            return _sound(found, env)
-    return ProcessPlace()
-
-
-def _torchrun(env: Mapping[str, str]) -> ProcessPlace:
-    """torchrun, and whatever else speaks its variables (PyTorchJob, a shell script)."""
-    missing = [key for key in ("RANK", "WORLD_SIZE") if not env.get(key)]
+    said = _translated(env)
+    attempt = _whole(said, "TORCHELASTIC_RESTART_COUNT", 0)
+    missing = [key for key in ("RANK", "WORLD_SIZE") if not said.get(key)]
+    if len(missing) == 2:
+        return Launch(attempt=attempt)
     if missing:
-        raise Refusal(f"the launcher's environment is incomplete: {', '.join(missing)} missing; start with torchrun")
-    rank, world_size = _whole(env, "RANK"), _whole(env, "WORLD_SIZE")
-    return ProcessPlace(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_whole(env, "LOCAL_RANK", rank),
-        local_world_size=_whole(env, "LOCAL_WORLD_SIZE", world_size),
-        attempt=_whole(env, "TORCHELASTIC_RESTART_COUNT", 0),
-        run_id=env.get("TORCHELASTIC_RUN_ID", ""),
-        address=_address(env),
-        hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        raise Refusal(f"the launcher's environment is incomplete: {missing[0]} missing; start with torchrun")
+    rank, world_size = _whole(said, "RANK"), _whole(said, "WORLD_SIZE")
+    # where nothing is said about machines, all processes are on one
+    local_rank, local_world_size = _whole(said, "LOCAL_RANK", rank), _whole(said, "LOCAL_WORLD_SIZE", world_size)
+    for number, size, where in ((rank, world_size, ""), (local_rank, local_world_size, " on this machine")):
+        if number >= size:
+            shown = ", ".join(f"{key}={said[key]}" for key in _TORCHRUN if key in said)
+            raise Refusal(
+                f"the launcher's environment contradicts itself: this is process {number} of {size}{where}, and they "
+                f"count from 0; it says {shown}"
+            )
+    return Launch(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        attempt,
+        run_id=said.get("TORCHELASTIC_RUN_ID", ""),
+        address=_address(said),
+        hosted=said.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
-def _open_mpi(env: Mapping[str, str]) -> ProcessPlace:
-    return _numbered(env, *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+def meeting_at(launch: Launch, init_method: str, patience: timedelta = PATIENCE) -> Launch:
+    """The same process, meeting the others at `env://` (as the launcher says), `tcp://…` or `file://…`.
+
+    Refusal where the query names another rank than the environment, or where nothing says where to meet.
+    """
+    address, query = meeting(init_method)
+    rank, size = query or (launch.rank, launch.world_size)
+    if launch.world_size > 1 and (rank, size) != (launch.rank, launch.world_size):
+        raise Refusal(
+            f"distributed.init_method={init_method}: the launcher's environment says that this is process "
+            f"{launch.rank} of {launch.world_size}; leave ?rank=…&world_size=… out"
+        )
+    if size > 1 and not (address or launch.address):
+        raise Refusal(
+            f"{size} processes, and nothing says where they meet: set MASTER_ADDR (the host of rank 0) and "
+            "MASTER_PORT for all of them, or give distributed.init_method=tcp://host:port or file:///path"
+        )
+    if address and size > 1:
+        # who was started by hand has no launcher to ask for its place on the machine, but may have been told
+        own = {"LOCAL_RANK": str(rank), **os.environ, "RANK": str(rank), "WORLD_SIZE": str(size)}
+        launch = replace(launched(own) if launch.world_size == 1 else launch, address=address, hosted=False)
+    return replace(launch, patience=patience)
 
 
-def _mpich(env: Mapping[str, str]) -> ProcessPlace | None:
-    """MPICH and Intel MPI. `srun --mpi=pmi2` sets these, too, and Slurm's own variables then say more."""
-    if all(env.get(f"PMI_{one}") == env.get(other) for one, other in (("RANK", "SLURM_PROCID"), ("SIZE", _TASKS))):
-        return None
-    return _numbered(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+def meeting(written: str) -> tuple[str, tuple[int, int] | None]:
+    """Read `env://`, `tcp://host:port` or `file:///path`, the latter two also with `?rank=R&world_size=W`.
+
+    The address, empty where the environment has it, and rank and size if they are said. Refusal with what was expected.
+    """
+    try:
+        url = urlsplit(written)
+        port = url.port
+    except ValueError as error:
+        raise Refusal(f"env://, tcp://host:port or file:///path ({error})") from None
+    scheme = f"{written.partition(':')[0]}://"
+    if scheme not in _SCHEMES or not written.startswith(scheme):
+        raise Refusal("env://, tcp://host:port or file:///path")
+    if scheme == "env://":
+        if written != scheme:
+            raise Refusal("env:// alone: rank, size and address are those of the environment")
+        return "", None
+    said = dict(parse_qsl(url.query, keep_blank_values=True))
+    if said and (said.keys() != {"rank", "world_size"} or not all(map(_is_whole, said.values()))):
+        raise Refusal("?rank=R&world_size=W behind the address, both whole numbers, or nothing")
+    query = (int(said["rank"]), int(said["world_size"])) if said else None
+    if scheme == "tcp://":
+        if not url.hostname or not port or url.path not in ("", "/"):
+            raise Refusal("tcp://host:port, the address of rank 0")
+        return f"{url.hostname}:{port}", query
+    if url.netloc or not url.path.startswith("/") or url.path.endswith("/"):
+        raise Refusal(f"file:/// and the absolute path of a file: file://{os.path.abspath(url.netloc + url.path)}")
+    return f"file://{unquote(url.path)}", query
 
 
-def _numbered(env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> ProcessPlace:
-    """What variables of these names say; where there are no local ones, all processes are on one machine."""
-    number, count = _whole(env, rank), _whole(env, size)
-    return ProcessPlace(
-        rank=number,
-        world_size=count,
-        local_rank=_whole(env, local_rank, number),
-        local_world_size=_whole(env, local_size, count),
-        address=_address(env),
-    )
+def _translated(env: Mapping[str, str]) -> Mapping[str, str]:
+    """What the nearest launcher left, in torchrun's words (which PyTorchJob and shell scripts speak, too)."""
+    # `srun --mpi=pmi2` sets MPICH's variables, and Slurm's own say more
+    by_slurm = env.get("PMI_RANK") == env.get("SLURM_PROCID") and env.get("PMI_SIZE") == env.get(_TASKS)
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return env
+    for names in (_OPEN_MPI, _MPICH):
+        if names[1] in env and not (names is _MPICH and by_slurm):
+            known = {word: env[name] for word, name in zip(_TORCHRUN, names, strict=True) if name in env}
+            return known | {word: env[word] for word in ("MASTER_ADDR", "MASTER_PORT") if word in env}
+    return _slurm(env)
 
 
-def _slurm(env: Mapping[str, str]) -> ProcessPlace | None:
+def _slurm(env: Mapping[str, str]) -> dict[str, str]:
     """A task of srun. Only srun numbers its steps from 0: a batch script merely has the numbers of its allocation.
 
     Nor is the shell of `srun --pty` or salloc one task of several. A job that was requeued runs its command again.
     """
     step = env.get("SLURM_STEP_ID", "")
     if "SLURM_PROCID" not in env or "SLURM_PTY_PORT" in env or not step.isdecimal() or int(step) >= _SPECIAL_STEPS:
-        return None
-    attempt = _whole(env, "SLURM_RESTART_COUNT", 0)
-    world_size = _whole(env, _TASKS if _TASKS in env else "SLURM_NTASKS", 1)
-    if world_size == 1:
-        return ProcessPlace(attempt=attempt)
-    node, rank = _whole(env, "SLURM_NODEID", 0), _whole(env, "SLURM_PROCID")
-    counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world_size))
-    return ProcessPlace(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_whole(env, "SLURM_LOCALID", rank),
-        local_world_size=counts[min(node, len(counts) - 1)],
-        attempt=attempt,
-        address=_slurm_address(env),
-    )
-
-
-_READERS = {  # the variable that tells a launcher → its reader; nearest launcher first
-    "RANK": _torchrun,
-    "WORLD_SIZE": _torchrun,
-    "OMPI_COMM_WORLD_SIZE": _open_mpi,
-    "PMI_SIZE": _mpich,
-    "SLURM_STEP_ID": _slurm,
-}
+        return {}
+    again = {"TORCHELASTIC_RESTART_COUNT": env.get("SLURM_RESTART_COUNT", "0")}
+    tasks = env.get(_TASKS) or env.get("SLURM_NTASKS", "1")
+    if tasks == "1":
+        return again
+    counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or tasks)
+    # a step that is all on one machine needs no name to be looked up; else rank 0 is on the first of the list
+    alone = (env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES")) == "1"
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
+    # a port that all tasks can work out; those from 20000 to 29999 lie below what Linux hands out by itself
+    port = 20000 + (_whole(env, "SLURM_JOB_ID", 0) * 7 + int(step)) % 10000
+    return again | {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": env.get("SLURM_LOCALID") or env["SLURM_PROCID"],
+        "LOCAL_WORLD_SIZE": str(counts[min(_whole(env, "SLURM_NODEID", 0), len(counts) - 1)]),
+        "MASTER_ADDR": env.get("MASTER_ADDR") or ("127.0.0.1" if alone else first_host(hosts)),
+        "MASTER_PORT": env.get("MASTER_PORT") or str(port),
+    }
 
 
 def first_host(hosts: str) -> str:
@@ -132,24 +171,6 @@ def tasks_per_node(counts: str) -> list[int]:
     return spelt
 
 
-def _slurm_address(env: Mapping[str, str]) -> str:
-    """Where rank 0 serves the store: its host is the step's first, its port follows from the numbers of job and step.
-
-    Ports from 20000 to 29999 lie below those that Linux hands out by itself (32768 to 60999).
-    """
-    if env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
-        return _address(env)
-    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
-    alone = (env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES")) == "1"
-    host = env.get("MASTER_ADDR") or ("127.0.0.1" if alone else first_host(hosts))
-    if not host:
-        raise Refusal(
-            "Slurm's environment is incomplete: SLURM_STEP_NODELIST missing; set MASTER_ADDR to rank 0's host"
-        )
-    job, step = _whole(env, "SLURM_JOB_ID", 0), _whole(env, "SLURM_STEP_ID", 0)
-    return f"{host}:{env.get('MASTER_PORT') or 20000 + (job * 7 + step) % 10000}"
-
-
 def _address(env: Mapping[str, str]) -> str:
     """MASTER_ADDR and MASTER_PORT; empty where neither is there, then distributed.init_method must say it."""
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
@@ -163,25 +184,15 @@ def _address(env: Mapping[str, str]) -> str:
     return f"{host}:{port}"
 
 
-def _whole(env: Mapping[str, str], key: str, default: int | None = None) -> int:
+def _whole(env: Mapping[str, str], key: str, default: int = 0) -> int:
     """A number of the environment, from 0 on."""
-    if key not in env and default is not None:
-        return default
-    text = env.get(key, "").strip()
-    if not text.isascii() or not text.isdecimal():
-        said = f"{key}={env[key]}" if key in env else f"{key} is missing"
-        raise Refusal(f"{said}: the launcher's environment should hold a whole number there; start with torchrun")
+    text = env.get(key, str(default)).strip()
+    if not _is_whole(text):
+        raise Refusal(
+            f"{key}={env[key]}: the launcher's environment should hold a whole number there; start with torchrun"
+        )
     return int(text)
 
 
-def _sound(found: ProcessPlace, env: Mapping[str, str]) -> ProcessPlace:
-    """The same place, if it can be one."""
-    machine = (found.local_rank, found.local_world_size, "on this machine")
-    for rank, size, what in ((found.rank, found.world_size, "processes"), machine):
-        if rank >= size:
-            shown = ", ".join(sorted(f"{key}={value}" for key, value in env.items() if _COUNTS.search(key))[:6])
-            raise Refusal(
-                f"the environment contradicts itself: this is process {rank} of {size} {what}, and they count from 0; "
-                f"it says {shown}"
-            )
-    return found
+def _is_whole(text: str) -> bool:
+    return text.isascii() and text.isdecimal()

@@ -10,11 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trainer.launch.failure import claimed
-from trainer.launch.launch import Launch
+from trainer.launch.launch import Launch, until
 from trainer.launch.screen import say
 from trainer.launch.status import mark_failed
 
@@ -52,10 +51,12 @@ class StopRequest:
             return self
         store = self._launch.store()
         self._store = store.clone() if store is not None else None  # the main thread may be waiting at the other one
+        # the kernel's side of a handler writes the number of every signal into the pipe, whatever Python is doing
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._woken_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._handle) for number in REQUESTS}
+        # in the main thread as well: a flag is then raised before its next instruction
+        self._before = {number: signal.signal(number, lambda at, _: self._ask(_name(at))) for number in REQUESTS}
         self._thread = threading.Thread(target=self._listen, name="stop requests", daemon=True)
         self._thread.start()
         _current = self
@@ -70,30 +71,24 @@ class StopRequest:
         signal.set_wakeup_fd(self._woken_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        # the number of no signal: the thread's own end
         os.write(self._writer, b"\0")
         self._thread.join()
         os.close(self._reader)
         os.close(self._writer)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, between two of its instructions."""
-        self._raise(number)
-
-    def _raise(self, number: int) -> None:
-        self._ask(signal.Signals(number).name)
 
     def _ask(self, reason: str) -> None:
         if not self.raised:
             self.reason, self.raised = reason, True
 
     def _listen(self) -> None:
-        """In a thread of its own: the kernel's side of a handler writes the number of every signal into the pipe."""
-        poll = select.poll()
+        """In a thread of its own: hear signals while the main thread is stuck, and what no signal tells."""
+        poll = select.poll()  # not select(): it knows 1024 files and no more
         poll.register(self._reader, select.POLLIN)
         while True:
+            # where nothing else is to be looked at, only a signal wakes it
             pause = _LOOK if self._terminated else None if self._parent is None else _GLANCE
-            ready = poll.poll(None if pause is None else 1000 * pause)  # not select(): it knows 1024 files and no more
-            numbers = os.read(self._reader, 64) if ready else b""
+            numbers = os.read(self._reader, 64) if poll.poll(None if pause is None else 1000 * pause) else b""
             if self._parent not in (None, os.getppid()):
                 self._ask("the launcher is gone")
                 self._parent = None
@@ -106,21 +101,15 @@ class StopRequest:
                 self._leave_if_another_failed()
 
     def _hear(self, number: int) -> None:
-        self._raise(number)
+        self._ask(_name(number))
         self._terminated = self._terminated or (number == signal.SIGTERM and self._store is not None)
         if number == signal.SIGINT:
             now = time.monotonic()
             if self._interrupted is not None and now - self._interrupted > _SAME:
-                self._quit()
+                if self._launch.is_main:
+                    say("interrupted twice: stopped at once, without a new checkpoint")
+                self._quit("interrupted twice", self._launch.rank)
             self._interrupted = self._interrupted if self._interrupted is not None else now
-
-    def _quit(self) -> None:
-        if self._folder is not None and self._launch.is_main:
-            with contextlib.suppress(OSError):
-                mark_failed(self._folder, "interrupted twice", self._launch.rank)
-        if self._launch.is_main:
-            say("interrupted twice: stopped at once, without a new checkpoint")
-        os._exit(1)
 
     def _leave_if_another_failed(self) -> None:
         """The launcher ends all ranks when one has failed; there is nobody left to save with."""
@@ -130,10 +119,18 @@ class StopRequest:
             self._terminated = False
             return
         if failure is not None and failure.rank != self._launch.rank:
-            if self._folder is not None and self._launch.is_main:
-                with contextlib.suppress(OSError):
-                    mark_failed(self._folder, failure.reason, failure.rank)
-            os._exit(1)
+            self._quit(failure.reason, failure.rank)
+
+    def _quit(self, reason: str, root_rank: int) -> None:
+        """End the process from this thread: the main one may never come back."""
+        if self._folder is not None and self._launch.is_main:
+            with contextlib.suppress(OSError):
+                mark_failed(self._folder, reason, root_rank)
+        os._exit(1)
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
 
 
 def left_behind(launch: Launch, request: StopRequest, share: Callable[[Any], list[Any]]) -> bool:
@@ -146,10 +143,9 @@ def left_behind(launch: Launch, request: StopRequest, share: Callable[[Any], lis
     """
     if not launch.restarts or launch.local_world_size == launch.world_size:
         return False
-    deadline = time.monotonic() + _LATER
-    while not request.raised and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: request.raised or None, _LATER)
     machine = launch.rank - launch.local_rank  # torchrun counts one machine through before the next
+    # all ranks; each hears every rank's machine, and what that rank was asked
     asked = {other for other, reason in share([machine, request.reason]) if reason}
     return bool(asked) and machine not in asked
 
@@ -166,7 +162,7 @@ def _forget() -> None:
     if _current is not None:
         _current = None
         with contextlib.suppress(ValueError):  # forked by another thread than the main one
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(-1)  # the pipe is the parent's, too
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -18,6 +18,7 @@ from trainer.configuration.resolved import written
 from trainer.configuration.settings import settings
 from trainer.data.data import Data
 from trainer.launch.launch import Launch
+from trainer.launch.launchers import meeting_at
 from trainer.learning.optimizer import fused_words, spares_vectors
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
@@ -38,7 +39,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     chosen = settings(cfg)
     run, names = chosen.run, Names(trust=chosen.trust, folders=tuple(labs))
     timeout = timedelta(seconds=chosen.distributed.timeout)
-    launch = launch.at(chosen.distributed.init_method, timeout)
+    launch = meeting_at(launch, chosen.distributed.init_method, timeout)
     machine = Machine(
         launch=launch,
         device=chosen.device,

@@ -14,6 +14,7 @@ from typing import Any
 from trainer.configuration.multirun import Job, Multirun, multirun, whole_words
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.launch import Launch
+from trainer.launch.launchers import meeting_at
 from trainer.launch.status import read_status
 from trainer.records.folder import generated_name
 from trainer.refusal import Refusal
@@ -34,7 +35,7 @@ def run_all(argv: Sequence[str], launch: Launch) -> int:
     Refusal, before anything starts, where the words of one cannot work.
     """
     asked = multirun(argv)
-    launch = launch.at(asked.init_method)
+    launch = meeting_at(launch, asked.init_method)
     plan = _agreed(asked, launch)
     folder, jobs = Path(plan["folder"]), [Job(**job) for job in plan["jobs"]]
     if launch.is_main:
