@@ -65,8 +65,8 @@ def test_the_size_of_an_uneven_micro_batch_is_the_most_that_one_has(ranks: int, 
             (2, 3, 1, None),
             "2 / 3 data ranks / 1 micro-batches leaves some without a sample; nearest: loop.global_batch=3",
         ),
-        ((10, 4, 3, None), "nearest: loop.global_batch=12; or loop.micro_batches=2"),
-        ((50, 3, 1, 1), r"17 micro-batches \(loop.micro_batch 1\) .* loop.global_batch=51; or loop.micro_batch=2"),
+        ((10, 4, 3, None), "nearest: loop.global_batch=12; or loop.micro_batches=1 or 2"),
+        ((50, 3, 1, 1), "loop.micro_batch 1 leaves .* loop.global_batch=48 or 51; or loop.micro_batch=2 or 3"),
     ],
 )
 def test_every_uneven_micro_batch_needs_a_sample(words: tuple[int, int, int, int | None], said: str) -> None:

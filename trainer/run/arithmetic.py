@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import isqrt
+from dataclasses import dataclass, replace
 
 from trainer.refusal import Refusal
 
@@ -38,32 +37,40 @@ def deal(global_batch: int, ranks: int, micro_batches: int, local: int | None, u
 
     Refusal if it is not whole, or with `uneven` if some micro-batch would have no sample.
     """
-    count = micro_batches if local is None else -(-global_batch // (ranks * local))
-    unit = ranks * (micro_batches if local is None else local)
-    possible = global_batch >= ranks * count  # every micro-batch of every rank has a sample
-    if global_batch % unit == 0 or (uneven and possible):
-        return Batches(global_batch, count, ranks, uneven)
-    if uneven:
-        raise Refusal(_empty(global_batch, ranks, count, local))
+
+    def dealt(number: int, uneven: bool) -> Batches | None:
+        """With this number in the key that the user has set; None where it does not come out."""
+        count = number if local is None else -(-global_batch // (ranks * number))
+        whole = global_batch % (ranks * number) == 0 or (uneven and global_batch >= ranks * count)
+        return Batches(global_batch, count, ranks, uneven) if whole else None
+
     key, wanted = ("loop.micro_batches", micro_batches) if local is None else ("loop.micro_batch", local)
-    asked = f"{micro_batches} micro-batches" if local is None else f"loop.micro_batch {local}"
+    batches = dealt(wanted, uneven)
+    if batches is not None:
+        return batches
+    # what would do: the same numbers with another batch, the same batch with another number, shares of two sizes
+    unit = ranks * wanted
+    below = global_batch // unit * unit
+    nearest = f"loop.global_batch={f'{below} or ' if below else ''}{below + unit}"
+    fitting = [number for number in range(1, global_batch // ranks + 1) if dealt(number, uneven)]
+    fitting = sorted(sorted(fitting, key=lambda number: abs(number - wanted))[:2])
     raise Refusal(
-        f"loop.global_batch {global_batch} / {ranks} data ranks / {asked} is not whole;"
-        f" nearest: loop.global_batch={_multiples(global_batch, unit)}"
-        + _divisors(key, wanted, global_batch, ranks)
-        + ("; or loop.uneven=true" if possible else "")
+        f"loop.global_batch {global_batch} / {ranks} data ranks / "
+        + (f"{wanted} micro-batches" if local is None else f"{key} {wanted}")
+        + f" {'leaves some without a sample' if uneven else 'is not whole'}; nearest: {nearest}"
+        + (f"; or {key}={' or '.join(map(str, fitting))}" if fitting else "")
+        + ("; or loop.uneven=true" if dealt(wanted, uneven=True) else "")
     )
 
 
 def more_micro_batches(batches: Batches) -> int | None:
     """The next number of micro-batches that needs less memory; None: there is none."""
     total, ranks = batches.total, batches.ranks
-    if not batches.uneven:
-        return next((more for more in _divisors_of(total // ranks) if more > batches.micro_batches), None)
-    if batches.largest == 1:
-        return None
-    more = -(-total // (ranks * (batches.largest - 1)))
-    return more if total >= ranks * more else None
+    for more in range(batches.micro_batches + 1, total // ranks + 1):
+        smaller = replace(batches, micro_batches=more).largest < batches.largest
+        if smaller and (batches.uneven or total % (ranks * more) == 0):
+            return more
+    return None
 
 
 @dataclass(frozen=True)
@@ -94,38 +101,3 @@ def measure(samples: int, global_batch: int, epochs: int | None, steps: int | No
     per_epoch = samples // global_batch
     bounds = [bound for bound in (steps, None if epochs is None else epochs * per_epoch) if bound is not None]
     return Length(min(bounds), per_epoch, samples % global_batch)
-
-
-def _empty(global_batch: int, ranks: int, count: int, local: int | None) -> str:
-    """What is wrong where even uneven shares leave a micro-batch without a sample, and what would do."""
-    asked = f"{count} micro-batches" + (f" (loop.micro_batch {local})" if local is not None else "")
-    most = global_batch // ranks  # micro-batches that have a sample on every rank
-    fewer = ""
-    if most and local is None:
-        fewer = f"; or loop.micro_batches={most}"
-    elif most:
-        fewer = f"; or loop.micro_batch={-(-global_batch // (ranks * most))}"
-    return (
-        f"loop.global_batch {global_batch} / {ranks} data ranks / {asked} leaves some without a sample;"
-        f" nearest: loop.global_batch={ranks * count}{fewer}"
-    )
-
-
-def _multiples(number: int, unit: int) -> str:
-    below = number // unit * unit
-    return f"{below} or {below + unit}" if below else str(unit)
-
-
-def _divisors(key: str, wanted: int, global_batch: int, ranks: int) -> str:
-    """The nearest values of the other number that would do, where the global batch can be dealt at all."""
-    if global_batch % ranks:
-        return ""
-    share = global_batch // ranks
-    fitting = sorted(_divisors_of(share), key=lambda d: (abs(d - wanted), d))[:2]
-    return f"; or {key}={' or '.join(map(str, sorted(fitting)))}"
-
-
-def _divisors_of(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
