@@ -159,10 +159,8 @@ def _about_peer(error: BaseException) -> str | None:
 
 def chain(error: BaseException) -> Iterator[BaseException]:
     """An error and what it followed from."""
-    seen: set[int] = set()
     one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
+    while one is not None:
         yield one
         one = one.__cause__ or one.__context__
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote
 
 from trainer.launch.launch import PATIENCE, Launch
 from trainer.refusal import Refusal
@@ -22,7 +22,10 @@ _MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
 _TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
 _TASKS = "SLURM_STEP_NUM_TASKS"
 _SPECIAL_STEPS = 0xFFFFFFF0  # of Slurm: the batch script, the shell of salloc
-_SCHEMES = ("env://", "tcp://", "file://")
+_MEETING = re.compile(
+    r"env://|(tcp://\[?(?P<host>[^][/?]+)\]?:(?P<port>[0-9]+)/?|file://(?P<path>/[^?]*[^/?]))"
+    r"(\?rank=(?P<rank>[0-9]+)&world_size=(?P<size>[0-9]+))?"
+)
 
 
 def launched(env: Mapping[str, str] = os.environ) -> Launch:
@@ -38,23 +41,18 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch:
     if missing:
         raise Refusal(f"the launcher's environment is incomplete: {missing[0]} missing; start with torchrun")
     rank, world_size = _whole(said, "RANK"), _whole(said, "WORLD_SIZE")
-    # where nothing is said about machines, all processes are on one
-    local_rank, local_world_size = _whole(said, "LOCAL_RANK", rank), _whole(said, "LOCAL_WORLD_SIZE", world_size)
-    for number, size, where in ((rank, world_size, ""), (local_rank, local_world_size, " on this machine")):
-        if number >= size:
-            shown = ", ".join(f"{key}={said[key]}" for key in _TORCHRUN if key in said)
-            raise Refusal(
-                f"the launcher's environment contradicts itself: this is process {number} of {size}{where}, and they "
-                f"count from 0; it says {shown}"
-            )
+    if rank >= world_size:
+        raise Refusal(f"RANK={rank} WORLD_SIZE={world_size}: ranks count from 0, so the last is {world_size - 1}")
+    host, port = said.get("MASTER_ADDR"), said.get("MASTER_PORT")
     return Launch(
         rank,
         world_size,
-        local_rank,
-        local_world_size,
+        # where nothing is said about machines, all processes are on one
+        _whole(said, "LOCAL_RANK", rank),
+        _whole(said, "LOCAL_WORLD_SIZE", world_size),
         attempt,
         run_id=said.get("TORCHELASTIC_RUN_ID", ""),
-        address=_address(said),
+        address=f"{host}:{_whole(said, 'MASTER_PORT')}" if host and port else "",  # init_method may say it instead
         hosted=said.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
@@ -88,29 +86,13 @@ def meeting(written: str) -> tuple[str, tuple[int, int] | None]:
 
     The address, empty where the environment has it, and rank and size if they are said. Refusal with what was expected.
     """
-    try:
-        url = urlsplit(written)
-        port = url.port
-    except ValueError as error:
-        raise Refusal(f"env://, tcp://host:port or file:///path ({error})") from None
-    scheme = f"{written.partition(':')[0]}://"
-    if scheme not in _SCHEMES or not written.startswith(scheme):
-        raise Refusal("env://, tcp://host:port or file:///path")
-    if scheme == "env://":
-        if written != scheme:
-            raise Refusal("env:// alone: rank, size and address are those of the environment")
-        return "", None
-    said = dict(parse_qsl(url.query, keep_blank_values=True))
-    if said and (said.keys() != {"rank", "world_size"} or not all(map(_is_whole, said.values()))):
-        raise Refusal("?rank=R&world_size=W behind the address, both whole numbers, or nothing")
-    query = (int(said["rank"]), int(said["world_size"])) if said else None
-    if scheme == "tcp://":
-        if not url.hostname or not port or url.path not in ("", "/"):
-            raise Refusal("tcp://host:port, the address of rank 0")
-        return f"{url.hostname}:{port}", query
-    if url.netloc or not url.path.startswith("/") or url.path.endswith("/"):
-        raise Refusal(f"file:/// and the absolute path of a file: file://{os.path.abspath(url.netloc + url.path)}")
-    return f"file://{unquote(url.path)}", query
+    match = _MEETING.fullmatch(written)
+    if match is None or int(match["port"] or 0) > 65535:
+        raise Refusal("env://, tcp://host:port or file:///path, the latter two also with ?rank=R&world_size=W")
+    query = (int(match["rank"]), int(match["size"])) if match["rank"] else None
+    if match["host"]:
+        return f"{match['host']}:{match['port']}", query
+    return f"file://{unquote(match['path'])}" if match["path"] else "", query
 
 
 def _translated(env: Mapping[str, str]) -> Mapping[str, str]:
@@ -161,38 +143,15 @@ def first_host(hosts: str) -> str:
 
 
 def tasks_per_node(counts: str) -> list[int]:
-    """Slurm's `2(x3),1` spelt out: 2, 2, 2, 1. Refusal where it is nothing of the kind."""
-    spelt: list[int] = []
-    for machines in counts.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", machines)
-        if match is None:
-            raise Refusal(f"SLURM_STEP_TASKS_PER_NODE={counts}: expected counts such as 4(x2),1")
-        spelt += [int(match[1])] * int(match[2] or 1)
-    return spelt
-
-
-def _address(env: Mapping[str, str]) -> str:
-    """MASTER_ADDR and MASTER_PORT; empty where neither is there, then distributed.init_method must say it."""
-    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
-    if not host and not port:
-        return ""
-    if not (host and port):
-        missing = "MASTER_PORT" if host else "MASTER_ADDR"
-        raise Refusal(f"the launcher's environment is incomplete: {missing} missing; start with torchrun, or set both")
-    if not 0 < _whole(env, "MASTER_PORT") < 65536:
-        raise Refusal(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
-    return f"{host}:{port}"
+    """Slurm's `2(x3),1` spelt out: 2, 2, 2, 1."""
+    return [int(tasks) for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
 
 
 def _whole(env: Mapping[str, str], key: str, default: int = 0) -> int:
     """A number of the environment, from 0 on."""
     text = env.get(key, str(default)).strip()
-    if not _is_whole(text):
+    if not (text.isascii() and text.isdecimal()):
         raise Refusal(
             f"{key}={env[key]}: the launcher's environment should hold a whole number there; start with torchrun"
         )
     return int(text)
-
-
-def _is_whole(text: str) -> bool:
-    return text.isascii() and text.isdecimal()

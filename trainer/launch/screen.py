@@ -5,8 +5,9 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
-_console: int | None = None  # the console's stderr, where this process's own was led into a file
+_console: TextIO | None = None  # the console's stderr, where this process's own was led into a file
 
 
 def redirect(rank: int, folder: Path) -> None:
@@ -29,12 +30,9 @@ def say(text: str) -> None:
     """Print on the console's stderr, of whatever rank; a progress line that stands there gives way."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    if _console is None:
-        clear = "\r\x1b[2K" if sys.stderr.isatty() else ""
-        print(f"{clear}{text}", file=sys.stderr, flush=True)
-    else:
-        clear = "\r\x1b[2K" if os.isatty(_console) else ""
-        os.write(_console, f"{clear}{text}\n".encode())
+    screen = _console or sys.stderr
+    clear = "\r\x1b[2K" if screen.isatty() else ""
+    print(f"{clear}{text}", file=screen, flush=True)
 
 
 def note(text: str, folder: Path | None, rank: int) -> None:
@@ -58,7 +56,7 @@ def _lead_into(path: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if _console is None:
-        _console = os.dup(2)
+        _console = os.fdopen(os.dup(2), "w", encoding="utf-8")
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -163,9 +163,8 @@ def _forget() -> None:
         _current = None
         with contextlib.suppress(ValueError):  # forked by another thread than the main one
             signal.set_wakeup_fd(-1)  # the pipe is the parent's, too
+            ignore_requests()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 os.register_at_fork(after_in_child=_forget)

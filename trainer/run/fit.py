@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.data.reader import Loading
@@ -22,49 +23,48 @@ from trainer.records.log import Log
 from trainer.records.profile import NoProfile, Profile
 from trainer.records.resume import is_checkpoint, read_config, start_path
 from trainer.refusal import Refusal
-from trainer.run.malloc import give_back_freed_memory, keep_freed_memory
-from trainer.run.preparation import Prepared, RunParts, decide_resume, keep_precision, prepare, with_values
-from trainer.run.remedy import evaluation_batch, remedy
+from trainer.run.memory import evaluation_batch, give_back_freed_memory, keep_freed_memory, remedy
+from trainer.run.preparation import Prepared, RunParts, Verdict, build_values, decide_resume, prepare
 from trainer.run.report import describe, end_lines, start_lines
 from trainer.trainer import Progress, Trainer
 
 STOPPED = 75  # stopped as asked and saved: run the same command again
 
 
-def fit(run: RunParts) -> int:
+def fit(parts: RunParts) -> int:
     """Train; the exit code. Refusal, before any process group, where it cannot work."""
-    launch, progress = run.machine.launch, Progress()
     # data, sums, network, and the folder last: what cannot work is refused while nothing has been made
-    prepared = prepare(run)
+    run, progress = prepare(parts), Progress()
+    launch, folder = run.machine.launch, run.folder.path
     # before any value lies on a device: what was allocated under other rules stays where it is
-    (give_back_freed_memory if is_outline(prepared.network) else keep_freed_memory)()
+    (give_back_freed_memory if is_outline(run.network) else keep_freed_memory)()
     # one process compares with what lies in the folder and all follow: each for itself could see another moment of it
-    verdict = decided_by_main(launch, "resume", lambda: decide_resume(run, prepared))
-    if verdict["complete"]:
+    verdict = Verdict(*decided_by_main(launch, "resume", lambda: decide_resume(run)))
+    if verdict.complete:
         if launch.is_main:
-            print(f"{prepared.folder.path}: {verdict['complete']}")
+            print(f"{folder}: {verdict.complete}")
         return 0
-    keep_precision(run, verdict["precision"])
-    screen.redirect(launch.rank, prepared.folder.path)
-    log = Log(prepared.folder.path, run.sinks, launch.is_main)
+    run.machine = run.strategy.machine = replace(run.machine, precision=verdict.precision)
+    screen.redirect(launch.rank, folder)
+    log = Log(folder, run.sinks, launch.is_main)
     # join: from now on ranks wait for each other, so one that fails ends all, with one account of why; and a request to
     # stop must be kept until the loop can hear it
-    with accounted(run, prepared, progress, log), StopRequest(launch, prepared.folder.path) as stop, run.strategy:
-        checkpoints = make_checkpoints(run, prepared)
+    with accounted(run, progress, log), StopRequest(launch, folder) as stop, run.strategy:
+        checkpoints = make_checkpoints(run)
         start = checkpoints.newest() or start_from(run)
         # the folder's own words change only now, when it is sure that there is something to go on from
-        begin(run, prepared, start, verdict["changed"], log)
+        begin(run, start, verdict.changed, log)
         # values after the checkpoint was found: a network that is read back is not built first
-        prepared = with_values(run, prepared, resuming=start is not None)
-        trainer = make_trainer(run, prepared, checkpoints, log, stop, progress)
+        build_values(run, resuming=start is not None)
+        trainer = make_trainer(run, checkpoints, log, stop, progress)
         done = trainer.fit(start)
-        return end(run, prepared, trainer, stop, done)  # inside: who was left behind is asked of the others
+        return end(run, trainer, stop, done)  # inside: who was left behind is asked of the others
 
 
 @contextmanager
-def accounted(run: RunParts, prepared: Prepared, progress: Progress, log: Log) -> Iterator[None]:
+def accounted(run: Prepared, progress: Progress, log: Log) -> Iterator[None]:
     """Where something fails inside, the run's files say so, and the process ends with an account of it."""
-    launch, folder = run.machine.launch, prepared.folder
+    launch, folder = run.machine.launch, run.folder
     try:
         yield
     except Exception as error:
@@ -73,17 +73,17 @@ def accounted(run: RunParts, prepared: Prepared, progress: Progress, log: Log) -
         if isinstance(error, Refusal):  # a sentence and exit 2, as before the group; but the folder says `running` now
             folder.report("failed", progress.step, str(error))
             raise
-        failure.fail(error, launch, folder.path, progress.step or None, remedy(error, run, prepared))
+        failure.fail(error, launch, folder.path, progress.step or None, remedy(error, run))
 
 
-def make_checkpoints(run: RunParts, prepared: Prepared) -> Checkpoints:
+def make_checkpoints(run: Prepared) -> Checkpoints:
     """Those of the run's folder."""
     best, strategy = run.settings.checkpoint.best or run.task.best, run.strategy
     facts = {"strategy": strategy.name, "precision": run.machine.resolved_precision}
-    return Checkpoints(prepared.folder.checkpoints, strategy.world, run.settings.checkpoint.keep, best, facts)
+    return Checkpoints(run.folder.checkpoints, strategy.world, run.settings.checkpoint.keep, best, facts)
 
 
-def start_from(run: RunParts) -> Found | None:
+def start_from(run: Prepared) -> Found | None:
     """Collective: what `run.resume` names: a checkpoint, or the newest of a run folder."""
     path, ranks = start_path(run.settings.run.resume), run.strategy.world
     if path is None:
@@ -91,26 +91,24 @@ def start_from(run: RunParts) -> Found | None:
     return open_checkpoint(path, ranks) if is_checkpoint(path) else newest_in(path / "checkpoints", ranks)[0]
 
 
-def begin(run: RunParts, prepared: Prepared, start: Found | None, changed: list[str], log: Log) -> None:
+def begin(run: Prepared, start: Found | None, changed: Sequence[str], log: Log) -> None:
     """Collective: write what this start is, and take back what an earlier one logged after the step to go on from."""
-    strategy, folder, length = run.strategy, prepared.folder, prepared.length
+    strategy, folder, length = run.strategy, run.folder, run.length
     step = start.step if start else 0
-    folder.write_start(run.configuration, run.words, describe(run, prepared))
+    folder.write_start(run.configuration, run.words, describe(run))
     folder.begin(step, strategy.world_size, strategy.name)
     owed = start is not None and start.state["progress"].get("owed") is not None  # an evaluation that was broken off
     log.rewind(step, length.steps, -(-length.steps // length.per_epoch), step - owed)
     log.text("configuration", run.configuration)
-    log.start([*start_lines(run, prepared, start), *[f"changed     {line}" for line in changed]])
+    log.start([*start_lines(run, start), *[f"changed     {line}" for line in changed]])
 
 
-def make_trainer(
-    run: RunParts, prepared: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRequest, progress: Progress
-) -> Trainer:
+def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRequest, progress: Progress) -> Trainer:
     """Collective: everything in its place."""
     settings, strategy, loop = run.settings, run.strategy, run.settings.loop
-    loading, micro_batches = Loading(**vars(settings.loader)), prepared.batches.micro_batches
-    stream = Stream(run.data, prepared.training, strategy.slice, loop.global_batch, micro_batches, loading)
-    placed = strategy.build(run.task, prepared.network, stream.example())
+    loading, micro_batches = Loading(**vars(settings.loader)), run.batches.micro_batches
+    stream = Stream(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, loading)
+    placed = strategy.build(run.task, run.network, stream.example())
     # the optimizer comes after the network is in its place: it steps what this rank owns by now
     optimizer = placed.optimizer(run.make_optimizer, parameter_groups(placed.network, run.spare_vectors))
     for group in optimizer.param_groups:
@@ -122,13 +120,13 @@ def make_trainer(
         optimizer=optimizer,
         schedule=run.schedule,
         stream=stream,
-        evaluation=make_evaluation(run, prepared),
+        evaluation=make_evaluation(run),
         checkpoints=checkpoints,
         log=log,
-        report=prepared.folder.report,
+        report=run.folder.report,
         stop=stop,
-        steps=prepared.length.steps,
-        horizon=prepared.length.steps,
+        steps=run.length.steps,
+        horizon=run.length.steps,
         max_norm=loop.max_norm,
         log_due=Due(loop.log_every),
         eval_due=Due(loop.eval_every),
@@ -136,40 +134,40 @@ def make_trainer(
         state={"configuration": read_config(run.configuration), "precision": run.machine.resolved_precision},
         stop_after=settings.run.stop_after,
         progress=progress,
-        profile=make_profile(run, prepared),
+        profile=make_profile(run),
     )
 
 
-def make_evaluation(run: RunParts, prepared: Prepared) -> EvaluationStream | None:
+def make_evaluation(run: Prepared) -> EvaluationStream | None:
     """What an evaluation reads; None where there is nothing to evaluate on."""
-    if prepared.evaluation is None:
+    if run.evaluation is None:
         return None
-    width, micro_batches = evaluation_batch(run.settings.loop), prepared.batches.micro_batches
+    width, micro_batches = evaluation_batch(run.settings.loop), run.batches.micro_batches
     loading = Loading(**vars(run.settings.loader))
-    return EvaluationStream(run.data, prepared.evaluation, run.strategy.slice, width, micro_batches, loading)
+    return EvaluationStream(run.data, run.evaluation, run.strategy.slice, width, micro_batches, loading)
 
 
-def make_profile(run: RunParts, prepared: Prepared) -> NoProfile:
+def make_profile(run: Prepared) -> NoProfile:
     """What traces the steps that were asked for."""
     window, strategy = run.settings.profile, run.strategy
     if window is None:
         return NoProfile()
-    return Profile(*window, prepared.folder.path / "profile" / f"rank-{strategy.rank}.json", strategy.device)
+    return Profile(*window, run.folder.path / "profile" / f"rank-{strategy.rank}.json", strategy.device)
 
 
-def end(run: RunParts, prepared: Prepared, trainer: Trainer, stop: StopRequest, done: bool) -> int:
+def end(run: Prepared, trainer: Trainer, stop: StopRequest, done: bool) -> int:
     """Collective: say how it ended, in status.json first, which a launcher's end may cut off; the exit code."""
     launch, step, log = run.machine.launch, trainer.progress.step, trainer.log
     lost = not done and left_behind(launch, stop, run.strategy.all_gather_values)
     reason = None if done else "another machine left the run" if lost else why(run, stop)
-    prepared.folder.report("completed" if done else "preempted", step, reason)
+    run.folder.report("completed" if done else "preempted", step, reason)
     spent = trainer.placed.watch.line(ahead=run.strategy.device.type == "cuda")
-    log.start([spent, *trainer.profile.close(), *end_lines(run, prepared, trainer.figures, step, done)])
+    log.start([spent, *trainer.profile.close(), *end_lines(run, trainer.figures, step, done)])
     log.close()
     return exit_code(done, launch, lost)
 
 
-def why(run: RunParts, stop: StopRequest) -> str:
+def why(run: Prepared, stop: StopRequest) -> str:
     """Why a run stopped before its end, as far as this rank knows."""
     after = run.settings.run.stop_after
     return stop.reason or (f"run.stop_after={after:g} s" if after is not None else "another rank was asked to stop")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -54,16 +54,24 @@ class RunParts:
 
 
 @dataclass
-class Prepared:
-    """What follows from them before any process group: data, sums, the network."""
+class Prepared(RunParts):
+    """The same, and what follows from it before any process group: data, sums, the network, the folder."""
 
     training: Any
     evaluation: Any
     batches: Batches
     length: Length
-    network: nn.Module  # without values where ranks are to hold parts of it
+    network: nn.Module  # without values where ranks are to hold shards of it
     whole_because: str  # why it has values there in spite of that; empty as a rule
     folder: RunFolder
+
+
+class Verdict(NamedTuple):
+    """What the main rank found in a run's folder."""
+
+    precision: str  # in which the run computes from now on
+    complete: str | None = None  # nothing is left to do: how to extend it
+    changed: Sequence[str] = ()  # keys, with their old and new values
 
 
 def prepare(run: RunParts) -> Prepared:
@@ -82,17 +90,24 @@ def prepare(run: RunParts) -> Prepared:
     order = Order(run.data, training, settings.seed)
     length = measure(order.length, loop.global_batch, loop.epochs, loop.steps)
     refuse_window(settings.profile, length.steps)
-    evaluation = evaluation if evaluation is not None and size_of(evaluation) else None
     if evaluation is None and settings.checkpoint.best is not None:
         raise Refusal(f"checkpoint.best={settings.checkpoint.best}: the data has no evaluation set to measure it on")
     # the network last of what is made, for it may be large; where ranks are to hold shards only its shapes are
     network, whole_because = run.strategy.outline(partial(make_network, run))
     run.strategy.check(run.task, network, launch.world_size)
     refuse_sparse_step(network, run.make_optimizer)
-    configuration = read_config(run.configuration)
     # a run that cannot work leaves no folder behind
-    folder = run.open_folder(lambda start: refuse_start(start, network, configuration, length, loop))
-    return Prepared(training, evaluation, batches, length, network, whole_because, folder)
+    folder = run.open_folder(lambda start: refuse_start(start, network, run.configuration, length, loop))
+    return Prepared(
+        **vars(run),
+        training=training,
+        evaluation=evaluation,
+        batches=batches,
+        length=length,
+        network=network,
+        whole_because=whole_because,
+        folder=folder,
+    )
 
 
 def make_network(run: RunParts) -> nn.Module:
@@ -101,45 +116,40 @@ def make_network(run: RunParts) -> nn.Module:
     return run.make_network()
 
 
-def with_values(run: RunParts, prepared: Prepared, resuming: bool) -> Prepared:
-    """The prepared as they were; but where the network has no values, the main rank builds them, to send them to all.
+def build_values(run: Prepared, resuming: bool) -> None:
+    """Where the network has no values the main rank builds them, to send them to all.
 
     Not where a checkpoint will give them all: nobody builds what is overwritten.
     """
-    given = not is_outline(prepared.network) or (resuming and all_stored(prepared.network))
-    return prepared if given or not run.machine.launch.is_main else replace(prepared, network=make_network(run))
+    given = not is_outline(run.network) or (resuming and all_stored(run.network))
+    if run.machine.launch.is_main and not given:
+        run.network = make_network(run)
 
 
 def read_data(run: RunParts) -> tuple[Any, Any]:
-    """The training and the evaluation set; one that is drawn at random is the same on every rank and in every run."""
+    """The training and the evaluation set, None if empty; what is drawn at random is the same on every rank."""
     seed_all(run.settings.seed)
-    return run.data.train(), run.data.evaluation()
+    training, evaluation = run.data.train(), run.data.evaluation()
+    return training, evaluation if evaluation is not None and size_of(evaluation) else None
 
 
-def keep_precision(run: RunParts, precision: str) -> None:
-    """Compute in the precision that the run began in."""
-    run.machine = run.strategy.machine = replace(run.machine, precision=precision)
-
-
-def decide_resume(run: RunParts, prepared: Prepared) -> dict[str, Any]:
-    """What to go on from, decided by the main rank: nothing, or what changed since. Refusal if that is too much."""
-    folder, horizon = prepared.folder, prepared.length.steps
-    verdict: dict[str, Any] = {"complete": None, "changed": [], "precision": run.machine.resolved_precision}
+def decide_resume(run: Prepared) -> Verdict:
+    """What to go on from, as the main rank finds it: nothing, or what changed since. Refusal if that is too much."""
+    folder, horizon, precision = run.folder, run.length.steps, run.machine.resolved_precision
     before = folder.last_config
     if not folder.has_checkpoint or before is None:
-        return verdict
-    configuration = read_config(run.configuration)
-    refuse_own(folder.path, prepared.network, configuration)  # first: run.accept_changes=true could not help
-    # runs from before there was the key began without
-    changed = changes({"tf32": False} | before, configuration)
+        return Verdict(precision)
     last = folder.last_environment
-    if run.settings.precision == "auto" and "precision" in last:
-        verdict["precision"] = last["precision"]  # what auto meant is kept, whatever devices there are now
-    precision = (str(last["precision"]), verdict["precision"]) if "precision" in last else None
+    # weights that do not fit first: run.accept_changes=true, which the rest may suggest, could not help there
+    refuse_own(folder.path, run.network, run.configuration)
+    # runs from before there was the key began without
+    changed = changes({"tf32": False} | before, read_config(run.configuration))
+    if run.settings.precision == "auto":
+        precision = last.get("precision", precision)  # what auto meant is kept, whatever devices there are now
+    precisions = (str(last["precision"]), precision) if "precision" in last else None
     horizons = (int(last["horizon"]), horizon) if "horizon" in last else None
-    learning = learning_changes(changed, precision, horizons, run.schedule.needs_horizon)
+    learning = learning_changes(changed, precisions, horizons, run.schedule.needs_horizon)
     if not run.settings.run.accept_changes:
         refuse_changes(learning, folder.path)
-    verdict["complete"] = completed(read_status(folder.path), horizon, run.schedule.needs_horizon)
-    verdict["changed"] = [str(one) for one in changed]
-    return verdict
+    complete = completed(read_status(folder.path), horizon, run.schedule.needs_horizon)
+    return Verdict(precision, complete, [str(one) for one in changed])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -18,12 +19,12 @@ import torch
 from trainer.data.order import size_of
 from trainer.launch.launch import Launch
 from trainer.records.found import Found
-from trainer.run.preparation import Prepared, RunParts
+from trainer.run.preparation import Prepared
 
 PACKAGES = ("trainer", "torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "rich")
 
 
-def describe(run: RunParts, prepared: Prepared) -> dict[str, Any]:
+def describe(run: Prepared) -> dict[str, Any]:
     """Collective: environment.json: versions, hardware, git revision and what was resolved."""
     strategy, machine = run.strategy, run.machine
     hosts = strategy.all_gather_values(socket.gethostname())  # all ranks; each hears every name
@@ -40,34 +41,34 @@ def describe(run: RunParts, prepared: Prepared) -> dict[str, Any]:
         "precision": machine.resolved_precision,
         "devices": machine.devices,
         "hosts": sorted(set(hosts)),
-        "horizon": prepared.length.steps,
+        "horizon": run.length.steps,
     }
 
 
-def start_lines(run: RunParts, prepared: Prepared, start: Found | None) -> list[str]:
+def start_lines(run: Prepared, start: Found | None) -> list[str]:
     """What a run is, as it was understood."""
     strategy, machine = run.strategy, run.machine
-    count = sum(parameter.numel() for parameter in prepared.network.parameters())
-    samples = size_of(prepared.evaluation) if prepared.evaluation is not None else 0
+    count = sum(parameter.numel() for parameter in run.network.parameters())
+    samples = size_of(run.evaluation) if run.evaluation is not None else 0
     return [
-        f"run folder  {prepared.folder.path}",
+        f"run folder  {run.folder.path}",
         f"strategy    {strategy.name} on {strategy.world_size} process(es); {machine.devices}",
         f"precision   {machine.arithmetic}",
-        f"network     {type(prepared.network).__name__}, {count:,} parameters",
-        f"batch       {prepared.batches}",
-        f"length      {prepared.length}; schedule {type(run.schedule).__name__.lower()}",
+        f"network     {type(run.network).__name__}, {count:,} parameters",
+        f"batch       {run.batches}",
+        f"length      {run.length}; schedule {type(run.schedule).__name__.lower()}",
         f"evaluation  {samples} samples" if samples else "evaluation  none: the data has no evaluation set",
-        *([f"note        built whole on every rank first: {prepared.whole_because}"] if prepared.whole_because else []),
-        *[f"note        {note}" for note in strategy.notes(prepared.network)],
+        *([f"note        built whole on every rank first: {run.whole_because}"] if run.whole_because else []),
+        *[f"note        {note}" for note in strategy.notes(run.network)],
         *([f"resuming    step {start.step} of {start.path}"] if start else []),
     ]
 
 
-def end_lines(run: RunParts, prepared: Prepared, figures: dict[str, float] | None, step: int, done: bool) -> list[str]:
+def end_lines(run: Prepared, figures: dict[str, float] | None, step: int, done: bool) -> list[str]:
     """How it ended, and what to do next."""
-    folder = shlex.quote(str(prepared.folder.path))
+    folder = shlex.quote(str(run.folder.path))
     if not done:
-        return [f"stopped and saved at step {step}; to go on:", f"  {command(run, prepared)}"]
+        return [f"stopped and saved at step {step}; to go on:", f"  {command(run)}"]
     words = [f"{name} {value:.4f}" for name, value in (figures or {}).items() if name != "loss"]
     return [
         f"completed   step {step}" + (f", {', '.join(words)}" if words else ""),
@@ -76,12 +77,12 @@ def end_lines(run: RunParts, prepared: Prepared, figures: dict[str, float] | Non
     ]
 
 
-def command(run: RunParts, prepared: Prepared) -> str:
+def command(run: Prepared) -> str:
     """The command that continues this run."""
     launch = run.machine.launch
     own = [word for word in run.words if not word.startswith(("run.dir=", "run.name=", "run.resume="))]
     overrides = [at for at, word in enumerate(own) if "=" in word and not word.startswith("-")]
-    own.insert(overrides[-1] + 1 if overrides else len(own), f"run.dir={quoted(prepared.folder.path.absolute())}")
+    own.insert(overrides[-1] + 1 if overrides else len(own), f"run.dir={quoted(run.folder.path.absolute())}")
     # run.dir stands beside the other overrides: flags may not stand between them
     return f"{launcher(launch)} -m trainer {shlex.join(own)}"
 
@@ -100,10 +101,8 @@ def launcher(launch: Launch) -> str:
 
 def quoted(path: Path) -> str:
     """A path as a value of Hydra's grammar."""
-    text = str(path)
-    if re.fullmatch(r"[A-Za-z0-9_./-]+", text):
-        return text
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    plain = re.fullmatch(r"[A-Za-z0-9_./-]+", str(path))
+    return str(path) if plain else json.dumps(str(path), ensure_ascii=False)
 
 
 def _version(package: str) -> str | None:
@@ -115,12 +114,8 @@ def _version(package: str) -> str | None:
 
 def _revision() -> str | None:
     """The revision of the checkout that the run was started in, with a plus sign where files had been changed."""
+    words = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     try:
-        commit = _git("rev-parse", "HEAD")
-        return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # no git, no checkout, no revision in it
         return None
-
-
-def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=5).stdout.strip()

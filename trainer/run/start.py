@@ -5,10 +5,9 @@ Manifests and headers tell, so that nothing has to be verified or read for it ye
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,7 +15,7 @@ from trainer.configuration.settings import Loop
 from trainer.parallel.state import differences
 from trainer.records.found import Found, described, newest_first
 from trainer.records.manifest import CorruptCheckpoint, check_sizes, read_manifest
-from trainer.records.resume import Change, changes, is_checkpoint
+from trainer.records.resume import Change, changes, is_checkpoint, read_config
 from trainer.refusal import Refusal
 from trainer.run.arithmetic import Length
 
@@ -37,16 +36,15 @@ def glance(path: Path) -> Found | None:
     return None
 
 
-def refuse_start(path: Path, network: nn.Module, configuration: Mapping[str, Any], length: Length, loop: Loop) -> None:
+def refuse_start(path: Path, network: nn.Module, configuration: str, length: Length, loop: Loop) -> None:
     """Refuse a `run.resume=PATH` from which nothing could be trained: of another network, or at the end already."""
-    found = glance(path)
+    found, word = glance(path), f"run.resume={path}"
     if found is None:
         return
-    word = f"run.resume={path}"
-    _refuse_network(
-        f"{word}: the checkpoint of step {found.step:,}", found, network, configuration, f"leave {word} out"
-    )
+    what = f"{word}: the checkpoint of step {found.step:,}"
+    _refuse_network(what, found, network, configuration, f"leave {word} out")
     if found.step >= length.steps:
+        # the keys that bound this run, so long that as much is trained as was asked for
         steps = found.step + length.steps
         keys = [f"loop.steps={steps}"] if loop.steps is not None else []
         keys += [f"loop.epochs={-(-steps // length.per_epoch)}"] if loop.epochs is not None else []
@@ -56,30 +54,27 @@ def refuse_start(path: Path, network: nn.Module, configuration: Mapping[str, Any
         )
 
 
-def refuse_own(folder: Path, network: nn.Module, configuration: Mapping[str, Any]) -> None:
+def refuse_own(folder: Path, network: nn.Module, configuration: str) -> None:
     """Refuse to go on in a run folder whose newest checkpoint is of another network; no key could make that fit."""
-    found = glance(folder)
+    found, out = glance(folder), "start over with run.resume=fresh or another run.name"
     if found is not None:
-        out = "start over with run.resume=fresh or another run.name"
         _refuse_network(f"{folder}: the checkpoint of step {found.step:,}", found, network, configuration, out)
 
 
-def _refuse_network(what: str, found: Found, network: nn.Module, configuration: Mapping[str, Any], out: str) -> None:
+def _refuse_network(what: str, found: Found, network: nn.Module, configuration: str, out: str) -> None:
     own = {name: value.shape for name, value in network.state_dict().items() if isinstance(value, Tensor)}
     wrong = differences(own, found.tensors)
     if not wrong:
         return
-    changed = [one for one in changes(found.state.get("configuration", {}), configuration) if _makes_network(one)]
+    # why it is another one: keys of the model that differ, or else its code
+    changed = changes(found.state.get("configuration", {}), read_config(configuration))
+    changed = [one for one in changed if one.key.startswith("model")]
     why = f"changed since then:{_listed(changed)}\n" if changed else "No key of model changed since: its code did.\n"
     back = "take the old values back" if changed else "take the old code"
     raise Refusal(
         f"{what} is of another network than this command's:{_listed(wrong)}\n{why}"
         f"No key can make these weights fit: {back}, or {out}"
     )
-
-
-def _makes_network(change: Change) -> bool:
-    return change.key.startswith("model")
 
 
 def _listed(lines: Sequence[str | Change]) -> str:

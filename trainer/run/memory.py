@@ -1,7 +1,8 @@
-"""What to try where the memory of a device ran out: the key that makes smaller what was being computed."""
+"""The memory of a run: what glibc does with what was freed, and what to try where a device has none left."""
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,12 +16,41 @@ from trainer.evaluation import evaluate, rehearse
 from trainer.launch.failure import chain
 from trainer.refusal import Refusal
 from trainer.run.arithmetic import more_micro_batches
-from trainer.run.preparation import Prepared, RunParts
+from trainer.run.preparation import Prepared
 from trainer.trainer import Trainer
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+_NEVER, _LARGE = 2**30, 2**20  # bytes
 # The words of torch's CPU allocator, of the CUDA driver, and of cuBLAS and cuDNN, which ask it for memory themselves.
 _NO_MEMORY = re.compile(r"can't allocate memory|CUDA error: out of memory|STATUS_ALLOC_FAILED")
 _SPREAD = "strategy=fsdp, tp or pp hold a part of the network on each device"
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc not to give freed memory back to the kernel; False where the C library is another one.
+
+    For a network that is whole on its rank: every step asks for the sizes that the last one freed, and fresh pages
+    cost faults. Measured on the CPU with the cnn on 28×28 images: 3,000 page faults a step become 30, and a step 3 to
+    10 % shorter; peak memory is the same.
+    """
+    return _told(_TRIM_THRESHOLD, _NEVER) and _told(_MMAP_THRESHOLD, _NEVER)
+
+
+def give_back_freed_memory() -> bool:
+    """Tell glibc to give every larger block back as soon as it is freed; False where the C library is another one.
+
+    For ranks that hold shards: they gather parameters and free them all the time, and what is kept lies in pieces that
+    do not fit the next request. Measured with fsdp on 2 processes and 100 million parameters: a peak of 871 MiB
+    instead of 2,151.
+    """
+    return _told(_MMAP_THRESHOLD, _LARGE)
+
+
+def _told(parameter: int, value: int) -> bool:
+    try:
+        return bool(ctypes.CDLL(None).mallopt(parameter, value))
+    except (OSError, AttributeError):
+        return False
 
 
 def evaluation_batch(loop: Loop) -> int:
@@ -28,30 +58,30 @@ def evaluation_batch(loop: Loop) -> int:
     return loop.eval_batch or 4 * loop.global_batch
 
 
-def remedy(error: BaseException, run: RunParts, prepared: Prepared) -> str:
+def remedy(error: BaseException, run: Prepared) -> str:
     """With what the memory ran out, and what to try; empty where it did not. The traceback knows where it was."""
     if not any(_no_memory(one) for one in chain(error)):
         return ""
     if _within(error, rehearse, evaluate):
-        return _in_evaluation(run, prepared)
+        return _in_evaluation(run)
     if _within(error, Trainer.train_step):
-        return f"The device's memory ran out with {prepared.batches}. {_in_a_step(run, prepared)}"
+        return f"The device's memory ran out with {run.batches}. {_in_a_step(run)}"
     return f"The device's memory ran out, and not for the size of a batch; {_SPREAD}."
 
 
-def _in_evaluation(run: RunParts, prepared: Prepared) -> str:
+def _in_evaluation(run: Prepared) -> str:
     """A smaller evaluation batch changes nothing that is learned, so it comes before more micro-batches."""
-    ranks, count = prepared.batches.ranks, prepared.batches.micro_batches
-    whole, samples = evaluation_batch(run.settings.loop), size_of(prepared.evaluation)
+    ranks, count = run.batches.ranks, run.batches.micro_batches
+    whole, samples = evaluation_batch(run.settings.loop), size_of(run.evaluation)
     largest = min(-(-whole // (ranks * count)), -(-samples // ranks))  # samples of a rank in one forward
     said = f"{largest} samples at once (evaluation batch {whole} / {ranks} data ranks / {count} micro-batches)"
     remedy = f"Try loop.eval_batch={largest // 2 * ranks * count}." if largest > 1 else f"There is no less; {_SPREAD}."
     return f"The device's memory ran out in an evaluation, with {said}. {remedy}"
 
 
-def _in_a_step(run: RunParts, prepared: Prepared) -> str:
+def _in_a_step(run: Prepared) -> str:
     """The next smaller micro-batches that the strategy can run, in the key that the user has set."""
-    loop, batches = run.settings.loop, prepared.batches
+    loop, batches = run.settings.loop, run.batches
     while (more := more_micro_batches(batches)) is not None:
         batches = replace(batches, micro_batches=more)
         with suppress(Refusal):
