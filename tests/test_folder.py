@@ -339,7 +339,7 @@ def test_a_file_is_replaced_whole(tmp_path):
     with pytest.raises(TypeError):
         replace_file(tmp_path / "a", 5)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    replace_file(tmp_path / "a", b"new", sync=False)
+    replace_file(tmp_path / "a", b"new", lasting=False)
     assert (tmp_path / "a").read_text() == "new"
 
 

@@ -5,32 +5,24 @@ import secrets
 from pathlib import Path
 
 
-def replace_file(path: Path, data: bytes | str, sync: bool = True) -> None:
-    """Put a file in the place of another in one step; `sync`: it also survives a power cut."""
+def replace_file(path: Path, data: bytes | str, lasting: bool = True) -> None:
+    """Put a file in the place of another in one step; `lasting`: it also survives a power cut."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_bytes(data.encode() if isinstance(data, str) else data)
-        if sync:
-            sync_file(draft)
+        # the bytes before the name: or a power cut could leave the new name with nothing in it
+        if lasting:
+            sync(draft)
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
-    if sync:
-        sync_folder(path.parent)
+    if lasting:
+        sync(path.parent)
 
 
-def sync_file(path: Path) -> None:
-    """Wait until the bytes of a file are on the disk, whoever wrote them."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk: a rename counts only then."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on the disk, whoever wrote them."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -42,6 +34,6 @@ def probe(folder: Path) -> None:
     path = folder / f".probe-{secrets.token_hex(4)}"
     try:
         path.write_bytes(b"x" * 4096)
-        sync_file(path)
+        sync(path)
     finally:
         path.unlink(missing_ok=True)

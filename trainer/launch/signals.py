@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -40,8 +41,7 @@ class StopRequest:
         self.reason = ""  # the signal's name, or that the launcher is gone
         self._launch, self._folder = launch or Launch(), folder
         self._store: Store | None = None
-        self._interrupted: float | None = None
-        self._terminated = False
+        self._interrupted, self._terminated = math.inf, False  # when first by SIGINT; ever by SIGTERM
         self._parent = os.getppid() if self._launch.restarts else None  # the launcher; a killed one signals nobody
 
     def __enter__(self) -> StopRequest:
@@ -105,11 +105,11 @@ class StopRequest:
         self._terminated = self._terminated or (number == signal.SIGTERM and self._store is not None)
         if number == signal.SIGINT:
             now = time.monotonic()
-            if self._interrupted is not None and now - self._interrupted > _SAME:
+            if now - self._interrupted > _SAME:
                 if self._launch.is_main:
                     say("interrupted twice: stopped at once, without a new checkpoint")
                 self._quit("interrupted twice", self._launch.rank)
-            self._interrupted = self._interrupted if self._interrupted is not None else now
+            self._interrupted = min(self._interrupted, now)
 
     def _leave_if_another_failed(self) -> None:
         """The launcher ends all ranks when one has failed; there is nobody left to save with."""

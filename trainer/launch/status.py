@@ -33,33 +33,31 @@ class Status:
 
     def __init__(self, folder: Path, resume_step: int, world_size: int, strategy: str) -> None:
         before = read_status(folder) or {}
-        self._path = folder / NAME
-        self._resume_step, self._executed = resume_step, before.get("executed", 0)
-        self._first = before.get("first_step", resume_step)
+        self._path, self._executed = folder / NAME, before.get("executed", 0)
         self._facts = {
             "resume_step": resume_step,
             "world_size": world_size,
             "strategy": strategy,
             "attempt": before.get("attempt", 0) + 1,
-            "first_step": self._first,
+            "first_step": before.get("first_step", resume_step),
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
 
     def write(self, state: str, step: int, reason: str | None) -> None:
         """Replace status.json. While the run goes on it need not survive a power cut, its end must."""
-        executed = self._executed + step - self._resume_step
+        executed, useful = self._executed + step - self._facts["resume_step"], step - self._facts["first_step"]
         said = {
             "state": state,
             "reason": reason,
             "root_rank": None,
             "step": step,
-            "goodput": round((step - self._first) / executed, 4) if executed > 0 else 1.0,
+            "goodput": round(useful / executed, 4) if executed > 0 else 1.0,
             "executed": executed,
             "time": time.time(),
             **self._facts,
         }
-        replace_file(self._path, json.dumps(said, indent=1) + "\n", sync=state != "running")
+        replace_file(self._path, json.dumps(said, indent=1) + "\n", lasting=state != "running")
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.launch.durable import sync_file, sync_folder
+from trainer.launch.durable import sync
 from trainer.parallel.ranks import Ranks
 from trainer.records.found import Found, newest_in
 from trainer.records.manifest import (
@@ -146,8 +146,8 @@ class Checkpoints:
         if not self.ranks.is_main:
             return
         (draft / MANIFEST).write_bytes(write_manifest(manifest))
-        sync_file(draft / MANIFEST)
-        sync_folder(draft)
+        sync(draft / MANIFEST)
+        sync(draft)
         put_in_place(draft, manifest.path)
         self._rejected.discard(manifest.path)
         for path in surplus(committed(self.folder, self._rejected), self.keep, self.best):
@@ -178,7 +178,7 @@ def _fill(tensors: dict[str, Tensor], found: Found, asked: set[str]) -> None:
 
 def _sealed(path: Path) -> tuple[int, str]:
     """Size and SHA-256 of a file that is on the disk."""
-    sync_file(path)
+    sync(path)
     return path.stat().st_size, sha256_of(path)
 
 

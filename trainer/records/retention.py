@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from trainer.launch.durable import sync_folder
+from trainer.launch.durable import sync
 from trainer.records.manifest import CorruptCheckpoint, Manifest, check_sizes, read_manifest
 
 # Names that begin with a dot are never read as checkpoints.
@@ -68,7 +68,7 @@ def put_in_place(draft: Path, target: Path) -> None:
     if target.exists():
         os.rename(target, aside)
     os.rename(draft, target)
-    sync_folder(target.parent)
+    sync(target.parent)
     if aside.exists():
         discard(aside)
 
