@@ -167,19 +167,14 @@ def test_the_query_or_the_environment_says_who_this_is(monkeypatch):
     assert meeting_at(Launch(), "env://") == Launch()
     assert meeting_at(Launch(), "tcp://a:1") == Launch()  # one process needs no place to meet
     assert meeting_at(Launch(), "tcp://a:1?rank=1&world_size=2") == Launch(1, 2, 1, 2, address="a:1")
-    assert (
-        meeting_at(FIVE, "tcp://a:1")
-        == meeting_at(FIVE, "tcp://a:1?rank=5&world_size=8")
-        == Launch(5, 8, 1, 4, address="a:1")
-    )
+    for written in ("tcp://a:1", "tcp://a:1?rank=0&world_size=2"):  # the launcher knows better
+        assert meeting_at(FIVE, written) == Launch(5, 8, 1, 4, address="a:1")
     elastic = read(TORCHRUN, ELASTIC)
     assert meeting_at(elastic, "env://") == elastic
     assert not meeting_at(elastic, "tcp://a:1").hosted  # torchrun's store is another one
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert meeting_at(Launch(), "tcp://a:1?rank=1&world_size=2") == Launch(1, 2, 0, 1, address="a:1")
-    with pytest.raises(Refusal, match="this is process 5 of 8"):
-        meeting_at(FIVE, "tcp://a:1?rank=4&world_size=8")
     nowhere = STEP | {"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}
     for launch in (FIVE, read(TORCHRUN | {"MASTER_PORT": ""}), read(TORCHRUN | {"MASTER_ADDR": ""}), read(nowhere)):
         with pytest.raises(Refusal, match="processes, and nothing says where they meet: set MASTER_ADDR"):

@@ -115,7 +115,7 @@ def _account(error: BaseException, launch: Launch, folder: Path | None, step: in
     if first is None:
         first = claim(store, launch, peer or traceback.format_exception_only(error)[-1].strip())
     if first.rank == launch.rank:
-        _speak(first, launch, folder, step, f"{trace}\n{peer or ''}".rstrip(), root_rank=None if peer else launch.rank)
+        _speak(first, launch, folder, step, trace, peer or "")
         if store is not None:
             store.set("failure-told", "yes")
         return
@@ -136,18 +136,16 @@ def _store(launch: Launch) -> Store | None:
         return None
 
 
-def _speak(
-    first: Failure, launch: Launch, folder: Path | None, step: int | None, trace: str, root_rank: int | None
-) -> None:
+def _speak(first: Failure, launch: Launch, folder: Path | None, step: int | None, trace: str, peer: str) -> None:
     """Print the traceback, and leave it in the log, in status.json and for the launcher."""
     who = f"rank {launch.rank} of {launch.world_size}" if launch.world_size > 1 else "the run"
-    text = f"{who} failed{'' if step is None else f' at step {step}'}:\n{trace}"
+    text = f"{who} failed{'' if step is None else f' at step {step}'}:\n{trace}\n{peer}".rstrip()
     say(text)
     note(text, folder, launch.rank)
     # of a process that was killed torchrun itself knows more than its peers: their word comes later
-    _leave_for_launcher(first.reason, text, first.time + 5 * (root_rank is None))
+    _leave_for_launcher(first.reason, text, first.time + (5 if peer else 0))
     if folder is not None:
-        mark_failed(folder, first.reason, root_rank)
+        mark_failed(folder, first.reason, None if peer else launch.rank)
 
 
 def _about_peer(error: BaseException) -> str | None:

@@ -34,6 +34,7 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch:
     Refusal where the environment is incomplete or makes no sense.
     """
     said = _translated(env)
+    # Slurm may have requeued a job of one process, too
     attempt = _whole(said, "TORCHELASTIC_RESTART_COUNT", 0)
     missing = [key for key in ("RANK", "WORLD_SIZE") if not said.get(key)]
     if len(missing) == 2:
@@ -60,24 +61,21 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch:
 def meeting_at(launch: Launch, init_method: str, patience: timedelta = PATIENCE) -> Launch:
     """The same process, meeting the others at `env://` (as the launcher says), `tcp://…` or `file://…`.
 
-    Refusal where the query names another rank than the environment, or where nothing says where to meet.
+    Refusal where nothing says where to meet.
     """
     address, query = meeting(init_method)
-    rank, size = query or (launch.rank, launch.world_size)
-    if launch.world_size > 1 and (rank, size) != (launch.rank, launch.world_size):
+    # who was started by hand has no launcher to ask; where there is one, it knows better than what is behind a `?`
+    if query and launch.world_size == 1:
+        rank, size = map(str, query)
+        launch = launched({"LOCAL_RANK": rank, **os.environ, "RANK": rank, "WORLD_SIZE": size})
+    if launch.world_size > 1 and not (address or launch.address):
         raise Refusal(
-            f"distributed.init_method={init_method}: the launcher's environment says that this is process "
-            f"{launch.rank} of {launch.world_size}; leave ?rank=…&world_size=… out"
+            f"{launch.world_size} processes, and nothing says where they meet: set MASTER_ADDR (the host of rank 0) "
+            "and MASTER_PORT for all of them, or give distributed.init_method=tcp://host:port or file:///path"
         )
-    if size > 1 and not (address or launch.address):
-        raise Refusal(
-            f"{size} processes, and nothing says where they meet: set MASTER_ADDR (the host of rank 0) and "
-            "MASTER_PORT for all of them, or give distributed.init_method=tcp://host:port or file:///path"
-        )
-    if address and size > 1:
-        # who was started by hand has no launcher to ask for its place on the machine, but may have been told
-        own = {"LOCAL_RANK": str(rank), **os.environ, "RANK": str(rank), "WORLD_SIZE": str(size)}
-        launch = replace(launched(own) if launch.world_size == 1 else launch, address=address, hosted=False)
+    # a place of one's own is not the launcher's store; one process needs none
+    if launch.world_size > 1 and address:
+        launch = replace(launch, address=address, hosted=False)
     return replace(launch, patience=patience)
 
 
@@ -113,6 +111,7 @@ def _slurm(env: Mapping[str, str]) -> dict[str, str]:
 
     Nor is the shell of `srun --pty` or salloc one task of several. A job that was requeued runs its command again.
     """
+    # the numbers of an allocation are in the environment of whatever stands in it
     step = env.get("SLURM_STEP_ID", "")
     if "SLURM_PROCID" not in env or "SLURM_PTY_PORT" in env or not step.isdecimal() or int(step) >= _SPECIAL_STEPS:
         return {}

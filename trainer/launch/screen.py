@@ -19,6 +19,7 @@ def redirect(rank: int, folder: Path) -> None:
     file = logging.FileHandler(path, encoding="utf-8", delay=True)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
     logging.getLogger().addHandler(file)
+    # of many ranks a user watches one: what it warns of stands on the console as well
     if rank == 0:
         screen = logging.StreamHandler()
         screen.setLevel(logging.WARNING)
@@ -28,6 +29,7 @@ def redirect(rank: int, folder: Path) -> None:
 
 def say(text: str) -> None:
     """Print on the console's stderr, of whatever rank; a progress line that stands there gives way."""
+    # what was printed before comes first, whichever stream it went to
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     screen = _console or sys.stderr

@@ -10,7 +10,7 @@ from typing import Any
 from trainer.launch.durable import replace_file
 
 NAME = "status.json"
-# Of a run that fails before it could say more.
+# Of a run that fails before it could say more: scripts find every key all the same.
 _NOTHING_YET = {
     "state": None,
     "reason": None,

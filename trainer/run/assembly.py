@@ -36,9 +36,11 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
 
     labs: the folders of yaml files that the command line adds. Refusal where a node is not of its group's kind.
     """
+    # the framework's own keys, all of them, before any name in a group is looked up
     chosen = settings(cfg)
     run, names = chosen.run, Names(trust=chosen.trust, folders=tuple(labs))
     timeout = timedelta(seconds=chosen.distributed.timeout)
+    # where all meet and on what they compute: who is refused for it has built nothing yet
     launch = meeting_at(launch, chosen.distributed.init_method, timeout)
     machine = Machine(
         launch=launch,
@@ -54,6 +56,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     )
     machine.check()
     check_all(cfg, KINDS, names)  # before the first of them is called
+    # what an optimizer's class can do is known before there are parameters to give it
     kind: Any = names.find(cfg.optimizer.get("_target_"), "optimizer._target_")
     fused = fused_words(kind, chosen.optimizer.fused, cfg.optimizer.get("dampening", 0))
     return RunParts(

@@ -95,9 +95,11 @@ def begin(run: Prepared, start: Found | None, changed: Sequence[str], log: Log) 
     """Collective: write what this start is, and take back what an earlier one logged after the step to go on from."""
     strategy, folder, length = run.strategy, run.folder, run.length
     step = start.step if start else 0
+    # what runs, then that it runs: whoever sees `running` finds the rest
     folder.write_start(run.configuration, run.words, describe(run))
     folder.begin(step, strategy.world_size, strategy.name)
     owed = start is not None and start.state["progress"].get("owed") is not None  # an evaluation that was broken off
+    # what was logged after the step to go on from will be logged again
     log.rewind(step, length.steps, -(-length.steps // length.per_epoch), step - owed)
     log.text("configuration", run.configuration)
     log.start([*start_lines(run, start), *[f"changed     {line}" for line in changed]])
@@ -108,9 +110,11 @@ def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRe
     settings, strategy, loop = run.settings, run.strategy, run.settings.loop
     loading, micro_batches = Loading(**vars(settings.loader)), run.batches.micro_batches
     stream = Stream(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, loading)
+    # an example of a batch: what is traced, cut or compiled must see the shapes of a micro-batch
     placed = strategy.build(run.task, run.network, stream.example())
     # the optimizer comes after the network is in its place: it steps what this rank owns by now
     optimizer = placed.optimizer(run.make_optimizer, parameter_groups(placed.network, run.spare_vectors))
+    # before the schedule, which multiplies the rates it finds
     for group in optimizer.param_groups:
         group["lr"] *= run.schedule.scale(loop.global_batch)
     return Trainer(
@@ -161,6 +165,7 @@ def end(run: Prepared, trainer: Trainer, stop: StopRequest, done: bool) -> int:
     lost = not done and left_behind(launch, stop, run.strategy.all_gather_values)
     reason = None if done else "another machine left the run" if lost else why(run, stop)
     run.folder.report("completed" if done else "preempted", step, reason)
+    # where the time went, now that all steps are done and no line is under way
     spent = trainer.placed.watch.line(ahead=run.strategy.device.type == "cuda")
     log.start([spent, *trainer.profile.close(), *end_lines(run, trainer.figures, step, done)])
     log.close()

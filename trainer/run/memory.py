@@ -60,6 +60,7 @@ def evaluation_batch(loop: Loop) -> int:
 
 def remedy(error: BaseException, run: Prepared) -> str:
     """With what the memory ran out, and what to try; empty where it did not. The traceback knows where it was."""
+    # the error that arrives may have followed from the one that counts
     if not any(_no_memory(one) for one in chain(error)):
         return ""
     if _within(error, rehearse, evaluate):
@@ -82,6 +83,7 @@ def _in_evaluation(run: Prepared) -> str:
 def _in_a_step(run: Prepared) -> str:
     """The next smaller micro-batches that the strategy can run, in the key that the user has set."""
     loop, batches = run.settings.loop, run.batches
+    # not the first that comes out whole: a pipeline, for one, wants a micro-batch for each stage
     while (more := more_micro_batches(batches)) is not None:
         batches = replace(batches, micro_batches=more)
         with suppress(Refusal):

@@ -10,7 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def describe(run: Prepared) -> dict[str, Any]:
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: next((one.version for one in distributions(name=name)), None) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "cpus": os.cpu_count(),
@@ -103,13 +103,6 @@ def quoted(path: Path) -> str:
     """A path as a value of Hydra's grammar."""
     plain = re.fullmatch(r"[A-Za-z0-9_./-]+", str(path))
     return str(path) if plain else json.dumps(str(path), ensure_ascii=False)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _revision() -> str | None:

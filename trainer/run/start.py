@@ -27,6 +27,7 @@ def glance(path: Path) -> Found | None:
 
     Whoever reads it later verifies it, and says then what is wrong with it.
     """
+    # of a checkpoint that was named only itself; of a run the next, where the newest is damaged
     names = [] if is_checkpoint(path) else newest_first(path / "checkpoints")
     for folder in [path / "checkpoints" / name for name in names] or [path]:
         with suppress(CorruptCheckpoint, OSError):
