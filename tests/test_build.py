@@ -163,7 +163,7 @@ class TestWhatIsBuilt:
         assert [type(layer) for layer in made] == [nn.ReLU, nn.Tanh]
 
     def test_a_strategy_and_the_function_that_chooses_one(self) -> None:
-        for target in ("trainer.strategies.single.Single", "trainer.strategies.auto.auto"):
+        for target in ("trainer.strategies.single.Single", "trainer.strategies.chosen.auto"):
             made = build(node(target, sync_bn=True), Strategy, "strategy", Names(), machine=Machine())
             assert isinstance(made, Single)
             assert made.sync_bn
@@ -339,7 +339,7 @@ class TestErrorsOfTheCallee:
         ("biolab.net", nn.Module, "model", "not a class or function"),
         ("torch.nn.Linear", Strategy, "strategy", "not a Strategy"),
         ("trainer.learning.schedule.Schedule", Schedule, "schedule", "abstract"),
-        ("trainer.strategies.auto.auto", nn.Module, "model", "returns Strategy"),
+        ("trainer.strategies.chosen.auto", nn.Module, "model", "returns Strategy"),
         (None, nn.Module, "model", "must say what to build"),
         (3, nn.Module, "model", "is not the name"),
         ("net", nn.Module, "model", "is not the name"),

@@ -14,7 +14,7 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 PRODUCT = sorted(path for name in ("trainer", "recipes") for path in (CHECKOUT / name).rglob("*.py"))
-CONCRETE = {"Single", "DP", "DDP", "TP", "DDPTP", "FSDP", "PP", "Zero1"}
+CONCRETE = {"Single", "DP", "DDP", "TP", "FSDP", "PP", "Zero1"}
 
 
 def imports(path: Path) -> Iterator[str]:

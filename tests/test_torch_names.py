@@ -20,7 +20,7 @@ PRIVATE = {
     # these, too, and the public ones (1d, 2d, 3d) have no other base in common.
     "torch.nn.modules.batchnorm._BatchNorm": "trainer/parallel/batch_norm.py",
     # The base of all dropouts: the public ones are six classes, and a seventh would be overlooked.
-    "torch.nn.modules.dropout._DropoutNd": "trainer/strategies/layers.py",
+    "torch.nn.modules.dropout._DropoutNd": "trainer/strategies/base.py",
     # Multiplies many tensors in one kernel; the public way is a kernel for each parameter.
     "torch._foreach_mul_": "trainer/parallel/clip.py",
     # The norms of many tensors in one kernel; the public way is a kernel for each parameter that tensor ranks share.

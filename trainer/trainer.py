@@ -201,7 +201,7 @@ class Trainer:
         self._meter.resume()
         self.placed.watch.lap("save")
         # what they want is just done: the loop's own vote may be some steps away
-        self._stopped = bool(self.strategy.vote(self._stopped or self._asked()).read()[0])
+        (self._stopped,) = self._votes.now(self._stopped or self._asked())
 
     def _advance(self) -> int | None:
         """Count a step; how many epochs are done, if it ends one."""

@@ -51,9 +51,9 @@ def test_degrees_that_do_not_multiply_are_refused_with_the_sum(size: int, wanted
 
 def neighbours(launch: Launch) -> list[list[int]]:
     with DDP(machine=Machine(launch=launch, device="cpu")) as strategy:
-        mesh = make_mesh("cpu", {"replicate": 2, "shard": 1, "tensor": 2}, always=("shard",))
+        mesh = make_mesh("cpu", {"replicate": 2, "shard": 1, "tensor": 2}, always="shard")
         return [
-            ranks_along(mesh, *axes).all_gather_values(strategy.rank)
+            ranks_along(mesh, *axes).all_gather_values(strategy.world.rank)
             for axes in (("replicate",), ("shard",), ("replicate", "tensor"), ("pipe",))
         ]
 

@@ -18,7 +18,6 @@ from trainer.data.reader import Loading
 from trainer.data.stream import Stream
 from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
-from trainer.strategies.ddp_tensor import DDPTP
 from trainer.strategies.machine import Machine
 from trainer.strategies.tensor import TP
 
@@ -74,8 +73,8 @@ class _Says(Task):
 
 
 def test_processes_that_make_up_no_whole_copies_are_refused_with_degrees_that_do() -> None:
-    with pytest.raises(Refusal, match=r"4 processes / strategy.tensor 3 is not whole; strategy.tensor can be 1, 2, 4"):
-        DDPTP(tensor=3).data_ranks(4)
+    with pytest.raises(Refusal, match=r"4 processes / \(strategy.tensor 3 = 3\) is not whole; nearest: .*tensor=4, or"):
+        TP(replicate=None, tensor=3).data_ranks(4)
 
 
 def drifting(launch: Launch) -> tuple[bool, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,11 @@ from trainer.data.stream import EvaluationStream, Stream, digest
 from trainer.launch.launch import Launch
 from trainer.records.checkpoint import Checkpoints
 from trainer.strategies.base import Strategy
+from trainer.strategies.chosen import mesh
 from trainer.strategies.ddp import DDP
-from trainer.strategies.ddp_tensor import DDPTP
 from trainer.strategies.dp import DP
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
-from trainer.strategies.mesh import mesh
 from trainer.strategies.pipeline import PP
 from trainer.strategies.single import Single
 from trainer.strategies.tensor import TP
@@ -33,7 +33,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "dp": DP,
     "ddp": DDP,
     "tp": TP,
-    "ddp_tp": DDPTP,
+    "ddp_tp": partial(TP, replicate=None),
     "fsdp": FSDP,
     "zero1": Zero1,
     "pp": PP,
@@ -317,7 +317,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
                 sums[name] = sums.get(name, 0) + part
         totals = strategy.reduce(sums)
         seen["samples"], seen["figures"] = int(totals["samples"]), task.finish(totals)
-        seen["data_rank"] = strategy.data_rank
+        seen["data_rank"] = strategy.data.rank
         seen["names"] = [name for name, _ in placed.network.named_parameters()]
         seen["state"] = sorted(placed.state(optimizer))
         seen["weights"] = {name: whole(value) for name, value in placed.network.state_dict().items()}

@@ -68,9 +68,9 @@ def described(degrees: dict[str, int]) -> str:
     return " × ".join(f"{axis} {degrees[axis]}" for axis in AXES if axis in degrees)
 
 
-def make_mesh(device_type: str, degrees: dict[str, int], always: tuple[str, ...] = ()) -> DeviceMesh:
+def make_mesh(device_type: str, degrees: dict[str, int], always: str) -> DeviceMesh:
     """Collective: the ranks as a grid. An axis of degree 1 is left out, unless it is `always` there."""
-    axes = [axis for axis in AXES if degrees.get(axis, 1) > 1 or axis in always]
+    axes = [axis for axis in AXES if degrees.get(axis, 1) > 1 or axis == always]
     return init_device_mesh(device_type, tuple(degrees[axis] for axis in axes), mesh_dim_names=tuple(axes))
 
 

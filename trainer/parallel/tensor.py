@@ -35,7 +35,7 @@ def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
             _refuse_tied(name, module, network)
 
 
-def cut(network: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+def split(network: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     """Collective over the mesh: replace parameters that the plan names by this rank's part (DTensors), in place."""
     parallelize_module(network, mesh, dict(plan.tensor))
 

@@ -97,7 +97,7 @@ def begin(run: Prepared, start: Found | None, changed: Sequence[str], log: Log) 
     step = start.step if start else 0
     # what runs, then that it runs: whoever sees `running` finds the rest
     folder.write_start(run.configuration, run.words, describe(run))
-    folder.begin(step, strategy.world_size, strategy.name)
+    folder.begin(step, strategy.world.size, strategy.name)
     owed = start is not None and start.state["progress"].get("owed") is not None  # an evaluation that was broken off
     # what was logged after the step to go on from will be logged again
     log.rewind(step, length.steps, -(-length.steps // length.per_epoch), step - owed)
@@ -156,13 +156,13 @@ def make_profile(run: Prepared) -> NoProfile:
     window, strategy = run.settings.profile, run.strategy
     if window is None:
         return NoProfile()
-    return Profile(*window, run.folder.path / "profile" / f"rank-{strategy.rank}.json", strategy.device)
+    return Profile(*window, run.folder.path / "profile" / f"rank-{strategy.world.rank}.json", strategy.device)
 
 
 def end(run: Prepared, trainer: Trainer, stop: StopRequest, done: bool) -> int:
     """Collective: say how it ended, in status.json first, which a launcher's end may cut off; the exit code."""
     launch, step, log = run.machine.launch, trainer.progress.step, trainer.log
-    lost = not done and left_behind(launch, stop, run.strategy.all_gather_values)
+    lost = not done and left_behind(launch, stop, run.strategy.world.all_gather_values)
     reason = None if done else "another machine left the run" if lost else why(run, stop)
     run.folder.report("completed" if done else "preempted", step, reason)
     # where the time went, now that all steps are done and no line is under way

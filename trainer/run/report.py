@@ -27,7 +27,7 @@ PACKAGES = ("trainer", "torch", "torchvision", "numpy", "hydra-core", "omegaconf
 def describe(run: Prepared) -> dict[str, Any]:
     """Collective: environment.json: versions, hardware, git revision and what was resolved."""
     strategy, machine = run.strategy, run.machine
-    hosts = strategy.all_gather_values(socket.gethostname())  # all ranks; each hears every name
+    hosts = strategy.world.all_gather_values(socket.gethostname())  # all ranks; each hears every name
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
@@ -37,7 +37,7 @@ def describe(run: Prepared) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "git": _revision(),
         "strategy": strategy.name,
-        "world_size": strategy.world_size,
+        "world_size": strategy.world.size,
         "precision": machine.resolved_precision,
         "devices": machine.devices,
         "hosts": sorted(set(hosts)),
@@ -52,7 +52,7 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
     samples = size_of(run.evaluation) if run.evaluation is not None else 0
     return [
         f"run folder  {run.folder.path}",
-        f"strategy    {strategy.name} on {strategy.world_size} process(es); {machine.devices}",
+        f"strategy    {strategy.name} on {strategy.world.size} process(es); {machine.devices}",
         f"precision   {machine.arithmetic}",
         f"network     {type(run.network).__name__}, {count:,} parameters",
         f"batch       {run.batches}",

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from trainer.learning.task import Task
+from trainer.parallel.batch_norm import batch_norms
 from trainer.refusal import Refusal
-from trainer.strategies.layers import curve_notes
 from trainer.strategies.place import Place
 from trainer.strategies.placed import Placed
 from trainer.strategies.votes import Votes
@@ -24,8 +25,15 @@ from trainer.strategies.votes import Votes
 class Strategy(Place):
     """A place, and how a network is put there; on several processes those that join say how they share the work."""
 
+    @property
+    def name(self) -> str:
+        """The word that chose it."""
+        return type(self).__name__.lower()
+
+    # Before there is a process group.
+
     def data_ranks(self, world_size: int) -> int:
-        """Into how many slices this many processes cut the data. Refusal where the strategy cannot use them."""
+        """Into how many slices this many processes divide the data. Refusal where the strategy cannot use them."""
         if world_size > 1:
             raise Refusal(f"strategy={self.name} uses one process, {world_size} were started; use strategy=ddp")
         return 1
@@ -39,21 +47,26 @@ class Strategy(Place):
     def outline(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
         """The network to check and to place: here whole, as its constructor makes it, for every rank keeps all of it.
 
-        Where ranks hold parts it has no values; or it has, and the text says why.
+        Where ranks hold shards it has no values; or it has, and the text says why.
         """
         return make(), ""
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
-        """Refuse a network that this strategy cannot spread, before any process group."""
+        """Refuse a network that this strategy cannot spread."""
+
+    # Inside.
 
     def notes(self, network: nn.Module) -> list[str]:
         """What a user should know about this network in this place, one line each, for the start of the run."""
-        return curve_notes(network, self.sync_bn)
-
-    @property
-    def name(self) -> str:
-        """The word that chose it."""
-        return type(self).__name__.lower()
+        notes = []
+        # layers whose effect depends on how samples are dealt to ranks and micro-batches: with them no two curves agree
+        if norms := 0 if self.sync_bn else len(batch_norms(network)):
+            notes.append(
+                f"{norms} BatchNorm layers: the curve depends on data ranks and micro-batches (strategy.sync_bn=true)"
+            )
+        if drops := sum(isinstance(module, _DropoutNd) and module.p > 0 for module in network.modules()):
+            notes.append(f"{drops} dropout layers: the curve depends on data ranks and micro-batches, repeatably")
+        return notes
 
     def votes(self) -> Votes:
         """What the ranks of one loop ask each other in its steps: to stop? has a clock run out?"""

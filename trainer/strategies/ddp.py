@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal
@@ -17,7 +17,6 @@ from trainer.learning.task import Task
 from trainer.parallel.compiling import uncompiled
 from trainer.refusal import Refusal
 from trainer.strategies.joined import Joined
-from trainer.strategies.layers import refuse_sparse
 from trainer.strategies.placed import Placed
 
 # Running statistics are averaged before they are used (Placed.settle), not overwritten by rank 0's in every forward.
@@ -36,15 +35,11 @@ class DDP(Joined):
     find_unused_parameters: bool = False  # some parameters get no gradient in some steps; costs a walk of the graph
     compress: Literal["fp16", "bf16"] | None = None  # the precision in which gradients travel; None: their own
 
-    def data_ranks(self, world_size: int) -> int:
-        """Every process reads its own slice."""
-        return world_size
-
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse sparse gradients where NCCL would have to send them: only gloo can."""
         super().check(task, network, world_size)
         if self.machine.on_gpu and self.machine.backend != "gloo":
-            refuse_sparse(network, self.name)
+            self._refuse_sparse(network)
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put a copy of the network on every rank."""
@@ -76,11 +71,7 @@ class _Placed(Placed):
         return self._replica
 
     def _sync(self, last: bool) -> Any:
-        stack = ExitStack()
-        stack.enter_context(self._computing())
-        if not last:
-            stack.enter_context(self._replica.no_sync())
-        return stack
+        return nullcontext() if last else self._replica.no_sync()
 
     def _refuse_unused(self) -> None:
         """Name the parameters that a step leaves without a gradient: DDP would only fail in the second one."""

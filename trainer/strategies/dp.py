@@ -23,12 +23,6 @@ class DP(Strategy):
     The network is copied to every GPU in every forward; `ddp` is faster. On fewer than two GPUs it is `single`.
     """
 
-    def data_ranks(self, world_size: int) -> int:
-        """One slice: this one process reads everything."""
-        if world_size > 1:
-            raise Refusal(f"strategy=dp drives all GPUs from one process, {world_size} were started; use strategy=ddp")
-        return 1
-
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse what replicas in threads cannot do."""
         if self.machine.compile and len(self.devices()) > 1:

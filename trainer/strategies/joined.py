@@ -1,49 +1,61 @@
-"""Places of several processes: they join one group on entering and leave it at the end."""
+"""Places of several processes: one group that all of them join; where ranks hold shards, a grid of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.learning.optimizer import sparse_embeddings
 from trainer.learning.task import Task
 from trainer.parallel.batch_norm import refuse_own_statistics
-from trainer.parallel.mesh import described
+from trainer.parallel.mesh import AXES, described, make_mesh, ranks_along, spread
 from trainer.parallel.outline import outline
 from trainer.parallel.ranks import Group, join_group, leave_group
+from trainer.parallel.tensor import refuse_plan
+from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
 
 
 @dataclass
 class Joined(Strategy):
-    """A place whose processes are one group, which all of them join."""
+    """A place whose processes are one group, which all of them join; each reads samples of its own."""
 
     world: Group = field(init=False, repr=False)
 
+    def data_ranks(self, world_size: int) -> int:
+        """Every process reads its own slice."""
+        return world_size
+
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse BatchNorms that cannot be synchronised, where that is asked for."""
-        if self.sync_bn:
+        if self.sync_bn and self.data_ranks(world_size) > 1:
             refuse_own_statistics(network)
+
+    def _refuse_sparse(self, network: nn.Module) -> None:
+        """Refuse embeddings whose gradients are sparse, where what travels is dense."""
+        for name in sparse_embeddings(network):
+            raise Refusal(
+                f"strategy={self.name} sends dense gradients, and the embedding {name} makes sparse ones; "
+                "build it with sparse=False, or use strategy=ddp distributed.backend=gloo"
+            )
 
     def __enter__(self) -> Self:
         self.device = self.machine.place()  # first: NCCL binds the group to the current device
         self.world = join_group(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
         self._arrange()
-        self.take_time()  # torch makes the groups of a mesh with times of its own
+        self.take_time()  # last: torch makes the groups of a mesh with times of its own
         return self
 
     def _arrange(self) -> None:
         """Collective: say which ranks read different data (`data`), and make what other groups there are."""
         self.data = self.world
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         leave_group(self.world, clean=error is None)
 
     def groups(self) -> list[ProcessGroup]:
@@ -54,31 +66,44 @@ class Joined(Strategy):
 
 @dataclass
 class Meshed(Joined):
-    """A place whose ranks are a grid: ranks along an axis differ in what it is named for."""
+    """A grid of ranks that hold shards: along an axis they differ in what it is named for.
 
-    mesh: DeviceMesh = field(init=False, repr=False)  # of AXES (parallel/mesh.py) those that it needs
+    A field with the name of an axis says its degree; one that is None takes what the others leave.
+    """
+
+    axis: ClassVar[str]  # which one the mesh has even where its degree is 1
+    bucket_mb: int = 25  # MiB of gradients in one all-reduce, of parameters that are not spread over data ranks
+    mesh: DeviceMesh = field(init=False, repr=False)
+
+    def degrees(self, world_size: int) -> dict[str, int]:
+        """How many ranks along each axis. Refusal where they do not multiply to the processes."""
+        own = vars(self)
+        return spread(world_size, {axis: own[axis] for axis in AXES if axis in own})
+
+    def data_ranks(self, world_size: int) -> int:
+        """Copies and the shards of a copy read samples of their own; stages and tensor ranks share theirs."""
+        degrees = self.degrees(world_size)
+        return degrees.get("replicate", 1) * degrees.get("shard", 1)
 
     def outline(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
-        """The network without values, where its constructor allows that: ranks hold parts, and one builds the whole."""
+        """The network without values, where its constructor allows that: ranks hold shards, one builds the whole."""
         return outline(make)
+
+    def check(self, task: Task, network: nn.Module, world_size: int) -> None:
+        """Refuse sparse gradients; and with tensor ranks what has no plan, or sizes that do not divide."""
+        super().check(task, network, world_size)
+        self._refuse_sparse(network)
+        tensor = self.degrees(world_size).get("tensor", 1)
+        if tensor > 1:
+            refuse_plan(network, task.plan(network), tensor)
+
+    def _arrange(self) -> None:
+        self.mesh = make_mesh(self.device.type, self.degrees(self.world.size), always=self.axis)
+        self.data = ranks_along(self.mesh, "replicate", "shard")
 
     def groups(self) -> list[ProcessGroup]:
         """All ranks, the data ranks, and those along each axis."""
         return [*super().groups(), *self.mesh.get_all_groups()]
-
-
-@dataclass
-class Parted(Meshed):
-    """A grid whose degrees its fields say."""
-
-    def degrees(self, world_size: int) -> dict[str, int]:
-        """How many ranks along each axis. Refusal where they do not multiply to the processes."""
-        raise NotImplementedError
-
-    def data_ranks(self, world_size: int) -> int:
-        """Each part of each copy reads a slice of its own."""
-        degrees = self.degrees(world_size)
-        return degrees["replicate"] * degrees["shard"]
 
     def notes(self, network: nn.Module) -> list[str]:
         """Say which ranks do what, and what a user should know about this network here."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.learning.task import Task
-from trainer.parallel.ranks import Done, Ranks, Waitable
+from trainer.parallel.ranks import Ranks
 from trainer.parallel.totals import wide
 
 
@@ -18,16 +18,21 @@ def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:
     return torch.stack(list(loss.values())).sum() if isinstance(loss, dict) else loss
 
 
-def weigh(task: Task, batches: list[Any], ranks: Ranks, device: torch.device) -> tuple[Callable[[int], Any], Waitable]:
+def shares(task: Task, batches: list[Any], ranks: Ranks, device: torch.device) -> Callable[[int], Any]:
     """Collective: each micro-batch's share of the step, its weight over that of all micro-batches of all data ranks."""
     weights = [task.weight(batch.targets) for batch in batches]
     if type(task).weight is Task.weight:  # samples: how many others have is known, nothing needs to travel
         total = sum(weights) * batches[0].total / sum(len(batch.indices) for batch in batches) or 1
-        return lambda index: weights[index] / total, Done()
-    local = torch.stack([torch.as_tensor(w, device=device) for w in weights]).to(torch.float64)  # (micro-batches,)
-    summed = local.sum()
-    pending = ranks.all_reduce_sum_(summed)  # data ranks; 8 bytes, while the first forward computes
-    return lambda index: local[index] / (summed + (summed == 0)), pending  # of nothing every share is 0
+        return lambda index: weights[index] / total
+    local = torch.stack([_on(device, weight) for weight in weights])  # (micro-batches,)
+    whole = local.sum()
+    pending = ranks.all_reduce_sum_(whole)  # the data ranks; 8 bytes, while the first forward computes
+
+    def share(index: int) -> Tensor:
+        pending.wait()
+        return local[index] / (whole + (whole == 0))  # of nothing every share is 0
+
+    return share
 
 
 def times(x: Tensor, factor: float | Tensor) -> Tensor:
@@ -52,4 +57,6 @@ def evaluation_sums(task: Task, output: Any, targets: Any, samples: int) -> dict
 
 def _on(device: torch.device, number: Tensor | float) -> Tensor:
     """A number as a tensor of this device: filled in there, for a copy from the host would wait for the device."""
-    return number.to(device, non_blocking=True) if isinstance(number, Tensor) else torch.full((), number, device=device)
+    if isinstance(number, Tensor):
+        return number.to(device, torch.float64, non_blocking=True)
+    return torch.full((), number, dtype=torch.float64, device=device)

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from trainer.learning.task import Task
+from trainer.parallel.mesh import described
 from trainer.parallel.pipeline.cut import cut_stages
-from trainer.parallel.pipeline.schedules import KINDS, runs_over_gloo, takes
-from trainer.parallel.tensor import refuse_plan
+from trainer.parallel.pipeline.schedules import KINDS, Layout, Name, runs_over_gloo, takes
+from trainer.parallel.shard import Sharding
 from trainer.refusal import Refusal
-from trainer.strategies.layers import refuse_sparse
-from trainer.strategies.pipelined import Pipelined
+from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed, TaskNetwork
 from trainer.strategies.staged import PlacedStages
 
 
 @dataclass
-class PP(Pipelined):
+class PP(Meshed):
     """Each rank of a pipeline holds some stages of the network; a step's micro-batches flow through all of them.
 
     Degrees multiply to the processes: `replicate` pipelines side by side, each of whose stages is spread over `shard`
-    ranks and cut over `tensor` ranks. All ranks of one pipeline read the same data. Orders of micro-batches:
+    ranks and split over `tensor` ranks. All ranks of one pipeline read the same data. Orders of micro-batches:
     torch.distributed.pipelining.
     """
+
+    axis: ClassVar[str] = "pipe"
+    pipe: int | None = None  # ranks that the stages lie on; None: what the others leave
+    replicate: int | None = 1  # pipelines; they average gradients. None: what the others leave
+    shard: int | None = 1  # ranks that a stage's parameters are spread over (FSDP2). None: what the others leave
+    tensor: int = 1  # ranks that a layer is split over, by the plan; keep them on one machine
+    schedule: Name = "1F1B"  # the order in which micro-batches run
+    stages_per_rank: int | None = None  # None: 1, or 2 where the schedule is made for several
+    reshard_after_forward: bool = False  # where shard > 1, true: gathered anew in every micro-batch; false: in a step
+    param_dtype: Literal["bf16"] | None = None  # where shard > 1: what parameters are gathered in; None: as they are
 
     @property
     def name(self) -> str:
@@ -34,14 +44,26 @@ class PP(Pipelined):
         data = "fsdp_" if self.shard != 1 else "ddp_" if self.replicate != 1 else ""
         return f"{data}pp" + ("_tp" if self.tensor > 1 else "")
 
-    def notes(self, network: nn.Module) -> list[str]:
-        """Say which ranks do what, and what a user should know about this network here."""
-        mesh, *others = super().notes(network)
-        return [f"{mesh}; {self.layout(self.world.size).count} stages, {self.schedule}", *others]
+    def degrees(self, world_size: int) -> dict[str, int]:
+        """How many ranks along each axis. Refusal where they do not multiply to the processes, or make no pipeline."""
+        degrees = super().degrees(world_size)
+        if degrees["pipe"] < 2:
+            raise Refusal(f"a pipeline has 2 ranks or more, here {described(degrees)}; strategy=ddp or fsdp needs none")
+        return degrees
+
+    def layout(self, world_size: int) -> Layout:
+        """Which rank holds which stages. Refusal of a number of stages that the schedule has no place for."""
+        kind = KINDS[self.schedule]
+        each = (2 if kind.several else 1) if self.stages_per_rank is None else self.stages_per_rank
+        if each < 1 or (each > 1 and not kind.several) or (each != 2 and kind.turns_back):
+            fitting = "2" if kind.turns_back else "1" if not kind.several else "1 or more"
+            several = "" if kind.several else "; strategy.schedule=Interleaved1F1B takes several"
+            raise Refusal(f"strategy.stages_per_rank={each}: {self.schedule} wants {fitting}{several}")
+        return Layout(self.degrees(world_size)["pipe"], each, kind.turns_back)
 
     def data_ranks(self, world_size: int) -> int:
-        """Each part of each pipeline reads a slice of its own."""
-        self.layout(world_size)
+        """Each shard of each pipeline reads a slice of its own."""
+        self.layout(world_size)  # sums that need numbers alone are refused first
         return super().data_ranks(world_size)
 
     def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
@@ -63,14 +85,17 @@ class PP(Pipelined):
         self._refuse_fields(world_size)
         self._refuse_backend()
         super().check(task, network, world_size)
-        refuse_sparse(network, self.name)
         cut_stages(TaskNetwork(task, network), task.plan(network).cuts, self.layout(world_size).count)
-        if self.tensor > 1:
-            refuse_plan(network, task.plan(network), self.tensor)
+
+    def notes(self, network: nn.Module) -> list[str]:
+        """Say which ranks do what, and what a user should know about this network here."""
+        mesh, *others = super().notes(network)
+        return [f"{mesh}; {self.layout(self.world.size).count} stages, {self.schedule}", *others]
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put this rank's stages of a network here."""
-        return PlacedStages(self, task, network, example, self.mesh["tensor"] if self.tensor > 1 else None)
+        spread = Sharding(self.reshard_after_forward, self.param_dtype)
+        return PlacedStages(self, task, network, example, self.layout(self.world.size), self.schedule, spread)
 
     def _refuse_backend(self) -> None:
         """Refuse gloo where it cannot send what must be sent."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from trainer.data.sampler import Slice
-from trainer.parallel.ranks import Ranks, Vote, set_timeouts
+from trainer.parallel.ranks import Ranks, set_timeouts
 from trainer.parallel.totals import Totals
 from trainer.strategies.machine import Machine
 
@@ -42,41 +41,19 @@ class Place:
         self.take_time()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Leave; never waits for anyone after an error."""
 
-    # Facts that follow.
+    def groups(self) -> list[ProcessGroup]:
+        """The process groups of this place."""
+        return []
 
     @property
     def slice(self) -> Slice:
         """Which samples this rank reads, and where they go."""
         return Slice(self.data.rank, self.data.size, self.device, self.machine.seed)
 
-    @property
-    def data_rank(self) -> int:
-        """Which slice of the data this rank reads."""
-        return self.data.rank
-
-    @property
-    def data_size(self) -> int:
-        """Into how many slices the data is cut."""
-        return self.data.size
-
-    @property
-    def rank(self) -> int:
-        """The number of this process among all."""
-        return self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many processes there are."""
-        return self.world.size
-
-    def groups(self) -> list[ProcessGroup]:
-        """The process groups of this place."""
-        return []
+    # How late a rank may be.
 
     def take_time(self) -> None:
         """From now on a rank may be as late as in the first step, an evaluation or a save."""
@@ -84,7 +61,8 @@ class Place:
 
     def hurry(self) -> None:
         """From now on a collective takes as long as those of a step do: what is slower than that hangs."""
-        self._wait(self.machine.step_timeout)
+        if self.patience != self.machine.step_timeout:
+            self._wait(self.machine.step_timeout)
 
     def _wait(self, patience: timedelta) -> None:
         self.patience = patience
@@ -93,17 +71,6 @@ class Place:
         set_timeouts(self.groups(), patience * 2 if self.device.type == "cuda" else patience)
 
     # Collectives: every rank calls them, in the same order.
-
-    def all_gather_values(self, value: Any) -> list[Any]:
-        """Collective: every rank's JSON value, in rank order."""
-        return self.world.all_gather_values(value)
-
-    def vote(self, *numbers: float) -> Vote:
-        """Collective: start asking all ranks for the largest of each number (a flag: is it raised?); read it later.
-
-        They travel as CPU tensors while the step computes: no GPU waits.
-        """
-        return self.world.vote(numbers, self.patience)
 
     def totals(self, sums: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Totals:
         """Collective: start adding up these sums over the data ranks, each sample counted once; read them later.

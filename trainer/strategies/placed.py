@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from trainer.parallel.recompute import recompute
 from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, space_for_optimizer
 from trainer.parallel.units import called, units
 from trainer.strategies.form import Form, refuse_extra_state
-from trainer.strategies.loss import add_share, evaluation_sums, times, total_loss, weigh
+from trainer.strategies.loss import add_share, evaluation_sums, shares, times, total_loss
 from trainer.strategies.place import Place
 from trainer.strategies.scaler import NoScaler, Scaler
 from trainer.strategies.stopwatch import Stopwatch
+
+Groups = list[dict[str, Any]]  # of parameters, as torch.optim takes them
 
 
 class TaskNetwork(nn.Module):
@@ -45,7 +48,6 @@ class Placed:
         self.strategy, self.task, self.example = strategy, task, example
         self._machine = strategy.machine
         self._young = True  # no step has been done
-        self._hurried = False  # may a collective take no longer than those of a step?
         self.watch = Stopwatch()
         self.scaler = Scaler(strategy.device) if self._machine.resolved_precision == "fp16" else NoScaler()
         # types and kinds of layers first: all that follows looks at them
@@ -60,7 +62,7 @@ class Placed:
         self.network = self._arrived(network)
         names = self._units()
         # inside one rank, before the data ranks come in: recomputing sees split layers, a compiled graph both
-        for piece in self._cut():
+        for piece in self._divide():
             own = called(piece, names)
             if strategy.activation_checkpointing != "none":
                 recompute(piece, own, strategy.activation_checkpointing)
@@ -87,7 +89,7 @@ class Placed:
             return []
         return units(self.network, self._plan)
 
-    def _cut(self) -> list[nn.Module]:
+    def _divide(self) -> list[nn.Module]:
         """Edit the network in place: split its layers, keep some stages. Returns what is called as a whole."""
         return [self.network]
 
@@ -103,8 +105,8 @@ class Placed:
         return gathering_over(self.strategy.data)
 
     def _sync(self, last: bool) -> Any:
-        """The context of one micro-batch of a step: do gradients travel in it?"""
-        return self._computing()
+        """The context of one micro-batch of a step, inside that: do gradients travel in it?"""
+        return nullcontext()
 
     def _whole(self, output: Any) -> Any:
         """An output or a loss with nothing of it left on other ranks."""
@@ -127,22 +129,42 @@ class Placed:
         """
         self._mode(training=True)
         # a mean of micro-batches' means would be wrong where they weigh differently
-        share_of, pending = weigh(self.task, batches, self.strategy.data, self.strategy.device)
-        sums: dict[str, Tensor] = {}
-        for index, batch in enumerate(batches):
-            # random numbers follow from where the samples are, so that a resumed run draws the same
-            seed_torch(mix(self._machine.seed, step, index, self.strategy.data_rank), self.strategy.device)
-            # strategies send gradients once, in the last micro-batch's backward
-            with self._sync(last=index == len(batches) - 1), dealt(batch.span):
-                losses = self._losses(self._forward, batch.inputs, batch.targets)
-                pending.wait()  # the weights of all ranks, which came while the first forward computed
-                share = share_of(index)
-                # DDP and its like divide the summed gradients by the number of data ranks: undo it here
-                self.scaler.scale(times(losses["loss"], share * self.strategy.data_size)).backward()
-            add_share(sums, losses, share)
+        share_of = shares(self.task, batches, self.strategy.data, self.strategy.device)
+        sums = self._learn(batches, step, share_of)
         self.watch.lap("forward and backward")
         self._settle_gradients()
         return sums
+
+    def _learn(self, batches: list[Any], step: int, share_of: Callable[[int], Any]) -> dict[str, Tensor]:
+        """Every micro-batch's forward and backward; returns what this rank adds to the losses of the step."""
+        sums: dict[str, Tensor] = {}
+        for index, batch in enumerate(batches):
+            # random numbers follow from where the samples are, so that a resumed run draws the same
+            seed_torch(mix(self._machine.seed, step, index, self.strategy.data.rank), self.strategy.device)
+            # strategies send gradients once, in the last micro-batch's backward
+            with self._computing(), self._sync(last=index == len(batches) - 1), dealt(batch.span):
+                self._share_of_loss(self._forward, batch, partial(share_of, index), sums).backward()
+        return sums
+
+    def _share_of_loss(
+        self, forward: Callable[[Any, Any], Any], batch: Any, share_of: Callable[[], Any], sums: dict[str, Tensor]
+    ) -> Tensor:
+        """A micro-batch's forward; returns what is to go backward, and adds to the losses of the step."""
+        losses = self._losses(forward, batch.inputs, batch.targets)
+        share = share_of()  # after the forward: the weights of all ranks have travelled while it computed
+        add_share(sums, losses, share)
+        # DDP and its like divide the summed gradients by the number of data ranks: undo it here
+        return self.scaler.scale(times(losses["loss"], share * self.strategy.data.size))
+
+    def _losses(self, forward: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> dict[str, Tensor]:
+        with self._machine.autocast(self.strategy.device):
+            inputs, targets = self._form.cast((inputs, targets))
+            loss = self._whole(self.task.loss(forward(inputs, targets), targets))
+        return {**(loss if isinstance(loss, dict) else {}), "loss": total_loss(loss)}
+
+    def _mode(self, training: bool) -> None:
+        if self.network.training != training:  # a walk through all modules
+            self.network.train(training)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
         """Collective: unscale, clip to the true global norm, step, zero. Returns that norm; max_norm None: no norm.
@@ -163,9 +185,8 @@ class Placed:
         for parameter in parameters:
             parameter.grad = None  # all that zero_grad() does, without its profiler's records
         # the first step compiles and allocates: only after it is a slow collective a hanging one
-        if not self._hurried:
-            self._young, self._hurried = False, True
-            self.strategy.hurry()
+        self._young = False
+        self.strategy.hurry()
         return norm
 
     @torch.no_grad()
@@ -177,10 +198,13 @@ class Placed:
         self._mode(training=False)
         rehearsing = uncompiled() if self._young else nullcontext()  # its batch may be of another size
         with rehearsing, self._computing(), dealt(batch.span), self._machine.autocast(self.strategy.device):
-            inputs, targets = self._form.cast(batch.inputs), self._form.cast(batch.targets)
-            output = self._whole(self._forward(inputs, targets))
-            sums = evaluation_sums(self.task, output, targets, len(batch.indices))
+            inputs, targets = self._form.cast((batch.inputs, batch.targets))
+            sums = self._evaluate(inputs, targets, len(batch.indices))
         return sums if valid else {name: torch.zeros_like(value) for name, value in sums.items()}
+
+    def _evaluate(self, inputs: Any, targets: Any, samples: int) -> dict[str, Tensor]:
+        """The sums over so many samples, whether they count or not: on ranks that need each other all compute."""
+        return evaluation_sums(self.task, self._whole(self._forward(inputs, targets)), targets, samples)
 
     def after_step(self, step: int) -> None:
         """Let the task change the network in place after an optimizer step."""
@@ -191,50 +215,31 @@ class Placed:
     def settle(self) -> None:
         """Collective, before evaluating or saving: BatchNorm's running statistics become the data ranks' mean."""
         # a rank may be busy for long there, while the others wait: there is time again until a step has been done
-        self._hurried = False
         self.strategy.take_time()
         average_statistics(self.network, self.strategy.data)
 
     # Optimizer and state.
 
-    def optimizer(
-        self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: Iterable[dict[str, Any]]
-    ) -> torch.optim.Optimizer:
+    def optimizer(self, make: Callable[[Groups], torch.optim.Optimizer], groups: Groups) -> torch.optim.Optimizer:
         """Build the optimizer over what this rank owns."""
-        return make(list(groups))
+        return make(groups)
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What a checkpoint stores: flat, under the network's own names, DTensors where sharded."""
-        model = {name: value for name, value in self.network.state_dict().items() if isinstance(value, Tensor)}
-        return model | optimizer_tensors(self.network, optimizer) | self.scaler.state()
+        return {**self.network.state_dict(), **optimizer_tensors(self.network, optimizer), **self.scaler.state()}
 
     def space(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> dict[str, Tensor]:
         """Tensors to read a checkpoint into, placed as this rank needs them; `stored`: name → what has shape and dtype.
 
-        ValueError where the checkpoint's names or shapes are not this network's.
+        Refusal where the checkpoint's names or shapes are not this network's.
         """
-        own = {name: value for name, value in self.network.state_dict().items() if isinstance(value, Tensor)}
         fits(self._shapes, stored)
-        model = {name: torch.empty_like(value) for name, value in own.items()}
-        optimizer_space = space_for_optimizer(self.network, optimizer, stored, self._shapes)
-        scaler = {name: torch.empty_like(value) for name, value in self.scaler.state().items() if name in stored}
-        return model | optimizer_space | scaler
+        scaler = {name: value for name, value in self.scaler.state().items() if name in stored}
+        space = {name: torch.empty_like(value) for name, value in {**self.network.state_dict(), **scaler}.items()}
+        return space | space_for_optimizer(self.network, optimizer, stored, self._shapes)
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
         """Take over a state, whichever strategy wrote it."""
-        model = {name: value for name, value in state.items() if not name.startswith(("optimizer/", "scaler/"))}
-        self.network.load_state_dict(model)
+        self.network.load_state_dict({name: state[name] for name in self.network.state_dict()})
         restore_optimizer(self.network, optimizer, state)
-        self.scaler.load({name: value for name, value in state.items() if name.startswith("scaler/")})
-
-    # Parts of the verbs.
-
-    def _mode(self, training: bool) -> None:
-        if self.network.training != training:  # a walk through all modules
-            self.network.train(training)
-
-    def _losses(self, forward: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> dict[str, Tensor]:
-        with self._machine.autocast(self.strategy.device):
-            inputs, targets = self._form.cast(inputs), self._form.cast(targets)
-            loss = self._whole(self.task.loss(forward(inputs, targets), targets))
-        return {**(loss if isinstance(loss, dict) else {}), "loss": total_loss(loss)}
+        self.scaler.load(state)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -16,23 +16,26 @@ from torch.distributed.tensor.parallel import loss_parallel
 from trainer.data.tree import changed
 from trainer.learning.plan import Plan
 from trainer.learning.task import Task
+from trainer.parallel.buckets import average_gradients
 from trainer.parallel.masks import Masks
+from trainer.parallel.mesh import ranks_along
 from trainer.parallel.outline import make_room, send_values, set_aside
-from trainer.parallel.ranks import Group, Ranks
+from trainer.parallel.shard import not_spread
 from trainer.parallel.shared import Shared, refuse_drift, share_buffers
-from trainer.parallel.tensor import cut, settle
-from trainer.strategies.place import Place
-from trainer.strategies.placed import Placed
+from trainer.parallel.tensor import settle, split
+from trainer.strategies.joined import Meshed
+from trainer.strategies.placed import Groups, Placed
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW)  # whose fused step knows DTensors, on torch 2.11 to 2.15
 
 
 class PlacedTensor(Placed):
-    """A network of which ranks hold shards: split over those of a mesh axis named "tensor", where there is one."""
+    """A network of which ranks hold shards: split over those of the mesh's axis "tensor", where there is one."""
 
-    def __init__(self, strategy: Place, task: Task, network: nn.Module, example: Any, mesh: DeviceMesh | None) -> None:
-        self._mesh = mesh
-        self._tensor_ranks = Group(mesh.get_group()) if mesh else Ranks()
+    strategy: Meshed
+
+    def __init__(self, strategy: Meshed, task: Task, network: nn.Module, example: Any) -> None:
+        self._tensor_ranks = ranks_along(strategy.mesh, "tensor")
         self._masks = Masks(strategy.device, self._tensor_ranks.rank)
         super().__init__(strategy, task, network, example)
 
@@ -42,14 +45,14 @@ class PlacedTensor(Placed):
         self._form.lay_out(network)
         return network
 
-    def _cut(self) -> list[nn.Module]:
+    def _divide(self) -> list[nn.Module]:
         self._split(self.network, self._plan)
         return [self.network]
 
     def _split(self, network: nn.Module, plan: Plan) -> None:
         """Split the layers that the plan names over the tensor ranks, if there are any, and their random numbers."""
-        if self._mesh:
-            cut(network, self._mesh, plan)
+        if self._tensor_ranks.size > 1:
+            split(network, self.strategy.mesh["tensor"], plan)
             self._masks.follow(network, plan)
 
     def _shard(self, names: list[str]) -> None:
@@ -61,22 +64,25 @@ class PlacedTensor(Placed):
         send_values(self._values, self.network, self.strategy.world, self.strategy.device)
         del self._values
 
-    def _computing(self) -> Any:
-        stack = ExitStack()
-        stack.enter_context(super()._computing())
-        stack.enter_context(loss_parallel())  # for outputs that the plan leaves cut by class; others are untouched
-        return stack
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with super()._computing(), loss_parallel():  # for outputs that the plan leaves split by class, and only those
+            yield
 
     def _settle_gradients(self) -> None:
         self._masks.forget()
-        settle(self.network.parameters())  # sums over tensor ranks first: means of halves would be means of nothing
-        self._average()
-        self._shared.decide()  # the last to touch gradients: afterwards they are the same bits on all tensor ranks
+        # sums over tensor ranks first: means of halves would be means of nothing
+        settle(self.network.parameters())
+        # the data ranks' mean, of what fully_shard has not averaged in the backward
+        average_gradients(self._whole_on_data_ranks, self.strategy.data, self.strategy.bucket_mb * 2**20)
+        # the last to touch gradients: afterwards they are the same bits on all tensor ranks
+        self._shared.decide()
         if self._young:
             self._shared.refuse_apart()  # before anything is learned
 
-    def _average(self) -> None:
-        """Collective: gradients become their mean over the data ranks, where that has not been done yet."""
+    @cached_property
+    def _whole_on_data_ranks(self) -> list[nn.Parameter]:
+        return not_spread(self.network)
 
     @cached_property
     def _shared(self) -> Shared:
@@ -90,9 +96,7 @@ class PlacedTensor(Placed):
     def _whole(self, output: Any) -> Any:
         return changed(output, lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
 
-    def optimizer(
-        self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: Iterable[dict[str, Any]]
-    ) -> torch.optim.Optimizer:
+    def optimizer(self, make: Callable[[Groups], torch.optim.Optimizer], groups: Groups) -> torch.optim.Optimizer:
         """Build the optimizer; split and whole parameters in groups of their own, for its kernels take no mixture."""
         unmixed = [one for group in groups for one in _unmixed(group)]
         optimizer = make(unmixed)

@@ -1,39 +1,35 @@
-"""One network cut over all processes: each holds a part of every large layer."""
+"""Layers split over neighbouring ranks, by the plan that the network brings; one copy of it, or several."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from trainer.learning.task import Task
-from trainer.parallel.ranks import Ranks
-from trainer.parallel.tensor import refuse_plan
 from trainer.strategies.joined import Meshed
-from trainer.strategies.layers import refuse_sparse
 from trainer.strategies.placed import Placed
 from trainer.strategies.placed_tensor import PlacedTensor
 
 
 @dataclass
 class TP(Meshed):
-    """One network cut over all processes by its plan; all read the same data, activations travel in every layer."""
+    """Each rank holds a shard of every large layer; activations travel in every layer.
 
-    def data_ranks(self, world_size: int) -> int:
-        """One slice: tensor ranks read the same samples."""
-        return 1
+    Degrees multiply to the processes: `replicate` copies, which average gradients, each split over `tensor` ranks,
+    which read the same samples. DDP around split layers trains right but loses them from the state: not used here.
+    """
 
-    def check(self, task: Task, network: nn.Module, world_size: int) -> None:
-        """Refuse sparse gradients, a network without a plan, or one whose sizes do not divide."""
-        refuse_sparse(network, self.name)
-        refuse_plan(network, task.plan(network), world_size)
+    axis: ClassVar[str] = "tensor"
+    replicate: int | None = 1  # copies of the network; None: what tensor leaves
+    tensor: int | None = None  # ranks that hold one copy, best on one machine; None: what replicate leaves
 
-    def _arrange(self) -> None:
-        self.data = Ranks()
-        self.mesh = init_device_mesh(self.device.type, (self.world.size,), mesh_dim_names=("tensor",))
+    @property
+    def name(self) -> str:
+        """The word for these degrees."""
+        return "tp" if self.replicate == 1 else "ddp_tp"
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
-        """Collective: cut a network over all ranks."""
-        return PlacedTensor(self, task, network, example, self.mesh)
+        """Collective: put this rank's shards of a network here."""
+        return PlacedTensor(self, task, network, example)

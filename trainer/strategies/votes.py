@@ -22,7 +22,7 @@ class Votes:
         self._place = place
         # Alone nobody need be asked, and beside a GPU a vote costs no time: there each step's vote is what hears of a
         # rank that hangs before the host waits for the GPU, where nothing but NCCL's watchdog would end it.
-        self._most = MOST if place.world_size > 1 and place.device.type == "cpu" else 1
+        self._most = MOST if place.world.size > 1 and place.device.type == "cpu" else 1
         self._apart = self._left = 1  # steps from the last vote to the next; how many of them are still to come
         self._since = -inf  # nothing is known about steps until the second vote
 
@@ -33,8 +33,7 @@ class Votes:
             self._vote = Vote((False,) * (1 + len(flags)))
             return
         now = perf_counter()
-        # all ranks; 8 bytes a number: how long a step took, and the flags
-        self._vote = self._place.vote((now - self._since) / self._apart, *flags)
+        self._vote = self._begin((now - self._since) / self._apart, *flags)  # how long a step took, and the flags
         self._since = now
 
     def read(self) -> list[bool]:
@@ -43,3 +42,11 @@ class Votes:
         if not self._left:
             self._apart = self._left = max(1, min(self._most, int(SECONDS / slowest)))
         return [bool(flag) for flag in flags]
+
+    def now(self, *flags: bool) -> list[bool]:
+        """Collective: the flags that some rank has raised, beside those of the steps; waits for the answer."""
+        return [bool(flag) for flag in self._begin(*flags).read()]
+
+    def _begin(self, *numbers: float) -> Vote:
+        # all ranks; 8 bytes a number, as a CPU tensor while the step computes: no GPU waits
+        return self._place.world.vote(numbers, self._place.patience)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,7 @@ from trainer.parallel.clip import global_norm
 from trainer.parallel.owners import Delivery, owned_buckets, owners, send_from_owners
 from trainer.parallel.ranks import Group
 from trainer.strategies.joined import Joined
-from trainer.strategies.layers import refuse_sparse
-from trainer.strategies.placed import Placed
+from trainer.strategies.placed import Groups, Placed
 
 
 @dataclass
@@ -30,14 +29,10 @@ class Zero1(Joined):
     bucket_mb: int = 25  # MiB of gradients or parameters that travel as one; larger: fewer and later
     owning: Group = field(init=False, repr=False)  # all ranks again, for gradients and parameters alone
 
-    def data_ranks(self, world_size: int) -> int:
-        """Every process reads its own slice."""
-        return world_size
-
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse sparse gradients: buckets are dense."""
         super().check(task, network, world_size)
-        refuse_sparse(network, self.name)
+        self._refuse_sparse(network)
 
     def _arrange(self) -> None:
         super()._arrange()
@@ -72,7 +67,7 @@ class _Placed(Placed):
     def _sync(self, last: bool) -> Any:
         if last:
             self._delivery.begin()
-        return self._computing()
+        return super()._sync(last)
 
     def _settle_gradients(self) -> None:
         self._delivery.finish()
@@ -90,9 +85,7 @@ class _Placed(Placed):
         send_from_owners(self._buckets, self.strategy.owning)
         return norm
 
-    def optimizer(
-        self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: Iterable[dict[str, Any]]
-    ) -> torch.optim.Optimizer:
+    def optimizer(self, make: Callable[[Groups], torch.optim.Optimizer], groups: Groups) -> torch.optim.Optimizer:
         """Build the optimizer over what this rank owns, with every group, also where none of it is this rank's.
 
         Frozen parameters have no owner.
