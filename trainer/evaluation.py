@@ -21,7 +21,7 @@ def rehearse(strategy: Strategy, placed: Placed, task: Task, stream: EvaluationS
     sums: dict[str, Tensor] = {}
     for batch, valid in stream.batches(1):
         _add(sums, placed.evaluate(batch, valid))
-    figures, best = _figures(task, strategy.reduce(sums)), best.removeprefix("-")
+    figures, best = _figures(task, strategy.totals(sums).read()), best.removeprefix("-")
     if best not in figures:
         raise Refusal(f"checkpoint.best={best}: the task's figures are {', '.join(figures)}{nearest(best, figures)}")
 
@@ -40,7 +40,7 @@ def evaluate(
         _add(sums, placed.evaluate(batch, valid))
         if any(votes.read()):
             return None
-    totals = strategy.reduce(sums)
+    totals = strategy.totals(sums).read()
     if int(totals["samples"]) != stream.size:
         raise RuntimeError(f"evaluated {int(totals['samples'])} samples of a set of {stream.size}")
     return _figures(task, totals)

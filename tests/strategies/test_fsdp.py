@@ -136,7 +136,7 @@ def odd(launch: Launch, word: str, fields: dict[str, Any], precision: str) -> tu
         for step, batches in enumerate(stream.epoch(0)):
             parts = placed.forward_backward(batches, step)
             placed.optimizer_step(optimizer, 1.0)
-            losses.append(float(strategy.reduce(parts)["loss"]))
+            losses.append(float(strategy.totals(parts).read()["loss"]))
         parameters = placed.network.named_parameters()
         held = {name: (p.to_local() if isinstance(p, DTensor) else p).numel() for name, p in parameters}
     return losses, held

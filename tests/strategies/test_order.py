@@ -141,9 +141,9 @@ def train(launch: Launch, case: Order) -> dict[str, Any]:
         for step, batches in zip(range(case.steps), stream.epoch(0), strict=False):
             parts = placed.forward_backward(batches, step)
             placed.optimizer_step(optimizer, 1.0)
-            losses.append(float(strategy.reduce(parts)["loss"]))
+            losses.append(float(strategy.totals(parts).read()["loss"]))
         placed.settle()
-        figures = strategy.reduce(_evaluated(placed, strategy))
+        figures = strategy.totals(_evaluated(placed, strategy)).read()
         weights = {name: whole(value) for name, value in placed.network.state_dict().items()}
     if case.compile:
         torch.compiler.reset()

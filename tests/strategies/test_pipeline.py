@@ -140,7 +140,7 @@ def learn(launch: Launch, run: Run) -> dict[str, Any]:
         for step in range(run.steps):
             sums = placed.forward_backward(share(strategy, run, step), step)
             seen["norms"].append(float(placed.optimizer_step(optimizer, 1.0)))
-            seen["sums"].append({name: float(value) for name, value in strategy.reduce(sums).items()})
+            seen["sums"].append({name: float(value) for name, value in strategy.totals(sums).read().items()})
         placed.settle()
         for size in (7, 4, 1):
             rank, ranks = strategy.data.rank, strategy.data.size
@@ -148,7 +148,7 @@ def learn(launch: Launch, run: Run) -> dict[str, Any]:
             indices = torch.tensor(own or [0])
             inputs, targets = samples(1000, size)
             batch = Batch(taken(inputs, indices), taken(targets, indices), indices, range(size), size)
-            totals = strategy.reduce(placed.evaluate(batch, len(own)))
+            totals = strategy.totals(placed.evaluate(batch, len(own))).read()
             seen["evaluations"].append({name: value.double().flatten().tolist() for name, value in totals.items()})
         seen["weights"] = {name: toys.gathered(value) for name, value in placed.network.state_dict().items()}
         seen["memories"] = sorted(placed.state(optimizer))

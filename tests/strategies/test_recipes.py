@@ -72,7 +72,7 @@ def losses(
             for batches in stream.epoch(step // stream.steps_per_epoch):
                 parts = placed.forward_backward(batches, step)
                 norms.append(float(placed.optimizer_step(optimizer, 1.0)))
-                seen.append(float(chosen.reduce(parts)["loss"]))
+                seen.append(float(chosen.totals(parts).read()["loss"]))
                 step += 1
                 if step == steps:
                     break

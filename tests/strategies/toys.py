@@ -298,7 +298,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
                 parts = placed.forward_backward(batches, step)
                 norm = placed.optimizer_step(optimizer, 1.0)
                 indices = torch.cat([batch.indices for batch in batches])
-                totals = strategy.reduce({**parts, "digest": digest(indices)})
+                totals = strategy.totals({**parts, "digest": digest(indices)}).read()
                 seen["losses"].append(float(totals["loss"]))
                 seen["parts"].append({name: float(value) for name, value in totals.items() if name != "digest"})
                 seen["norms"].append(float(norm))
@@ -315,7 +315,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
         for batch, valid in evaluation.batches():
             for name, part in placed.evaluate(batch, valid).items():
                 sums[name] = sums.get(name, 0) + part
-        totals = strategy.reduce(sums)
+        totals = strategy.totals(sums).read()
         seen["samples"], seen["figures"] = int(totals["samples"]), task.finish(totals)
         seen["data_rank"] = strategy.data.rank
         seen["names"] = [name for name, _ in placed.network.named_parameters()]

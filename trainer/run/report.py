@@ -20,6 +20,7 @@ from trainer.data.order import size_of
 from trainer.launch.launch import Launch
 from trainer.records.found import Found
 from trainer.run.preparation import Prepared
+from trainer.strategies.machine import Machine
 
 PACKAGES = ("trainer", "torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "rich")
 
@@ -39,7 +40,7 @@ def describe(run: Prepared) -> dict[str, Any]:
         "strategy": strategy.name,
         "world_size": strategy.world.size,
         "precision": machine.resolved_precision,
-        "devices": machine.devices,
+        "devices": devices(machine),
         "hosts": sorted(set(hosts)),
         "horizon": run.length.steps,
     }
@@ -52,8 +53,8 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
     samples = size_of(run.evaluation) if run.evaluation is not None else 0
     return [
         f"run folder  {run.folder.path}",
-        f"strategy    {strategy.name} on {strategy.world.size} process(es); {machine.devices}",
-        f"precision   {machine.arithmetic}",
+        f"strategy    {strategy.name} on {strategy.world.size} process(es); {devices(machine)}",
+        f"precision   {arithmetic(machine)}",
         f"network     {type(run.network).__name__}, {count:,} parameters",
         f"batch       {run.batches}",
         f"length      {run.length}; schedule {type(run.schedule).__name__.lower()}",

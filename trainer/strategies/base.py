@@ -39,10 +39,7 @@ class Strategy(Place):
         return 1
 
     def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
-        """Refuse a number of micro-batches, or shares that differ in size, where this strategy cannot run them.
-
-        share: samples of one data rank in a step.
-        """
+        """Refuse numbers of micro-batches, or shares (a data rank's samples in a step) of unequal size."""
 
     def outline(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
         """The network to check and to place: here whole, as its constructor makes it, for every rank keeps all of it.

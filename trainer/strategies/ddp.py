@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal
@@ -53,8 +53,11 @@ class _Placed(Placed):
         strategy = self.strategy
         if not any(parameter.requires_grad for parameter in self.network.parameters()):
             raise Refusal("strategy=ddp: the network has no trainable parameter, so no gradient to average")
-        if not (strategy.find_unused_parameters or strategy.static_graph):
-            self._refuse_unused()
+        # DDP would only fail in the second step, and not name them
+        unused = [] if strategy.find_unused_parameters or strategy.static_graph else self._rehearse(self._called)
+        if unused:
+            shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+            raise Refusal(f"these parameters get no gradient: {shown}; set strategy.find_unused_parameters=true")
         self._replica = DistributedDataParallel(
             self._called,
             process_group=strategy.world.group,
@@ -67,43 +70,27 @@ class _Placed(Placed):
         )
         if strategy.compress:
             self._replica.register_comm_hook(strategy.world.group, COMPRESSION[strategy.compress])
+        # DDP sorts its buckets anew after the first backward, which changes in which order gloo adds up, and so the
+        # last bits: without this a resumed run would differ from one that was never interrupted. A static graph needs
+        # its first backward synchronised, too.
         self._rehearse(self._replica)
         return self._replica
 
     def _sync(self, last: bool) -> Any:
         return nullcontext() if last else self._replica.no_sync()
 
-    def _refuse_unused(self) -> None:
-        """Name the parameters that a step leaves without a gradient: DDP would only fail in the second one."""
-        with self._leaving_no_trace():
-            self._losses(self._called, *self.example)["loss"].backward()
-        trainable = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
-        unused = [name for name, parameter in trainable.items() if parameter.grad is None]
-        self.network.zero_grad(set_to_none=True)
-        if unused:
-            shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
-            raise Refusal(f"these parameters get no gradient: {shown}; set strategy.find_unused_parameters=true")
-
-    def _rehearse(self, replica: DistributedDataParallel) -> None:
-        """Collective: one synchronised backward that changes nothing.
-
-        DDP sorts its buckets anew after the first backward, which changes in which order gloo adds up, and so the last
-        bits: without this a resumed run would differ from one that was never interrupted. A static graph needs its
-        first backward synchronised, too.
-        """
-        with self._leaving_no_trace():
-            self._losses(replica, *self.example)["loss"].backward()
-        replica.zero_grad(set_to_none=True)
-
-    @contextmanager
-    def _leaving_no_trace(self) -> Iterator[None]:
-        """Compute in training mode and put every buffer and generator back."""
+    def _rehearse(self, forward: Callable[[Any, Any], Any]) -> list[str]:
+        """Collective if `forward` is: a step's backward that leaves no trace. The parameters that get no gradient."""
         self._mode(training=True)
         buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
         devices = [self.strategy.device] if self.strategy.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), self._computing(), uncompiled():
-            yield
+            self._losses(forward, *self.example)["loss"].backward()
+        trainable = {name: parameter for name, parameter in self.network.named_parameters() if parameter.requires_grad}
+        unused = [name for name, parameter in trainable.items() if parameter.grad is None]
+        self.network.zero_grad(set_to_none=True)
         with torch.no_grad():
             for name, buffer in self.network.named_buffers():
                 if name in buffers:  # one that the forward has just made is a cache
                     buffer.copy_(buffers[name])
+        return unused

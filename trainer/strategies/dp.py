@@ -38,10 +38,10 @@ class DP(Strategy):
     def notes(self, network: nn.Module) -> list[str]:
         """Say on how many GPUs it really runs."""
         count = len(self.devices())
+        line = f"dp: each micro-batch is dealt out to {count} GPUs"
         if count < 2:
             line = f"dp: {count} GPU(s) visible, nothing to deal out; training on {self.device} like strategy=single"
-            return [line, *super().notes(network)]
-        return [f"dp: each micro-batch is dealt out to {count} GPUs", *super().notes(network)]
+        return [line, *super().notes(network)]
 
     def devices(self) -> list[int]:
         """The GPUs among which a micro-batch is dealt."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from trainer.learning.task import Task
 from trainer.parallel.shard import Sharding, reshard, shard
 from trainer.parallel.units import units
-from trainer.refusal import Refusal
 from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed
 from trainer.strategies.placed_tensor import PlacedTensor
@@ -20,20 +19,20 @@ from trainer.strategies.placed_tensor import PlacedTensor
 
 @dataclass
 class FSDP(Meshed):
-    """Each rank holds a part of every parameter; a unit is gathered when it computes, and released.
+    """Each rank holds a shard of every parameter; a unit is gathered when it computes, and released.
 
-    Degrees multiply to the processes: `replicate` copies (HSDP), each spread over `shard` ranks, of which each is cut
-    over `tensor` ranks by the plan.
+    Degrees multiply to the processes: `replicate` copies (HSDP), each spread over `shard` ranks, and split over
+    `tensor` ranks by the plan before that.
     """
 
     axis: ClassVar[str] = "shard"
     replicate: int = 1  # copies of the network; they average gradients
     shard: int | None = None  # ranks that one copy is spread over; None: what the others leave
-    tensor: int = 1  # ranks that one part is cut over, by the plan; keep them on one machine
+    tensor: int = 1  # ranks that a layer is split over, by the plan; keep them on one machine
     reshard_after_forward: bool = True  # true: gathered anew for the backward (ZeRO-3); false: kept until then (ZeRO-2)
     sync_micro_batches: bool = False  # gradients travel after each micro-batch: more traffic, no whole gradient is kept
     param_dtype: Literal["bf16"] | None = None  # what parameters are gathered in; masters stay fp32. None: as they are
-    cpu_offload: bool = False  # parts and optimizer state lie in the host's memory; the optimizer runs there
+    cpu_offload: bool = False  # shards and optimizer state lie in the host's memory; the optimizer runs there
     prefetch: int = 1  # units gathered before they are needed
 
     @property
@@ -43,8 +42,6 @@ class FSDP(Meshed):
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse also units that are not there."""
-        if self.prefetch < 1:
-            raise Refusal(f"strategy.prefetch={self.prefetch}: at least 1 unit is gathered ahead")
         super().check(task, network, world_size)
         units(network, task.plan(network))
 

@@ -1,4 +1,4 @@
-"""What a step learns from: the loss, each micro-batch's share of it, and what an evaluation adds up."""
+"""What a step learns from: what the task makes of the network, each micro-batch's share, what an evaluation adds up."""
 
 from __future__ import annotations
 
@@ -6,11 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.learning.task import Task
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.totals import wide
+
+
+class TaskNetwork(nn.Module):
+    """A network and how its task calls it, as one module: what a wrapper like DDP must wrap."""
+
+    def __init__(self, task: Task, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self._task = task
+
+    def forward(self, inputs: Any, targets: Any) -> Any:
+        """The task's forward over the network."""
+        return self._task.forward(self.network, inputs, targets)
 
 
 def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:

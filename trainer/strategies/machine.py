@@ -65,9 +65,8 @@ class Machine:
         if self.interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = self.interface
             os.environ["NCCL_SOCKET_IFNAME"] = f"={self.interface}"  # without the sign eth1 would mean eth10, too
-        with (
-            warnings.catch_warnings()
-        ):  # torch 2.9 and some after it recommend names that break `cudnn.flags` (#179445)
+        with warnings.catch_warnings():
+            # torch 2.9 and some after it recommend names that break `cudnn.flags` (#179445)
             warnings.simplefilter("ignore", UserWarning)
             torch.backends.cudnn.allow_tf32 = self.tf32  # torch's default is true: an fp32 that is none
             torch.backends.cuda.matmul.allow_tf32 = self.tf32
@@ -85,16 +84,6 @@ class Machine:
         return "bf16" if self.on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
     @property
-    def arithmetic(self) -> str:
-        """The resolved precision in words, and what TF32 makes of it."""
-        precision = self.resolved_precision
-        if not self.on_gpu or precision == "fp64":
-            return f"{precision}; tf32=true changes nothing here" if self.tf32 else precision
-        if self.tf32:
-            return f"{precision}; what is multiplied in fp32 is rounded to TF32"
-        return f"{precision}; tf32=true is faster and less exact" if precision == "fp32" else precision
-
-    @property
     def parameter_dtype(self) -> torch.dtype:
         """What weights are held in: fp64 for proofs, else fp32 (bf16 and fp16 are for the arithmetic only)."""
         return torch.float64 if self.resolved_precision == "fp64" else torch.float32
@@ -103,17 +92,3 @@ class Machine:
         """The context of a forward pass in the resolved precision."""
         dtype = _AUTOCAST.get(self.resolved_precision)
         return torch.autocast(device.type, dtype) if dtype else nullcontext()
-
-    @property
-    def devices(self) -> str:
-        """The devices in use of those that this machine has, and how to use them all."""
-        used = self.launch.local_world_size
-        if not self.on_gpu:
-            return f"cpu, {used} process(es) of {torch.get_num_threads()} thread(s) on {os.cpu_count()} cores"
-        seen = torch.cuda.device_count()
-        more = (
-            f"; all of them: torchrun --standalone --nproc-per-node {seen} -m trainer strategy=ddp …"
-            if used < seen
-            else ""
-        )
-        return f"{used} of {seen} GPU(s), {torch.cuda.get_device_name(0)}{more}"

@@ -15,7 +15,8 @@ from trainer.parallel.pipeline.schedules import KINDS, Layout, Name, runs_over_g
 from trainer.parallel.shard import Sharding
 from trainer.refusal import Refusal
 from trainer.strategies.joined import Meshed
-from trainer.strategies.placed import Placed, TaskNetwork
+from trainer.strategies.loss import TaskNetwork
+from trainer.strategies.placed import Placed
 from trainer.strategies.staged import PlacedStages
 
 
@@ -60,11 +61,6 @@ class PP(Meshed):
             several = "" if kind.several else "; strategy.schedule=Interleaved1F1B takes several"
             raise Refusal(f"strategy.stages_per_rank={each}: {self.schedule} wants {fitting}{several}")
         return Layout(self.degrees(world_size)["pipe"], each, kind.turns_back)
-
-    def data_ranks(self, world_size: int) -> int:
-        """Each shard of each pipeline reads a slice of its own."""
-        self.layout(world_size)  # sums that need numbers alone are refused first
-        return super().data_ranks(world_size)
 
     def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
         """Refuse unequal micro-batches, and numbers of them that the schedule cannot run: torch would hang or fail."""

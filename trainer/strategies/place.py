@@ -78,7 +78,3 @@ class Place:
         `alike`: numbers that every rank has already, to arrive with them.
         """
         return Totals(sums, self.data, self.device, alike)
-
-    def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Collective: the same totals on every rank, each sample counted once, as CPU tensors."""
-        return self.totals(sums).read()

@@ -20,25 +20,12 @@ from trainer.parallel.recompute import recompute
 from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, space_for_optimizer
 from trainer.parallel.units import called, units
 from trainer.strategies.form import Form, refuse_extra_state
-from trainer.strategies.loss import add_share, evaluation_sums, shares, times, total_loss
+from trainer.strategies.loss import TaskNetwork, add_share, evaluation_sums, shares, times, total_loss
 from trainer.strategies.place import Place
 from trainer.strategies.scaler import NoScaler, Scaler
 from trainer.strategies.stopwatch import Stopwatch
 
 Groups = list[dict[str, Any]]  # of parameters, as torch.optim takes them
-
-
-class TaskNetwork(nn.Module):
-    """A network and how its task calls it, as one module: what a wrapper like DDP must wrap."""
-
-    def __init__(self, task: Task, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-        self._task = task
-
-    def forward(self, inputs: Any, targets: Any) -> Any:
-        """The task's forward over the network."""
-        return self._task.forward(self.network, inputs, targets)
 
 
 class Placed:
@@ -234,8 +221,8 @@ class Placed:
         Refusal where the checkpoint's names or shapes are not this network's.
         """
         fits(self._shapes, stored)
-        scaler = {name: value for name, value in self.scaler.state().items() if name in stored}
-        space = {name: torch.empty_like(value) for name, value in {**self.network.state_dict(), **scaler}.items()}
+        own = {**self.network.state_dict(), **self.scaler.state()}
+        space = {name: torch.empty_like(value) for name, value in own.items() if name in stored}
         return space | space_for_optimizer(self.network, optimizer, stored, self._shapes)
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,6 +62,9 @@ class PlacedTensor(Placed):
         make_room(self.network, self.strategy.device, shards)
         send_values(self._values, self.network, self.strategy.world, self.strategy.device)
         del self._values
+        # only now is it clear what each rank holds of which parameter
+        self._copied = not_spread(self.network)
+        self._shared = Shared(self.network, self._tensor_ranks)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -74,19 +76,11 @@ class PlacedTensor(Placed):
         # sums over tensor ranks first: means of halves would be means of nothing
         settle(self.network.parameters())
         # the data ranks' mean, of what fully_shard has not averaged in the backward
-        average_gradients(self._whole_on_data_ranks, self.strategy.data, self.strategy.bucket_mb * 2**20)
+        average_gradients(self._copied, self.strategy.data, self.strategy.bucket_mb * 2**20)
         # the last to touch gradients: afterwards they are the same bits on all tensor ranks
         self._shared.decide()
         if self._young:
             self._shared.refuse_apart()  # before anything is learned
-
-    @cached_property
-    def _whole_on_data_ranks(self) -> list[nn.Parameter]:
-        return not_spread(self.network)
-
-    @cached_property
-    def _shared(self) -> Shared:
-        return Shared(self.network, self._tensor_ranks)
 
     def settle(self) -> None:
         """Collective: running statistics become the data ranks' mean, and those of the first tensor rank."""

@@ -51,11 +51,9 @@ class Scaler(NoScaler):
         self._good = torch.zeros((), device=device)  # steps since the last overflow or growth
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
         return loss * self._scale
 
     def unscale_(self, parameters: list[Tensor]) -> None:
-        """Undo the scale in the gradients."""
         multiply_([p.grad for p in parameters if p.grad is not None], 1.0 / self._scale)
 
     def allows_step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> bool:

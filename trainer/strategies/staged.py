@@ -23,8 +23,7 @@ from trainer.parallel.ranks import Group
 from trainer.parallel.shard import Sharding, reshard, shard
 from trainer.parallel.units import called, matches, units
 from trainer.strategies.joined import Meshed
-from trainer.strategies.loss import evaluation_sums
-from trainer.strategies.placed import TaskNetwork
+from trainer.strategies.loss import TaskNetwork, evaluation_sums
 from trainer.strategies.placed_tensor import PlacedTensor
 
 
@@ -163,7 +162,8 @@ class PlacedStages(PlacedTensor):
 
     def _schedule(self, batches: list[Any]) -> Any:
         """The schedule for micro-batches of these shapes. Collective where it is new on some data rank."""
-        shapes = {_shapes(batch.inputs, batch.targets) for batch in batches}
+        every = [tensors((batch.inputs, batch.targets)) for batch in batches]
+        shapes = {tuple((tuple(tensor.shape), tensor.dtype) for tensor in one) for one in every}
         if len(shapes) > 1:
             raise RuntimeError("the micro-batches of a step differ in shape; those of a pipeline must be alike")
         key = (*shapes, len(batches))
@@ -171,13 +171,11 @@ class PlacedStages(PlacedTensor):
         if self._several or self.strategy.sync_bn:  # then a forward is collective over the data ranks
             self.strategy.data.all_reduce_max_(new).wait()  # the data ranks; one byte: is it new to any of them?
         if new:
-            self._schedules[key] = self._made(self._tried(batches[0]), len(batches))
+            # one forward that leaves no trace, to see which shapes are handed on; some schedules gather the last ahead
+            with torch.no_grad(), self._computing(), dealt(batches[0].span), buffers_kept(self.network):
+                _, handed = self._flow(batches[0].inputs, batches[0].targets)
+            self._schedules[key] = self._made(handed, len(batches))
         return self._schedules[key]
-
-    def _tried(self, batch: Any) -> dict[int, tuple[Tensor, ...]]:
-        """Collective over the pipeline: one forward that leaves no trace, to see which shapes are handed on."""
-        with torch.no_grad(), self._computing(), dealt(batch.span), buffers_kept(self.network):
-            return self._flow(batch.inputs, batch.targets)[1]  # the last too: some schedules gather it ahead
 
     def _made(self, handed: dict[int, tuple[Tensor, ...]], micro_batches: int) -> Any:
         from torch.distributed.pipelining import PipelineStage  # here, because the import takes seconds
@@ -207,7 +205,3 @@ def _learnable(number: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 " gradient can come back: cut elsewhere, in the plan's cuts"
             )
     return tuple(torch.empty_like(value, requires_grad=True) for value in received)
-
-
-def _shapes(inputs: Any, targets: Any) -> Hashable:
-    return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors((inputs, targets)))
