@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 from trainer.data.seeds import mix, seed_torch
 from trainer.data.tree import floats_as, tensors
 from trainer.learning.task import Task
-from trainer.parallel.buckets import average_gradients
 from trainer.parallel.gather import dealt
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.handover import Handover, InOrder, broadcast_sums, in_order
