@@ -65,6 +65,25 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
     ]
 
 
+def devices(machine: Machine) -> str:
+    """The devices in use of those that this machine has, and how to use them all."""
+    used, seen = machine.launch.local_world_size, torch.cuda.device_count()
+    if not machine.on_gpu:
+        return f"cpu, {used} process(es) of {torch.get_num_threads()} thread(s) on {os.cpu_count()} cores"
+    more = f"; all of them: torchrun --standalone --nproc-per-node {seen} -m trainer strategy=ddp …"
+    return f"{used} of {seen} GPU(s), {torch.cuda.get_device_name(0)}{more if used < seen else ''}"
+
+
+def arithmetic(machine: Machine) -> str:
+    """The resolved precision in words, and what TF32 makes of it."""
+    precision = machine.resolved_precision
+    if not machine.on_gpu or precision == "fp64":
+        return f"{precision}; tf32=true changes nothing here" if machine.tf32 else precision
+    if machine.tf32:
+        return f"{precision}; what is multiplied in fp32 is rounded to TF32"
+    return f"{precision}; tf32=true is faster and less exact" if precision == "fp32" else precision
+
+
 def end_lines(run: Prepared, figures: dict[str, float] | None, step: int, done: bool) -> list[str]:
     """How it ended, and what to do next."""
     folder = shlex.quote(str(run.folder.path))
