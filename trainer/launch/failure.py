@@ -37,7 +37,7 @@ _ECHOES = {
     r"connection (was )?(closed|reset)|closed by peer|broken pipe|remote process exited": (
         "Another process of the run disappeared without a word: killed from outside, or for want of memory."
     ),
-    r"socket timeout|timed out( waiting|!)|(NCCL|ProcessGroup)(.|\n)*(timed out|timeout)": (
+    r"socket timeout|timed out( waiting|!)|timeout[\s\S]*NCCL|(NCCL|ProcessGroup)[\s\S]*(timed out|timeout)": (
         "Another process of the run stopped answering: it hangs, or does something else than this one."
     ),
     r"connection refused|socket closed|connectFullMesh|pair closure|NCCL|ProcessGroup|failed to (send|recv)": "",

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -40,11 +41,8 @@ def say(text: str) -> None:
 def note(text: str, folder: Path | None, rank: int) -> None:
     """Append to the rank's log file; a full disk must not hide why a run ended."""
     if folder is not None:
-        try:
-            with log_path(folder, rank).open("a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        except OSError as error:
-            logging.getLogger(__name__).warning("cannot write %s: %s", log_path(folder, rank), error)
+        with suppress(OSError), log_path(folder, rank).open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
 def log_path(folder: Path, rank: int) -> Path:

@@ -163,19 +163,16 @@ def end(run: Prepared, trainer: Trainer, stop: StopRequest, done: bool) -> int:
     """Collective: say how it ended, in status.json first, which a launcher's end may cut off; the exit code."""
     launch, step, log = run.machine.launch, trainer.progress.step, trainer.log
     lost = not done and left_behind(launch, stop, run.strategy.world.all_gather_values)
-    reason = None if done else "another machine left the run" if lost else why(run, stop)
+    # why it stopped before its end, as far as this rank knows
+    after = run.settings.run.stop_after
+    asked = stop.reason or ("another rank was asked to stop" if after is None else f"run.stop_after={after:g} s")
+    reason = None if done else "another machine left the run" if lost else asked
     run.folder.report("completed" if done else "preempted", step, reason)
     # where the time went, now that all steps are done and no line is under way
     spent = trainer.placed.watch.line(ahead=run.strategy.device.type == "cuda")
     log.start([spent, *trainer.profile.close(), *end_lines(run, trainer.figures, step, done)])
     log.close()
     return exit_code(done, launch, lost)
-
-
-def why(run: Prepared, stop: StopRequest) -> str:
-    """Why a run stopped before its end, as far as this rank knows."""
-    after = run.settings.run.stop_after
-    return stop.reason or (f"run.stop_after={after:g} s" if after is not None else "another rank was asked to stop")
 
 
 def exit_code(done: bool, launch: Launch, lost: bool = False) -> int:
