@@ -12,7 +12,7 @@ import pytest
 from tests.commands import SMALL, Command, files_below, finish, lines, single, status, torchrun
 from trainer.configuration.multirun import Multirun, multirun, whole_words
 from trainer.refusal import Refusal
-from trainer.run.child import STOPPED, meaning
+from trainer.run.sweep import STOPPED, meaning
 
 # --------------------------------------------------------------------------------------------------- what is asked for
 

@@ -57,6 +57,7 @@ def build(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) 
     """
     call = _checked_group(node, kind, where, names, extra)
     made = _make(call, extra)
+    # once more, of the object: a function may promise one thing and return another
     if not isinstance(made, kind):
         raise Refusal(
             f"{where}: {real_name(call.target)} returned a {type(made).__name__}; {where} must be a {kind.__name__}"
@@ -83,13 +84,14 @@ def maker(
 
     `own`: keys of the node that are the framework's and not the target's.
     """
+    # The first argument is not there yet; everything else is checked now, before any process group.
     first = next(iter(inspect.signature(_group_target(node, kind, where, names)).parameters), "")
     call = _checked_group(node, kind, where, names, [first, *extra], own)
 
     def make(value: Any) -> Any:
         return _make(call, {first: value, **extra})
 
-    if issubclass(kind, Optimizer):  # they check the range of their numbers when made: before any process group, then
+    if issubclass(kind, Optimizer):  # they check the range of their numbers when they are made
         make([nn.Parameter(torch.zeros(2, 2))])
     return make
 

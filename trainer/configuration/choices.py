@@ -135,10 +135,6 @@ def unread(found: Mapping[str, Any], written: Mapping[str, Any], known: Iterable
     return wrong
 
 
-# What a value must be where its group's yaml has one of this type; must it be whole? Its target's signature says.
-_LIKE = {int: float}
-
-
 def mistyped(found: Mapping[str, Any], before: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, str]:
     """By its path a line for each value of another kind than the one which its group's yaml gives this key."""
     wrong = {}
@@ -151,7 +147,8 @@ def mistyped(found: Mapping[str, Any], before: Mapping[str, Any], written: Mappi
         if value == wanted or value is None or wanted is None or not (in_group and same_target):
             continue
         of_numbers = isinstance(wanted, list) and wanted and all(fits(each, float) for each in wanted)
-        kind: Any = list[float] if of_numbers else _LIKE.get(type(wanted), type(wanted))
+        # a number like a number: whether it must be whole, the signature says
+        kind: Any = list[float] if of_numbers else {int: float}.get(type(wanted), type(wanted))
         try:
             converted(value, kind)
         except Refusal as expected:

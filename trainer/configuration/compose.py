@@ -36,6 +36,7 @@ def compose(argv: Sequence[str]) -> DictConfig:
     Refusal lists everything that is wrong with it. For --help, --cfg and their like the answer is printed and the
     process ends (SystemExit).
     """
+    # What it says, word by word, before anything is composed.
     words = read(argv)
     if {"--shell-completion", "--hydra-help", "--version"} & {*words.flags}:  # no word could change the answer
         _answer(words, words.overrides)
@@ -110,6 +111,7 @@ def quoted(word: str) -> str:
 
 
 def _brief(error: BaseException) -> str:
+    # an assert says nothing; what it followed from may
     while not str(error).strip() and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, yaml.YAMLError):  # several lines, with the file and the place in it

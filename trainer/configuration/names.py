@@ -66,9 +66,9 @@ class Names:
 
     def _beside(self, name: str) -> bool:
         """Does the module of this name lie beside a folder of yaml files? Nothing is imported to find out."""
-        file = _module_file(name)
+        place = _place(name)
         homes = [folder.resolve().parent for folder in self.folders]
-        return file is not None and any(file.is_relative_to(home) for home in homes) and not _installed(file)
+        return place is not None and any(place.is_relative_to(home) for home in homes) and not _installed(place)
 
 
 def real_name(found: Any) -> str:
@@ -76,53 +76,43 @@ def real_name(found: Any) -> str:
     return f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', type(found).__name__)}"
 
 
-def _module_file(name: str) -> Path | None:
-    """The file or folder of the innermost module that a dotted name begins with; imports nothing."""
+def _place(name: str) -> Path | None:
+    """Where what has this dotted name would lie: its package's folder and the names below it; imports nothing."""
     first, *rest = name.split(".")
     try:
         spec = find_spec(first)
     except (ImportError, ValueError):
         return None
-    if spec is None or (spec.submodule_search_locations is None and not spec.has_location):
-        return None  # not there, or built into Python
-    if spec.submodule_search_locations is None:
-        return Path(spec.origin or "").resolve()
-
-    # Of a package: as far down as there are folders and files. What follows are classes.
-    folder = Path(next(iter(spec.submodule_search_locations))).resolve()
-    for part in rest:
-        if (folder / f"{part}.py").is_file():
-            return folder / f"{part}.py"
-        if not (folder / part).is_dir():
-            break
-        folder = folder / part
-    return folder
+    # A class has no file of its own; that its name would lie below the lab's folder is all that is asked.
+    if spec is not None and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)), *rest).resolve()
+    return Path(spec.origin).resolve() if spec is not None and spec.origin and spec.has_location else None
 
 
-def _installed(file: Path) -> bool:
+def _installed(place: Path) -> bool:
     """Does it belong to Python or to an installed package, although its folder contains the lab's?"""
-    library = Path(sysconfig.get_paths()["stdlib"]).resolve()
-    places = {"site-packages", "dist-packages"}
-    return file.is_relative_to(library) or bool(places & set(file.parts))
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    return place.is_relative_to(library) or not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
 
 
 def _walk(name: str, where: str) -> Any:
     """Import the modules that the name begins with, then look into classes."""
     if name.startswith("recipes."):
         make_importable()
-    parts = name.split(".")
-    found: Any = _import(parts[0], name, where)
-    for index, part in enumerate(parts[1:], start=1):
+    first, *parts = name.split(".")
+    found, so_far = _import(first, name, where), first
+    for part in parts:
         if hasattr(found, part):
             found = getattr(found, part)
         elif isinstance(found, ModuleType):
-            found = _import(".".join(parts[: index + 1]), name, where)
+            found = _import(f"{so_far}.{part}", name, where)
         else:
-            raise Refusal(f"{where}: {name}: {'.'.join(parts[:index])} has no {part}{nearest(part, dir(found))}")
+            raise Refusal(f"{where}: {name}: {so_far} has no {part}{nearest(part, dir(found))}")
+        so_far = f"{so_far}.{part}"
     return found
 
 
-def _import(module: str, name: str, where: str) -> ModuleType:
+def _import(module: str, name: str, where: str) -> Any:
     try:
         return import_module(module)
     except Exception as error:

@@ -38,6 +38,7 @@ def submit(cfg: DictConfig, jobs: Sequence[Sequence[str]], folder: Path) -> list
         launcher = Plugins.instance().instantiate_launcher(context, run_words, cfg)
     except (ImportError, RuntimeError) as error:
         raise Refusal(f"hydra/launcher: {str(error).splitlines()[0]}") from error
+    # It returns when the last job has ended, with what run_words returned in each.
     returned = launcher.launch(cast(Any, [list(words) for words in jobs]), initial_job_idx=0)
     return [int(cast(Any, one.return_value)) for one in returned]
 

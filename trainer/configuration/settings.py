@@ -175,6 +175,7 @@ def _section(kind: Any, values: Any, written: Mapping[str, Any], wrong: dict[str
     """A section with all that is in it; what is wrong with a key is added, and the section then is None."""
     if not isinstance(values, dict):
         raise Refusal(f"a section with keys such as {', '.join(f'{prefix}{each.name}' for each in fields(kind)[:3])}")
+    # Key by key, wherever one is wrong: all mistakes are told at once.
     types, read = get_type_hints(kind, include_extras=True), {}
     for each in fields(kind):
         path, annotation = prefix + each.name, types[each.name]

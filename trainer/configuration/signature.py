@@ -23,6 +23,7 @@ def bound(
 
     written: all values by their path, for messages; given: parameters that the caller supplies.
     """
+    # as far as the signature tells: *args and **kwargs take what cannot be known
     parameters = inspect.signature(target).parameters
     types_of, called = hints(target), getattr(target, "__qualname__", repr(target))
     named = {name: each for name, each in parameters.items() if each.kind not in _VARIADIC}

@@ -53,6 +53,7 @@ def converted(value: Any, annotation: Any) -> Any:
 
 def _any_of(value: Any, kinds: Sequence[Any]) -> Any:
     """The value as one of these types, its own before others: 3 for int | str stays, for tuple | str it is a text."""
+    # a 3 could be read as a text, too: only where its own type is not among them
     reasons = []
     for kind in sorted(kinds, key=lambda kind: type(value) is not kind):
         try:
@@ -70,6 +71,7 @@ def _items(value: Any, kind: Any, args: Sequence[Any]) -> list | tuple:
         expected += {int: " of whole numbers", float: " of numbers"}.get(args[0], "")
     if not isinstance(value, list) or (fixed and len(value) != len(args)):
         raise Refusal(expected)
+    # What is wrong with one item is said of the list: that is what the user wrote.
     each = args if fixed else [args[0] if args else Any] * len(value)
     try:
         items = [converted(item, wanted) for item, wanted in zip(value, each, strict=True)]

@@ -1,24 +1,35 @@
 """Several runs in one command (-m): one after the other, each in processes of its own, so that one fails alone.
 
-Every rank has a parent that stays, and starts one child a run (child.py).
+Every rank has a parent that stays, and starts one child a run. What a run leaves in a process (memory of a device, a
+group that hangs, an aborted NCCL) goes with its processes.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainer.configuration.multirun import Job, Multirun, multirun, whole_words
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import meeting_at
+from trainer.launch.signals import REQUESTS, StopRequest
 from trainer.launch.status import read_status
 from trainer.records.folder import generated_name
 from trainer.refusal import Refusal
-from trainer.run.child import STOPPED, Requests, run_child
+
+STOPPED = 75  # as of a single run
+_LOOK = 0.2  # seconds between two looks at the child and at the store
+_GRACE = 30.0  # seconds that a child has after SIGTERM where its run is lost
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ def run_all(argv: Sequence[str], launch: Launch) -> int:
 
     Refusal, before anything starts, where the words of one cannot work.
     """
+    # What cannot work is refused by every rank for itself, with one sentence, before they meet.
     asked = multirun(argv)
     launch = meeting_at(launch, asked.init_method)
     plan = _agreed(asked, launch)
@@ -57,30 +69,28 @@ def _agreed(asked: Multirun, launch: Launch) -> dict[str, Any]:
         folder, store = str(Path(folder).expanduser().absolute()), launch.lasting_store()
         if store is not None:  # a restarted attempt goes on in the same folder
             folder = store.compare_set(f"trainer/{launch.run_id}/multirun", "", folder).decode()
-        jobs = [replace(job, words=(*whole_words(job, Path(folder)), *_here(launch, asked))) for job in asked.jobs]
+        # words that lead a job's processes to their parents' store, and to what a requeued job left
+        here = ["distributed.init_method=env://"] if asked.init_method.startswith("tcp://") and launch.address else []
+        here += ["run.resume=auto"] if launch.requeued and "run.resume=fresh" in asked.jobs[0].words else []
+        jobs = [replace(job, words=(*whole_words(job, Path(folder)), *here)) for job in asked.jobs]
         return {"folder": folder, "jobs": [vars(job) for job in jobs]}
 
     return decided_by_main(launch, "multirun", decide)
 
 
-def _here(launch: Launch, asked: Multirun) -> list[str]:
-    """Words that lead a job's processes to their parents: to the store of these, and to what a requeued job left."""
-    words = ["distributed.init_method=env://"] if asked.init_method.startswith("tcp://") and launch.address else []
-    return words + (["run.resume=auto"] if launch.requeued and "run.resume=fresh" in asked.jobs[0].words else [])
-
-
 def in_sequence(jobs: Sequence[Job], launch: Launch) -> tuple[list[Ended], bool]:
     """One job after the other; how each ended, and whether somebody asked to stop."""
     ended: list[Ended] = []
-    with Requests() as requests:
+    stop = False
+    with StopRequest(launch) as request:
         for number, job in enumerate(jobs):
             code = None
-            if not requests.stop:
+            if not stop:  # as all ranks have heard from each other, so that none waits for another's process
                 if launch.is_main and len(jobs) > 1:
                     print(f"\nrun {number + 1} of {len(jobs)}   {job.name}", flush=True)
-                code = run_child(job.words, number, launch, requests)
+                code, stop = run_child(job.words, number, launch, request)
             ended.append(Ended(job, code))
-    return ended, requests.stop
+    return ended, stop
 
 
 def submitted(jobs: Sequence[Job], asked: Multirun, folder: Path, launch: Launch) -> list[Ended]:
@@ -120,3 +130,106 @@ def _verdict(ended: list[Ended], stopped: bool, launch: Launch) -> int:
     from trainer.run.fit import exit_code  # a launcher that restarts what does not exit with 0
 
     return exit_code(not unfinished, launch)
+
+
+# ----------------------------------------------------------------------------------------------------------- one child
+
+
+def run_child(words: Sequence[str], number: int, launch: Launch, request: StopRequest) -> tuple[int, bool]:
+    """Collective: every rank starts its process of the job and waits for all; what the job's exit code means.
+
+    The second value: was anybody asked to stop, so that no further job should start?
+    """
+    # A launcher's processes end with 0 when they were stopped as asked: the file tells the code that was meant.
+    with TemporaryDirectory(prefix="trainer-job-") as scratch:
+        ending = Path(scratch) / "ending"
+        environment = _environment(launch, number, ending)
+        child = subprocess.Popen([sys.executable, "-m", "trainer", *words], env=environment)
+        code = _wait(child, number, launch, request)
+        if code == 0 and ending.exists():
+            code = int(ending.read_text())
+
+    # The first failing job's account goes where torchrun looks for this process's.
+    if code not in (0, STOPPED) and launch.address and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        account = Path(environment["TORCHELASTIC_ERROR_FILE"])
+        if account.is_file() and not Path(file).exists():
+            shutil.copyfile(account, file)
+    codes, stop = _told(code, number, launch, request.raised)
+    return meaning(codes, stop), stop
+
+
+def meaning(codes: list[int], stop: bool) -> int:
+    """The exit code of a job from those of its ranks."""
+    bad = [code for code in codes if code not in (0, STOPPED)]
+    if not bad:
+        return codes[0]  # the main rank knows whether it was stopped
+    if stop and all(-code in REQUESTS for code in bad):
+        return STOPPED  # before there was anything to save
+    return 2 if 2 in bad else 1
+
+
+def _environment(launch: Launch, number: int, ending: Path) -> dict[str, str]:
+    """What torchrun would export, for one job: the same store, but keys and an error file of its own."""
+    environment = {**os.environ, "TRAINER_EXIT_FILE": str(ending)}
+    if not launch.address:
+        return environment
+    if not launch.address.startswith("file://"):
+        environment["MASTER_ADDR"], environment["MASTER_PORT"] = launch.address.rsplit(":", 1)
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
+    if file != Path(os.devnull):
+        # beside the other ranks' of this job: they look there for what the main rank has said
+        file = file.parent.parent / f"job-{number}" / str(launch.local_rank) / file.name
+        file.parent.mkdir(parents=True, exist_ok=True)
+    return environment | {
+        "RANK": str(launch.rank),
+        "WORLD_SIZE": str(launch.world_size),
+        "LOCAL_RANK": str(launch.local_rank),
+        "LOCAL_WORLD_SIZE": str(launch.local_world_size),
+        "TORCHELASTIC_RUN_ID": f"{launch.run_id or 'multirun'}-{number}",
+        "TORCHELASTIC_RESTART_COUNT": str(launch.attempt),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parents' store, which outlives every job
+        "TORCHELASTIC_ERROR_FILE": str(file),
+    }
+
+
+def _wait(child: subprocess.Popen[bytes], number: int, launch: Launch, request: StopRequest) -> int:
+    """The child's exit code. A request to stop is passed on; where the run is lost the child has a while to end."""
+    asked, deadline = False, float("inf")
+    while True:
+        try:
+            return child.wait(_LOOK)
+        except subprocess.TimeoutExpired:
+            lost = _lost(launch, number)
+            # Whatever the request was: a second SIGINT, after the terminal's own, would end the child at once.
+            if (lost or request.raised) and not asked:
+                child.terminate()
+                asked = True
+            deadline = min(deadline, time.monotonic() + _GRACE) if lost else deadline
+            if time.monotonic() > deadline:
+                child.kill()
+
+
+def _lost(launch: Launch, number: int) -> bool:
+    """Has another rank's process of this job failed, or the store gone with its launcher? Never waits."""
+    store = launch.store()
+    try:
+        return store is not None and store.check([f"job-{number}/failed"])
+    except RuntimeError:
+        return True
+
+
+def _told(code: int, number: int, launch: Launch, asked: bool) -> tuple[list[int], bool]:
+    """Collective, through the store: the exit codes of all ranks' processes, and was any rank asked to stop?"""
+    store = launch.store()
+    if store is None:
+        return [code], asked
+    # Every rank writes [exit code, asked to stop?] under its key and waits until it can read all of them.
+    keys = [f"job-{number}/rank-{rank}" for rank in range(launch.world_size)]
+    try:
+        if code not in (0, STOPPED):
+            store.set(f"job-{number}/failed", "yes")
+        store.set(keys[launch.rank], json.dumps([code, asked]))
+        answers = [json.loads(answer) for answer in store.multi_get(keys)]
+    except RuntimeError:  # the store went with its launcher
+        return [code], True
+    return [code for code, _ in answers], any(asked for _, asked in answers)
