@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.configuration.bundle import make_importable
 from trainer.configuration.values import shown
 from trainer.refusal import Refusal, nearest
 
@@ -97,8 +96,6 @@ def _installed(place: Path) -> bool:
 
 def _walk(name: str, where: str) -> Any:
     """Import the modules that the name begins with, then look into classes."""
-    if name.startswith("recipes."):
-        make_importable()
     first, *parts = name.split(".")
     found, so_far = _import(first, name, where), first
     for part in parts:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,12 +32,7 @@ _LOOK = 0.2  # seconds between two looks at the child and at the store
 _GRACE = 30.0  # seconds that a child has after SIGTERM where its run is lost
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a job ended: the exit code that it would have had alone; None: it was not started."""
-
-    job: Job
-    code: int | None
+Ended = dict[str, int | None]  # a job's name: the exit code that it would have had alone; None: it was not started
 
 
 def run_all(argv: Sequence[str], launch: Launch) -> int:
@@ -78,9 +73,9 @@ def _agreed(asked: Multirun, launch: Launch) -> dict[str, Any]:
     return decided_by_main(launch, "multirun", decide)
 
 
-def in_sequence(jobs: Sequence[Job], launch: Launch) -> tuple[list[Ended], bool]:
+def in_sequence(jobs: Sequence[Job], launch: Launch) -> tuple[Ended, bool]:
     """One job after the other; how each ended, and whether somebody asked to stop."""
-    ended: list[Ended] = []
+    ended: Ended = {}
     stop = False
     with StopRequest(launch) as request:
         for number, job in enumerate(jobs):
@@ -89,40 +84,40 @@ def in_sequence(jobs: Sequence[Job], launch: Launch) -> tuple[list[Ended], bool]
                 if launch.is_main and len(jobs) > 1:
                     print(f"\nrun {number + 1} of {len(jobs)}   {job.name}", flush=True)
                 code, stop = run_child(job.words, number, launch, request)
-            ended.append(Ended(job, code))
+            ended[job.name] = code
     return ended, stop
 
 
-def submitted(jobs: Sequence[Job], asked: Multirun, folder: Path, launch: Launch) -> list[Ended]:
+def submitted(jobs: Sequence[Job], asked: Multirun, folder: Path, launch: Launch) -> Ended:
     """All jobs at once, through a launcher that is a plugin of Hydra; how each ended."""
     from trainer.configuration.plugin import submit
 
     if launch.world_size > 1:
         raise Refusal(f"hydra/launcher={asked.launcher} starts the processes itself; start this one with python, once")
     codes = submit(asked.composed, [job.words for job in jobs], folder)
-    return [Ended(job, code) for job, code in zip(jobs, codes, strict=True)]
+    return dict(zip((job.name for job in jobs), codes, strict=True))
 
 
-def _account(ended: list[Ended], folder: Path) -> list[str]:
+def _account(ended: Ended, folder: Path) -> list[str]:
     """What became of the jobs: their number by outcome, and what went wrong with those that failed."""
     names = {0: "completed", STOPPED: "stopped", None: "not started"}
-    outcomes = [names.get(each.code, "failed") for each in ended]
+    outcomes = [names.get(code, "failed") for code in ended.values()]
     counts = [f"{outcomes.count(name)} {name}" for name in (*names.values(), "failed") if name in outcomes]
     lines = ["", f"multirun    {', '.join(counts)}, below {folder}"]
-    for each, outcome in zip(ended, outcomes, strict=True):
-        if outcome == "failed":
-            said = read_status(folder / each.job.name) or {}
-            reason = (said.get("reason") if each.code == 1 else None) or "see its message above"
-            lines.append(f"  {each.job.name}   exit code {each.code}: {reason.splitlines()[0]}")
+    for name, code in ended.items():
+        if code not in names:
+            said = read_status(folder / name) or {}
+            reason = (said.get("reason") if code == 1 else None) or "see its message above"
+            lines.append(f"  {name}   exit code {code}: {reason.splitlines()[0]}")
     if {"stopped", "not started"} & set(outcomes):
         lines.append(f"to go on: the same command with run.dir={folder}")
     return lines
 
 
-def _verdict(ended: list[Ended], stopped: bool, launch: Launch) -> int:
+def _verdict(ended: Ended, stopped: bool, launch: Launch) -> int:
     """The exit code of the whole."""
-    failed = [each.code for each in ended if each.code not in (0, STOPPED, None)]
-    unfinished = any(each.code in (STOPPED, None) for each in ended)
+    failed = [code for code in ended.values() if code not in (0, STOPPED, None)]
+    unfinished = any(code in (STOPPED, None) for code in ended.values())
     if failed and not (stopped and unfinished):
         return failed[0] or 1
     if not launch.restarts:
