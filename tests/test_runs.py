@@ -94,7 +94,7 @@ def test_every_rank_has_a_log_file_and_the_main_one_the_console(two):
         wanted = 2 if start == "run folder " else 1  # at the start and at the end
         assert sum(line.startswith(start) for line in screen.splitlines()) == wanted, screen
     (spent,) = [line for line in screen.splitlines() if line.startswith("step time ")]
-    assert re.fullmatch(r"step time   [0-9.e+]+ ms: (data|forward)( [a-z]+)* \d+ %, .+", spent)
+    assert re.fullmatch(r"step time   [0-9.e+]+ m?s: (data|forward)( [a-z]+)* \d+ %, .+", spent)
     shares = [int(share) for share in re.findall(r"(\d+) %", spent)]
     assert 96 <= sum(shares) <= 104  # each is rounded
     assert "60 samples × 1 micro-batches × 2 data ranks = global batch 120" in screen

@@ -83,8 +83,8 @@ class Length:
 
     def __str__(self) -> str:
         epochs = self.steps / self.per_epoch
-        tail = f"; {self.left_out} samples of each epoch's order left out, others each time" if self.left_out else ""
-        return f"{self.steps} steps, {epochs:g} epochs of {self.per_epoch}{tail}"
+        tail = f"; each epoch leaves out {self.left_out} samples, not always the same ones" if self.left_out else ""
+        return f"{self.steps} steps, {epochs:.3g} epochs of {self.per_epoch} steps{tail}"
 
 
 def measure(samples: int, global_batch: int, epochs: int | None, steps: int | None) -> Length:

@@ -93,7 +93,11 @@ def end_lines(run: Prepared, figures: dict[str, float] | None, step: int, done: 
     return [
         f"completed   step {step}" + (f", {', '.join(words)}" if words else ""),
         f"run folder  {folder}",
-        f"curves      tensorboard --logdir {folder}/tensorboard",
+        *(
+            [f"curves      tensorboard --logdir {folder}/tensorboard"]
+            if (run.folder.path / "tensorboard").is_dir()
+            else []
+        ),
     ]
 
 

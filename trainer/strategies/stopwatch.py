@@ -40,4 +40,6 @@ class Stopwatch:
             f"{name} {100 * part / whole:.0f} %" for name, part in self._spent.items() if part >= whole / 200
         )
         note = "; the host's time, which runs ahead of the GPU (profile=true shows both)" if ahead else ""
-        return f"step time   {1e3 * whole / steps:.3g} ms: {shares}{note}"
+        mean = whole / steps
+        said = f"{mean:.1f} s" if mean >= 1 else f"{1e3 * mean:.3g} ms"
+        return f"step time   {said}: {shares}{note}"
