@@ -168,8 +168,8 @@ class TestWhatIsBuilt:
             assert isinstance(made, Single)
             assert made.sync_bn
 
-    def test_sinks_are_known_by_what_they_can_do(self, names: Names) -> None:
-        build(node("trainer.records.log.Console"), Sink, "log.console", Names())
+    def test_a_sink_is_one_by_its_class(self, names: Names) -> None:
+        build(node("trainer.records.console.Console"), Sink, "log.console", Names())
         assert "not a Sink" in refusal(node("biolab.net.Elastic", amount=1), Sink, "log.mine", names)
 
     def test_facts_of_data_go_to_those_who_name_them(self, names: Names) -> None:

@@ -25,11 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.parallel.ranks import Group, Ranks
 from trainer.records import checkpoint as checkpoint_module
-from trainer.records import found as found_module
+from trainer.records import shelf as shelf_module
 from trainer.records.checkpoint import Checkpoints, FailedSave
-from trainer.records.found import open_checkpoint
-from trainer.records.manifest import CorruptCheckpoint, encode, read_manifest, write_manifest
-from trainer.records.retention import committed
+from trainer.records.manifest import CorruptCheckpoint, manifest_bytes, read_manifest
+from trainer.records.shelf import committed, open_checkpoint
 
 ROOT = Path(__file__).parents[1]
 
@@ -140,11 +139,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_a_tensor_is_touched(tm
     store.save(1, some_tensors(1), {})
     into = zeros_like(some_tensors(1))
     into["fc.weight"] = torch.zeros(5, 8)
-    into["new"] = into.pop("half")
-    with pytest.raises(CorruptCheckpoint, match="does not fit this network") as caught:
+    with pytest.raises(CorruptCheckpoint, match=r"Size mismatch .*5, 7.*5, 8.* for fc.weight"):
         store.read(store.newest(), into)
-    for line in ("fc.weight: [5, 7] in the checkpoint, [5, 8] here", "new: missing", "half: only in the checkpoint"):
-        assert line in str(caught.value)
+    into["new"] = into.pop("fc.weight")
+    with pytest.raises(CorruptCheckpoint, match=r"Missing key .*: new"):
+        store.read(store.newest(), into)
     assert all(not tensor.any() for tensor in into.values())
 
 
@@ -156,11 +155,9 @@ def test_optimizer_tensors_may_be_left_in_the_checkpoint(tmp_path):
     assert torch.equal(into["fc.weight"], some_tensors(1)["fc.weight"])
 
 
-def test_state_must_be_data():
-    with pytest.raises(TypeError, match=r"state\.a\[1\]: Tensor"):
-        encode({"a": [1, torch.tensor(1)]})
-    with pytest.raises(TypeError):
-        encode({1: 2})
+def test_state_must_be_data(tmp_path):
+    with pytest.raises(FailedSave, match="Tensor is not JSON serializable"):
+        checkpoints(tmp_path).save(1, {}, {"a": [1, torch.tensor(1)]})
 
 
 def test_no_checkpoint_is_none(tmp_path):
@@ -222,11 +219,11 @@ def test_a_damaged_checkpoint_is_passed_over_with_one_warning(tmp_path, caplog, 
     _, newest = save_some(tmp_path, [1, 2])
     damage(newest)
     assert checkpoints(tmp_path).newest().step == 1
-    (record,) = [record for record in caplog.records if record.name == found_module.__name__]
+    (record,) = [record for record in caplog.records if record.name == shelf_module.__name__]
     assert record.levelno == logging.WARNING
     assert "step-00000002" in record.getMessage()
     with pytest.raises(CorruptCheckpoint, match="step-00000002"):
-        open_checkpoint(newest)
+        open_checkpoint(newest, Ranks())
 
 
 def test_where_all_are_damaged_that_is_an_error_and_no_fresh_start(tmp_path):
@@ -250,9 +247,9 @@ def test_every_single_flipped_bit_is_found(tmp_path):
         original = file.read_bytes()
         file.write_bytes(data)
         with pytest.raises(CorruptCheckpoint, match=re.escape(str(file))):
-            open_checkpoint(path)
+            open_checkpoint(path, Ranks())
         file.write_bytes(original)
-    assert open_checkpoint(path).step == 1
+    assert open_checkpoint(path, Ranks()).step == 1
 
 
 # -------------------------------------------------------------------------------------------------------- other headers
@@ -262,9 +259,8 @@ def forge(path, file, data):
     """Put other bytes in a file and make the manifest agree."""
     file.write_bytes(data)
     manifest = read_manifest(path)
-    size, digest = checkpoint_module._sealed(file)
-    manifest.files[file.name] = type(next(iter(manifest.files.values())))(size, digest)
-    (path / "manifest.json").write_bytes(write_manifest(manifest))
+    manifest.files[file.name] = checkpoint_module._sealed(file)
+    (path / "manifest.json").write_bytes(manifest_bytes(manifest))
 
 
 def header_of(entries, data=b""):
@@ -291,7 +287,7 @@ def test_a_header_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_
     (path,) = save_some(tmp_path, [1])
     forge(path, next(path.glob("*.safetensors")), HEADERS[name])
     with pytest.raises(CorruptCheckpoint):
-        open_checkpoint(path)
+        open_checkpoint(path, Ranks())
 
 
 # ----------------------------------------------------------------------------------------------- what stays, what goes
@@ -325,7 +321,7 @@ def test_torn_folders_do_not_push_out_what_is_valid(tmp_path):
         shutil.copytree(tmp_path / "checkpoints" / "step-00000001", tmp_path / "checkpoints" / f"step-0000000{step}")
         lose_manifest(tmp_path / "checkpoints" / f"step-0000000{step}")
     store.save(2, some_tensors(2), {})
-    assert [one.step for one in committed(tmp_path / "checkpoints")] == [1, 2]
+    assert [one.step for one in committed(tmp_path / "checkpoints")] == [2, 1]
 
 
 def test_a_corrupt_newer_one_does_not_push_out_what_was_just_saved(tmp_path):

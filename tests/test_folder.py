@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from trainer.launch import status as status_module
 from trainer.launch.durable import replace_file
 from trainer.launch.launch import Launch
 from trainer.launch.status import mark_failed, read_status
@@ -73,6 +74,7 @@ def commit(folder, step=1):
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(lock_module, "PATIENCE", 0.1)
+    monkeypatch.setattr(status_module, "PAUSE", 0.0)
 
 
 # ------------------------------------------------------------------------------------------------------------ its name
@@ -197,8 +199,8 @@ def test_a_child_does_not_keep_the_lock(tmp_path):
 def test_earlier_configurations_stay_one_an_attempt(tmp_path):
     for number in (1, 2, 3):
         folder = open_folder(tmp_path, "a")
-        assert folder.last_config == ({"n": number - 1} if number > 1 else None)
-        assert folder.last_environment == ({"attempt": number - 1} if number > 1 else {})
+        assert folder.last("config.yaml") == ({"n": number - 1} if number > 1 else None)
+        assert folder.last("environment.json") == ({"attempt": number - 1} if number > 1 else None)
         folder.write_start(f"n: {number}\n", ["a=1", 'b="x: y"'], {"attempt": number})
         folder.close()
     texts = {path.name: path.read_text() for path in (tmp_path / "a").glob("config*.yaml")}
@@ -266,12 +268,11 @@ def test_what_resume_may_name(tmp_path):
 
 def test_only_a_finished_checkpoint_counts_as_one(tmp_path):
     folder = open_folder(tmp_path, "a")
-    (folder.checkpoints / "step-00000001").mkdir()
-    (folder.checkpoints / ".tmp-step-2").mkdir()
-    (folder.checkpoints / ".tmp-step-2" / "manifest.json").touch()
-    assert not folder.has_checkpoint
+    (folder.path / "checkpoints" / "step-00000001").mkdir()
+    (folder.path / "checkpoints" / ".tmp-step-2").mkdir()
+    (folder.path / "checkpoints" / ".tmp-step-2" / "manifest.json").touch()
+    assert not has_checkpoint(folder.path)
     commit(folder.path, 2)
-    assert folder.has_checkpoint
     assert has_checkpoint(folder.path)
 
 
@@ -306,6 +307,13 @@ def test_status_counts_attempts_and_the_steps_of_all_of_them(tmp_path):
     folder = begun(tmp_path, 60)
     said = write(folder, "completed", 100)
     assert (said["attempt"], said["goodput"], said["reason"]) == (3, round(100 / 110, 4), None)
+
+
+def test_a_running_attempt_is_not_reported_at_each_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(status_module, "PAUSE", 600.0)
+    folder = begun(tmp_path)
+    assert write(folder, "running", 1)["step"] == 0
+    assert write(folder, "preempted", 2)["step"] == 2
 
 
 def test_a_run_that_began_from_another_ones_checkpoint_counts_its_own_steps(tmp_path):

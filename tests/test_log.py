@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from trainer.records.console import Console, duration, evaluation_words, number, training_words
-from trainer.records.log import Log, Sink, TensorBoard
+from trainer.records.console import Console, LogFile, duration, evaluation_words, number, training_words
+from trainer.records.log import Figures, Log
+from trainer.records.tensorboard import TensorBoard
 
 ROOT = Path(__file__).parents[1]
 TRAIN = {"loss": 0.21344, "loss_mean": 0.3, "loss_hex": "3e5a8f0c", "lr": 0.1, "samples_per_s": 12345.6, "step_s": 0.01}
@@ -52,10 +54,11 @@ class Kept:
 
 
 def test_lines_go_to_the_file_and_to_every_sink(tmp_path):
-    sinks = [Kept(), Kept()]
-    log = Log(tmp_path, sinks, is_main=True)
-    log.rewind(0, 100, 3)
-    log.start(["a fact"])
+    (tmp_path / "logs").mkdir()  # as the run folder has it
+    sinks: list[Any] = [Kept(), Kept()]
+    log = Log([Figures(), LogFile(), *sinks])
+    log.open(tmp_path, 0, 100, 3)
+    log.start("a fact")
     log.train(train_line(10, bad=math.nan))
     log.eval(eval_line(10))
     log.images("inputs", torch.zeros(2, 1, 4, 4), 0)
@@ -85,42 +88,37 @@ def test_lines_go_to_the_file_and_to_every_sink(tmp_path):
     assert "eval  step 10" in words[2]
 
 
-def test_other_ranks_are_silent(tmp_path, capsys):
-    sink = Kept()
-    log = Log(tmp_path, [sink, Console()], is_main=False)
-    log.rewind(0, 100, 3)
-    log.start(["a fact"])
-    log.train(train_line(1))
-    log.eval(eval_line(1))
-    log.images("inputs", torch.zeros(2, 1, 4, 4), 0)
-    log.text("config", "")
-    log.flush()
-    log.close()
-    assert list(tmp_path.iterdir()) == sink.calls == []
-    assert capsys.readouterr() == ("", "")
+def begun(folder, step=0):
+    """metrics.jsonl, from this step on."""
+    figures = Figures()
+    figures.open(folder, step, None, None)
+    return figures
 
 
-def test_a_rewind_drops_later_steps_and_a_torn_line(tmp_path):
-    log = Log(tmp_path, [], is_main=True)
-    log.rewind(0)
+def test_a_start_drops_later_steps_and_a_torn_line(tmp_path):
+    log = begun(tmp_path)
     for step in (10, 20, 30):
         log.train(train_line(step))
         log.eval(eval_line(step))
-    log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 1')
-    log = Log(tmp_path, [], is_main=True)
-    log.rewind(20)
+    log = begun(tmp_path, 20)
     log.train(train_line(21))
     assert steps(tmp_path) == [10, 20, 21]
     assert steps(tmp_path, "eval") == [10, 20]
-    log.close()
-    Log(tmp_path, [], is_main=True).rewind(0)
+    begun(tmp_path)
     assert lines(tmp_path) == []
 
 
+def test_an_evaluation_that_is_made_up_for_stands_there_once(tmp_path):
+    begun(tmp_path).train(train_line(10))
+    for accuracy in (0.5, 0.6):  # the first attempt to make up for it was killed before its checkpoint was saved
+        begun(tmp_path, 10).eval(eval_line(10, accuracy=accuracy))
+    assert [(line["kind"], line.get("accuracy")) for line in lines(tmp_path)] == [("train", None), ("eval", 0.6)]
+
+
 def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path):
-    log = Log(tmp_path, [], is_main=True)
+    log = begun(tmp_path)
     log.train(train_line(1))
     size = (tmp_path / "metrics.jsonl").stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -138,9 +136,9 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path):
 WRITING = """
 import sys
 from pathlib import Path
-from trainer.records.log import Log
-log = Log(Path(sys.argv[1]), [], is_main=True)
-step = 0
+from trainer.records.log import Figures
+log, step = Figures(), 0
+log.open(Path(sys.argv[1]), 0, None, None)
 while True:
     step += 1
     log.train({"step": step, "loss": 0.5, "padding": "x" * 2000})
@@ -157,10 +155,7 @@ def test_a_kill_tears_the_last_line_at_most_and_the_next_attempt_drops_it(tmp_pa
     process.communicate()
     whole = [line for line in (tmp_path / "metrics.jsonl").read_text().splitlines(True) if line.endswith("\n")]
     assert [json.loads(line)["step"] for line in whole] == list(range(1, len(whole) + 1))
-    log = Log(tmp_path, [], is_main=True)
-    log.rewind(len(whole))
-    log.train(train_line(len(whole) + 1))
-    log.close()
+    begun(tmp_path, len(whole)).train(train_line(len(whole) + 1))
     assert steps(tmp_path) == list(range(1, len(whole) + 2))
 
 
@@ -169,7 +164,7 @@ def test_a_kill_tears_the_last_line_at_most_and_the_next_attempt_drops_it(tmp_pa
 
 def test_plain_lines_have_no_colour_codes(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
-    console: Sink = Console()
+    console = Console()
     console.start("[bold]a fact[/bold] as it is")
     console.open(tmp_path, 0, 4200, 30)
     console.train(train_line(360, epoch=2))
@@ -186,7 +181,7 @@ def test_plain_lines_have_no_colour_codes(tmp_path, capsys, monkeypatch):
 
 
 def test_words_say_what_is_known_and_no_more():
-    assert training_words({"step": 5, "loss": math.nan}) == "step 5  loss nan"
+    assert training_words(train_line(5, loss=math.nan)) == "epoch 1  step 5  loss nan     12,346 samples/s"
     assert evaluation_words({"step": 5, "loss": 1e-7, "perplexity": 12345.678, "ema_accuracy": 1.0}) == (
         "eval  step 5  loss 1e-07  perplexity 1.235e+04  ema_accuracy 100.0 %"
     )
@@ -271,8 +266,8 @@ def scalars(folder):
 
 def test_tensorboard_has_the_same_figures_and_a_resumed_run_is_one_curve(tmp_path):
     for first in (0, 20):  # the second attempt starts from step 20
-        log = Log(tmp_path, [TensorBoard()], is_main=True)
-        log.rewind(first, 40, 1)
+        log = Log([TensorBoard()])
+        log.open(tmp_path, first, 40, 1)
         log.text("config", "a: 1\nb: 2")
         log.images("inputs", torch.randn(40, 3, 8, 8), first)
         for step in (first + 10, first + 20):

@@ -28,7 +28,7 @@ from trainer.learning.schedule import Constant, Cosine, Linear, Schedule
 from trainer.learning.task import Task
 from trainer.records import meter
 from trainer.records.checkpoint import Checkpoints
-from trainer.records.log import Log
+from trainer.records.log import Figures, Log
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single
@@ -60,8 +60,8 @@ class Made:
 def made(folder: Path, task: Task | None = None, device: str = "cpu", keep: int = 99, **changes: Any) -> Iterator[Made]:
     torch.manual_seed(0)
     task, data = task or Plain(), ToyData()
-    log = Log(folder, [], is_main=True)
-    log.rewind(0)
+    log = Log([Figures()])
+    log.open(folder, 0, None, None)
     with Single(machine=Machine(launch=Launch(), device=device, precision="fp32")) as strategy:
         micro_batches = changes.pop("micro_batches", 1)
         stream = Stream(data, data.train(), strategy.slice, BATCH, micro_batches, Loading())

@@ -17,8 +17,8 @@ from trainer.learning.optimizer import begin_momentum
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
 from trainer.records.checkpoint import Checkpoints
-from trainer.records.found import Found
 from trainer.records.log import Log
+from trainer.records.manifest import Found
 from trainer.records.meter import Meter, PendingLine
 from trainer.records.profile import NoProfile
 from trainer.strategies.base import Strategy

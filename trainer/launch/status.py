@@ -1,6 +1,7 @@
 """status.json: the truth about how a run stands or ended, replaced in one step."""
 
 import json
+import math
 import os
 import socket
 import time
@@ -10,6 +11,7 @@ from typing import Any
 from trainer.launch.durable import replace_file
 
 NAME = "status.json"
+PAUSE = 1.0  # seconds between two reports of a running attempt: each takes a disk longer than a small network's step
 # Of a run that fails before it could say more: scripts find every key all the same.
 _NOTHING_YET = {
     "state": None,
@@ -34,6 +36,7 @@ class Status:
     def __init__(self, folder: Path, resume_step: int, world_size: int, strategy: str) -> None:
         before = read_status(folder) or {}
         self._path, self._executed = folder / NAME, before.get("executed", 0)
+        self._reported = -math.inf  # when, by the clock
         self._facts = {
             "resume_step": resume_step,
             "world_size": world_size,
@@ -45,7 +48,10 @@ class Status:
         }
 
     def write(self, state: str, step: int, reason: str | None) -> None:
-        """Replace status.json. While the run goes on it need not survive a power cut, its end must."""
+        """Replace status.json; while the run goes on, once a second. The end must survive a power cut."""
+        if state == "running" and time.monotonic() < self._reported + PAUSE:
+            return
+        self._reported = time.monotonic()
         executed, useful = self._executed + step - self._facts["resume_step"], step - self._facts["first_step"]
         said = {
             "state": state,

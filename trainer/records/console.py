@@ -1,73 +1,52 @@
-"""Figures for people: a progress line on a terminal, a plain line a log event elsewhere."""
-
-from __future__ import annotations
+"""Figures for people: a progress line on a terminal, a plain line a log event elsewhere and in the log file."""
 
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from trainer.launch.screen import note
+from trainer.records.log import NO_FIGURES, Line, Sink
 
-_UNSAID = ("kind", "step", "epoch", "samples", "time")
 _CLEAR = "\r\x1b[2K"  # back to the start of the line, and empty it
 
 
-class Console:
+class Console(Sink):
     """Progress on the screen. No thread, no captured output, no hidden cursor: a debugger's prompt works in between."""
 
     def __init__(self) -> None:
-        self._steps: int | None = None
-        self._epochs: int | None = None
         self._first: tuple[int, float] | None = None  # step and clock of the first line
-        self._last: str | None = None  # the progress line that stands on the terminal
-        self._drawn = 0.0
+        self._stands = False  # a progress line, on the terminal
+        self._drawn = 0.0  # when, by the clock
 
     def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
         """Where the run is going."""
         self._steps, self._epochs = steps, epochs
 
     def start(self, fact: str) -> None:
-        """Print a sentence."""
-        self._print(fact)
+        """Print a sentence; a progress line gives way to it."""
+        _write(f"{_CLEAR if self._stands else ''}{fact}\n")
+        self._stands = False
 
-    def train(self, line: Mapping[str, Any]) -> None:
+    def train(self, line: Line) -> None:
         """Print where training is, or redraw it on a terminal."""
         words = training_words(line, self._steps, self._epochs, self._left(line))
         if not _is_terminal():
-            self._print(words)
-        else:
-            self._last = words
-            if monotonic() - self._drawn > 0.1:  # seconds; more often than the eye can follow is waste
-                self._draw(int(line["step"]), words)
+            self.start(words)
+        # more often than the eye can follow is waste; but what an evaluation took away comes back with the next line
+        elif not self._stands or monotonic() - self._drawn > 0.1:  # seconds
+            self._draw(int(line["step"]), words)
 
-    def eval(self, line: Mapping[str, Any]) -> None:
+    def eval(self, line: Line) -> None:
         """Print the figures of an evaluation."""
-        self._print(evaluation_words(line))
-
-    def images(self, tag: str, images: Tensor, step: int) -> None:
-        """Pictures have no place here."""
-
-    def text(self, tag: str, text: str) -> None:
-        """Nor do long texts."""
-
-    def flush(self) -> None:
-        """Nothing is held back."""
+        self.start(evaluation_words(line))
 
     def close(self) -> None:
         """Take the progress line away; what it said last, the last words of the run say better."""
-        if self._last is not None:
-            _write(_CLEAR)
-            self._last = None
-
-    def _print(self, words: str) -> None:
-        clear, self._last = (_CLEAR if self._last is not None else ""), None
-        _write(f"{clear}{words}\n")
+        _write(_CLEAR if self._stands else "")
+        self._stands = False
 
     def _draw(self, step: int, words: str) -> None:
         """Put the progress line in the place of the one before."""
@@ -76,62 +55,71 @@ class Console:
         from rich.table import Table
         from rich.text import Text
 
-        screen = Screen(highlight=False)
+        # the words after the bar end where the terminal does: a line that wraps could not be taken away
         row = Table.grid(padding=(0, 1))
-        if self._steps:
-            row.add_column(width=20)
+        row.add_column()
         row.add_column(no_wrap=True, overflow="ellipsis")
-        bar = [ProgressBar(total=self._steps, completed=step)] if self._steps else []
-        row.add_row(*bar, Text(words))
+        row.add_row(ProgressBar(total=self._steps, completed=step, width=20), Text(words))
+        # rich draws into a text, and we write it: rich alone could not stay in one line without a thread of its own
+        screen = Screen(highlight=False)
         with screen.capture() as drawn:
             screen.print(row, end="")
         _write(_CLEAR + drawn.get().rstrip())
-        self._drawn = monotonic()
+        self._stands, self._drawn = True, monotonic()
 
-    def _left(self, line: Mapping[str, Any]) -> float | None:
+    def _left(self, line: Line) -> float | None:
         """Seconds to the end at the pace so far, evaluations and saves included."""
         step, now = int(line["step"]), monotonic()
+        # from the first line on: the first steps take longer than all others
         if self._first is None:
             self._first = (step, now)
         first, since = self._first
-        pace = (now - since) / (step - first) if step > first else line.get("step_s")
-        return None if self._steps is None or pace is None else max(self._steps - step, 0) * pace
+        pace = (now - since) / (step - first) if step > first else line["step_s"]
+        return None if self._steps is None else max(self._steps - step, 0) * pace
 
 
-def training_words(
-    line: Mapping[str, Any], steps: int | None = None, epochs: int | None = None, left: float | None = None
-) -> str:
+class LogFile(Sink):
+    """The same words, with the time, in logs/rank-0.log."""
+
+    def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
+        """Where the run lies."""
+        self._folder = folder
+
+    def start(self, fact: str) -> None:
+        """Write a sentence."""
+        note(fact, self._folder, 0)
+
+    def train(self, line: Line) -> None:
+        """Write where training is."""
+        self.start(training_words(line))
+
+    def eval(self, line: Line) -> None:
+        """Write the figures of an evaluation."""
+        self.start(evaluation_words(line))
+
+
+def training_words(line: Line, steps: int | None = None, epochs: int | None = None, left: float | None = None) -> str:
     """A training line in words: `epoch  3/30  step  360/4200  loss 0.2134  12,345 samples/s  0:41 left`."""
-    parts = []
-    if "epoch" in line:
-        parts.append(f"epoch {_of(line['epoch'] + 1, epochs)}")
-    parts.append(f"step {_of(line['step'], steps)}")
-    parts.append(f"loss {number(line.get('loss', float('nan')))}")
-    if "samples_per_s" in line:
-        parts.append(f"{line['samples_per_s']:>9,.0f} samples/s")
+    words = [f"epoch {_of(line['epoch'] + 1, epochs)}", f"step {_of(line['step'], steps)}"]
+    words += [f"loss {number(line['loss'])}", f"{line['samples_per_s']:>9,.0f} samples/s"]
     if left is not None:
-        parts.append(f"{duration(left)} left")
-    return "  ".join(parts)
+        words.append(f"{duration(left)} left")
+    return "  ".join(words)
 
 
-def evaluation_words(line: Mapping[str, Any]) -> str:
+def evaluation_words(line: Line) -> str:
     """An evaluation line in words: `eval  step 360  loss 0.2134  accuracy  97.8 %`."""
-    parts = ["eval", f"step {line['step']}"]
+    words = ["eval", f"step {line['step']}"]
     for name, value in line.items():
-        if name not in _UNSAID and isinstance(value, (int, float)):
+        if name not in NO_FIGURES and isinstance(value, (int, float)):
             share = name == "accuracy" or name.endswith("_accuracy")
-            parts.append(f"{name} {percent(value) if share else number(value)}")
-    return "  ".join(parts)
+            words.append(f"{name} {f'{value * 100:5.1f} %' if share else number(value)}")
+    return "  ".join(words)
 
 
 def number(value: float) -> str:
     """Four digits after the point, or as many that matter where that would say too little or too much."""
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.4g}"
-
-
-def percent(share: float) -> str:
-    """A share of 1 as per cent: ` 97.8 %`."""
-    return f"{share * 100:5.1f} %"
 
 
 def duration(seconds: float) -> str:

@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -48,14 +48,16 @@ class RunFolder:
         A name is generated where none is given, from the time and `label`. `resume` is auto, fresh or a path, which
         `check` may refuse before anything is made; it does not count where the folder has a checkpoint of its own.
         """
-        kept: list[RunFolder] = []
+        kept: list[RunFolder] = []  # the main rank's, with the lock
 
+        # the main rank decides for all, and what it refuses is refused everywhere
         def decide() -> dict[str, Any]:
             if launch.restarts and not launch.hosted and name is None and dir is None:
                 raise Refusal(
                     "give run.name: torchrun keeps no store here (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or "
                     "distributed.init_method), so after a restart a generated name would not be found again"
                 )
+            # what is to be continued is looked at before anything is made
             try:
                 start = start_path(resume)
                 path, restarted = _choose(Path(root).expanduser(), name, dir, label, launch)
@@ -68,39 +70,23 @@ class RunFolder:
             return {"path": str(path), "holder": holder(path)}
 
         verdict = decided_by_main(launch, "folder", decide)
+        # all look for its lock there: machines that share no folder would notice at the first checkpoint
         everywhere(launch, "folder-seen", lambda: _see(Path(verdict["path"]), verdict["holder"]))
         return kept[0] if kept else cls(Path(verdict["path"]))
 
-    @property
-    def checkpoints(self) -> Path:
-        """Where the checkpoints lie."""
-        return self.path / "checkpoints"
-
-    @property
-    def has_checkpoint(self) -> bool:
-        """Is there something to continue?"""
-        return has_checkpoint(self.path)
-
-    @property
-    def last_config(self) -> dict[str, Any] | None:
-        """The configuration of the attempt before; None where there is none."""
-        path = self.path / "config.yaml"
+    def last(self, name: str) -> dict[str, Any] | None:
+        """What the attempt before left in config.yaml or environment.json; None where there is none."""
+        path = self.path / name
         return read_config(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-    @property
-    def last_environment(self) -> dict[str, Any]:
-        """environment.json of the attempt before; empty where there is none."""
-        path = self.path / "environment.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
     def write_start(self, config: str, overrides: list[str], environment: dict[str, Any]) -> None:
         """Leave what was asked for: config.yaml as text (earlier ones move to config.1.yaml …), words, surroundings."""
         if self._held is None:
             return
         path = self.path / "config.yaml"
+        # a copy, not a rename: a crash in between must leave a config.yaml, without which nothing could be continued
         if path.exists():
-            earlier = (self.path / f"config.{number}.yaml" for number in count(1))
-            shutil.copyfile(path, next(one for one in earlier if not one.exists()))
+            shutil.copyfile(path, _unused(self.path / f"config.{number}.yaml" for number in count(1)))
         replace_file(path, config)
         words = "".join(f"- {json.dumps(word, ensure_ascii=False)}\n" for word in overrides) or "[]\n"
         replace_file(self.path / "overrides.yaml", words)
@@ -129,12 +115,6 @@ def generated_name(label: str, now: float) -> str:
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S', time.localtime(now))}_{re.sub(r'[^A-Za-z0-9.-]+', '_', label)}"[:120]
 
 
-def _first(launch: Launch, value: str) -> str:
-    """The value that was put here first over all restarts of one launch: an earlier attempt's, or this one."""
-    store = launch.lasting_store()  # None: nobody remembers
-    return store.compare_set(f"trainer/{launch.run_id}/folder", "", value).decode() if store else value
-
-
 def _choose(root: Path, name: str | None, dir: str | None, label: str, launch: Launch) -> tuple[Path, bool]:
     """The path, and whether an attempt before this one under the same launcher has chosen it already."""
     if dir is not None:
@@ -142,9 +122,12 @@ def _choose(root: Path, name: str | None, dir: str | None, label: str, launch: L
     elif name is not None:
         path = _inside(root, name)
     else:
-        path = _unused(_inside(root, generated_name(label, time.time())))
-    mine = f"{secrets.token_hex(8)} {path}"
-    agreed = _first(launch, mine)
+        path = _inside(root, generated_name(label, time.time()))
+        # with a number behind it where another run began in the same second
+        path = _unused(chain([path], (path.with_name(f"{path.name}_{number}") for number in count(2))))
+    # what was put there first over all restarts of one launch counts: an earlier attempt's choice, or this one
+    mine, store = f"{secrets.token_hex(8)} {path}", launch.lasting_store()
+    agreed = store.compare_set(f"trainer/{launch.run_id}/folder", "", mine).decode() if store else mine
     return Path(agreed.split(" ", 1)[1]), agreed != mine
 
 
@@ -157,28 +140,28 @@ def _inside(root: Path, name: str) -> Path:
     return root.absolute() / name
 
 
-def _unused(path: Path) -> Path:
-    """The path itself, or with a number behind it where another run began in the same second."""
-    others = (path.with_name(f"{path.name}_{number}") for number in count(2))
-    return next(one for one in chain([path], others) if not one.exists())
+def _unused(paths: Iterable[Path]) -> Path:
+    """The first of these that does not exist."""
+    return next(path for path in paths if not path.exists())
 
 
 def _enter(path: Path, fresh: bool) -> RunFolder:
     """Make, probe and lock the folder; `fresh`: after what lies there has moved aside."""
     try:
+        # first of all: whoever has the lock may rename and write here
         held = lock(path)
         if fresh and any(entry != ".lock" for entry in os.listdir(path)):
-            os.rename(path, _aside(path))
+            os.rename(path, _unused(path.with_name(f"{path.name}.{number}") for number in count(1)))
+            # the old lock moved with its folder; it goes only when the new one is held
             old, held = held, lock(path)
             unlock(old)
         for below in ("checkpoints", "logs"):
             (path / below).mkdir(exist_ok=True)
+        # now, and not at the first checkpoint, an hour later
         probe(path)
     except (OSError, ValueError) as error:
-        reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        raise Refusal(
-            f"the run folder {path} cannot be written to: {reason}; another run.dir or run.root can"
-        ) from None
+        reason = getattr(error, "strerror", error)
+        raise Refusal(f"the run folder {path} cannot be written to: {reason}; give another run.dir") from None
     return RunFolder(path, held)
 
 
@@ -192,7 +175,3 @@ def _see(path: Path, wanted: str) -> None:
                 "run.root on a file system that they all see"
             )
         time.sleep(0.05)
-
-
-def _aside(path: Path) -> Path:
-    return next(p for n in count(1) if not (p := path.with_name(f"{path.name}.{n}")).exists())

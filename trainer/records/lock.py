@@ -13,7 +13,8 @@ from trainer.refusal import Refusal
 PATIENCE = 2.0  # seconds; a run that was just stopped may still be leaving
 LEASE = 100.0  # seconds; a file server keeps the locks of a machine that died for 90 (NFS 4's lease)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_held: set[int] = set()
+_held: set[int] = set()  # descriptors with a lock
+log = logging.getLogger(__name__)
 
 
 def lock(folder: Path) -> int:
@@ -22,6 +23,7 @@ def lock(folder: Path) -> int:
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     _held.add(descriptor)
     _wait(descriptor, folder)
+    # only now, when it is ours: until then the file says who else has it
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
     os.fsync(descriptor)  # on network file systems other machines see it only then
@@ -31,22 +33,18 @@ def lock(folder: Path) -> int:
 def _wait(descriptor: int, folder: Path) -> None:
     """Wait until the folder is free: a little, or as long as a dead machine's lock lasts. Refusal then."""
     began, said = time.monotonic(), False
+    # asked again and again, as flock itself knows no time after which it gives up
     while not _taken(descriptor):
         who = holder(folder)
+        # on this machine a dead process's lock is gone; a file server cannot know yet that another machine is dead
         elsewhere = who.startswith("host ") and not who.startswith(f"host {socket.gethostname()},")
-        if elsewhere and not said:
-            said = True
-            logging.getLogger(__name__).warning(
-                "%s is in use on another machine (%s); waiting up to %g s, because the lock of a machine that died "
-                "lasts so long",
-                folder,
-                who,
-                LEASE,
-            )
         if time.monotonic() - began > (LEASE if elsewhere else PATIENCE):
             unlock(descriptor)
-            who = who or "an unknown process"
             raise Refusal(f"{folder} is in use by another run ({who}); stop that one or give another run.name")
+        if elsewhere and not said:
+            why = "because the lock of a machine that died lasts so long"
+            log.warning("%s is in use on another machine (%s); waiting up to %g s, %s", folder, who, LEASE, why)
+            said = True
         time.sleep(0.05)
 
 
@@ -72,7 +70,7 @@ def _taken(descriptor: int) -> bool:
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-        logging.getLogger(__name__).warning("this file system has no locks: two runs in one folder would go unnoticed")
+        log.warning("this file system has no locks: two runs in one folder would go unnoticed")
     return True
 
 

@@ -1,27 +1,24 @@
-"""What a run says about itself: metrics.jsonl, the log of the main rank, and the sinks that were asked for."""
+"""Where a run's figures and sentences go: metrics.jsonl, and the sinks that were asked for."""
 
 import contextlib
 import json
-import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
 from trainer.launch.durable import replace_file
-from trainer.records.console import Console, evaluation_words, training_words
-from trainer.records.tensorboard import TensorBoard
-
-__all__ = ["Console", "Log", "Sink", "TensorBoard"]
 
 Line = Mapping[str, Any]
+NO_FIGURES = ("kind", "step", "epoch", "samples", "time")  # keys of a line that say what it is about
 
 
-@runtime_checkable
-class Sink(Protocol):
-    """A place where figures go, on the main rank alone. `conf/log` names them; `open` comes once, before any figure."""
+class Sink:
+    """A place where figures go, on the main rank alone: override what it needs, the rest does nothing.
+
+    `conf/log` names those of a run. `open` comes once, before any figure.
+    """
 
     def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
         """The run's folder, the step it starts from, and the steps and epochs it is going to, where they are known."""
@@ -48,46 +45,29 @@ class Sink(Protocol):
         """The last call."""
 
 
-class Log:
-    """Figures and sentences of a run, to its files and to the sinks. On other ranks than the main one it is idle."""
+class Log(Sink):
+    """All sinks of a run as one. On other ranks than the main one there are none, and nothing happens."""
 
-    def __init__(self, folder: Path, sinks: Sequence[Sink], is_main: bool):
-        self.folder, self.is_main = folder, is_main
-        self.sinks = list(sinks) if is_main else []
-        self._figures = _Lines(folder / "metrics.jsonl") if is_main else None
-        self._words = _Lines(folder / "logs" / "rank-0.log") if is_main else None
+    def __init__(self, sinks: Iterable[Sink]):
+        self.sinks = list(sinks)
 
-    def rewind(
-        self, step: int, steps: int | None = None, epochs: int | None = None, evaluated: int | None = None
-    ) -> None:
-        """Begin after this step (0: from nothing) on the way to `steps`: what was logged of later ones is dropped.
-
-        `evaluated`: the last step whose evaluation is done, where that is not the same.
-        """
-        last = {"train": step, "eval": step if evaluated is None else evaluated}
-        if self._figures is not None:
-            self._figures.rewrite(lambda data: b"".join(_until(last, data)))
+    def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
+        """Begin after this step (0: from nothing): what was logged of later ones is dropped."""
         for sink in self.sinks:
-            sink.open(self.folder, step, steps, epochs)
+            sink.open(folder, step, steps, epochs)
 
-    def start(self, facts: Sequence[str]) -> None:
-        """Say something about the run, a sentence a line."""
-        for fact in facts:
-            self._note(fact)
-            for sink in self.sinks:
-                sink.start(fact)
+    def start(self, fact: str) -> None:
+        """Say something about the run."""
+        for sink in self.sinks:
+            sink.start(fact)
 
     def train(self, line: Line) -> None:
         """Log the figures of a training step."""
-        self._append("train", line)
-        self._note(training_words(line))
         for sink in self.sinks:
             sink.train(line)
 
     def eval(self, line: Line) -> None:
         """Log the figures of an evaluation."""
-        self._append("eval", line)
-        self._note(evaluation_words(line))
         for sink in self.sinks:
             sink.eval(line)
 
@@ -109,65 +89,55 @@ class Log:
 
     def close(self) -> None:
         """End the log. A second call does nothing."""
-        for sink in self.sinks:
-            sink.close()
-        self.sinks = []
-        for file in (self._figures, self._words):
-            if file is not None:
-                file.close()
-        self._figures = self._words = None
+        while self.sinks:
+            self.sinks.pop(0).close()
+
+
+class Figures(Sink):
+    """metrics.jsonl: a JSON object a line; no step stands there twice, and a kill tears the last line at most."""
+
+    def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
+        """Take back what an earlier attempt logged after this step."""
+        self._path, self._start = folder / "metrics.jsonl", step
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path.touch()
+        self._cut({"train": step, "eval": step})
+
+    def train(self, line: Line) -> None:
+        """Append the figures of a training step."""
+        self._append("train", line)
+
+    def eval(self, line: Line) -> None:
+        """Append the figures of an evaluation."""
+        # one that a resumed run makes up for: an attempt that was killed before its save may have written it already
+        if line["step"] == self._start:
+            self._cut({"train": self._start, "eval": self._start - 1})
+        self._append("eval", line)
 
     def _append(self, kind: str, line: Line) -> None:
-        """One line of metrics.jsonl. Numbers that are none stand there as Python writes them: NaN, Infinity."""
-        if self._figures is not None:
-            ordered = {"kind": kind, **{key: line[key] for key in ("step", "epoch") if key in line}, **line}
-            self._figures.append(json.dumps(ordered))
+        """Numbers that are none stand there as Python writes them: NaN, Infinity. OSError where there is no space."""
+        ordered = {"kind": kind, **{key: line[key] for key in ("step", "epoch") if key in line}, **line}
+        data = json.dumps(ordered).encode() + b"\n"
+        with self._path.open("ab", buffering=0) as file:
+            written = file.write(data)  # in one call: other programs read this file while it grows
+            if written < len(data):
+                # half a line would be glued to the next one
+                with contextlib.suppress(OSError):
+                    file.truncate(self._path.stat().st_size - written)
+                raise OSError(f"{self._path}: no space left for a line")
 
-    def _note(self, text: str) -> None:
-        if self._words is not None:
-            self._words.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
-
-
-class _Lines:
-    """A file that grows by whole lines, each appended in one write."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._open()
-
-    def append(self, line: str) -> None:
-        """Add a line. OSError where it does not fit on the disk; no half of it stays then."""
-        data = line.encode() + b"\n"
-        written = os.write(self._file, data)
-        if written < len(data):
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-            raise OSError(f"{self.path}: no space left for a line")
-
-    def rewrite(self, change: Any) -> None:
-        """Replace the content in one step."""
-        before = self.path.read_bytes()
-        after = change(before)
+    def _cut(self, last: Mapping[str, int]) -> None:
+        """Keep the lines up to the last step of their kind, in one step."""
+        before = self._path.read_bytes()
+        after = b"".join(_until(last, before))
         if after != before:
-            os.close(self._file)
-            replace_file(self.path, after)
-            self._open()
-
-    def close(self) -> None:
-        """Let go of the file."""
-        os.close(self._file)
-
-    def _open(self) -> None:
-        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            replace_file(self._path, after)
 
 
 def _until(last: Mapping[str, int], data: bytes) -> Iterator[bytes]:
     """The whole lines up to the last step of their kind. What a crash tore is no line."""
     for line in data.splitlines(keepends=True):
-        try:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             said = json.loads(line)
             if line.endswith(b"\n") and said["step"] <= last[said["kind"]]:
                 yield line
-        except (ValueError, KeyError, TypeError):
-            continue

@@ -5,29 +5,21 @@ Nothing here runs code that a file names: JSON and safetensors only, no pickle.
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = ".safetensors"
 FORMAT = 1  # of manifest.json
-_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class CorruptCheckpoint(Exception):
     """A checkpoint that must not be used; the message names the file and what is wrong with it."""
-
-
-@dataclass(frozen=True)
-class FileFact:
-    """Size in bytes and SHA-256 of one file."""
-
-    size: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -38,27 +30,30 @@ class Manifest:
     step: int
     facts: dict[str, Any]  # world_size, strategy, …
     figures: dict[str, float]  # of the last evaluation of these weights; empty where there was none
-    files: dict[str, FileFact]
+    files: dict[str, dict[str, Any]]  # name → its size in bytes, its sha256
+
+
+@dataclass(frozen=True)
+class Found(Manifest):
+    """A checkpoint that was looked into; whether its bytes were verified, says who found it."""
+
+    state: dict[str, Any]  # progress, configuration, …
+    tensors: dict[str, Tensor]  # on meta: shapes and types of the whole ones, wherever their shards lie
 
 
 def encode(value: Any) -> bytes:
-    """Strict JSON: no NaN (a number that is not finite becomes {"$float": "nan"}), string keys, nothing but data."""
-    return json.dumps(_strict(value, ""), indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n"
+    """Data as JSON that people can read, always the same for the same data."""
+    return json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def decode(data: bytes) -> Any:
-    """The inverse of `encode`. ValueError where it is no JSON."""
-    return json.loads(data, object_hook=lambda said: _FLOATS[said["$float"]] if "$float" in said else said)
-
-
-def write_manifest(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json, with a SHA-256 over themselves: a flipped bit in a figure must show too."""
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """manifest.json, with a SHA-256 over itself: a flipped bit in a figure must show too."""
     said = {
         "format": FORMAT,
         "step": manifest.step,
         **manifest.facts,
         "figures": manifest.figures,
-        "files": {name: vars(fact) for name, fact in sorted(manifest.files.items())},
+        "files": dict(sorted(manifest.files.items())),
     }
     return encode({**said, "sha256": hashlib.sha256(encode(said)).hexdigest()})
 
@@ -68,21 +63,20 @@ def read_manifest(folder: Path) -> Manifest:
     where = folder / MANIFEST
     try:
         data = where.read_bytes()
-        said = decode(data)
-        if encode(said) != data:  # a change that JSON does not notice is a change all the same
-            raise ValueError("not as it was written")
-        sha256 = said.pop("sha256")
-        if hashlib.sha256(encode(said)).hexdigest() != sha256:
-            raise ValueError("SHA-256 differs")
+        said = json.loads(data)
         if said.pop("format") != FORMAT:
             raise ValueError(f"a format other than {FORMAT}, which this version reads")
-        step, figures = said.pop("step"), said.pop("figures")
-        files = {name: FileFact(fact["size"], fact["sha256"]) for name, fact in said.pop("files").items()}
-        return Manifest(folder, step, said, figures, files)
+        step, figures, files = said.pop("step"), said.pop("figures"), said.pop("files")
+        del said["sha256"]
+        manifest = Manifest(folder, step, said, figures, files)
+        # written once more it is the same bytes: its SHA-256 is right, and nothing changed that JSON would not notice
+        if manifest_bytes(manifest) != data:
+            raise ValueError("not as it was written")
     except OSError as error:
         raise CorruptCheckpoint(f"{where}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON that is no manifest
-        raise CorruptCheckpoint(f"{where}: {_reason(error)}") from None
+        raise CorruptCheckpoint(f"{where}: {type(error).__name__}: {str(error)[:300]}") from None
+    return manifest
 
 
 def check_sizes(manifest: Manifest) -> None:
@@ -93,8 +87,8 @@ def check_sizes(manifest: Manifest) -> None:
             size = (folder / name).stat().st_size
         except OSError as error:
             raise CorruptCheckpoint(f"{folder / name}: {error.strerror}") from None
-        if size != fact.size:
-            raise CorruptCheckpoint(f"{folder / name}: {size} bytes instead of {fact.size}")
+        if size != fact["size"]:
+            raise CorruptCheckpoint(f"{folder / name}: {size} bytes instead of {fact['size']}")
     extra = {path.name for path in folder.glob(f"*{TENSORS}")} - manifest.files.keys()
     if extra:
         raise CorruptCheckpoint(f"{folder / min(extra)}: not in the manifest")
@@ -103,36 +97,11 @@ def check_sizes(manifest: Manifest) -> None:
 def check_hashes(manifest: Manifest, names: Iterable[str]) -> None:
     """Read the named files whole and compare their SHA-256."""
     for name in names:
-        if sha256_of(manifest.path / name) != manifest.files[name].sha256:
+        if sha256_of(manifest.path / name) != manifest.files[name]["sha256"]:
             raise CorruptCheckpoint(f"{manifest.path / name}: SHA-256 differs, the file was changed after it was saved")
-
-
-def read_state(manifest: Manifest) -> dict[str, Any]:
-    """state.json of a checkpoint."""
-    where = manifest.path / STATE
-    try:
-        return decode(where.read_bytes())
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{where}: {_reason(error)}") from None
 
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, as 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _strict(value: Any, where: str) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"$float": str(value)}
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_strict(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value) and "$float" not in value:
-        return {key: _strict(item, f"{where}.{key}") for key, item in value.items()}
-    raise TypeError(f"state{where}: {type(value).__name__} cannot be stored as JSON")
-
-
-def _reason(error: Exception) -> str:
-    return f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)[:300]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from time import perf_counter, time
 
 import torch
@@ -29,7 +30,8 @@ class Meter:
         self._since, self._timed = perf_counter(), 0
 
     def add(self, parts: dict[str, Tensor]) -> None:
-        """Take this rank's part of one step's losses."""
+        """Take this rank's share of one step's losses: numbers, where they are."""
+        # in float64: thousands of bf16 losses would not add up
         self._last, loss = parts, wide(parts["loss"])
         self._sum = loss if self._sum is None else self._sum + loss
         self._steps += 1
@@ -38,15 +40,15 @@ class Meter:
     def line(self, batches: list[Batch], norm: Tensor | None, known: Mapping[str, float | int | str]) -> PendingLine:
         """Collective: begin a line about the step just done; read it a step later, when its numbers have arrived."""
         assert self._sum is not None, "a line is about at least one step"
-        indices = torch.cat([batch.indices for batch in batches])
-        sums = {**self._last, "loss_mean": self._sum, "sample_digest": digest(indices)}
+        indices = torch.cat([batch.indices for batch in batches])  # (samples of this rank's share,)
+        sums = {**self._last, "loss_mean": self._sum / self._steps, "sample_digest": digest(indices)}
+        # all ranks' sums start their way; the norm is the same on all already
         totals = self._totals(sums, {} if norm is None else {"grad_norm": norm})
         seconds = (perf_counter() - self._since) / max(self._timed, 1)
         facts = {**known, "samples_per_s": self._global_batch / seconds, "step_s": seconds, "time": time()}
-        line = PendingLine(totals, facts, self._steps)
         self._sum, self._steps = None, 0
         self.resume()
-        return line
+        return PendingLine(totals, facts)
 
     def finite(self) -> bool:
         """Collective: is every loss since the last line a number? Waits for the device; for before a save."""
@@ -55,23 +57,18 @@ class Meter:
         return bool(torch.isfinite(self._totals({"loss": self._sum}).read()["loss"]))
 
 
+@dataclass
 class PendingLine:
     """A training line whose sums are still on their way."""
 
-    def __init__(self, totals: Totals, facts: Mapping[str, float | int | str], steps: int) -> None:
-        self._totals, self._facts, self._steps = totals, facts, steps
+    totals: Totals
+    facts: Mapping[str, float | int | str]
 
     def read(self) -> dict[str, float | int | str]:
         """The line, complete."""
-        totals = self._totals.read()
-        digest_bits = int(totals.pop("sample_digest")) & (1 << 64) - 1
-        mean = float(totals.pop("loss_mean")) / self._steps
+        totals = self.totals.read()
+        digest_bits = int(totals.pop("sample_digest")) & (1 << 64) - 1  # torch has no int64 without a sign
         figures = {name: float(total) for name, total in totals.items()}
+        # the loss once more as float32 bits: whether two runs are the same must not depend on how a number is printed
         loss_hex = struct.pack(">f", figures["loss"]).hex()
-        return {
-            **figures,
-            "loss_mean": mean,
-            "loss_hex": loss_hex,
-            **self._facts,
-            "sample_digest": f"{digest_bits:016x}",
-        }
+        return {**figures, "loss_hex": loss_hex, **self.facts, "sample_digest": f"{digest_bits:016x}"}

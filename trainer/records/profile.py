@@ -30,6 +30,7 @@ class Profile(NoProfile):
         if device.type != "cuda":
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler calls a GPU that is not there an error
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        # the profiler's first step is slow and full of its own work: the one before the window takes that
         window = schedule(wait=first - 2, warmup=1, active=last - first + 1, repeat=1)
         self._profiler = profile(activities=activities, schedule=window, on_trace_ready=self._write)
         self._profiler.start()

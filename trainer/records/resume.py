@@ -10,9 +10,6 @@ from trainer.refusal import Refusal
 # A change under these keys changes what is learned. data.root is among them: for an image folder it is the data, and
 # nobody here can tell such a set from one that only moved.
 LEARNING = ("model", "task", "data", "seed", "optimizer", "schedule", "loop.global_batch", "precision", "tf32")
-# Where a run lies and how it is started: no part of what it is.
-UNSAID = ("run.",)
-ABSENT = "absent"
 
 
 class Change(NamedTuple):
@@ -47,12 +44,10 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "manifest.json").is_file()
 
 
-def completed(status: Mapping[str, Any] | None, horizon: int | None, needs_horizon: bool = False) -> str | None:
+def completed(status: Mapping[str, Any] | None, horizon: int, needs_horizon: bool = False) -> str | None:
     """One line for a run that has nothing left to do, with the keys that extend it; None where there is work."""
-    if not status or status.get("state") != "completed":
-        return None
-    step = int(status.get("step", 0))
-    if horizon is not None and horizon > step:
+    step = int(status["step"]) if status and status["state"] == "completed" else -1
+    if step < horizon:
         return None
     accepted = " (with run.accept_changes=true, as the schedule depends on the length)" if needs_horizon else ""
     return f"this run is complete at step {step:,}; a larger loop.epochs or loop.steps extends it{accepted}"
@@ -63,16 +58,16 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
     A group that builds something else now is one change: the keys below it belong to what it built before.
     """
+    # so only the two names are compared then
     for group in old.keys() & new.keys():
         one, other = _target(old[group]), _target(new[group])
         if one and other and one != other:
             old, new = {**old, group: one}, {**new, group: other}
     before, now = _flat(old), _flat(new)
-    return [
-        Change(key, before.get(key, ABSENT), now.get(key, ABSENT))
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key, ABSENT) != now.get(key, ABSENT) and not key.startswith(UNSAID)
-    ]
+    keys = sorted(before.keys() | now.keys())
+    every = (Change(key, before.get(key, "absent"), now.get(key, "absent")) for key in keys)
+    # where a run lies and how it is started is no part of what it is
+    return [one for one in every if one.old != one.new and not one.key.startswith("run.")]
 
 
 def _target(section: Any) -> str | None:
@@ -91,9 +86,12 @@ def learning_changes(
     needs_horizon: bool = False,
 ) -> list[Change]:
     """Those changes that change the learning. `precision` and `horizon` (in steps): the resolved ones, old and new."""
-    found = [one for one in changed if _is_learning(one.key) and not (one.key == "precision" and precision)]
+    groups = tuple(f"{name}." for name in LEARNING)
+    # `precision=auto` says nothing: what it came to is compared, where that is known
+    found = [one for one in changed if f"{one.key}.".startswith(groups) and not (one.key == "precision" and precision)]
     if precision and precision[0] != precision[1]:
         found.append(Change("precision", *precision))
+    # a shorter run ends earlier on the way it was on; a longer one would have had other rates from the start
     if horizon and needs_horizon and horizon[1] > horizon[0]:
         found.append(Change("the schedule's horizon in steps", f"{horizon[0]:,}", f"{horizon[1]:,}"))
     return found
@@ -116,10 +114,6 @@ def read_config(text: str) -> dict[str, Any]:
     import yaml
 
     return yaml.safe_load(text)
-
-
-def _is_learning(key: str) -> bool:
-    return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in LEARNING)
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageR
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
-from trainer.records.safetensors_header import TensorFact
+from trainer.records.manifest import CorruptCheckpoint
 
 # Names in a checkpoint that are not the network's: they lie in a file of their own.
 APART = ("optimizer/", "scaler/")
@@ -30,8 +31,8 @@ class _InRows(DefaultSavePlanner):
         self._given: set[tuple[torch.device, int]] = set()  # where memory begins that another name has brought already
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
-        """What is written for one item of the plan: a tensor, or this rank's part of one."""
-        tensor = super().resolve_data(write_item)
+        """What is written for one item of the plan: a tensor, or this rank's shard of one."""
+        tensor = super().resolve_data(write_item)  # the shape of this rank's shard
         if not isinstance(tensor, Tensor):
             return tensor
         where = (tensor.device, tensor.data_ptr())
@@ -46,32 +47,35 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], names: list[str], al
 
     names: of the tensors of all ranks. What several ranks hold whole is written once.
     """
-    parts = {name: 2 if name.startswith(APART) else 1 for name in names}
-    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=parts, save_distributed=True)
+    # the network has a file of its own, so that any program that reads safetensors can load it
+    file_of = {name: 2 if name.startswith(APART) else 1 for name in names}
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
     with _plainly():
         dcp.save(dict(tensors), storage_writer=writer, planner=_InRows(), no_dist=alone)
 
 
+def stored(folder: Path) -> dict[str, Tensor]:
+    """What tensors the files of a folder make up together, on meta; their headers tell, nothing else is read.
+
+    CorruptCheckpoint where a header does not agree with its file, or where shards are missing.
+    """
+    try:
+        facts: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except Exception as error:  # whatever a damaged header makes of torch's reader
+        raise CorruptCheckpoint(f"{folder}: {str(error)[:300]}") from None
+    for name, fact in facts.items():
+        # torch takes the last end of the shards for the whole tensor, and would leave what lacks in between as it was
+        held = sum(chunk.sizes.numel() for chunk in fact.chunks)
+        if held != fact.size.numel():
+            raise CorruptCheckpoint(f"{folder}: {name}: {held} of its {fact.size.numel()} elements are there")
+    return {name: torch.empty(fact.size, dtype=fact.properties.dtype, device="meta") for name, fact in facts.items()}
+
+
 def read_into(tensors: dict[str, Tensor], folder: Path) -> None:
     """Fill tensors in place from a verified folder. No communication: each rank reads what it holds."""
+    # torch compares names and shapes before it reads, and takes of each file what this rank's shards overlap
     with _plainly():
         dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-
-
-def misfits(stored: dict[str, TensorFact], wanted: dict[str, Tensor], asked: set[str]) -> list[str]:
-    """What keeps a checkpoint from filling these tensors, a line each.
-
-    asked: the names that any rank wants; of the network's own names in the checkpoint none may be left.
-    """
-    lines = [f"{name}: missing in the checkpoint" for name in wanted if name not in stored]
-    lines += [f"{name}: only in the checkpoint" for name in stored if name not in asked and not name.startswith(APART)]
-    for name in wanted.keys() & stored.keys():
-        tensor, fact = wanted[name], stored[name]
-        if tuple(tensor.shape) != fact.shape:
-            lines.append(f"{name}: {list(fact.shape)} in the checkpoint, {list(tensor.shape)} here")
-        elif tensor.dtype.is_floating_point != fact.dtype.is_floating_point:
-            lines.append(f"{name}: {fact.dtype} in the checkpoint, {tensor.dtype} here")
-    return sorted(lines)
 
 
 @contextmanager

@@ -18,10 +18,12 @@ from trainer.learning.cadence import Due
 from trainer.learning.optimizer import parameter_groups
 from trainer.parallel.outline import is_outline
 from trainer.records.checkpoint import Checkpoints
-from trainer.records.found import Found, newest_in, open_checkpoint
-from trainer.records.log import Log
+from trainer.records.console import LogFile
+from trainer.records.log import Figures, Log
+from trainer.records.manifest import Found
 from trainer.records.profile import NoProfile, Profile
 from trainer.records.resume import is_checkpoint, read_config, start_path
+from trainer.records.shelf import newest_in, open_checkpoint
 from trainer.refusal import Refusal
 from trainer.run.memory import evaluation_batch, give_back_freed_memory, keep_freed_memory, remedy
 from trainer.run.preparation import Prepared, RunParts, Verdict, build_values, decide_resume, prepare
@@ -46,7 +48,7 @@ def fit(parts: RunParts) -> int:
         return 0
     run.machine = run.strategy.machine = replace(run.machine, precision=verdict.precision)
     screen.redirect(launch.rank, folder)
-    log = Log(folder, run.sinks, launch.is_main)
+    log = Log([Figures(), LogFile(), *run.sinks] if launch.is_main else [])
     # join: from now on ranks wait for each other, so one that fails ends all, with one account of why; and a request to
     # stop must be kept until the loop can hear it
     with accounted(run, progress, log), StopRequest(launch, folder) as stop, run.strategy:
@@ -80,7 +82,7 @@ def make_checkpoints(run: Prepared) -> Checkpoints:
     """Those of the run's folder."""
     best, strategy = run.settings.checkpoint.best or run.task.best, run.strategy
     facts = {"strategy": strategy.name, "precision": run.machine.resolved_precision}
-    return Checkpoints(run.folder.checkpoints, strategy.world, run.settings.checkpoint.keep, best, facts)
+    return Checkpoints(run.folder.path / "checkpoints", strategy.world, run.settings.checkpoint.keep, best, facts)
 
 
 def start_from(run: Prepared) -> Found | None:
@@ -98,11 +100,11 @@ def begin(run: Prepared, start: Found | None, changed: Sequence[str], log: Log) 
     # what runs, then that it runs: whoever sees `running` finds the rest
     folder.write_start(run.configuration, run.words, describe(run))
     folder.begin(step, strategy.world.size, strategy.name)
-    owed = start is not None and start.state["progress"].get("owed") is not None  # an evaluation that was broken off
     # what was logged after the step to go on from will be logged again
-    log.rewind(step, length.steps, -(-length.steps // length.per_epoch), step - owed)
+    log.open(folder.path, step, length.steps, -(-length.steps // length.per_epoch))
     log.text("configuration", run.configuration)
-    log.start([*start_lines(run, start), *[f"changed     {line}" for line in changed]])
+    for line in (*start_lines(run, start), *(f"changed     {one}" for one in changed)):
+        log.start(line)
 
 
 def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRequest, progress: Progress) -> Trainer:
@@ -170,7 +172,8 @@ def end(run: Prepared, trainer: Trainer, stop: StopRequest, done: bool) -> int:
     run.folder.report("completed" if done else "preempted", step, reason)
     # where the time went, now that all steps are done and no line is under way
     spent = trainer.placed.watch.line(ahead=run.strategy.device.type == "cuda")
-    log.start([spent, *trainer.profile.close(), *end_lines(run, trainer.figures, step, done)])
+    for line in (spent, *trainer.profile.close(), *end_lines(run, trainer.figures, step, done)):
+        log.start(line)
     log.close()
     return exit_code(done, launch, lost)
 

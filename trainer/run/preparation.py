@@ -26,7 +26,14 @@ from trainer.parallel.outline import all_stored, is_outline
 from trainer.records.folder import RunFolder
 from trainer.records.log import Sink
 from trainer.records.profile import refuse_window
-from trainer.records.resume import changes, completed, learning_changes, read_config, refuse_changes
+from trainer.records.resume import (
+    changes,
+    completed,
+    has_checkpoint,
+    learning_changes,
+    read_config,
+    refuse_changes,
+)
 from trainer.refusal import Refusal
 from trainer.run.arithmetic import Batches, Length, deal, measure
 from trainer.run.start import refuse_own, refuse_start
@@ -136,10 +143,10 @@ def read_data(run: RunParts) -> tuple[Any, Any]:
 def decide_resume(run: Prepared) -> Verdict:
     """What to go on from, as the main rank finds it: nothing, or what changed since. Refusal if that is too much."""
     folder, horizon, precision = run.folder, run.length.steps, run.machine.resolved_precision
-    before = folder.last_config
-    if not folder.has_checkpoint or before is None:
+    before = folder.last("config.yaml")
+    if not has_checkpoint(folder.path) or before is None:
         return Verdict(precision)
-    last = folder.last_environment
+    last = folder.last("environment.json") or {}
     # weights that do not fit first: run.accept_changes=true, which the rest may suggest, could not help there
     refuse_own(folder.path, run.network, run.configuration)
     # runs from before there was the key began without

@@ -18,7 +18,7 @@ import torch
 
 from trainer.data.order import size_of
 from trainer.launch.launch import Launch
-from trainer.records.found import Found
+from trainer.records.manifest import Found
 from trainer.run.preparation import Prepared
 from trainer.strategies.machine import Machine
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from trainer.configuration.settings import Loop
 from trainer.parallel.state import differences
-from trainer.records.found import Found, described, newest_first
-from trainer.records.manifest import CorruptCheckpoint, check_sizes, read_manifest
+from trainer.records.manifest import CorruptCheckpoint, Found, check_sizes, read_manifest
 from trainer.records.resume import Change, changes, is_checkpoint, read_config
+from trainer.records.shelf import candidates, look_into
 from trainer.refusal import Refusal
 from trainer.run.arithmetic import Length
 
@@ -28,12 +28,11 @@ def glance(path: Path) -> Found | None:
     Whoever reads it later verifies it, and says then what is wrong with it.
     """
     # of a checkpoint that was named only itself; of a run the next, where the newest is damaged
-    names = [] if is_checkpoint(path) else newest_first(path / "checkpoints")
-    for folder in [path / "checkpoints" / name for name in names] or [path]:
-        with suppress(CorruptCheckpoint, OSError):
+    for folder in [path] if is_checkpoint(path) else candidates(path / "checkpoints"):
+        with suppress(CorruptCheckpoint):
             manifest = read_manifest(folder)
             check_sizes(manifest)
-            return described(manifest)
+            return look_into(manifest)
     return None
 
 

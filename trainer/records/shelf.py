@@ -1,0 +1,164 @@
+"""The checkpoints of a folder: found newest first and verified; which stay; how one comes and goes.
+
+A crash on the way costs nothing. Names and times of files play no part: the step in the manifest decides.
+"""
+
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainer.launch.durable import sync
+from trainer.parallel.ranks import Ranks
+from trainer.records.manifest import STATE, CorruptCheckpoint, Found, Manifest, check_hashes, check_sizes, read_manifest
+
+# Names that begin with a dot are never read as checkpoints.
+DRAFT = ".tmp-"  # being written
+TRASH = ".trash-"  # being removed
+REPLACED = ".replaced-"  # an older save of the same step, until the new one stands in its place
+
+log = logging.getLogger(__name__)
+
+
+def candidates(folder: Path) -> dict[Path, Manifest | None]:
+    """Every folder that offers itself as a checkpoint: those without a readable manifest, then the newest first.
+
+    Whoever takes the first that is valid has then seen all that may be newer.
+    """
+    found: dict[Path, Manifest | None] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if not path.name.startswith(".") and not path.is_file():
+            found[path] = None  # no checkpoint, but it may have been one: not to be passed over in silence
+            with suppress(CorruptCheckpoint):
+                found[path] = read_manifest(path)
+    steps = {path: manifest.step if manifest else math.inf for path, manifest in found.items()}
+    return {path: found[path] for path in sorted(found, key=steps.__getitem__, reverse=True)}
+
+
+def newest_in(folder: Path, ranks: Ranks) -> tuple[Found | None, list[Path]]:
+    """The newest valid checkpoint of a folder, and the corrupt ones that were passed over. Collective.
+
+    None where there is no checkpoint at all; where all are corrupt that is an error, not a fresh start.
+    """
+    # the main rank's list is everybody's: others may not see yet what was just renamed
+    names = ranks.all_gather_values([path.name for path in candidates(folder)] if ranks.is_main else [])[0]
+    rejected: dict[Path, str] = {}
+    # all ranks try the same one, and give it up together
+    for path in (folder / name for name in names):
+        try:
+            return open_checkpoint(path, ranks), list(rejected)
+        except CorruptCheckpoint as error:
+            rejected[path] = f"  {error}"
+            if ranks.is_main:
+                log.warning("checkpoint %s is passed over: %s", path.name, error)
+    if rejected:
+        reasons = "\n".join(list(rejected.values())[:15])
+        raise CorruptCheckpoint(f"none of the {len(rejected)} checkpoints in {folder} can be used:\n{reasons}")
+    return None, []
+
+
+def open_checkpoint(path: Path, ranks: Ranks) -> Found:
+    """Verify one checkpoint, every byte of it. Collective; CorruptCheckpoint in words, on all ranks or none."""
+    found: list[Found] = []
+
+    def verify() -> None:
+        manifest = read_manifest(path)
+        check_sizes(manifest)
+        # each rank reads a share of the bytes, for that takes time; the headers only then: they count where they are
+        # what was written
+        check_hashes(manifest, sorted(manifest.files)[ranks.rank :: ranks.size])
+        found.append(look_into(manifest))
+
+    together(ranks, verify, CorruptCheckpoint)
+    return found[0]
+
+
+def look_into(manifest: Manifest) -> Found:
+    """What a checkpoint says about itself: its state, and the headers of its tensors."""
+    from trainer.records.tensor_files import stored  # here: what it imports takes longer than a first step
+
+    where = manifest.path / STATE
+    try:
+        state = json.loads(where.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpoint(f"{where}: {error}") from None
+    return Found(**vars(manifest), state=state, tensors=stored(manifest.path))
+
+
+def together(ranks: Ranks, action: Callable[[], Any], failure: type[Exception]) -> list[Any]:
+    """What the action returned on each rank, in rank order; where it failed on one, `failure` on all. Collective."""
+    cause, mine = None, {}
+    # whatever happens here, this rank comes to the collective: the others wait for it there
+    try:
+        mine["value"] = action()
+    except Exception as error:
+        cause = error
+        mine["error"] = str(error) if isinstance(error, (failure, OSError)) else f"{type(error).__name__}: {error}"
+    results = ranks.all_gather_values(mine)  # all ranks; each hears the values and errors of all
+    errors = [result["error"] for result in results if "error" in result]
+    if errors:
+        raise failure(errors[0]) from cause
+    return [result["value"] for result in results]
+
+
+def committed(folder: Path, rejected: Collection[Path] = ()) -> list[Manifest]:
+    """The checkpoints that were written to the end and are still there, the newest first."""
+    found = []
+    for path, manifest in candidates(folder).items():
+        with suppress(CorruptCheckpoint):
+            if manifest and path not in rejected:
+                check_sizes(manifest)
+                found.append(manifest)
+    return found
+
+
+def surplus(checkpoints: list[Manifest], keep: int, best: str) -> list[Path]:
+    """Those that may go: all but the newest `keep` and the best one, the earliest among equals."""
+    # a draw is not won by who came later: `is_best` has not called that one better either
+    ranked = [one for one in reversed(checkpoints) if score(one.figures, best) > -math.inf]
+    winner = max(ranked, key=lambda one: score(one.figures, best), default=None)
+    return [one.path for one in checkpoints[keep:] if one is not winner]
+
+
+def score(figures: dict[str, float] | None, best: str) -> float:
+    """Larger is better: "accuracy" as it is, "-loss" negated; minus infinity where it is missing or not a number."""
+    value = (figures or {}).get(best.removeprefix("-"))
+    if not isinstance(value, (int, float)) or math.isnan(value):
+        return -math.inf
+    return -value if best.startswith("-") else value
+
+
+def put_in_place(draft: Path, target: Path) -> None:
+    """Give a finished draft its name; what stood there goes."""
+    aside = target.with_name(f"{REPLACED}{target.name}.{secrets.token_hex(4)}")
+    # the old one moves aside and is removed last: no moment has neither, and `sweep` knows it by its name
+    if target.exists():
+        os.rename(target, aside)
+    os.rename(draft, target)
+    sync(target.parent)
+    if aside.exists():
+        discard(aside)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder: renamed first, so that a half-removed one is never taken for a checkpoint."""
+    trash = path.with_name(f"{TRASH}{path.name.lstrip('.')}.{secrets.token_hex(4)}")
+    os.rename(path, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Clear what dead attempts left behind; the run's lock must be held, nobody else may be writing here."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        original = folder / path.name.removeprefix(REPLACED).split(".")[0]
+        # died between the two renames of put_in_place: the old one gets its name back
+        if path.name.startswith(REPLACED) and not original.exists():
+            os.rename(path, original)
+        elif path.name.startswith((DRAFT, TRASH, REPLACED)):
+            shutil.rmtree(path, ignore_errors=True)
