@@ -26,14 +26,7 @@ from trainer.parallel.outline import all_stored, is_outline
 from trainer.records.folder import RunFolder
 from trainer.records.log import Sink
 from trainer.records.profile import refuse_window
-from trainer.records.resume import (
-    changes,
-    completed,
-    has_checkpoint,
-    learning_changes,
-    read_config,
-    refuse_changes,
-)
+from trainer.records.resume import changes, completed, has_checkpoint, learning_changes, read_config, refuse_changes
 from trainer.refusal import Refusal
 from trainer.run.arithmetic import Batches, Length, deal, measure
 from trainer.run.start import refuse_own, refuse_start
