@@ -30,6 +30,7 @@ class DP(Strategy):
                 "strategy=dp compile=true: a compiled network is bound to the first GPU, and its replicas on the others"
                 " would compute with what lies there; use compile=false, or strategy=ddp"
             )
+        # torch's SyncBatchNorm wants a process for each GPU
         if self.sync_bn:
             raise Refusal(
                 "strategy=dp cannot synchronise BatchNorm over its replicas; use strategy=ddp strategy.sync_bn=true"

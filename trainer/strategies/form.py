@@ -25,7 +25,7 @@ class Form:
     def lay_out(self, network: nn.Module) -> None:
         """Bring the weights of convolutions into the layout of their inputs, in place."""
         for parameter in network.parameters():
-            parameter.data = self._laid_out(parameter.data)
+            parameter.data = self._laid_out(parameter.data)  # of a convolution: (out, in, height, width)
 
     def cast(self, tree: Any) -> Any:
         """A batch in this form: images (B, C, H, W) with the channels last."""

@@ -59,9 +59,8 @@ class Joined(Strategy):
         leave_group(self.world, clean=error is None)
 
     def groups(self) -> list[ProcessGroup]:
-        """All ranks; and those that read different data, where that is a group of its own."""
-        data = [self.data.group] if isinstance(self.data, Group) and self.data is not self.world else []
-        return [self.world.group, *data]
+        """All ranks, and whichever other groups stand in its fields, each once."""
+        return list(dict.fromkeys(ranks.group for ranks in vars(self).values() if isinstance(ranks, Group)))
 
 
 @dataclass
@@ -98,6 +97,7 @@ class Meshed(Joined):
             refuse_plan(network, task.plan(network), tensor)
 
     def _arrange(self) -> None:
+        # one group for each axis, and one for the data ranks, which may be the product of two
         self.mesh = make_mesh(self.device.type, self.degrees(self.world.size), always=self.axis)
         self.data = ranks_along(self.mesh, "replicate", "shard")
 

@@ -90,8 +90,8 @@ class PP(Meshed):
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put this rank's stages of a network here."""
-        spread = Sharding(self.reshard_after_forward, self.param_dtype)
-        return PlacedStages(self, task, network, example, self.layout(self.world.size), self.schedule, spread)
+        sharding = Sharding(self.reshard_after_forward, self.param_dtype)
+        return PlacedStages(self, task, network, example, self.layout(self.world.size), self.schedule, sharding)
 
     def _refuse_backend(self) -> None:
         """Refuse gloo where it cannot send what must be sent."""

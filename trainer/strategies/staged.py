@@ -51,21 +51,21 @@ class PlacedStages(PlacedTensor):
         example: Any,
         layout: Layout,
         schedule: str,
-        spread: Sharding,
+        sharding: Sharding,
     ) -> None:
-        self._layout, self._order, self._spread = layout, schedule, spread
+        self._layout, self._schedule_name, self._sharding = layout, schedule, sharding
         self._last = layout.count - 1  # the number of the stage that knows losses
         self._pipeline = Group(strategy.mesh.get_group("pipe"))  # in the order of their first stages
         self._handover = Handover(self._pipeline, layout, strategy.device)
         self._schedules: dict[Hashable, Any] = {}  # by the shapes and the number of a step's micro-batches
         self._sums_like: dict[str, dict[str, Tensor]] = {"training": {}, "evaluation": {}}  # what has travelled before
-        self._several = "shard" in (strategy.mesh.mesh_dim_names or ())  # is a stage spread over several ranks?
+        self._is_spread = "shard" in (strategy.mesh.mesh_dim_names or ())  # is a stage spread over several ranks?
         super().__init__(strategy, task, network, example)
 
     # The network.
 
     def _units(self) -> list[str]:
-        return units(self.network, self._plan) if self._several else super()._units()
+        return units(self.network, self._plan) if self._is_spread else super()._units()
 
     def _divide(self) -> list[nn.Module]:
         whole, rank = self.network, self._pipeline.rank
@@ -81,8 +81,8 @@ class PlacedStages(PlacedTensor):
         return own
 
     def _shard(self, names: list[str]) -> None:
-        for stage in self._stages.values() if self._several else ():
-            shard(stage, stage.body, called(stage.body, names), self.strategy.mesh, self._spread)
+        for stage in self._stages.values() if self._is_spread else ():
+            shard(stage, stage.body, called(stage.body, names), self.strategy.mesh, self._sharding)
         self._fill(self.strategy.device)
 
     # The verbs of a step.
@@ -101,7 +101,7 @@ class PlacedStages(PlacedTensor):
         return self._told("training", sums)
 
     def _evaluate(self, inputs: Any, targets: Any, samples: int) -> dict[str, Tensor]:
-        output = self._flow(inputs, targets)[0]
+        output, _ = self._flow(inputs, targets)
         sums: dict[str, Tensor] = {}
         if self._last in self._stages:
             sums = evaluation_sums(self.task, self._whole(output), targets, samples)
@@ -151,7 +151,7 @@ class PlacedStages(PlacedTensor):
         """What a stage makes of a micro-batch and of what came: the network's output, or what the next one gets."""
         with self._machine.autocast(self.strategy.device):
             inputs, targets = self._form.cast((inputs, targets))
-            if self._spread.param_dtype:  # what is no argument of the stage fully_shard does not cast
+            if self._sharding.param_dtype:  # what is no argument of the stage fully_shard does not cast
                 inputs, targets = floats_as((inputs, targets), torch.bfloat16)
             came = self._form.cast(tuple(InOrder.apply(value) for value in received))
             output = stage.body(inputs, targets, *came)
@@ -167,7 +167,7 @@ class PlacedStages(PlacedTensor):
             raise RuntimeError("the micro-batches of a step differ in shape; those of a pipeline must be alike")
         key = (*shapes, len(batches))
         new = torch.tensor([key not in self._schedules], dtype=torch.uint8)
-        if self._several or self.strategy.sync_bn:  # then a forward is collective over the data ranks
+        if self._is_spread or self.strategy.sync_bn:  # then a forward is collective over the data ranks
             self.strategy.data.all_reduce_max_(new).wait()  # the data ranks; one byte: is it new to any of them?
         if new:
             # one forward that leaves no trace, to see which shapes are handed on; some schedules gather the last ahead
@@ -192,7 +192,7 @@ class PlacedStages(PlacedTensor):
             )
             for number, stage in self._stages.items()
         ]
-        return make_schedule(self._order, stages, micro_batches)
+        return make_schedule(self._schedule_name, stages, micro_batches)
 
 
 def _learnable(number: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -42,10 +42,6 @@ class Zero1(Joined):
         assert isinstance(group, ProcessGroup)
         self.owning = Group(group)
 
-    def groups(self) -> list[ProcessGroup]:
-        """All ranks, twice."""
-        return [*super().groups(), self.owning.group]
-
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put a copy of the network on every rank."""
         return _Placed(self, task, network, example)
