@@ -491,6 +491,22 @@ def test_nothing_in_a_step_waits_for_the_device(tmp_path: Path, max_norm: float 
         assert len(waiting.seen) == 2  # the watch itself works
 
 
+class Numbered(Plain):
+    """Weights that are Python numbers: as_tensor(number, device="cuda") would copy each from the host."""
+
+    def weight(self, target: Any) -> int:
+        return len(target[0])
+
+
+def test_weights_that_are_numbers_do_not_wait_for_the_device(tmp_path: Path) -> None:
+    with made(tmp_path, Numbered(), micro_batches=2) as run:
+        run.trainer.begin(None)
+        batches = next(iter(run.trainer.stream.epoch(0)))
+        with Waiting("lift_fresh") as waiting:
+            run.trainer.placed.forward_backward(batches, 0)
+        assert waiting.seen == []
+
+
 class Counting(Plain):
     """Figures as the product's own task counts them: torch.bincount waits for a GPU."""
 
