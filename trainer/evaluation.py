@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from trainer.data.stream import EvaluationStream
@@ -13,12 +14,13 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.placed import Placed
 
 
+@torch.no_grad()
 def rehearse(strategy: Strategy, placed: Placed, task: Task, stream: EvaluationStream, best: str) -> None:
     """Collective: evaluate one batch, so that what is wrong there shows now and not after an epoch.
 
     Refusal where `best`, the figure that marks the best checkpoint, is none of the task's.
     """
-    sums: dict[str, Tensor] = {}
+    sums: dict[str, Tensor | float] = {}
     for batch, valid in stream.batches(1):
         _add(sums, placed.evaluate(batch, valid))
     figures, best = _figures(task, strategy.totals(sums).read()), best.removeprefix("-")
@@ -26,6 +28,7 @@ def rehearse(strategy: Strategy, placed: Placed, task: Task, stream: EvaluationS
         raise Refusal(f"checkpoint.best={best}: the task's figures are {', '.join(figures)}{nearest(best, figures)}")
 
 
+@torch.no_grad()
 def evaluate(
     strategy: Strategy, placed: Placed, task: Task, stream: EvaluationStream, asked: Callable[[], bool]
 ) -> dict[str, float] | None:
@@ -33,7 +36,7 @@ def evaluate(
 
     RuntimeError where a sample was not counted once.
     """
-    sums: dict[str, Tensor] = {}
+    sums: dict[str, Tensor | float] = {}
     votes = strategy.votes()
     for batch, valid in stream.batches():
         votes.ask(asked())  # travels while the batch computes; no GPU waits for it
@@ -46,7 +49,7 @@ def evaluate(
     return _figures(task, totals)
 
 
-def _add(sums: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
+def _add(sums: dict[str, Tensor | float], parts: Mapping[str, Tensor | float]) -> None:
     for name, part in parts.items():
         sums[name] = sums[name] + part if name in sums else part
 

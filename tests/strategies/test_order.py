@@ -21,6 +21,7 @@ from trainer import Plan
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream
 from trainer.launch.launch import Launch
+from trainer.parallel.totals import Sums
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 from trainer.strategies.placed import Placed
@@ -150,7 +151,8 @@ def train(launch: Launch, case: Order) -> dict[str, Any]:
     return {"losses": losses, "evaluation": float(figures["loss"] / figures["weight"]), "weights": weights}
 
 
-def _evaluated(placed: Placed, strategy: Strategy) -> dict[str, Tensor]:
+@torch.no_grad()
+def _evaluated(placed: Placed, strategy: Strategy) -> Sums:
     """The first evaluation batch, which has the same samples whatever the number of ranks."""
     data = ToyData()
     batch, valid = next(iter(EvaluationStream(data, data.evaluation(), strategy.slice, BATCH, 1, Loading()).batches()))

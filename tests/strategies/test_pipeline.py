@@ -148,7 +148,8 @@ def learn(launch: Launch, run: Run) -> dict[str, Any]:
             indices = torch.tensor(own or [0])
             inputs, targets = samples(1000, size)
             batch = Batch(taken(inputs, indices), taken(targets, indices), indices, range(size), size)
-            totals = strategy.totals(placed.evaluate(batch, len(own))).read()
+            with torch.no_grad():
+                totals = strategy.totals(placed.evaluate(batch, len(own))).read()
             seen["evaluations"].append({name: value.double().flatten().tolist() for name, value in totals.items()})
         seen["weights"] = {name: toys.gathered(value) for name, value in placed.network.state_dict().items()}
         seen["memories"] = sorted(placed.state(optimizer))

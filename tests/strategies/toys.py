@@ -311,10 +311,11 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
                     break
             epoch, position = epoch + 1, 0
         placed.settle()
-        sums: dict[str, Tensor] = {}
-        for batch, valid in evaluation.batches():
-            for name, part in placed.evaluate(batch, valid).items():
-                sums[name] = sums.get(name, 0) + part
+        sums: dict[str, Tensor | float] = {}
+        with torch.no_grad():
+            for batch, valid in evaluation.batches():
+                for name, part in placed.evaluate(batch, valid).items():
+                    sums[name] = sums.get(name, 0) + part
         totals = strategy.totals(sums).read()
         seen["samples"], seen["figures"] = int(totals["samples"]), task.finish(totals)
         seen["data_rank"] = strategy.data.rank

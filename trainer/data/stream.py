@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -97,24 +98,30 @@ class EvaluationStream:
         """
         samples, rank, ranks = range(self.size), self._own.rank, self._own.ranks
         wholes = [samples[at : at + self._global_batch] for at in samples[:: self._global_batch][:most]]
-        # A rank without a sample of a batch takes one that does not count, for it must compute with the others.
+        # a rank without a sample of a batch takes one that does not count, for it must compute with the others
         owns = [whole[rank::ranks] or whole[-1:] for whole in wholes]
         lists = [torch.arange(own.start, own.stop, own.step) for own in owns]
 
+        cuts = cache(self._cuts)  # all batches but the last are alike
         for whole, (indices, inputs, targets) in zip(wholes, self._samples.read(0, lists, training=False), strict=True):
             share = Batch(inputs, targets, indices, range(len(whole)), len(whole))
-            # Cut first and dealt then, as in training: a micro-batch holds the same whatever the number of ranks.
-            for start in range(0, len(whole), self._most):
-                span = range(start, min(start + self._most, len(whole)))
-                own = self._own.rows(span)
+            for own, span in cuts(len(whole)):
                 yield micro_batch(share, own or range(1), span), len(own)
+
+    def _cuts(self, total: int) -> list[tuple[range, range]]:
+        """This rank's rows of each micro-batch of a batch, and the whole micro-batch.
+
+        Cut first and dealt then, as in training: a micro-batch holds the same whatever the number of ranks.
+        """
+        cut = [range(total)[start : start + self._most] for start in range(0, total, self._most)]
+        return [(self._own.rows(span), span) for span in cut]
 
 
 def micro_batch(share: Batch, own: range, span: range) -> Batch:
-    """The micro-batch of this span; these rows of the share are this rank's part of it, and may be all of the share."""
-    size = share.indices.shape[0]  # len() of a tensor is slower than this, and this is in every step
-    if len(own) == size:
-        return Batch(share.inputs, share.targets, share.indices, span, share.total)
+    """The micro-batch of this span; these rows of the share are this rank's part of it."""
+    if span == share.span:
+        return share  # a lone micro-batch is all of it
+    size = share.indices.shape[0]
     inputs, targets = (rows(tree, own.start, own.stop, size) for tree in (share.inputs, share.targets))
     return Batch(inputs, targets, share.indices[own.start : own.stop], span, share.total)
 

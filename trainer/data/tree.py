@@ -62,13 +62,12 @@ def rows(tree: Any, start: int, stop: int, size: int) -> Any:
 
 def moved(tree: Any, device: torch.device) -> Any:
     """The same tree on a device. To a GPU it goes through pinned memory: from other the host would wait for copies."""
+    if device.type == "cpu":
+        return tree  # where it was read
 
     def there(tensor: Tensor) -> Tensor:
-        if tensor.device == device:
-            return tensor
-        # Pinned memory is kept by torch until the copy is done, so nobody need wait here.
-        staged = tensor.pin_memory() if device.type == "cuda" and tensor.is_cpu else tensor
-        return staged.to(device, non_blocking=True)
+        # pinned memory is kept by torch until the copy is done, so nobody need wait here
+        return (tensor.pin_memory() if tensor.is_cpu else tensor).to(device, non_blocking=True)
 
     return changed(tree, there)
 

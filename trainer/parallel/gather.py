@@ -19,6 +19,7 @@ class _Place(NamedTuple):
     span: range | None = None
 
 
+_ALONE = nullcontext()  # one rank gathers its own rows wherever it is
 _place: ContextVar[_Place] = ContextVar("place", default=_Place(Ranks()))  # noqa: B039 (it holds no state)
 
 
@@ -43,17 +44,13 @@ def gather(x: Tensor) -> Tensor:
 
 def gathering_over(ranks: Ranks) -> AbstractContextManager[None]:
     """Within this context `gather` collects from these ranks."""
-    return _within(_Place(ranks))
+    return _At(_Place(ranks)) if ranks.size > 1 else _ALONE
 
 
 def dealt(span: range) -> AbstractContextManager[None]:
     """Within this context the ranks have these samples of a global batch, dealt to them in turn."""
-    return _within(_Place(_place.get().ranks, span))
-
-
-def _within(place: _Place) -> AbstractContextManager[None]:
-    """The context of a place. One rank gathers its own rows wherever it is."""
-    return _At(place) if place.ranks.size > 1 else nullcontext()
+    ranks = _place.get().ranks
+    return _At(_Place(ranks, span)) if ranks.size > 1 else _ALONE
 
 
 class _At:

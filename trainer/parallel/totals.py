@@ -10,6 +10,8 @@ from torch import Tensor
 from trainer.parallel.buckets import buckets, packed, unpacked
 from trainer.parallel.ranks import Ranks, Waitable
 
+Sums = Mapping[str, Tensor | float]  # numbers that the host knows need no device
+
 
 class Totals:
     """Sums on their way: added up over ranks, copied to the CPU, and only waited for when they are read.
@@ -18,12 +20,12 @@ class Totals:
     """
 
     def __init__(
-        self, sums: Mapping[str, Tensor], ranks: Ranks, device: torch.device, alike: Mapping[str, Tensor] | None = None
+        self, sums: Sums, ranks: Ranks, device: torch.device, alike: Mapping[str, Tensor] | None = None
     ) -> None:
         """`alike`: numbers that are equal on all ranks already, to be read at the same time."""
         self._alike = {name: value.to("cpu", non_blocking=True) for name, value in (alike or {}).items()}
         # one message for each type and device, in an order that is the same on every rank
-        own = {name: wide(value.detach()) for name, value in sums.items()}
+        own = {name: wide(value).detach() for name, value in sums.items()}
         self._names = sorted(own, key=lambda name: (own[name].is_floating_point(), own[name].device.type, name))
         self._under_way: list[tuple[list[Tensor], Tensor, Waitable]] = []
         for bucket in buckets([own[name] for name in self._names]):
@@ -45,6 +47,9 @@ class Totals:
         return self._alike | dict(zip(self._names, totals, strict=True))
 
 
-def wide(value: Tensor) -> Tensor:
-    """A number in the type in which numbers are added up: int64 if it is whole, else float64."""
-    return value.to(torch.float64 if value.is_floating_point() else torch.int64)
+def wide(value: Tensor | float) -> Tensor:
+    """A number in the type in which numbers are added up: int64 if it is whole, else float64. Of the host's: there."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+    kind = torch.float64 if value.dtype.is_floating_point else torch.int64
+    return value if value.dtype == kind else value.to(kind)

@@ -82,7 +82,7 @@ class _Placed(PlacedTensor):
         self._root.set_requires_gradient_sync(last or self.strategy.sync_micro_batches)
         return super()._sync(last)
 
-    def _evaluate(self, inputs: Any, targets: Any, samples: int) -> dict[str, Tensor]:
+    def _evaluate(self, inputs: Any, targets: Any, samples: int) -> dict[str, Tensor | float]:
         sums = super()._evaluate(inputs, targets, samples)
         reshard(self._called)  # a forward without a backward leaves parameters gathered
         return sums

@@ -19,6 +19,7 @@ from trainer.parallel.ranks import Group, join_group, leave_group
 from trainer.parallel.tensor import refuse_plan
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
+from trainer.strategies.votes import Votes, VotesApart
 
 
 @dataclass
@@ -57,6 +58,10 @@ class Joined(Strategy):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         leave_group(self.world, clean=error is None)
+
+    def votes(self) -> Votes:
+        """What the ranks of one loop ask each other in its steps."""
+        return VotesApart(self)
 
     def groups(self) -> list[ProcessGroup]:
         """All ranks, and whichever other groups stand in its fields, each once."""

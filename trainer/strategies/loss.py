@@ -50,22 +50,29 @@ def shares(task: Task, batches: list[Any], ranks: Ranks, device: torch.device) -
 
 def times(x: Tensor, factor: float | Tensor) -> Tensor:
     """The product. A lone micro-batch is the whole step: by one nothing need be multiplied."""
-    return x if isinstance(factor, float) and factor == 1 else x * factor
+    return x if _is_one(factor) else x * factor
+
+
+def _is_one(factor: float | Tensor) -> bool:
+    return isinstance(factor, float) and factor == 1
 
 
 def add_share(sums: dict[str, Tensor], losses: dict[str, Tensor], share: float | Tensor) -> None:
     """Add a micro-batch's losses to those of the step, on the device."""
     for name, loss in losses.items():
-        kept = times(wide(loss.detach()), share)  # a loss in bf16 has 8 bits, too few for a sum
+        kept = loss.detach()
+        if not _is_one(share):
+            kept = wide(kept) * share  # a loss in bf16 has 8 bits, too few for a product or a sum
         sums[name] = sums[name] + kept if name in sums else kept
 
 
-def evaluation_sums(task: Task, output: Any, targets: Any, samples: int) -> dict[str, Tensor]:
+def evaluation_sums(task: Task, output: Any, targets: Any, samples: int) -> dict[str, Tensor | float]:
     """What an evaluation adds up over these samples: loss times weight, weight, samples, and the task's metrics."""
-    loss = total_loss(task.loss(output, targets))
-    weight, count = (_on(loss.device, number) for number in (task.weight(targets), samples))
-    sums = task.metrics(output, targets) | {"loss": loss.double() * weight, "weight": weight, "samples": count}
-    return {name: wide(value) for name, value in sums.items()}
+    loss, weight = total_loss(task.loss(output, targets)), task.weight(targets)
+    # what the host knows stays there: a number of Python costs no kernel
+    weight = _on(loss.device, weight) if isinstance(weight, Tensor) else weight
+    sums: dict[str, Tensor | float] = {"loss": wide(loss) * weight, "weight": weight, "samples": samples}
+    return {name: wide(value) for name, value in task.metrics(output, targets).items()} | sums
 
 
 def _on(device: torch.device, number: Tensor | float) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from trainer.data.sampler import Slice
 from trainer.parallel.ranks import Ranks, set_timeouts
-from trainer.parallel.totals import Totals
+from trainer.parallel.totals import Sums, Totals
 from trainer.strategies.machine import Machine
 
 Recomputed = Literal["none", "units", "operators"]
@@ -72,7 +72,7 @@ class Place:
 
     # Collectives: every rank calls them, in the same order.
 
-    def totals(self, sums: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None) -> Totals:
+    def totals(self, sums: Sums, alike: Mapping[str, Tensor] | None = None) -> Totals:
         """Collective: start adding up these sums over the data ranks, each sample counted once; read them later.
 
         `alike`: numbers that every rank has already, to arrive with them.

@@ -18,6 +18,7 @@ from trainer.parallel.compiling import compile_network, uncompiled
 from trainer.parallel.gather import dealt, gathering_over
 from trainer.parallel.recompute import recompute
 from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, space_for_optimizer
+from trainer.parallel.totals import wide
 from trainer.parallel.units import called, units
 from trainer.strategies.form import Form, refuse_extra_state
 from trainer.strategies.loss import TaskNetwork, add_share, evaluation_sums, shares, times, total_loss
@@ -85,7 +86,7 @@ class Placed:
 
     def _wrap(self) -> Callable[[Any, Any], Any]:
         """What a forward must call: task and network themselves, or something around them."""
-        return self._called
+        return partial(self.task.forward, self.network)
 
     def _computing(self) -> Any:
         """The context of a forward, and of its backward."""
@@ -176,8 +177,7 @@ class Placed:
         self.strategy.hurry()
         return norm
 
-    @torch.no_grad()
-    def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor]:
+    def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor | float]:
         """Sums over a micro-batch: loss times weight, weight, samples, and the task's metrics.
 
         valid: how many of its samples count, all or none. Of none the sums are zeros of the same shapes.
@@ -187,9 +187,9 @@ class Placed:
         with rehearsing, self._computing(), dealt(batch.span), self._machine.autocast(self.strategy.device):
             inputs, targets = self._form.cast((batch.inputs, batch.targets))
             sums = self._evaluate(inputs, targets, len(batch.indices))
-        return sums if valid else {name: torch.zeros_like(value) for name, value in sums.items()}
+        return sums if valid else {name: torch.zeros_like(wide(value)) for name, value in sums.items()}
 
-    def _evaluate(self, inputs: Any, targets: Any, samples: int) -> dict[str, Tensor]:
+    def _evaluate(self, inputs: Any, targets: Any, samples: int) -> dict[str, Tensor | float]:
         """The sums over so many samples, whether they count or not: on ranks that need each other all compute."""
         return evaluation_sums(self.task, self._whole(self._forward(inputs, targets)), targets, samples)
 

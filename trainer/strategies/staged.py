@@ -20,6 +20,7 @@ from trainer.parallel.pipeline.held import Stages, buffers_kept
 from trainer.parallel.pipeline.schedules import Layout, make_schedule
 from trainer.parallel.ranks import Group
 from trainer.parallel.shard import Sharding, reshard, shard
+from trainer.parallel.totals import Sums
 from trainer.parallel.units import called, matches, units
 from trainer.strategies.joined import Meshed
 from trainer.strategies.loss import TaskNetwork, evaluation_sums
@@ -100,12 +101,12 @@ class PlacedStages(PlacedTensor):
             schedule.step(target=torch.arange(len(batches)), return_outputs=False)
         return self._told("training", sums)
 
-    def _evaluate(self, inputs: Any, targets: Any, samples: int) -> dict[str, Tensor]:
+    def _evaluate(self, inputs: Any, targets: Any, samples: int) -> dict[str, Tensor | float]:
         output, _ = self._flow(inputs, targets)
-        sums: dict[str, Tensor] = {}
+        sums: dict[str, Tensor | float] = {}
         if self._last in self._stages:
             sums = evaluation_sums(self.task, self._whole(output), targets, samples)
-        return self._told("evaluation", sums)
+        return {**self._told("evaluation", sums)}
 
     def _flow(self, inputs: Any, targets: Any) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
         """Collective over the pipeline: a forward alone; the output, where the last stage is, and what went in."""
@@ -116,7 +117,7 @@ class PlacedStages(PlacedTensor):
             reshard(stage)  # a forward without a backward leaves parameters gathered
         return output, handed
 
-    def _told(self, occasion: str, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _told(self, occasion: str, sums: Sums) -> dict[str, Tensor]:
         """Collective over the pipeline: what the rank of the last stage has added up."""
         source = self._layout.owner(self._last)
         return broadcast_sums(sums, self._sums_like[occasion], source, self._pipeline, self.strategy.device)

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from trainer.data.tree import moved
 from trainer.parallel.pipeline.schedules import Layout
 from trainer.parallel.ranks import Group
-from trainer.parallel.totals import wide
+from trainer.parallel.totals import Sums, wide
 
 PATIENCE = timedelta(seconds=10)  # for the last word of a rank that has failed
 
@@ -106,14 +107,14 @@ def _refuse_others(stage: int, values: Any) -> None:
 
 
 def broadcast_sums(
-    sums: dict[str, Tensor], like: dict[str, Tensor], source: int, ranks: Group, device: torch.device
+    sums: Sums, like: dict[str, Tensor], source: int, ranks: Group, device: torch.device
 ) -> dict[str, Tensor]:
     """Collective: the source's sums on every rank, whole numbers as int64, all others as float64.
 
     like: empty the first time, when names and shapes travel; to be given again each time after. RuntimeError where the
     source's are others then.
     """
-    own = {name: wide(value.detach()).to(device).contiguous() for name, value in sums.items()}
+    own = {name: moved(wide(value).detach().contiguous(), device) for name, value in sums.items()}
     facts = [(name, value.shape, value.dtype) for name, value in own.items()]
     if not like:
         told = [facts]
