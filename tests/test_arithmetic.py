@@ -4,7 +4,7 @@ import pytest
 
 from trainer.configuration.compose import compose
 from trainer.configuration.settings import settings
-from trainer.data.sampler import spans
+from trainer.data.slice import spans
 from trainer.refusal import Refusal
 from trainer.run.arithmetic import Batches, deal, measure, more_micro_batches
 

@@ -13,8 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from trainer import Data
 from trainer.data.order import Order, size_of
-from trainer.data.reader import Loading, Seeded, make_reader
-from trainer.data.sampler import ShardSampler
+from trainer.data.reader import Loading, Seeded, reading
 from trainer.data.stream import EvaluationStream, Stream, digest
 from trainer.parallel.ranks import Ranks
 from trainer.refusal import Refusal
@@ -148,7 +147,7 @@ def test_the_middle_of_an_epoch_goes_on_where_it_stopped() -> None:
         )
 
 
-def test_the_digest_notices_a_set_epoch_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_notices_an_order_that_every_epoch_has(monkeypatch: pytest.MonkeyPatch) -> None:
     data = NumberData(InMemory(50))
 
     def digests() -> list[int]:
@@ -157,7 +156,7 @@ def test_the_digest_notices_a_set_epoch_that_does_nothing(monkeypatch: pytest.Mo
 
     honest = digests()
     assert len(set(honest)) == 8
-    monkeypatch.setattr(ShardSampler, "set_epoch", lambda self, epoch, start=0: setattr(self, "_left", self._order(0)))
+    monkeypatch.setattr(Order, "__call__", lambda self, epoch: self._ordered(0))
     assert len(set(digests())) == 4
 
 
@@ -197,7 +196,7 @@ def test_a_data_set_of_tensors_is_read_in_whole_batches_with_the_same_bits() -> 
     lists = [torch.tensor([7, 7, 49]), torch.arange(50)[::5]]
 
     def read(dataset: Dataset, data: Data) -> Any:
-        return list(make_reader(dataset, data.collate, 0, Loading(workers=0), pin=False).read(0, lists))
+        return list(reading(dataset, data.collate, 0, Loading(workers=0), pin=False)(0, lists))
 
     items = read(ItemByItem(*columns), Data())
     with pytest.MonkeyPatch.context() as patch:
@@ -211,8 +210,8 @@ def test_a_data_set_of_tensors_is_read_in_whole_batches_with_the_same_bits() -> 
 def test_a_loader_draws_nothing_from_the_global_generator() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    reader = make_reader(Numbers(8), Data().collate, 0, Loading(workers=0), pin=False)
-    list(reader.read(0, [torch.arange(4), torch.arange(4, 8)]))
+    read = reading(Numbers(8), Data().collate, 0, Loading(workers=0), pin=False)
+    list(read(0, [torch.arange(4), torch.arange(4, 8)]))
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -39,6 +39,9 @@ from trainer.trainer import Progress, Trainer
 class Stop:
     raised: bool = False
 
+    def __call__(self) -> bool:
+        return self.raised
+
 
 @dataclass
 class Made:
@@ -214,7 +217,7 @@ def test_a_clock_that_has_run_out_begins_anew(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(cadence, "monotonic", lambda: now[0])
 
     class Second(Constant):
-        def __call__(self, step: int, horizon: int | None) -> float:
+        def __call__(self, step: int, horizon: int) -> float:
             now[0] += 1.0  # every step takes one
             return 1.0
 
@@ -280,7 +283,7 @@ def test_a_task_hears_of_every_step_and_sees_the_network_in_its_mode(tmp_path: P
 def test_a_request_to_stop_finishes_the_step_and_saves(tmp_path: Path) -> None:
     class AtOnce(Schedule):
         def __call__(self, step: int, horizon: int | None) -> float:
-            run.trainer.stop.raised = step == 6  # type: ignore[misc]
+            run.trainer.stop = lambda: step == 6
             return 1.0
 
         def _factor(self, step: int, done: float) -> float:
@@ -304,7 +307,7 @@ def test_stopped_and_gone_on_with_it_is_the_run_that_nothing_happened_to(tmp_pat
         expected = weights(whole)
     with made(tmp_path / "stopped", **words(Stop(raised=True))) as stopped:
         assert not stopped.trainer.fit(None)
-        stopped.trainer.stop.raised = False  # type: ignore[misc]
+        stopped.trainer.stop.raised = False  # type: ignore[attr-defined]
         stopped.trainer.steps = 7
         assert stopped.trainer.fit(stopped.trainer.checkpoints.newest())
         found = stopped.trainer.checkpoints.newest()

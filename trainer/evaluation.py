@@ -14,21 +14,20 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.placed import Placed
 
 
-@torch.no_grad()
 def rehearse(strategy: Strategy, placed: Placed, task: Task, stream: EvaluationStream, best: str) -> None:
     """Collective: evaluate one batch, so that what is wrong there shows now and not after an epoch.
 
     Refusal where `best`, the figure that marks the best checkpoint, is none of the task's.
     """
     sums: dict[str, Tensor | float] = {}
-    for batch, valid in stream.batches(1):
-        _add(sums, placed.evaluate(batch, valid))
+    with torch.no_grad():
+        for batch, valid in stream.batches(1):
+            _add(sums, placed.evaluate(batch, valid))
     figures, best = _figures(task, strategy.totals(sums).read()), best.removeprefix("-")
     if best not in figures:
         raise Refusal(f"checkpoint.best={best}: the task's figures are {', '.join(figures)}{nearest(best, figures)}")
 
 
-@torch.no_grad()
 def evaluate(
     strategy: Strategy, placed: Placed, task: Task, stream: EvaluationStream, asked: Callable[[], bool]
 ) -> dict[str, float] | None:
@@ -38,11 +37,12 @@ def evaluate(
     """
     sums: dict[str, Tensor | float] = {}
     votes = strategy.votes()
-    for batch, valid in stream.batches():
-        votes.ask(asked())  # travels while the batch computes; no GPU waits for it
-        _add(sums, placed.evaluate(batch, valid))
-        if any(votes.read()):
-            return None
+    with torch.no_grad():
+        for batch, valid in stream.batches():
+            votes.ask(asked())  # travels while the batch computes; no GPU waits for it
+            _add(sums, placed.evaluate(batch, valid))
+            if any(votes.read()):
+                return None
     totals = strategy.totals(sums).read()
     if int(totals["samples"]) != stream.size:
         raise RuntimeError(f"evaluated {int(totals['samples'])} samples of a set of {stream.size}")

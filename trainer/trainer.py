@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -23,14 +23,6 @@ from trainer.records.meter import Meter, PendingLine
 from trainer.records.profile import NoProfile
 from trainer.strategies.base import Strategy
 from trainer.strategies.placed import Placed
-
-
-class Stop(Protocol):
-    """Says whether somebody asked this process to stop."""
-
-    @property
-    def raised(self) -> bool:
-        """True from the moment it was asked."""
 
 
 @dataclass
@@ -58,7 +50,7 @@ class Trainer:
     checkpoints: Checkpoints
     log: Log
     report: Callable[[str, int], None]  # how far a run is (running, at this step), where others can read it
-    stop: Stop
+    stop: Callable[[], bool]  # has somebody asked this process to stop?
     steps: int  # where training ends
     horizon: int  # where the schedule ends
     max_norm: float | None  # clip gradients to this global norm; None: never
@@ -221,8 +213,8 @@ class Trainer:
         return self._rates[0] * factor
 
     def _asked(self) -> bool:
-        """Did somebody ask this process to stop?"""
-        return self.stop.raised or monotonic() >= self._deadline
+        """Is this process to stop?"""
+        return self.stop() or monotonic() >= self._deadline
 
     def _write_pending(self) -> None:
         """Write the last training line, unless it was. FloatingPointError if its loss is not a number."""

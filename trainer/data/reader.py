@@ -6,9 +6,10 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,31 +29,18 @@ class Loading:
     timeout: float = 0  # seconds to wait for a batch; 0: for ever
 
 
-class Reader(Protocol):
-    """Gives the samples of lists of indices, on the CPU."""
-
-    def read(self, epoch: int, lists: Iterable[Tensor]) -> Iterator[tuple[Any, Any]]:
-        """(inputs, targets) of each list of indices, in order."""
+# (epoch, lists of indices) → (inputs, targets) of each list, in order, on the CPU
+Read = Callable[[int, Iterable[Tensor]], Iterator[tuple[Any, Any]]]
 
 
-def make_reader(dataset: Any, collate: Callable[[list[Any]], Any], seed: int, loading: Loading, pin: bool) -> Reader:
-    """Whole batches where the data set offers them or is nothing but tensors, else items."""
-    if callable(getattr(dataset, "batch", None)):
-        return _Batches(dataset.batch)
-    # Not of a subclass, nor for an own collate: either may do something else with the items.
+def reading(dataset: Any, collate: Callable[[list[Any]], Any], seed: int, loading: Loading, pin: bool) -> Read:
+    """How this data set is read: whole batches where it offers them or is nothing but tensors, else items."""
+    if callable(batch := getattr(dataset, "batch", None)):
+        return lambda epoch, lists: map(batch, lists)
+    # not a subclass, nor for an own collate: either may do something else with the items
     if type(dataset) is TensorDataset and getattr(collate, "__func__", None) is Data.collate:
-        return _Batches(partial(_rows, dataset.tensors))
-    return _Items(dataset, collate, seed, loading, pin)
-
-
-class _Batches:
-    """A data set in memory, asked for whole batches."""
-
-    def __init__(self, batch: Callable[[Tensor], Any]) -> None:
-        self._batch = batch
-
-    def read(self, epoch: int, lists: Iterable[Tensor]) -> Iterator[tuple[Any, Any]]:
-        return map(self._batch, lists)
+        return lambda epoch, lists: map(partial(_rows, dataset.tensors), lists)
+    return _Items(dataset, collate, seed, loading, pin).read
 
 
 def _rows(columns: Sequence[Tensor], indices: Tensor) -> Any:
@@ -66,7 +54,7 @@ class _Items:
     def __init__(
         self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, loading: Loading, pin: bool
     ) -> None:
-        # More than 4 seldom help, and the step itself needs a core.
+        # more than 4 seldom help, and the step itself needs a core
         workers = min(4, _cores() - 1) if loading.workers is None else loading.workers
         self._lists = _Lists()
         self._loader = DataLoader(
@@ -127,25 +115,21 @@ class Seeded(Dataset):
 
     def __getitem__(self, at: tuple[int, int]) -> Any:
         epoch, index = at
-        # Nothing else draws in a worker; in the main process the network may (dropout), so its numbers are put back.
-        if get_worker_info() is not None:
+        # nothing else draws in a worker; in the main process the network may (dropout), so its numbers are put back
+        with _put_back() if get_worker_info() is None else nullcontext():
             seed_all(mix(self._seed, epoch, index))
             return self._dataset[index]
-        before = _states()
-        try:
-            seed_all(mix(self._seed, epoch, index))
-            return self._dataset[index]
-        finally:
-            _restore(before)
 
 
-def _states() -> tuple[Any, Any, Any]:
+@contextmanager
+def _put_back() -> Iterator[None]:
+    """Leave the generators of the CPU as they are met."""
     numpy = sys.modules.get("numpy")
-    return random.getstate(), torch.default_generator.get_state(), numpy.random.get_state() if numpy else None
-
-
-def _restore(states: tuple[Any, Any, Any]) -> None:
-    random.setstate(states[0])
-    torch.default_generator.set_state(states[1])
-    if states[2] is not None:
-        sys.modules["numpy"].random.set_state(states[2])
+    before = random.getstate(), numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            if numpy:
+                numpy.random.set_state(before[1])

@@ -23,7 +23,7 @@ def mix(*numbers: int) -> int:
     """Hash whole numbers into 63 bits; their order counts."""
     word = 0
     for number in numbers:
-        word = (word + number * GOLDEN + GOLDEN) & _WORD
+        word = (word + (number + 1) * GOLDEN) & _WORD
         word = ((word ^ (word >> 30)) * _FIRST) & _WORD
         word = ((word ^ (word >> 27)) * _SECOND) & _WORD
         word ^= word >> 31

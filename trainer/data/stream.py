@@ -11,9 +11,9 @@ from torch import Tensor
 
 from trainer.data.data import Data
 from trainer.data.order import Order, size_of
-from trainer.data.reader import Loading, make_reader
-from trainer.data.sampler import Slice, spans
+from trainer.data.reader import Loading, reading
 from trainer.data.seeds import GOLDEN, mixed, signed
+from trainer.data.slice import Slice, spans
 from trainer.data.transforms import Random
 from trainer.data.tree import moved, rows
 
@@ -33,11 +33,11 @@ class Samples:
 
     def __init__(self, data: Data, dataset: Any, own: Slice, loading: Loading) -> None:
         self._data, self._device, self._seed = data, own.device, own.seed
-        self._reader = make_reader(dataset, data.collate, own.seed, loading, pin=own.device.type == "cuda")
+        self._read = reading(dataset, data.collate, own.seed, loading, pin=own.device.type == "cuda")
 
     def read(self, epoch: int, lists: Sequence[Tensor], training: bool) -> Iterator[tuple[Tensor, Any, Any]]:
         """(indices, inputs, targets) of each list, in order; the indices stay on the CPU."""
-        for indices, (inputs, targets) in zip(lists, self._reader.read(epoch, lists), strict=True):
+        for indices, (inputs, targets) in zip(lists, self._read(epoch, lists), strict=True):
             inputs, targets, there = moved((inputs, targets, indices), self._device)
             # All samples of the rank at once: a kernel for each micro-batch would cost as many launches.
             yield indices, *self._data.augment(inputs, targets, Random(self._seed, epoch, there), training)
@@ -49,33 +49,28 @@ class Stream:
     def __init__(
         self, data: Data, dataset: Any, own: Slice, global_batch: int, micro_batches: int, loading: Loading
     ) -> None:
-        order = Order(data, dataset, own.seed)
-        self.global_batch = global_batch
-        self.steps_per_epoch = order.length // global_batch
-        self.length = order.length  # of an epoch's order
-        self._least = order.length // own.ranks  # samples of an epoch that every rank has
-
-        # Cut into micro-batches first and dealt then, the samples of one are the same whatever the number of ranks.
-        self._spans = spans(global_batch, micro_batches)
-        self._rows = [own.rows(span) for span in self._spans]
-
-        self._sampler = own.sampler(order)
+        self._own, self._order = own, Order(data, dataset, own.seed)
         self._samples = Samples(data, dataset, own, loading)
+        self.length = self._order.length  # of an epoch
+        self.global_batch = global_batch
+        self.steps_per_epoch = self.length // global_batch
+        # cut into micro-batches first and dealt then, the samples of one are the same whatever the number of ranks
+        self._cuts = [(own.rows(span), span) for span in spans(global_batch, micro_batches)]
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """The steps of one epoch, each a list of micro-batches; `start`: samples of its order that are done already."""
-        self._sampler.set_epoch(epoch, start)
-        lists = self._sampler.steps(self.global_batch)  # of (B / ranks,) indices
+        lists = self._own.steps(self._order(epoch)[start:], self.global_batch)  # of (B / ranks,) indices
         for indices, inputs, targets in self._samples.read(epoch, lists, training=True):
             share = Batch(inputs, targets, indices, range(self.global_batch), self.global_batch)
-            yield [micro_batch(share, rows, span) for rows, span in zip(self._rows, self._spans, strict=True)]
+            yield [micro_batch(share, rows, span) for rows, span in self._cuts]
 
     def example(self) -> tuple[Any, Any]:
         """Two samples of this rank's, as (inputs, targets) on the device: enough to see what a step touches.
 
         One, where some rank has no more: as many on every rank.
         """
-        indices = self._sampler.share()[: min(2, self._least)]
+        least = self.length // self._own.ranks  # samples of an epoch that every rank has
+        indices = self._order(0)[self._own.rank :: self._own.ranks][: min(2, least)]
         _, inputs, targets = next(self._samples.read(0, [indices], training=True))
         return inputs, targets
 

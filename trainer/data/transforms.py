@@ -131,13 +131,9 @@ def crop(images: Tensor, random: Random, padding: int, flip: bool = False) -> Te
     batch, span = images.shape[0], 2 * padding + 1
     choice = random.integers(0, span * span * (2 if flip else 1), batch)
     part = _CACHED if images.device.type == "cpu" else max(batch, 1)
-    if batch <= part:
-        return _cut_out(images, choice, padding, flip)
-    result = torch.empty_like(images)
-    for start in range(0, batch, part):
-        some = slice(start, start + part)
-        result[some] = _cut_out(images[some], choice[some], padding, flip)
-    return result
+    pieces = zip(images.split(part), choice.split(part), strict=True)
+    done = [_cut_out(some, chosen, padding, flip) for some, chosen in pieces]
+    return torch.cat(done) if len(done) > 1 else done[0]
 
 
 def _cut_out(images: Tensor, choice: Tensor, padding: int, flip: bool) -> Tensor:
@@ -163,18 +159,12 @@ def _cut_out(images: Tensor, choice: Tensor, padding: int, flip: bool) -> Tensor
 
 
 def affine(
-    images: Tensor,
-    random: Random,
-    rotate: float = 0.0,
-    scale: float = 0.0,
-    shear: float = 0.0,
-    shift: float = 0.0,
-    border: str = "zeros",
+    images: Tensor, random: Random, rotate: float = 0.0, scale: float = 0.0, shear: float = 0.0, shift: float = 0.0
 ) -> Tensor:
     """Rotate (degrees), scale, shear (slope) and shift (pixels) each image by its own amounts up to those given.
 
-    Bilinear; what comes from outside is black, or with border="border" the nearest edge. The angle is drawn as
-    tan(angle / 2), which for small angles is uniform too and needs no sine, whose bits depend on the device.
+    Bilinear; what comes from outside is black. The angle is drawn as tan(angle / 2), which for small angles is uniform
+    too and needs no sine, whose bits depend on the device.
     """
     batch, _, height, width = images.shape
     amounts = (math.tan(math.radians(rotate) / 2), scale, shear, shift, shift)
@@ -195,7 +185,7 @@ def affine(
         return (column[:, None, :] + row[:, :, None]) * (2 / pixels)  # (B, H, W), in -1..1
 
     grid = torch.stack((source(xx, xy, right, width), source(yx, yy, down, height)), dim=-1)
-    return functional.grid_sample(images.float(), grid, mode="bilinear", padding_mode=border, align_corners=False)
+    return functional.grid_sample(images.float(), grid, align_corners=False)
 
 
 def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], full_scale: float = 255.0) -> Tensor:

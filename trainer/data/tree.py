@@ -32,13 +32,7 @@ def changed(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     """The same tree with `change` applied to every tensor; what is no tensor stays as it is."""
     if isinstance(tree, Tensor):
         return change(tree)
-    if isinstance(tree, Mapping):
-        return {key: changed(value, change) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a namedtuple
-        return type(tree)(*(changed(value, change) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(changed(value, change) for value in tree)
-    return tree
+    return _below(tree, lambda value: changed(value, change))
 
 
 def rows(tree: Any, start: int, stop: int, size: int) -> Any:
@@ -48,16 +42,21 @@ def rows(tree: Any, start: int, stop: int, size: int) -> Any:
     """
     if isinstance(tree, Tensor):
         return tree[start:stop] if tree.dim() and tree.shape[0] == size else tree
+    # a list as long as the batch, without tensors: one name, one path for each sample
+    named = isinstance(tree, tuple) and hasattr(tree, "_fields")
+    if isinstance(tree, (list, tuple)) and not named and len(tree) == size and next(tensors(tree), None) is None:
+        return tree[start:stop]
+    return _below(tree, lambda value: rows(value, start, stop, size))
+
+
+def _below(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The same dict, list or tuple with every value changed; what is none of them stays."""
     if isinstance(tree, Mapping):
-        return {key: rows(value, start, stop, size) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a namedtuple
-        return type(tree)(*(rows(value, start, stop, size) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        # A list as long as the batch, without tensors: one name, one path for each sample.
-        if len(tree) == size and not any(True for _ in tensors(tree)):
-            return tree[start:stop]
-        return type(tree)(rows(value, start, stop, size) for value in tree)
-    return tree
+        return {key: change(value) for key, value in tree.items()}
+    if not isinstance(tree, (list, tuple)):
+        return tree
+    values = [change(value) for value in tree]
+    return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)  # a namedtuple takes them singly
 
 
 def moved(tree: Any, device: torch.device) -> Any:

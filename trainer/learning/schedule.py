@@ -14,7 +14,7 @@ from trainer.refusal import Refusal
 class Schedule(ABC):
     """A factor of the learning rate for each optimizer step: a linear warm-up, then what the schedule says.
 
-    Steps count from 0. The horizon is the number of steps of the whole run; it may be None where it is not needed.
+    Steps count from 0. The horizon is the number of steps of the whole run.
     """
 
     warmup: int = 0  # optimizer steps until the rate is full; the first of them takes 1 / warmup of it
@@ -28,14 +28,10 @@ class Schedule(ABC):
         if self.reference_batch is not None and self.reference_batch < 1:
             raise Refusal(f"schedule.reference_batch is {self.reference_batch}; it counts samples, or is null")
 
-    def __call__(self, step: int, horizon: int | None) -> float:
+    def __call__(self, step: int, horizon: int) -> float:
         """The factor for this step."""
         if step < self.warmup:
             return (step + 1) / self.warmup
-        if not self.needs_horizon:
-            return self._factor(step, 0.0)
-        if horizon is None:
-            raise ValueError(f"{type(self).__name__} needs to know how many steps the run has")
         left = horizon - self.warmup
         return self._factor(step, min((step - self.warmup) / left, 1.0) if left > 0 else 1.0)
 

@@ -130,7 +130,7 @@ def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRe
         checkpoints=checkpoints,
         log=log,
         report=run.folder.report,
-        stop=stop,
+        stop=lambda: stop.raised,
         steps=run.length.steps,
         horizon=run.length.steps,
         max_norm=loop.max_norm,

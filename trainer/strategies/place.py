@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from trainer.data.sampler import Slice
+from trainer.data.slice import Slice
 from trainer.parallel.ranks import Ranks, set_timeouts
 from trainer.parallel.totals import Sums, Totals
 from trainer.strategies.machine import Machine

@@ -1,0 +1,43 @@
+"""One rank's share of an epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Which samples are this rank's, and where they go.
+
+    Every rank deals itself its samples of each global batch from one global order: `batch[rank :: ranks]`. Global step
+    k is `order[k·B : (k+1)·B]` for every number of ranks, so nothing about the order of samples depends on how many
+    there are. Where they do not divide B, the first ranks have one sample more than the others.
+    """
+
+    rank: int  # among those that read different samples
+    ranks: int  # that read different samples
+    device: torch.device
+    seed: int  # of order and augmentation
+
+    def steps(self, order: Tensor, global_batch: int) -> list[Tensor]:
+        """This rank's indices of each whole global batch of an order; what is left at its end is nobody's."""
+        whole = len(order) // global_batch * global_batch
+        # (steps, B) → every ranks-th column from this rank's on → steps × (B / ranks,)
+        return list(order[:whole].view(-1, global_batch)[:, self.rank :: self.ranks].unbind())
+
+    def rows(self, span: range) -> range:
+        """Which rows of this rank's share lie in a span of the global batch: row j is sample j · ranks + rank of it."""
+        # samples of this rank before a position: those at rank, rank + ranks, … below it, so a division rounded up
+        start, stop = (max(-(-(at - self.rank) // self.ranks), 0) for at in (span.start, span.stop))
+        return range(start, stop)
+
+
+def spans(total: int, count: int) -> list[range]:
+    """Cut samples 0 to `total` into so many spans that differ by at most one sample, larger ones first."""
+    size, larger = divmod(total, count)
+    starts = [at * size + min(at, larger) for at in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
