@@ -8,6 +8,7 @@ import resource
 import time
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -16,39 +17,38 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 class Clock:
     """Reads the time after each step of any optimizer of this process."""
 
-    def __init__(self) -> None:
-        self._ends: list[float] = []  # seconds, of the wall
-        self._cpu: list[float] = []  # seconds of this process, all threads: hardly moves when others use the machine
+    def __init__(self, steps: int) -> None:
+        self._steps = steps  # that count
+        self._walls: list[float] = []  # seconds, at the end of each step
+        self._cpus: list[float] = []  # of this process, all threads: hardly moves when others use the machine
         register_optimizer_step_post_hook(self._tick)
 
     def _tick(self, *_: Any) -> None:
-        if not self._ends:
+        if not self._walls:
             self._first = time.time()
-        self._ends.append(time.perf_counter())
-        self._cpu.append(time.process_time())
+        self._walls.append(time.perf_counter())
+        self._cpus.append(time.process_time())
 
     @property
-    def steps(self) -> int:
-        """Steps done."""
-        return len(self._ends)
+    def over(self) -> bool:
+        """Have all steps been done?"""
+        return len(self._walls) == self._steps
 
     def evaluate(self) -> None:
         """The evaluation begins; until then it counts from the last step."""
-        self._ends.append(time.perf_counter())
-        self._cpu.append(time.process_time())
+        self._tick()
 
-    def report(self, steps: int, batches: int, accuracy: float) -> None:
-        """The evaluation of so many batches is over: leave the figures of these steps, on rank 0."""
-        evaluation = time.perf_counter() - self._ends[-1]
+    def report(self, batches: int, accuracy: float) -> None:
+        """The evaluation of so many batches is over: leave the figures, on rank 0."""
+        evaluation = time.perf_counter() - self._walls[-1]
         if int(os.environ.get("RANK", "0")):
             return
-        young = min(20, steps // 4)  # steps that do not count: caches fill, files are opened
-        ends, cpu = self._ends[young:steps], self._cpu[young:steps]
-        gaps = sorted(after - before for before, after in pairwise(ends))
+        young = min(20, self._steps // 4)  # steps that do not count: caches fill, files are opened
+        walls, cpus = self._walls[young : self._steps], self._cpus[young : self._steps]
         figures = {
             "first": self._first - float(os.environ["BENCH_START"]),  # seconds from the command to the first step
-            "step": 1e6 * gaps[len(gaps) // 2],  # microseconds, the median
-            "cpu": 1e6 * (cpu[-1] - cpu[0]) / len(gaps),  # microseconds, the mean
+            "step": 1e6 * median(after - before for before, after in pairwise(walls)),  # microseconds
+            "cpu": 1e6 * (cpus[-1] - cpus[0]) / (len(cpus) - 1),  # microseconds, the mean
             "evaluation": 1e6 * evaluation / batches,  # microseconds a batch
             "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,  # MiB at most
             "accuracy": accuracy,

@@ -71,10 +71,6 @@ def network(work: Work) -> nn.Module:
         made = resnet18(num_classes=10)
         made.conv1, made.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()  # for 32×32 pixels
         return made
-    if work.name == "fmnist":
-        first = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-        second = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-        return nn.Sequential(*first, *second, nn.Linear(32 * 49, 128), nn.ReLU(), nn.Linear(128, 10))
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
@@ -107,13 +103,6 @@ def tensors(work: Work) -> list[tuple[Tensor, Tensor]]:
     return [draw(work.steps * work.batch * work.ranks), draw(evaluated)]
 
 
-def fashion_mnist(transform: Any = None) -> list[Any]:
-    """torchvision's training and test set."""
-    from torchvision.datasets import FashionMNIST
-
-    return [FashionMNIST(os.environ["BENCH_FOLDER"], train=train, transform=transform) for train in (True, False)]
-
-
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: DataLoader) -> Tensor:
     """How many are right, and of how many: as people write it."""
@@ -132,15 +121,9 @@ def loaders(work: Work, distributed: bool = False, **more: Any) -> list[DataLoad
         rank = int(os.environ.get("RANK", "0"))
         sets = [list(zip(x.split(work.batch), y.split(work.batch), strict=True)) for x, y in tensors(work)]
         return [DataLoader(batches[rank :: work.ranks], batch_size=None, **more) for batches in sets]
-    if work.name == "fmnist":
-        from torchvision.transforms import ToTensor
-
-        sets = fashion_mnist(ToTensor())
-    else:
-        sets = [TensorDataset(*pair) for pair in tensors(work)]
+    sets = [TensorDataset(*pair) for pair in tensors(work)]
     samplers: list[Any] = [RandomSampler(sets[0], generator=torch.Generator().manual_seed(0)), None]
     if distributed:
         samplers = [DistributedSampler(sets[0]), DistributedSampler(sets[1], shuffle=False)]
-    sizes = (work.batch, work.eval_batch)
-    triples = zip(sets, sizes, samplers, strict=True)
+    triples = zip(sets, (work.batch, work.eval_batch), samplers, strict=True)
     return [DataLoader(each, size, sampler=how, **more) for each, size, how in triples]
