@@ -63,7 +63,7 @@ def fabric(work: Work, clock: Clock) -> None:
     from lightning.fabric.loggers import TensorBoardLogger
 
     strategy = "ddp" if work.ranks > 1 else "auto"
-    lone = Fabric("cpu", strategy=strategy, devices=work.ranks, loggers=TensorBoardLogger(FOLDER, "fabric"))
+    lone = Fabric(accelerator="cpu", strategy=strategy, devices=work.ranks, loggers=TensorBoardLogger(FOLDER, "fabric"))
     lone.launch()
     train, test = lone.setup_dataloaders(*loaders(work), use_distributed_sampler=work.name != "overhead")
     plain = network(work)
