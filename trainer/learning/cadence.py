@@ -24,6 +24,7 @@ class Due:
 
     def __init__(self, rhythms: Sequence[Every]) -> None:
         self._rhythms = rhythms
+        # of several clocks the fastest is always the first to run out
         self._seconds = min((every.seconds for every in rhythms if every.seconds is not None), default=None)
         self.restart()
 
@@ -37,7 +38,7 @@ class Due:
 
     def now(self, step: int, epochs_done: int | None, clock: bool) -> bool:
         """Is it due after this step? `epochs_done`: how many, if this step ended one, else None."""
-        # Steps and epochs are the same on every rank; only the clock needed a vote.
+        # steps and epochs are the same on every rank; only the clock needed a vote.
         for every in self._rhythms:
             if every.steps is not None and step % every.steps == 0:
                 return True

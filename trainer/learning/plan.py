@@ -16,9 +16,8 @@ class Plan:
     All names are module names of the network; `*` stands for one level, as in `torch.distributed.tensor.parallel`.
     """
 
-    tensor: dict[str, ParallelStyle] = field(default_factory=dict)  # module name → how its parameters are cut
-    divisible: dict[str, int] = field(
-        default_factory=dict
-    )  # what is cut as wholes: {"heads": 12}; each degree divides it
+    tensor: dict[str, ParallelStyle] = field(default_factory=dict)  # module name → how its parameters are split
+    # what is split as wholes: {"heads": 12}; each degree divides it
+    divisible: dict[str, int] = field(default_factory=dict)
     shard: tuple[str, ...] = ()  # subtrees that are gathered and released together; empty: by size
     cuts: tuple[str, ...] = ()  # first module of each pipeline stage after the first; empty: equal parts

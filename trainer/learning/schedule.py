@@ -32,6 +32,7 @@ class Schedule(ABC):
         """The factor for this step."""
         if step < self.warmup:
             return (step + 1) / self.warmup
+        # a run may end in its warm-up, and a longer one than planned stays at the end
         left = horizon - self.warmup
         return self._factor(step, min((step - self.warmup) / left, 1.0) if left > 0 else 1.0)
 
