@@ -36,8 +36,9 @@ class Multirun:
     """Several runs, where they go, and who starts them."""
 
     jobs: tuple[Job, ...]
-    root: str
-    folder: str | None  # run.dir, or run.name below the root; None: a name is generated
+    root: str  # run.root, run.name and run.dir, which the jobs share
+    name: str | None
+    dir: str | None
     init_method: str  # where the processes meet
     composed: DictConfig  # Hydra's own part, for launchers that are its plugins
 
@@ -63,8 +64,7 @@ def multirun(argv: Sequence[str]) -> Multirun:
 
     # Every mistake of any job is told before the first one starts.
     cfg = _checked(each_value)
-    folder = cfg.run.dir if cfg.run.dir is not None else _below_root(cfg.run.root, cfg.run.name)
-    return Multirun(jobs, cfg.run.root, folder, cfg.distributed.init_method, composed)
+    return Multirun(jobs, cfg.run.root, cfg.run.name, cfg.run.dir, cfg.distributed.init_method, composed)
 
 
 def _of_hydra(words: Words, overrides: list[Override], places: list[Path]) -> DictConfig:
@@ -79,6 +79,7 @@ def _of_hydra(words: Words, overrides: list[Override], places: list[Path]) -> Di
 def _of_yaml(composed: DictConfig) -> list[Override]:
     """The words that an experiment's yaml adds under hydra.sweeper.params; they may do what a yaml may."""
     listed = [f"{key}={value}" for key, value in (composed.hydra.sweeper.params or {}).items()]
+    # What is trusted and who starts processes decides what code runs: not for a file that somebody else may have written.
     for word in listed:
         if re.match(r"[+~]*(trust|hydra)\b", word):
             raise Refusal(f"hydra.sweeper.params: only the command line can set {word}, but a yaml file does")
@@ -133,6 +134,7 @@ def _values(override: Override, places: list[Path]) -> list[str]:
 
 def _checked(jobs: list[Job]) -> DictConfig:
     """The configuration of the first of these jobs. Refusal with everything that is wrong with any of them."""
+    # As each run will compose itself, but in this process: what is wrong costs no start.
     composed, problems = [], []
     for job in jobs:
         try:
@@ -142,12 +144,6 @@ def _checked(jobs: list[Job]) -> DictConfig:
     if problems:
         raise Refusal("\n".join(dict.fromkeys(problems)))
     return composed[0]
-
-
-def _below_root(root: str, name: str | None) -> str | None:
-    if name is not None and (name in ("", ".", "..") or Path(name).name != name):
-        raise Refusal(f"run.name={name}: a name is the name of one folder; for a path use run.dir")
-    return None if name is None else str(Path(root) / name)
 
 
 def whole_words(job: Job, folder: Path) -> list[str]:

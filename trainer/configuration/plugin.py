@@ -30,6 +30,7 @@ def submit(cfg: DictConfig, jobs: Sequence[Sequence[str]], folder: Path) -> list
     The launcher's own files (submitted code, output of its processes) go below the folder of all runs. Refusal where
     the plugin cannot start anything; what a job that is lost raises is the plugin's (hydra-submitit-launcher 1.2).
     """
+    # its files are named by Hydra's own keys, which users cannot set here
     with read_write(cfg), open_dict(cfg):
         cfg.hydra.sweep.dir, cfg.hydra.sweep.subdir = str(folder), "."
     # Hydra gives a launcher its context by this one way, which takes a loader of configurations and callbacks.

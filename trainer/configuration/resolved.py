@@ -87,6 +87,7 @@ def _plain(node: Any, path: str, wrong: dict[str, str]) -> Any:
 def _reason(written: Any, error: OmegaConfBaseException) -> str:
     if written == "???":
         return "a value must be given"
+    # OmegaConf puts the cause last, behind what it was doing; the lines after it are its own names of things.
     reason = str(error).splitlines()[0].split("raised while resolving interpolation: ")[-1].strip("\"'")
     # An interpolation may be put together from the environment: only names that stand in it literally are repeated.
     known = all(name in str(written) for name in re.findall(r"'([^']*)'", reason))

@@ -166,6 +166,7 @@ def examine(values: Mapping[str, Any], written: Mapping[str, Any], wrong: dict[s
             "loop.uneven=true and compile=true: a compiled network takes micro-batches of one size only; "
             "set compile=false, or loop.uneven=false and a global batch that divides"
         )
+    # A length that is filled in here and not in config.yaml, where it would end a run that gives steps alone.
     if loop.epochs is None and loop.steps is None:
         found = replace(found, loop=replace(loop, epochs=EPOCHS))
     return None if wrong else found

@@ -35,7 +35,7 @@ def converted(value: Any, annotation: Any) -> Any:
     kind = origin or annotation
     if isinstance(value, Mapping) and "_target_" in value:
         return value  # an object that is still to be built
-    # What holds other types is asked for each of them.
+    # What holds other types is asked for each of them, from the outside in.
     if kind in (Union, types.UnionType):
         return _any_of(value, args)
     if kind is Annotated:
@@ -94,6 +94,7 @@ def _single(value: Any, kind: Any) -> Any:
         return kind(str(_held(value, number or isinstance(value, str), "text")))
     if not isinstance(kind, type) or kind in (object, Any, inspect.Parameter.empty):
         return value  # says too little to refuse anything: a type variable, a protocol's alias
+    # of other classes a text may still become one, as a name does a torch.device: the callee will tell
     if any(f"{each.__module__}.{each.__name__}" in _OBJECTS for each in kind.__mro__):
         raise Refusal("" if kind.__name__ == "Tensor" else kind.__name__)
     return _held(value, value is not None, kind.__name__)

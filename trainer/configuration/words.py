@@ -92,6 +92,7 @@ def _with_value(flag: str, argv: list[str], overrides: list[str], parser: Argume
 
 def _folder(name: str) -> Path:
     folder = Path(name).expanduser().resolve()
+    # Hydra would go on without it and miss an option later.
     if not folder.is_dir():
         beside = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
         raise Refusal(f"--config-dir {name}: there is no folder {folder}{nearest(folder.name, beside)}")

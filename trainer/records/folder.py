@@ -60,7 +60,7 @@ class RunFolder:
             # what is to be continued is looked at before anything is made
             try:
                 start = start_path(resume)
-                path, restarted = _choose(Path(root).expanduser(), name, dir, label, launch)
+                path, restarted = choose(Path(root).expanduser(), name, dir, label, launch)
                 if start is not None and not has_checkpoint(path):
                     check(start)
             except OSError as error:  # a name longer than the file system takes, a folder that may not be looked into
@@ -115,8 +115,8 @@ def generated_name(label: str, now: float) -> str:
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S', time.localtime(now))}_{re.sub(r'[^A-Za-z0-9.-]+', '_', label)}"[:120]
 
 
-def _choose(root: Path, name: str | None, dir: str | None, label: str, launch: Launch) -> tuple[Path, bool]:
-    """The path, and whether an attempt before this one under the same launcher has chosen it already."""
+def choose(root: Path, name: str | None, dir: str | None, label: str, launch: Launch) -> tuple[Path, bool]:
+    """The path of a run, and whether an attempt before this one under the same launcher has chosen it already."""
     if dir is not None:
         path = Path(dir).expanduser().absolute()
     elif name is not None:

@@ -24,7 +24,7 @@ from trainer.launch.launch import Launch
 from trainer.launch.launchers import meeting_at
 from trainer.launch.signals import REQUESTS, StopRequest
 from trainer.launch.status import read_status
-from trainer.records.folder import generated_name
+from trainer.records.folder import choose
 from trainer.refusal import Refusal
 
 STOPPED = 75  # as of a single run
@@ -60,15 +60,13 @@ def _agreed(asked: Multirun, launch: Launch) -> dict[str, Any]:
     """The folder and the jobs, decided by the main rank: the time goes into a name, and shuffle() differs by rank."""
 
     def decide() -> dict[str, Any]:
-        folder = asked.folder or str(Path(asked.root) / generated_name("multirun", time.time()))
-        folder, store = str(Path(folder).expanduser().absolute()), launch.lasting_store()
-        if store is not None:  # a restarted attempt goes on in the same folder
-            folder = store.compare_set(f"trainer/{launch.run_id}/multirun", "", folder).decode()
+        # a restarted attempt goes on in the same folder
+        folder, _ = choose(Path(asked.root).expanduser(), asked.name, asked.dir, "multirun", launch)
         # words that lead a job's processes to their parents' store, and to what a requeued job left
         here = ["distributed.init_method=env://"] if asked.init_method.startswith("tcp://") and launch.address else []
         here += ["run.resume=auto"] if launch.requeued and "run.resume=fresh" in asked.jobs[0].words else []
-        jobs = [replace(job, words=(*whole_words(job, Path(folder)), *here)) for job in asked.jobs]
-        return {"folder": folder, "jobs": [vars(job) for job in jobs]}
+        jobs = [replace(job, words=(*whole_words(job, folder), *here)) for job in asked.jobs]
+        return {"folder": str(folder), "jobs": [vars(job) for job in jobs]}
 
     return decided_by_main(launch, "multirun", decide)
 
