@@ -79,7 +79,7 @@ def _of_hydra(words: Words, overrides: list[Override], places: list[Path]) -> Di
 def _of_yaml(composed: DictConfig) -> list[Override]:
     """The words that an experiment's yaml adds under hydra.sweeper.params; they may do what a yaml may."""
     listed = [f"{key}={value}" for key, value in (composed.hydra.sweeper.params or {}).items()]
-    # What is trusted and who starts processes decides what code runs: not for a file that somebody else may have written.
+    # What is trusted and who starts processes decides which code runs: not for a file that others may have written.
     for word in listed:
         if re.match(r"[+~]*(trust|hydra)\b", word):
             raise Refusal(f"hydra.sweeper.params: only the command line can set {word}, but a yaml file does")
