@@ -1,4 +1,4 @@
-"""How a process ends: refused (2), failed (1), or as it meant to. The cause is the last thing on the screen."""
+"""How a process ends: refused (2), failed (1), or as it meant to (0, 75). The cause is the last thing on the screen."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from trainer.refusal import Refusal
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+STOPPED = 75  # stopped as asked and saved: run the same command again
 _PATIENCE = 2.0  # seconds a rank waits to learn whether another failed before it
 _MAIN_PATIENCE = 5.0  # seconds another rank gives the main one to print a refusal; their imports take differently long
 _END = 10.0  # seconds after which a failed process is gone, whatever holds it up
@@ -82,6 +83,18 @@ def fail(
     with contextlib.suppress(OSError, RuntimeError):  # a full disk; a store that went with its launcher
         _account(error, launch, folder, step, trace)
     exit_process(1)
+
+
+def exit_code(done: bool, launch: Launch, lost: bool = False) -> int:
+    """The exit code: 75 for a run that stopped as asked, but 0 where a launcher would restart anything else.
+
+    `lost`: only other machines were asked, and the launcher is to start this one again. Who must know all the same
+    names a file in TRAINER_EXIT_FILE; the main rank writes the code there.
+    """
+    meant = 0 if done else STOPPED
+    if launch.is_main and (path := os.environ.get("TRAINER_EXIT_FILE")):
+        Path(path).write_text(str(meant))
+    return 0 if launch.restarts and not lost else meant
 
 
 def exit_process(code: int) -> NoReturn:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream
 from trainer.launch import failure, screen
 from trainer.launch.agreement import decided_by_main
-from trainer.launch.launch import Launch
 from trainer.launch.signals import StopRequest, left_behind
 from trainer.learning.cadence import Due
 from trainer.learning.optimizer import parameter_groups
@@ -29,8 +26,6 @@ from trainer.run.memory import evaluation_batch, give_back_freed_memory, keep_fr
 from trainer.run.preparation import Prepared, RunParts, Verdict, build_values, decide_resume, prepare
 from trainer.run.report import describe, end_lines, start_lines
 from trainer.trainer import Progress, Trainer
-
-STOPPED = 75  # stopped as asked and saved: run the same command again
 
 
 def fit(parts: RunParts) -> int:
@@ -165,26 +160,14 @@ def end(run: Prepared, trainer: Trainer, stop: StopRequest, done: bool) -> int:
     """Collective: say how it ended, in status.json first, which a launcher's end may cut off; the exit code."""
     launch, step, log = run.machine.launch, trainer.progress.step, trainer.log
     lost = not done and left_behind(launch, stop, run.strategy.world.all_gather_values)
-    # why it stopped before its end, as far as this rank knows
-    after = run.settings.run.stop_after
-    asked = stop.reason or ("another rank was asked to stop" if after is None else f"run.stop_after={after:g} s")
-    reason = None if done else "another machine left the run" if lost else asked
+    # all ranks; each hears what any was asked: one may have heard of it a second before the others do
+    asked = [] if done else run.strategy.world.all_gather_values(stop.reason)
+    why = next(filter(None, asked), f"run.stop_after={run.settings.run.stop_after or 0:g} s")
+    reason = None if done else "another machine left the run" if lost else why
     run.folder.report("completed" if done else "preempted", step, reason)
     # where the time went, now that all steps are done and no line is under way
     spent = trainer.placed.watch.line(ahead=run.strategy.device.type == "cuda")
     for line in (spent, *trainer.profile.close(), *end_lines(run, trainer.figures, step, done)):
         log.start(line)
     log.close()
-    return exit_code(done, launch, lost)
-
-
-def exit_code(done: bool, launch: Launch, lost: bool = False) -> int:
-    """The exit code: 75 for a run that stopped as asked, but 0 where a launcher would restart anything else.
-
-    `lost`: only other machines were asked, and the launcher is to start this one again. Who must know all the same
-    names a file in TRAINER_EXIT_FILE; the main rank writes the code there.
-    """
-    meant = 0 if done else STOPPED
-    if launch.is_main and (path := os.environ.get("TRAINER_EXIT_FILE")):
-        Path(path).write_text(str(meant))
-    return 0 if launch.restarts and not lost else meant
+    return failure.exit_code(done, launch, lost)

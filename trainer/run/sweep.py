@@ -20,6 +20,7 @@ from typing import Any
 
 from trainer.configuration.multirun import Job, Multirun, multirun, whole_words
 from trainer.launch.agreement import decided_by_main
+from trainer.launch.failure import STOPPED, exit_code
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import meeting_at
 from trainer.launch.signals import REQUESTS, StopRequest
@@ -27,7 +28,6 @@ from trainer.launch.status import read_status
 from trainer.records.folder import choose
 from trainer.refusal import Refusal
 
-STOPPED = 75  # as of a single run
 _LOOK = 0.2  # seconds between two looks at the child and at the store
 _GRACE = 30.0  # seconds that a child has after SIGTERM where its run is lost
 
@@ -118,10 +118,6 @@ def _verdict(ended: Ended, stopped: bool, launch: Launch) -> int:
     unfinished = any(code in (STOPPED, None) for code in ended.values())
     if failed and not (stopped and unfinished):
         return failed[0] or 1
-    if not launch.restarts:
-        return STOPPED if unfinished else 0
-    from trainer.run.fit import exit_code  # a launcher that restarts what does not exit with 0
-
     return exit_code(not unfinished, launch)
 
 
