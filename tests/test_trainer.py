@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -168,7 +168,12 @@ def test_the_norm_is_taken_to_clip_by_and_else_for_lines_alone(
     given = []
     with made(tmp_path, steps=5, max_norm=max_norm) as run:
         step = run.trainer.placed.optimizer_step
-        monkeypatch.setattr(run.trainer.placed, "optimizer_step", lambda *args: given.append(args[1]) or step(*args))
+
+        def measured(*args: Any) -> Any:
+            given.append(args[1])
+            return step(*args)
+
+        monkeypatch.setattr(run.trainer.placed, "optimizer_step", measured)
         run.trainer.fit(None)
     assert given == limits
 
@@ -177,10 +182,16 @@ def test_what_is_due_after_a_step_comes_in_an_order(tmp_path: Path, monkeypatch:
     """Lines are there before what follows them, so that a resumed run drops some and invents none."""
     told: list[str] = []
 
+    def telling(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def told_first(*args: Any) -> Any:
+            told.append(name)
+            return method(*args)
+
+        return told_first
+
     def tell(owner: Any, *names: str) -> None:
         for name in names:
-            method = getattr(owner, name)
-            monkeypatch.setattr(owner, name, lambda *a, name=name, method=method: told.append(name) or method(*a))
+            monkeypatch.setattr(owner, name, telling(name, getattr(owner, name)))
 
     rhythms: dict[str, Any] = {"log_due": Due([Every(steps=1)]), "save_due": Due([Every(steps=2)])}
     with made(tmp_path, steps=3, best="macro", **rhythms) as run:
@@ -189,7 +200,7 @@ def test_what_is_due_after_a_step_comes_in_an_order(tmp_path: Path, monkeypatch:
         tell(trainer.placed, "forward_backward", "optimizer_step", "after_step", "settle", "state")
         tell(trainer.log, "train", "eval", "flush")
         tell(trainer.checkpoints, "save")
-        monkeypatch.setattr(trainer_module, "evaluate", lambda *_: told.append("evaluate") or {"macro": 1.0})
+        monkeypatch.setattr(trainer_module, "evaluate", telling("evaluate", lambda *_: {"macro": 1.0}))
         monkeypatch.setattr(trainer, "begin", lambda start: None)
         trainer.fit(None)
     saved, learned = ["settle", "state", "flush", "save"], ["optimizer_step", "after_step"]
