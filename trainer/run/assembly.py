@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trainer.configuration.build import build, check_all, maker
 from trainer.configuration.names import Names
 from trainer.configuration.resolved import written
-from trainer.configuration.settings import settings
+from trainer.configuration.settings import Settings, settings
 from trainer.data.data import Data
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import meeting_at
@@ -39,21 +39,8 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     # the framework's own keys, all of them, before any name in a group is looked up
     chosen = settings(cfg)
     run, names = chosen.run, Names(trust=chosen.trust, folders=tuple(labs))
-    timeout = timedelta(seconds=chosen.distributed.timeout)
-    # where all meet and on what they compute: who is refused for it has built nothing yet
-    launch = meeting_at(launch, chosen.distributed.init_method, timeout)
-    machine = Machine(
-        launch=launch,
-        device=chosen.device,
-        precision=chosen.precision,
-        tf32=chosen.tf32,
-        seed=chosen.seed,
-        compile=chosen.compile,
-        backend=chosen.distributed.backend,
-        interface=chosen.distributed.interface,
-        timeout=timeout,
-        step_timeout=min(timeout, timedelta(seconds=chosen.distributed.step_timeout)),
-    )
+    # on what they compute and where all meet: who is refused for it has built nothing yet
+    machine = make_machine(chosen, launch)
     machine.check()
     check_all(cfg, KINDS, names)  # before the first of them is called
     # what an optimizer's class can do is known before there are parameters to give it
@@ -70,9 +57,26 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         make_optimizer=maker(cfg.optimizer, Optimizer, "optimizer", names, vars(chosen.optimizer), **fused),
         spare_vectors=spares_vectors(kind, cfg.optimizer.get("weight_decay"), chosen.optimizer.decay),
         sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
-        open_folder=partial(RunFolder.open, run.root, run.name, run.dir, run.resume, launch, label(cfg)),
+        open_folder=partial(RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, label(cfg)),
         data=build(cfg.data, Data, "data", names),
         make_network=lambda: build(cfg.model, nn.Module, "model", names),
+    )
+
+
+def make_machine(chosen: Settings, launch: Launch) -> Machine:
+    """Where this process computes, and among which others."""
+    timeout = timedelta(seconds=chosen.distributed.timeout)
+    return Machine(
+        launch=meeting_at(launch, chosen.distributed.init_method, timeout),
+        device=chosen.device,
+        precision=chosen.precision,
+        tf32=chosen.tf32,
+        seed=chosen.seed,
+        compile=chosen.compile,
+        backend=chosen.distributed.backend,
+        interface=chosen.distributed.interface,
+        timeout=timeout,
+        step_timeout=min(timeout, timedelta(seconds=chosen.distributed.step_timeout)),
     )
 
 
