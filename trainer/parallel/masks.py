@@ -1,4 +1,4 @@
-"""Random numbers under tensor parallelism: a rank's own where activations are cut, all ranks' where they are whole."""
+"""Random numbers under tensor parallelism: a rank's own where activations are split, all ranks' where whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Masks:
     """Which random numbers a forward draws on this rank; it changes at the modules that a plan names.
 
     All tensor ranks have one seed, so a dropout between a column-wise and a row-wise layer would hide the same places
-    of every part. There each rank draws from a stream of its own, which follows from the common one: nothing is
+    of every shard. There each rank draws from a stream of its own, which follows from the common one: nothing is
     counted, so recomputing, which puts the generator back to where a unit began, draws the same again.
     """
 
@@ -31,14 +31,14 @@ class Masks:
         self._left: dict[int, tuple[Tensor, Tensor]] = {}
 
     def follow(self, network: nn.Module, plan: Plan) -> None:
-        """Change streams where the plan's modules cut activations and where they put them together."""
+        """Change streams where the plan's modules split activations and where they put them together."""
         for key, style in plan.tensor.items():
             before, after = _layouts(style)
             for _, module in matches(network, key):
                 if before:
-                    module.register_forward_pre_hook(self._own if _is_cut(before) else self._common)
+                    module.register_forward_pre_hook(self._own if _is_split(before) else self._common)
                 if after:
-                    module.register_forward_hook(self._own if _is_cut(after) else self._common)
+                    module.register_forward_hook(self._own if _is_split(after) else self._common)
 
     def forget(self) -> None:
         """A step is over: nobody will recompute any of it."""
@@ -48,9 +48,9 @@ class Masks:
     def _own(self, module: nn.Module, *_: Any) -> None:
         if not module.training or self._generator.initial_seed() in self._left:
             return
-        # the own stream follows from where the common one stands, so no two cuts of a forward draw the same
+        # the own stream follows from where the common one stands, so no two splits of a forward draw the same
         common = self._generator.get_state()
-        seed = mix(_digest(common), self._rank)
+        seed = mix(_number(common), self._rank)
         self._generator.manual_seed(seed)
         self._left[seed] = common, self._generator.get_state()
 
@@ -64,7 +64,7 @@ class Masks:
         if torch.equal(self._generator.get_state(), began):
             self._generator.set_state(common)  # nothing was drawn: go on as one process does
         else:
-            self._generator.manual_seed(mix(_digest(common)))  # or the next cut would find the own stream again
+            self._generator.manual_seed(mix(_number(common)))  # or the next split would find the own stream again
 
 
 def _layouts(style: ParallelStyle) -> tuple[Any, Any]:
@@ -79,9 +79,9 @@ def _layouts(style: ParallelStyle) -> tuple[Any, Any]:
     return None, None
 
 
-def _is_cut(layouts: Any) -> bool:
+def _is_split(layouts: Any) -> bool:
     return any(isinstance(layout, Shard) for layout in (layouts if isinstance(layouts, tuple) else (layouts,)))
 
 
-def _digest(state: Tensor) -> int:
+def _number(state: Tensor) -> int:
     return int.from_bytes(blake2b(state.numpy().tobytes(), digest_size=7).digest())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from math import log, prod
+from operator import itemgetter
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,42 +26,35 @@ def spread(world_size: int, wanted: dict[str, int | None]) -> dict[str, int]:
     taken = prod(degree for degree in wanted.values() if degree is not None)
     free = [axis for axis, degree in wanted.items() if degree is None]
     if world_size % taken or (not free and taken != world_size):
-        raise Refusal(_unfit(world_size, wanted, taken, bool(free)))
+        raise Refusal(_unfit(world_size, wanted, taken))
     filled = {axis: 1 if degree is None else degree for axis, degree in wanted.items()}
     return filled | ({free[0]: world_size // taken} if free else {})
 
 
-def _unfit(world_size: int, wanted: dict[str, int | None], taken: int, rest: bool) -> str:
+def _unfit(world_size: int, wanted: dict[str, int | None], taken: int) -> str:
     """The sum that does not come out, and the nearest that do: other degrees, or other processes."""
     named = {axis: degree for axis, degree in wanted.items() if degree is not None}
+    rest = len(named) < len(wanted)  # does one axis take what the others leave?
     factors = " × ".join(f"strategy.{axis} {degree}" for axis, degree in named.items())
     started = f"{world_size} process{'es' if world_size > 1 else ''}"
     said = f"{factors} = {taken}, but {started} {'were' if world_size > 1 else 'was'} started"
     if rest:
         said = f"{started} / ({factors} = {taken}) is not whole"
-    fitting = [" ".join(f"strategy.{axis}={d}" for axis, d in one.items()) for one in _nearest(world_size, named, rest)]
     counts = sorted({max(world_size // taken, 1) * taken, -(-world_size // taken) * taken} if rest else {taken})
     processes = f"{' or '.join(map(str, counts))} process{'' if counts == [1] else 'es'}"
-    return f"{said}; nearest: {', or '.join(fitting)}; or start {processes}"
+    return f"{said}; nearest: {', or '.join(_nearest(world_size, named, rest))}; or start {processes}"
 
 
-def _nearest(world_size: int, wanted: dict[str, int], rest: bool) -> list[dict[str, int]]:
+def _nearest(world_size: int, named: dict[str, int], rest: bool) -> list[str]:
     """The two nearest changes of degrees that make the product come out, as few and as small as can be."""
-
-    def changes(degrees: tuple[int, ...]) -> dict[str, int]:
-        return {axis: d for (axis, w), d in zip(wanted.items(), degrees, strict=True) if d != w}
-
-    def distance(degrees: tuple[int, ...]) -> tuple[float, float]:
-        ratios = [abs(log(d / w)) for d, w in zip(degrees, wanted.values(), strict=True)]
-        return sum(ratio > 0 for ratio in ratios), sum(ratios)
-
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    fitting = [
-        degrees
-        for degrees in product(divisors, repeat=len(wanted))
-        if (world_size % prod(degrees) == 0 if rest else prod(degrees) == world_size)
-    ]
-    return [changes(degrees) for degrees in sorted(fitting, key=distance)[:2]]
+    found: list[tuple[int, float, str]] = []
+    for degrees in product(divisors, repeat=len(named)):
+        if world_size % prod(degrees) == 0 if rest else prod(degrees) == world_size:
+            other = {axis: d for axis, d in zip(named, degrees, strict=True) if d != named[axis]}
+            distance = sum(abs(log(d / named[axis])) for axis, d in other.items())
+            found.append((len(other), distance, " ".join(f"strategy.{axis}={d}" for axis, d in other.items())))
+    return [change for _, _, change in sorted(found, key=itemgetter(0, 1))[:2]]
 
 
 def described(degrees: dict[str, int]) -> str:

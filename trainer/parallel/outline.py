@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.parallel.held import named_tensors
+from trainer.parallel.held import held, named_tensors
 from trainer.parallel.ranks import Ranks
 from trainer.refusal import Refusal
 
@@ -53,24 +52,24 @@ def set_aside(network: nn.Module) -> Values:
     names: dict[Tensor, list[str]] = {}
     for name, tensor in named_tensors(network):
         names.setdefault(tensor, []).append(name)
-    _replace(network, lambda tensor: tensor if tensor.is_meta else torch.empty_like(tensor, device="meta"))
-    return {tuple(own): tensor.detach() for tensor, own in names.items()}
+    values: Values = {}
+    for tensor, own in names.items():
+        other = _like(tensor, torch.device("meta"))
+        torch.utils.swap_tensors(tensor, other)  # every name and every tie keeps its tensor; the other has the values
+        values[tuple(own)] = other.detach()
+    return values
 
 
 @torch.no_grad()
-def make_room(network: nn.Module, device: torch.device, parts: torch.device) -> None:
-    """Give an outline memory, in place, which nobody has written to yet. parts: where DTensors are to lie."""
-
-    def room(tensor: Tensor) -> Tensor:
-        at = parts if isinstance(tensor, DTensor) else device
-        return torch.empty_like(tensor, device=at) if tensor.is_meta else tensor
-
-    _replace(network, room)
+def make_room(network: nn.Module, device: torch.device, shards: torch.device) -> None:
+    """Give an outline memory, in place, which nobody has written to yet. shards: where DTensors are to lie."""
+    for tensor in {tensor for _, tensor in named_tensors(network) if tensor.is_meta}:
+        torch.utils.swap_tensors(tensor, _like(tensor, shards if isinstance(tensor, DTensor) else device))
 
 
 @torch.no_grad()
 def send_values(values: Values, network: nn.Module, ranks: Ranks, device: torch.device) -> None:
-    """Collective: what the first rank has set aside comes to all, of each tensor the part that a rank holds.
+    """Collective: what the first rank has set aside comes to all, of each tensor the shard that a rank holds.
 
     values: of the whole network; they are freed on the way, so that a rank holds one whole tensor at a time. Nothing
     travels where the first rank has an outline, too: a checkpoint will be read.
@@ -84,45 +83,19 @@ def send_values(values: Values, network: nn.Module, ranks: Ranks, device: torch.
         whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
         ranks.broadcast_(whole)  # all ranks; every tensor of the network once, whole: who holds what differs
         for tensor in {own[name] for name in names if name in own}:
-            _copy_part(tensor, whole)
+            shard = whole
+            if isinstance(tensor, DTensor):  # nothing travels: this rank's shard of what has come
+                shard = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+            held(tensor).copy_(shard)
 
 
-def _copy_part(tensor: Tensor, value: Tensor) -> None:
-    """Copy a whole value into a tensor, into a DTensor the part that this rank holds."""
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(value)
-        return
-    part, mesh = value, tensor.device_mesh
-    names = mesh.mesh_dim_names or ()
-    # tensor ranks cut first, then FSDP2 cuts what they have, although its axis is the outer one
-    for axis in sorted(range(mesh.ndim), key=lambda axis: names[axis] != "tensor"):
-        placement: Any = tensor.placements[axis]  # FSDP2's own kind over tensor parallelism is not torch's Shard
-        if placement.is_replicate():
-            continue
-        parts = torch.chunk(part, mesh.size(axis), placement.dim)
-        at = mesh.get_local_rank(axis)
-        part = parts[at] if at < len(parts) else part.narrow(placement.dim, 0, 0)
-    tensor.to_local().copy_(part)
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor or parameter of the same shape and kind, with memory that nobody has written to."""
+    other = torch.empty_like(tensor, device=device)
+    return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
 
 
 def _without_memory() -> list[Tensor]:
     """Every tensor on the meta device that is alive, wherever it is kept."""
     alive = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
     return [tensor for tensor in alive if tensor.is_meta]
-
-
-def _replace(network: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Put another tensor in the place of each parameter and buffer; what was one under two names stays one."""
-    made: dict[Tensor, Tensor] = {}
-    for module in network.modules():
-        for name, tensor in [
-            *module.named_parameters(recurse=False, remove_duplicate=False),
-            *module.named_buffers(recurse=False, remove_duplicate=False),
-        ]:
-            if tensor not in made:
-                other = change(tensor)
-                if other is not tensor and isinstance(tensor, nn.Parameter):
-                    other = nn.Parameter(other, tensor.requires_grad)
-                made[tensor] = other
-            if made[tensor] is not tensor:
-                setattr(module, name, made[tensor])

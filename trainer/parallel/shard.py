@@ -31,7 +31,7 @@ class Sharding:
 
 
 def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMesh, how: Sharding) -> FSDPModule:
-    """Collective over the mesh: every parameter becomes a DTensor of which each rank holds a part, in place.
+    """Collective over the mesh: every parameter becomes a DTensor of which each rank holds a shard, in place.
 
     The units of `network` that are named are gathered and released one by one, the rest of it with `root`, the module
     that is called. mesh: the axis "shard", and "replicate" where there is one. Names stay. What would be gathered as
@@ -45,7 +45,7 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     if how.param_dtype:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
-    # all calls must leave out the same parameters
+    # all calls must pass over the same parameters
     ranks = mesh["shard"].size()
     kept = _kept_whole(network, ranks, how)
     spread = partial(
@@ -137,7 +137,7 @@ def not_spread(network: nn.Module) -> list[nn.Parameter]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Release what was gathered: parameters are again the parts that this rank holds."""
+    """Release what was gathered: parameters are again the shards that this rank holds."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

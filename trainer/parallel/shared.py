@@ -16,7 +16,7 @@ FLOOR = 0.003  # of all these gradients: what is smaller may be made of rounding
 
 
 class Shared:
-    """The parameters that the plan has not cut: a copy on each tensor rank, with a gradient of its own.
+    """The parameters that the plan has not split: a copy on each tensor rank, with a gradient of its own.
 
     Copies compute the same gradient, but not to the bit where a kernel adds in any order (atomics), and Adam makes
     whole steps of the smallest difference. So the first rank's holds: sent, each byte travels half as far as for a
@@ -96,8 +96,8 @@ def share_buffers(network: nn.Module, ranks: Ranks) -> None:
 def _refuse(what: str, names: list[str]) -> None:
     if names:
         raise RuntimeError(
-            f"{what}parameters outside the tensor plan differ between its ranks: {', '.join(names[:8])}; the plan cuts"
-            " what flows through them (put them in the plan), or the network computes something else on each rank"
+            f"{what}parameters outside the tensor plan differ between its ranks: {', '.join(names[:8])}; the plan"
+            " splits what flows through them (put them in the plan), or the network computes otherwise on each rank"
         )
 
 

@@ -33,10 +33,10 @@ def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> d
 def space_for_optimizer(
     network: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], known: Collection[str]
 ) -> dict[str, Tensor]:
-    """Tensors for every stored memory that this rank's optimizer takes, cut as the parameter it belongs to.
+    """Tensors for every stored memory that this rank's optimizer takes, split as the parameter it belongs to.
 
     Those of another shape than their parameter (step counts) are whole. `known`: the names of the whole network, of
-    which this rank may hold a part; Refusal where a memory belongs to none of them.
+    which this rank may hold some; Refusal where a memory belongs to none of them.
     """
     # a rank may own, or hold, a few of the network's parameters: others read the rest
     taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,22 +1,22 @@
-"""Cutting a network's tensors over the ranks of one mesh axis, by its plan."""
+"""Splitting a network's layers over tensor ranks by its plan: what is refused, and gradients afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from trainer.learning.plan import Plan
-from trainer.parallel.units import matches
-from trainer.refusal import Refusal, nearest
+from trainer.parallel.units import matched
+from trainer.refusal import Refusal
 
 ELSE = "strategy=ddp (or dp, single) needs no plan"
 
 
 def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
-    """Refuse a plan that is missing, names nothing, or cuts what does not divide by the degree."""
+    """Refuse a plan that is missing, names nothing, or splits what does not divide by the degree."""
     if not plan.tensor:
         raise Refusal(
             f"{type(network).__name__} has no tensor-parallel plan: give it a method plan(self) -> Plan, or let the"
@@ -26,22 +26,13 @@ def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
         if count % degree:
             raise Refusal(f"{count} {what} / {degree} tensor ranks is not whole; {_degrees(count)}; {ELSE}")
     for key, style in plan.tensor.items():
-        matched = list(matches(network, key))
-        if not matched:
-            names = [name for name, _ in network.named_modules() if name]
-            raise Refusal(f"the plan's {key!r} matches no module{nearest(key, names)}; {ELSE}")
-        for name, module in matched:
+        for name, module in matched(network, key, "the plan's", f"; {ELSE}").items():
             _refuse_size(name, module, style, degree)
             _refuse_tied(name, module, network)
 
 
-def split(network: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Collective over the mesh: replace parameters that the plan names by this rank's part (DTensors), in place."""
-    parallelize_module(network, mesh, dict(plan.tensor))
-
-
 def settle(parameters: Iterator[Tensor]) -> None:
-    """Collective: gradients that are still parts of a sum become what their parameter is, whole or cut.
+    """Collective: gradients that are still parts of a sum become what their parameter is, whole or split.
 
     torch 2.11 clips such gradients wrongly and silently; afterwards every version is right.
     """
@@ -50,35 +41,33 @@ def settle(parameters: Iterator[Tensor]) -> None:
         if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
             continue
         if gradient.placements != parameter.placements:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+            parameter.grad = gradient.redistribute(placements=parameter.placements)  # the tensor ranks; one gradient
 
 
 def _refuse_size(name: str, module: nn.Module, style: ParallelStyle, degree: int) -> None:
-    """Refuse a layer whose cut dimension is no multiple of the degree: it would fail in the middle of a forward."""
-    if isinstance(style, (ColwiseParallel, RowwiseParallel)) and not isinstance(module, (nn.Linear, nn.Embedding)):
-        raise Refusal(f"the plan cuts {name}, a {type(module).__name__}; only Linear and Embedding can be cut; {ELSE}")
-    sizes = {
-        (ColwiseParallel, nn.Linear): "out_features",
-        (RowwiseParallel, nn.Linear): "in_features",
-        (ColwiseParallel, nn.Embedding): "embedding_dim",
-        (RowwiseParallel, nn.Embedding): "num_embeddings",
-    }
-    for (kind, layer), attribute in sizes.items():
-        if isinstance(style, kind) and isinstance(module, layer):
-            size = getattr(module, attribute)
-            if size % degree:
-                raise Refusal(
-                    f"{name}.{attribute} {size} / {degree} tensor ranks is not whole; {_degrees(size)}; {ELSE}"
-                )
+    """Refuse a layer whose split size is no multiple of the degree: it would fail in the middle of a forward."""
+    if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        return
+    column = isinstance(style, ColwiseParallel)
+    if isinstance(module, nn.Linear):
+        attribute = "out_features" if column else "in_features"
+    elif isinstance(module, nn.Embedding):
+        attribute = "embedding_dim" if column else "num_embeddings"
+    else:
+        kind = type(module).__name__
+        raise Refusal(f"the plan splits {name}, a {kind}; only Linear and Embedding can be split; {ELSE}")
+    size = getattr(module, attribute)
+    if size % degree:
+        raise Refusal(f"{name}.{attribute} {size} / {degree} tensor ranks is not whole; {_degrees(size)}; {ELSE}")
 
 
 def _refuse_tied(name: str, module: nn.Module, network: nn.Module) -> None:
-    """Refuse to cut a parameter that another module uses too: only one of the two would hold the part."""
+    """Refuse to split a parameter that another module uses too: only one of the two would hold the shard."""
     own = {id(parameter) for parameter in module.parameters()}
     for other, parameter in network.named_parameters(remove_duplicate=False):
         if id(parameter) in own and not other.startswith(f"{name}."):
             raise Refusal(
-                f"the plan cuts {name}, whose parameter is tied to {other}; tied parameters cannot be cut; {ELSE}"
+                f"the plan splits {name}, whose parameter is tied to {other}; tied parameters cannot be split; {ELSE}"
             )
 
 

@@ -22,6 +22,15 @@ LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 SEALED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
+def matched(network: nn.Module, key: str, what: str, instead: str = "") -> dict[str, nn.Module]:
+    """The modules that a plan's key means, by name. Refusal where there is none, in the words for this key."""
+    found = dict(matches(network, key))
+    if not found:
+        names = [name for name, _ in network.named_modules() if name]
+        raise Refusal(f"{what} {key!r} matches no module{nearest(key, names)}{instead}")
+    return found
+
+
 def matches(network: nn.Module, key: str) -> Iterator[tuple[str, nn.Module]]:
     """Modules whose name fits a plan's key; `*` and the like stand within one level, as in parallelize_module."""
     levels = [re.compile(_as_expression(level)) for level in key.split(".")]
@@ -55,18 +64,15 @@ def _planned(network: nn.Module, plan: Plan) -> list[str]:
     """The units that the plan names. Of what a wildcard fits, modules without parameters are left out."""
     sharing, named = _sharing(network), set()
     for key in plan.shard:
-        matched = dict(matches(network, key))
-        if not matched:
-            names = [name for name, _ in network.named_modules() if name]
-            raise Refusal(f"the plan's shard {key!r} matches no module{nearest(key, names)}")
-        for name, module in matched.items():
+        found = matched(network, key, "the plan's shard")
+        for name, module in found.items():
             _refuse(name, module, network, sharing)
-        full = {name for name, module in matched.items() if any(True for _ in module.parameters())}
+        full = {name for name, module in found.items() if any(True for _ in module.parameters())}
         if not full:
             raise Refusal(f"the plan's shard {key!r} names only modules without parameters")
         named |= full
     for name in named:
-        for above in _enclosing(name):
+        for above in enclosing(name):
             if above in named:
                 raise Refusal(f"the plan's shard names {above} and {name} inside it; units do not lie in one another")
     return [name for name, _ in network.named_modules() if name in named]
@@ -80,7 +86,7 @@ def _refuse(name: str, module: nn.Module, network: nn.Module, sharing: set[str])
         )
     if name in sharing:
         raise Refusal(f"the plan's shard names {name}, of whose parameters one is also used outside of it")
-    for above in _enclosing(name):  # of other networks that own weights beside blocks the plan's author knows more
+    for above in enclosing(name):  # of other networks that own weights beside blocks the plan's author knows more
         if above and isinstance(network.get_submodule(above), SEALED):
             kind = type(network.get_submodule(above)).__name__
             raise Refusal(f"the plan's shard names {name}, but a {kind} uses weights in it without calling it: {above}")
@@ -123,12 +129,12 @@ def _sharing(network: nn.Module) -> set[str]:
     """Names of modules of whose parameters one has another name outside of them: tied weights, modules used twice."""
     users: dict[int, list[set[str]]] = defaultdict(list)
     for name, parameter in network.named_parameters(remove_duplicate=False):
-        users[id(parameter)].append(_enclosing(name))
+        users[id(parameter)].append(enclosing(name))
     # nothing outside: then every user lies in the module
     return {name for above in users.values() for name in chain(*above) if not all(name in other for other in above)}
 
 
-def _enclosing(name: str) -> set[str]:
+def enclosing(name: str) -> set[str]:
     """The modules that a module or a parameter lies in, the network itself ("") too."""
     parts = name.split(".")
     return {".".join(parts[:depth]) for depth in range(len(parts))}

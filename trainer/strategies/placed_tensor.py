@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from trainer.data.tree import changed
 from trainer.learning.plan import Plan
@@ -21,7 +21,7 @@ from trainer.parallel.mesh import ranks_along
 from trainer.parallel.outline import make_room, send_values, set_aside
 from trainer.parallel.shard import not_spread
 from trainer.parallel.shared import Shared, refuse_drift, share_buffers
-from trainer.parallel.tensor import settle, split
+from trainer.parallel.tensor import settle
 from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Groups, Placed
 
@@ -51,7 +51,8 @@ class PlacedTensor(Placed):
     def _split(self, network: nn.Module, plan: Plan) -> None:
         """Split the layers that the plan names over the tensor ranks, if there are any, and their random numbers."""
         if self._tensor_ranks.size > 1:
-            split(network, self.strategy.mesh["tensor"], plan)
+            # in place: DTensors, as yet without values
+            parallelize_module(network, self.strategy.mesh["tensor"], dict(plan.tensor))
             self._masks.follow(network, plan)
 
     def _shard(self, names: list[str]) -> None:

@@ -16,8 +16,8 @@ from trainer.learning.task import Task
 from trainer.parallel.gather import dealt
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.handover import Handover, InOrder, broadcast_sums, in_order
-from trainer.parallel.pipeline.held import Stages, buffers_kept
 from trainer.parallel.pipeline.schedules import Layout, make_schedule
+from trainer.parallel.pipeline.stages import Stages, buffers_kept
 from trainer.parallel.ranks import Group
 from trainer.parallel.shard import Sharding, reshard, shard
 from trainer.parallel.totals import Sums

@@ -11,8 +11,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.data.tree import changed
-from trainer.parallel.pipeline.flow import Flow
-from trainer.parallel.pipeline.trace import ROOT, Untraceable, trace
+from trainer.parallel.pipeline.trace import ROOT, Flow, Untraceable, trace
 
 Weights = dict[str, float]  # name of a module or parameter → its part of the network, in bytes and arithmetic
 

@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 
 from trainer.parallel.held import named_tensors
 from trainer.parallel.pipeline.balance import equal_cuts, weights
-from trainer.parallel.pipeline.flow import Flow, attribute, writes
-from trainer.parallel.pipeline.trace import ROOT, Untraceable, enclosing, trace
+from trainer.parallel.pipeline.trace import ROOT, Flow, Untraceable, attribute, trace, writes
+from trainer.parallel.units import enclosing, matched
 from trainer.refusal import Refusal, nearest
 
 ELSE = "strategy=fsdp and strategy=ddp need no cutting"
@@ -30,7 +30,8 @@ def cut_stages(step: nn.Module, cuts: tuple[str, ...], count: int, example: Any 
     kind = type(network).__name__
     try:
         names = list(cuts) if len(cuts) == count - 1 else _equal(step, count, example)
-        _refuse_unknown(network, names)
+        for name in names:
+            matched(network, name, "the plan's cut", f"; {ELSE}")
         flow = Flow(trace(step, {above for name in names for above in enclosing(name)}), network)
         ends = _ends(flow, names)
     except Untraceable as error:
@@ -53,13 +54,6 @@ def _equal(step: nn.Module, count: int, example: Any) -> list[str]:
             + (f"with {most} it would work, or a plan with cuts; {ELSE}" if most > 1 else ELSE)
         )
     return names
-
-
-def _refuse_unknown(network: nn.Module, names: list[str]) -> None:
-    known = [name for name, _ in network.named_modules() if name]
-    for name in names:
-        if name not in known:
-            raise Refusal(f"the plan's cut {name!r} matches no module{nearest(name, known)}; {ELSE}")
 
 
 def _ends(flow: Flow, names: list[str]) -> list[int]:
