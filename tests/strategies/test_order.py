@@ -21,7 +21,7 @@ from trainer import Plan
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream
 from trainer.launch.launch import Launch
-from trainer.parallel.totals import Sums
+from trainer.parallel.buckets import Sums
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 from trainer.strategies.placed import Placed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -79,7 +78,7 @@ class Ranks:
         return [tensor]
 
     def all_gather_values(self, value: Any) -> list[Any]:
-        """Collective: the JSON values of all ranks, in rank order."""
+        """Collective: the plain values of all ranks, in rank order."""
         return [value]
 
     def barrier(self) -> None:
@@ -123,13 +122,10 @@ class Group(Ranks):
         return parts
 
     def all_gather_values(self, value: Any) -> list[Any]:
-        """Collective: the JSON values of all ranks, in rank order; CPU tensors travel, no pickle."""
-        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)  # (bytes,)
-        longest = torch.tensor([len(text)])
-        self.all_reduce_max_(longest).wait()  # these ranks; 8 bytes: how long the longest text is
-        padded = torch.full((int(longest),), ord(" "), dtype=torch.uint8)  # JSON does not mind spaces at its end
-        padded[: len(text)] = text
-        return [json.loads(bytes(part.tolist())) for part in self.all_gather(padded)]
+        """Collective: the plain values of all ranks, in rank order; they travel as CPU tensors."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)  # these ranks; every value to all
+        return values
 
     def barrier(self) -> None:
         """Collective: return when every rank has arrived. A CPU tensor travels, so a GPU is not waited for."""

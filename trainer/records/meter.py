@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.stream import Batch, digest
-from trainer.parallel.totals import Totals, wide
+from trainer.parallel.buckets import Totals, wide
 
 
 class Meter:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.learning.task import Task
+from trainer.parallel.buckets import wide
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.totals import wide
 
 
 class TaskNetwork(nn.Module):

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from trainer.data.slice import Slice
+from trainer.parallel.buckets import Sums, Totals
 from trainer.parallel.ranks import Ranks, set_timeouts
-from trainer.parallel.totals import Sums, Totals
 from trainer.strategies.machine import Machine
 
 Recomputed = Literal["none", "units", "operators"]

@@ -16,12 +16,11 @@ from trainer.data.tree import changed
 from trainer.learning.plan import Plan
 from trainer.learning.task import Task
 from trainer.parallel.buckets import average_gradients
-from trainer.parallel.masks import Masks
 from trainer.parallel.mesh import ranks_along
 from trainer.parallel.outline import make_room, send_values, set_aside
 from trainer.parallel.shard import not_spread
 from trainer.parallel.shared import Shared, refuse_drift, share_buffers
-from trainer.parallel.tensor import settle
+from trainer.parallel.tensor import Masks, settle
 from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Groups, Placed
 

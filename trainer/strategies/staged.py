@@ -20,7 +20,7 @@ from trainer.parallel.pipeline.schedules import Layout, make_schedule
 from trainer.parallel.pipeline.stages import Stages, buffers_kept
 from trainer.parallel.ranks import Group
 from trainer.parallel.shard import Sharding, reshard, shard
-from trainer.parallel.totals import Sums
+from trainer.parallel.buckets import Sums
 from trainer.parallel.units import called, matches, units
 from trainer.strategies.joined import Meshed
 from trainer.strategies.loss import TaskNetwork, evaluation_sums

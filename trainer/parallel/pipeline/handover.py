@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.data.tree import moved
+from trainer.parallel.buckets import Sums, wide
 from trainer.parallel.pipeline.schedules import Layout
 from trainer.parallel.ranks import Group
-from trainer.parallel.totals import Sums, wide
 
 
 class Handover:

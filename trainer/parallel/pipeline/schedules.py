@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 Name = Literal["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
@@ -81,9 +80,5 @@ def make_schedule(name: str, stages: list[Any], micro_batches: int) -> Any:
         name = "GPipe"
     make: Callable[..., Any] = getattr(pipelining, f"Schedule{name}")
     own = stages if KINDS[name].several else stages[0]
-    return make(own, micro_batches, loss_fn=_as_it_is, scale_grads=False)
-
-
-def _as_it_is(loss: Tensor, _: Tensor) -> Tensor:
-    """The last stage knows the targets; torch's schedules want a function all the same."""
-    return loss
+    # the last stage knows the targets and returns its loss; torch wants a function all the same
+    return make(own, micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
