@@ -13,21 +13,23 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer.data.tree import changed
 from trainer.parallel.pipeline.trace import ROOT, Flow, Untraceable, trace
 
-Weights = dict[str, float]  # name of a module or parameter → its part of the network, in bytes and arithmetic
+Weights = dict[str, float]  # name of a module or parameter → its share of the network, in bytes and arithmetic
 
 
 def weights(step: nn.Module, example: Any = None) -> Weights:
-    """How heavy each module and parameter is: its part of all bytes, plus its part of the arithmetic of one forward.
+    """How heavy each module and parameter is: its share of all bytes, plus that of the arithmetic of a forward.
 
     example: (inputs, targets), of which only shapes are looked at, on the meta device. Without one, or where the
     forward needs values, bytes alone count. The same on every rank.
     """
     network = step.get_submodule(ROOT)
+    # bytes: a rank must hold its stages
     total = max(_bytes(network), 1)
     weight = {name: _bytes(module) / total for name, module in network.named_modules()}
     weight |= {name: parameter.nbytes / total for name, parameter in network.named_parameters()}
+    # arithmetic: all wait for the slowest stage
     work = {} if example is None else _work(step, example)
-    return {name: part + work.get(name, 0) / max(work.get("", 0), 1) for name, part in weight.items()}
+    return {name: share + work.get(name, 0) / max(work.get("", 0), 1) for name, share in weight.items()}
 
 
 def equal_cuts(step: nn.Module, count: int, weight: Weights) -> list[str]:
@@ -37,12 +39,13 @@ def equal_cuts(step: nn.Module, count: int, weight: Weights) -> list[str]:
     for where there are fewer places to cut. Untraceable where the forward cannot be followed at all.
     """
     network = step.get_submodule(ROOT)
-    heavy = {name for name, part in weight.items() if part > weight[""] / count}
+    heavy = {name for name, share in weight.items() if share > weight[""] / count}
     lists = {name for name, module in network.named_modules() if type(module).forward is nn.Sequential.forward}
     names: list[str] = []
     # what is heavy must be opened to be shared out; everything is, only where that was not enough
     for wanted in (heavy | lists, set(weight)):
         flow = Flow(_opened(step, wanted), network)
+        # one value is the least that can travel; with skip connections there may be no such place
         for most in (1, len(flow.nodes)):
             places = [place for place in _places(flow) if len(flow.handed(flow.at[place])) <= most]
             chosen = _lightest(flow, places, count, weight)
@@ -58,6 +61,7 @@ def _opened(step: nn.Module, wanted: set[str]) -> fx.Graph:
     opened: set[str] = set()
     closed: set[str] = set()
     graph = trace(step, opened)
+    # one level at a time: what a module calls is seen only when it has been opened
     while True:
         names = [
             name
@@ -71,7 +75,7 @@ def _opened(step: nn.Module, wanted: set[str]) -> fx.Graph:
                 graph = trace(step, opened | {name})
                 opened.add(name)
             except Untraceable:
-                closed.add(name)
+                closed.add(name)  # it stays a single call, and nothing is lost but a place to cut
 
 
 def _places(flow: Flow) -> list[fx.Node]:
@@ -82,6 +86,7 @@ def _places(flow: Flow) -> list[fx.Node]:
         for tensor in flow.state(node):
             if isinstance(tensor, nn.Parameter) or node.op == "call_module":
                 span[id(tensor)] = (span.get(id(tensor), (index, index))[0], index)
+    # a module that is called twice can only be a stage's first where it is called first
     first: dict[Any, fx.Node] = {}
     for node in flow.nodes:
         if node.op == "call_module" and any(isinstance(tensor, nn.Parameter) for tensor in flow.state(node)):
@@ -94,6 +99,7 @@ def _lightest(flow: Flow, places: list[fx.Node], count: int, weight: Weights) ->
 
     Every stage has a trainable parameter.
     """
+    # sums from the flow's beginning: what lies between two places is a difference
     ends = [0, *(flow.at[place] for place in places), len(flow.nodes)]
     brought = [node.op in ("call_module", "get_attr") for node in flow.nodes]
     own = [weight.get(str(node.target), 0.0) * some for node, some in zip(flow.nodes, brought, strict=True)]
@@ -106,6 +112,7 @@ def _lightest(flow: Flow, places: list[fx.Node], count: int, weight: Weights) ->
         for s in range(e):
             if seen[ends[s]] == seen[ends[e]]:
                 continue
+            # the last stage from s to e, behind the best of all ways to s
             mass = sums[ends[e]] - sums[ends[s]]
             for stages, (heaviest, squares, cuts) in best[s].items():
                 found = (max(heaviest, round(mass, 6)), squares + mass**2, [*cuts, s])
@@ -113,7 +120,7 @@ def _lightest(flow: Flow, places: list[fx.Node], count: int, weight: Weights) ->
                     best[e][stages + 1] = found
     if not best[-1]:
         return []
-    cuts = best[-1][max(best[-1])][2][1:]
+    cuts = best[-1][max(best[-1])][2][1:]  # as many stages as can be; the first one begins without a cut
     return [str(places[cut - 1].target) for cut in cuts]
 
 

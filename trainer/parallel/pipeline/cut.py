@@ -1,4 +1,4 @@
-"""Cutting a network into stages: modules that run one after the other, each with its part of the parameters."""
+"""Cutting a network into stages: modules that run one after the other, each with its own parameters."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def _equal(step: nn.Module, count: int, example: Any) -> list[str]:
 
 def _ends(flow: Flow, names: list[str]) -> list[int]:
     """Where in the flow each stage after the first begins. Refusal where that is nowhere, or out of order."""
+    # a module that is called several times begins where it is called first
     calls: dict[str, int] = {}
     for index, node in enumerate(flow.nodes):
         if node.op == "call_module":
@@ -81,6 +82,7 @@ def _refuse_stages(network: nn.Module, flow: Flow, bounds: list[int]) -> None:
         for node in flow.nodes[start:end]:
             if flow.is_copied(node):
                 continue
+            # a tensor in two stages would be two tensors, which learn different things
             for tensor in flow.state(node):
                 trainable |= tensor.requires_grad
                 other, name = held.setdefault(id(tensor), (index, str(node.target)))
@@ -89,6 +91,7 @@ def _refuse_stages(network: nn.Module, flow: Flow, bounds: list[int]) -> None:
                         f"{name} and {node.target} share a parameter or buffer, and would lie in stages {other} and"
                         f" {index}: tied parts must be in one stage; {ELSE}"
                     )
+        # torch's schedules wait for the gradient of every stage, and for something that it came from
         if not trainable:
             raise Refusal(f"stage {index} of {len(bounds) - 1} would have nothing to train: cut elsewhere; {ELSE}")
         if index and not flow.handed(start):
@@ -96,7 +99,7 @@ def _refuse_stages(network: nn.Module, flow: Flow, bounds: list[int]) -> None:
 
 
 def _stage(network: nn.Module, flow: Flow, bounds: list[int], index: int) -> fx.GraphModule:
-    """One stage's part of the graph, with the modules that it calls."""
+    """One stage's piece of the graph, with the modules that it calls."""
     graph = fx.Graph()
     here: dict[fx.Node, fx.Node] = {}
     for node in flow.nodes[:BATCH]:
@@ -114,11 +117,13 @@ def _stage(network: nn.Module, flow: Flow, bounds: list[int], index: int) -> fx.
             here[node] = graph.node_copy(node, find)  # worked out here again
         return here[node]
 
+    # its own nodes, in their order; what every stage has anyway is worked out when somebody asks for it
     for node in flow.nodes[bounds[index] : bounds[index + 1]]:
         if node.op == "output":
             graph.output(fx.node.map_arg(node.args[0], find))
         elif not flow.is_copied(node):
             here[node] = graph.node_copy(node, find)
+    # the network's output ends the last stage; others end with what the rest needs, also what they only pass on
     if index < len(bounds) - 2:
         graph.output(tuple(find(node) for node in flow.handed(bounds[index + 1])))
     return fx.GraphModule(network, graph, class_name="Stage")
@@ -130,6 +135,7 @@ def _is_changed(network: nn.Module, nodes: list[fx.Node], value: fx.Node) -> boo
         if value not in node.all_input_nodes:
             continue
         if node.op == "call_module":
+            # torch's layers say it by this attribute; of others nothing is known
             if any(getattr(m, "inplace", False) for m in network.get_submodule(str(node.target)).modules()):
                 return True
         elif writes(node):
@@ -142,11 +148,13 @@ def _keep_state(network: nn.Module, stages: list[fx.GraphModule]) -> None:
 
     What no stage uses stays with the first. A buffer that is no part of the network's state is none of a stage's.
     """
+    # a checkpoint is the union of all stages: it must be that of the whole network
     stored = set(network.state_dict())
     held = {name for stage in stages for name, _ in named_tensors(stage)}
     for name, tensor in named_tensors(network):
         if name not in held:
             _hold(stages[0], name, tensor, name in stored)
+    # fx has made buffers persistent that the network does not store
     for stage in stages:
         for name in set(stage.state_dict()) - stored:
             _hold(stage, name, attribute(stage, name), persistent=False)

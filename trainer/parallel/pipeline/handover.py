@@ -33,11 +33,13 @@ class Handover:
         Returns what the last stage of all returns, where that is here; and what went into each stage at whose boundary
         this rank is, on the meta device. RuntimeError where something else than tensors is handed on.
         """
+        # a chain: at any time one rank computes, and the next one waits for it
         values: Any = ()
         handed: dict[int, tuple[Tensor, ...]] = {}
         under_way: list[tuple[Any, Tensor]] = []  # a tensor must live until it is sent
         for stage in sorted(stages):
             try:
+                # neighbours on one rank hand on in memory
                 if stage and not self._is_here(stage - 1):
                     values = self._receive(stage)
                 handed[stage] = _on_meta(values)
@@ -51,6 +53,7 @@ class Handover:
                 raise
             if not self._is_here(stage + 1):
                 under_way += self._send(stage + 1, [(value.shape, value.dtype) for value in values], values)
+        # only now, so that a rank of several stages could go on while values travelled
         for work, _ in under_way:
             work.wait()
         return values if self._layout.count - 1 in stages else None, handed
@@ -107,6 +110,7 @@ def broadcast_sums(
     """
     own = {name: moved(wide(value).detach().contiguous(), device) for name, value in sums.items()}
     facts = [(name, value.shape, value.dtype) for name, value in own.items()]
+    # who receives must have room of the right shapes, which are the same in every step: they travel once
     if not like:
         told = [facts]
         dist.broadcast_object_list(told, group_src=source, group=ranks.group)  # the group; names and shapes, once
@@ -115,6 +119,7 @@ def broadcast_sums(
     here = ranks.rank == source
     if here and facts != known:
         raise RuntimeError(f"the sums have other names or shapes than before: {facts}, not {known}")
+    # ranks before the source have no sums: what they are given is empty until it comes
     told_sums = own if here else {name: torch.empty_like(value, device=device) for name, value in like.items()}
     for value in told_sums.values():
         dist.broadcast(value, group_src=source, group=ranks.group)  # the group; 8 bytes a number

@@ -12,7 +12,7 @@ from torch import nn
 class Stages(nn.Module):
     """The stages that one rank holds, as one module: everything stands under the network's own names.
 
-    order: the names of the network's modules. Parts come in this order, so that of tied weights the same name is first.
+    order: the names of the network's modules. They come in this order, so that of tied weights the same name is first.
     """
 
     def __init__(self, stages: Sequence[nn.Module], order: Sequence[str]) -> None:
@@ -27,19 +27,21 @@ class Stages(nn.Module):
         """Every module under its name in the network; parameters and buffers follow from this."""
         memo = set() if memo is None else memo
         yield prefix, self
+        # one tree of names out of several stages, which have bare holders of the same names
         held = [pair for stage in self.children() for pair in stage.named_modules(memo, "", remove_duplicate)]
         for name, module in sorted(held, key=lambda pair: self._order.get(pair[0], len(self._order))):
             yield f"{prefix}.{name}".strip("."), module
 
     def __getattr__(self, name: str) -> Any:
-        """A part of the network. AttributeError, in words, where another rank has it."""
+        """A module of the network. AttributeError, in words, where another rank has it."""
+        # torch's own lookup first: parameters, buffers and the stages themselves
         with suppress(AttributeError):
             return super().__getattr__(name)
         with suppress(AttributeError):
             return self.get_submodule(name)
         held = ", ".join(sorted({held.split(".")[0] for held, _ in self.named_modules() if held}))
         raise AttributeError(
-            f"{name}: this rank of a pipeline holds a part of the network only: {held}; a task's after_step finds what"
+            f"{name}: this rank of a pipeline holds these of the network only: {held}; a task's after_step finds what"
             " is there by network.named_parameters()"
         )
 

@@ -30,8 +30,9 @@ def trace(step: nn.Module, opened: set[str]) -> fx.Graph:
     Targets are the network's own names. Untraceable where the forward depends on values, on the mode or on chance.
     """
     inside = {f"{ROOT}.{name}" for name in opened} | {ROOT}
-    for name, part in step.named_modules():
-        if name in inside and type(part).train is not nn.Module.train:
+    # a stage has an opened module's children, not the module: nobody would call its own train()
+    for name, module in step.named_modules():
+        if name in inside and type(module).train is not nn.Module.train:
             raise Untraceable("it has a train() of its own, which stages would not call")
     with _modes_kept(step):
         # once as if learning in another precision, once as if evaluating: whoever asks for one of these is found out
@@ -39,6 +40,7 @@ def trace(step: nn.Module, opened: set[str]) -> fx.Graph:
             training = _traced(step.train(), inside)
         with torch.no_grad():
             evaluation = _traced(step.eval(), inside)
+    # one graph serves both: stages are not cut anew for an evaluation
     if str(training) != str(evaluation):
         raise Untraceable("it does something else in training than in evaluation, or something random")
     return training
@@ -97,6 +99,7 @@ def _traced(step: nn.Module, opened: set[str]) -> fx.Graph:
         graph = _Tracer(step, opened).trace(step)
     except Exception as error:  # whatever a forward does with a stand-in for a tensor
         raise Untraceable((str(error).splitlines() or [type(error).__name__])[0].strip(" .")) from error
+    # from names in the step to names in the network; what lies outside of it fx has made from a tensor of the forward
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module"):
             if not node.target.startswith(f"{ROOT}."):
@@ -107,12 +110,12 @@ def _traced(step: nn.Module, opened: set[str]) -> fx.Graph:
 
 @contextmanager
 def _modes_kept(module: nn.Module) -> Iterator[None]:
-    modes = {part: part.training for part in module.modules()}
+    modes = {each: each.training for each in module.modules()}
     try:
         yield
     finally:
-        for part, training in modes.items():
-            part.training = training
+        for each, training in modes.items():
+            each.training = training
 
 
 class Flow:
@@ -126,6 +129,7 @@ class Flow:
         self.nodes: list[fx.Node] = list(graph.nodes)
         self.at = {node: index for index, node in enumerate(self.nodes)}
         self._network = network
+        # what is worked out in several stages must be the same in each: nobody may write into it
         changed = {node.args[0] for node in self.nodes if writes(node) and node.args}
         self._copied: set[fx.Node] = set()
         for node in self.nodes:
@@ -165,10 +169,11 @@ class Flow:
             return not isinstance(attribute(self._network, str(node.target)), nn.Parameter)
         if node.op not in ("call_function", "call_method") or writes(node):
             return False
+        # facts about a value are known wherever it is; what follows from copies alone is copied, unless it is drawn
         word = _word(node)
         if word in _FACTS or (word == "getattr" and node.args[1] in _FACTS):
             return True
-        return not any(part in word for part in _RANDOM) and all(n in self._copied for n in node.all_input_nodes)
+        return not any(name in word for name in _RANDOM) and all(n in self._copied for n in node.all_input_nodes)
 
 
 def writes(node: fx.Node) -> bool:
