@@ -136,12 +136,14 @@ def batch_norm(
     centred = wide - mean.view(shape)
     # the second moment is taken around the global mean: E[x²] - E[x]² would cancel
     variance = _AllReduce.apply(centred.square().sum(axes), ranks) / total  # the data ranks; C numbers
+    # running statistics move by what all ranks have seen: they stay equal without being sent
     if running_mean is not None and running_var is not None:
         unbiased = variance.detach() * (total / (total - 1).clamp(min=1))
         with torch.no_grad():
             running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-    scale = torch.rsqrt(variance + eps)
+    # as every BatchNorm does, with numbers that are now the same on all ranks
+    scale = torch.rsqrt(variance + eps)  # (C,)
     scale = scale if weight is None else scale * weight
     normalised = centred * scale.view(shape)
     return (normalised if bias is None else normalised + bias.view(shape)).to(x.dtype)
@@ -154,11 +156,11 @@ class _AllReduce(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
         x = x.clone()
-        ranks.all_reduce_sum_(x).wait()
+        ranks.all_reduce_sum_(x).wait()  # the data ranks; C numbers
         return x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].contiguous().clone()
-        ctx.ranks.all_reduce_sum_(total).wait()
+        ctx.ranks.all_reduce_sum_(total).wait()  # the data ranks; C numbers: each rank's loss depends on my sums
         return total, None

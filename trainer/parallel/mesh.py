@@ -76,6 +76,7 @@ def ranks_along(mesh: DeviceMesh, *axes: str) -> Ranks:
         return Ranks()
     if len(own) == 1:
         return Group(mesh.get_group(own[0]))
+    # several axes: each row of the grid, these axes laid out behind each other, is a group
     last = [names.index(axis) for axis in own]
     rest = [at for at in range(len(names)) if at not in last]
     rows = mesh.mesh.permute(*rest, *last).flatten(len(rest)).reshape(-1, prod(mesh.mesh.shape[at] for at in last))

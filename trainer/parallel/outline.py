@@ -79,7 +79,7 @@ def send_values(values: Values, network: nn.Module, ranks: Ranks, device: torch.
     own = dict(named_tensors(network))
     # in the constructor's order, which is the same on every rank
     for names in list(values) if known else ():
-        value = values.pop(names)
+        value = values.pop(names)  # freed when the next one comes
         whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
         ranks.broadcast_(whole)  # all ranks; every tensor of the network once, whole: who holds what differs
         for tensor in {own[name] for name in names if name in own}:

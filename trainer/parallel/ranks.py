@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,7 @@ class Done:
 DONE = Done()
 
 
-class Waitable(Protocol):
-    """A collective under way."""
-
-    def wait(self, timeout: timedelta = ALWAYS) -> Any:
-        """Block until the result stands in the tensor that was given; RuntimeError after that long."""
+Waitable = Done | dist.Work  # a collective under way: wait() until the result stands in the tensor that was given
 
 
 class Vote:
@@ -108,6 +104,7 @@ class Group(Ranks):
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Collective: every rank's tensor becomes the first rank's."""
+        # what has gaps in memory travels as a copy
         whole = tensor.contiguous()
         plain = whole.reshape(-1).view(torch.uint8)  # as bytes: no backend knows every type
         dist.broadcast(plain, src=self._first, group=self.group)
@@ -165,7 +162,7 @@ def leave_group(world: Ranks, clean: bool) -> None:
     interpreter's lock held, for a gloo thread that may be waiting for that lock to drop the barrier's tensor.
     """
     if clean:
-        world.barrier()
+        world.barrier()  # all ranks; nobody tears down what another one still reads from
         _left[:] = [world]
         dist.destroy_process_group()
 

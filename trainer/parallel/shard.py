@@ -41,6 +41,7 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     for parameter in network.parameters():
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()  # fully_shard takes nothing else
+    # masters stay as they are: what is gathered is cast, gradients are added up in fp32
     policy = MixedPrecisionPolicy()
     if how.param_dtype:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -95,6 +96,7 @@ def _dimension(parameter: nn.Parameter, ranks: int) -> int | None:
     gathered = -(-shape[0] // ranks) * ranks / max(shape[0], 1)  # what a rank sees of it, padding too, in its own size
     if gathered <= 1 + PADDING:
         return 0
+    # no padding at all along another one, if it divides
     for dim, size in enumerate(shape):
         if size % ranks == 0:
             return dim
@@ -109,7 +111,7 @@ def _refuse_replaced(name: str, unit: nn.Module) -> None:
     """
     own = [(module, key, value) for module in unit.modules() for key, value in module.named_parameters(recurse=False)]
     places = [(module, key) for module, key, value in own if "shard" in split_axes(value)]
-    gathered: set[nn.Parameter] = set()
+    gathered: set[nn.Parameter] = set()  # what fully_shard has put in place: they are the unit's own, too
 
     @torch.compiler.disable
     def look(*_: Any) -> None:

@@ -48,6 +48,7 @@ def space_for_optimizer(
         if parameter_name not in parameters:
             continue
         parameter, fact = parameters[parameter_name], stored[name]
+        # moments lie as their parameter does; what has other dimensions as far as it shares them; numbers whole
         if tuple(fact.shape) == tuple(parameter.shape):
             space[name] = torch.zeros_like(parameter, dtype=fact.dtype, requires_grad=False)
         elif isinstance(parameter, DTensor) and len(fact.shape):
@@ -101,6 +102,7 @@ def fits(own: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> None:
 
 def differences(own: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> list[str]:
     """How a checkpoint's network (name → what has a shape) is not the one with these shapes, a sentence a tensor."""
+    # what belongs to optimizer and scaler is compared when it is read
     theirs = {name for name in stored if not name.startswith(("optimizer/", "scaler/"))}
     other = [
         f"{name} is {tuple(stored[name].shape)} in the checkpoint, {tuple(own[name])} here"

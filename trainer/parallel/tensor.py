@@ -32,6 +32,7 @@ def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
             f"{type(network).__name__} has no tensor-parallel plan: give it a method plan(self) -> Plan, or let the"
             f" task say one; {ELSE}"
         )
+    # wholes first (heads): sizes may divide where these do not
     for what, count in plan.divisible.items():
         if count % degree:
             raise Refusal(f"{count} {what} / {degree} tensor ranks is not whole; {_degrees(count)}; {ELSE}")

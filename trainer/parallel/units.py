@@ -35,8 +35,8 @@ def matches(network: nn.Module, key: str) -> Iterator[tuple[str, nn.Module]]:
     """Modules whose name fits a plan's key; `*` and the like stand within one level, as in parallelize_module."""
     levels = [re.compile(_as_expression(level)) for level in key.split(".")]
     for name, module in network.named_modules():
-        parts = name.split(".") if name else []
-        if len(parts) == len(levels) and all(level.fullmatch(part) for level, part in zip(levels, parts, strict=True)):
+        own = name.split(".") if name else []
+        if len(own) == len(levels) and all(level.fullmatch(word) for level, word in zip(levels, own, strict=True)):
             yield name, module
 
 
@@ -71,6 +71,7 @@ def _planned(network: nn.Module, plan: Plan) -> list[str]:
         if not full:
             raise Refusal(f"the plan's shard {key!r} names only modules without parameters")
         named |= full
+    # fully_shard gathers a unit as one, and so would gather the inner one twice
     for name in named:
         for above in enclosing(name):
             if above in named:
@@ -108,10 +109,11 @@ class _Search:
     def below(self, prefix: str, parent: nn.Module, blocks_only: bool) -> Iterator[str]:
         """The units inside a module. `blocks_only`: nothing but repeated blocks may be taken out of it."""
         blocks = _blocks(parent)
-        for part, child in parent.named_children():
-            name, size, repeated = f"{prefix}{part}", _size(child), child in blocks
+        for word, child in parent.named_children():
+            name, size, repeated = f"{prefix}{word}", _size(child), child in blocks
             if not size:
                 continue
+            # what cannot be a unit by itself may hold some
             free = name not in self.sharing and _has_forward(child) and (repeated or not blocks_only)
             if not free or not self._belongs_together(child, size, repeated):
                 yield from self.below(f"{name}.", child, blocks_only or _is_sealed(child))
@@ -120,7 +122,8 @@ class _Search:
 
     def _belongs_together(self, module: nn.Module, size: int, repeated: bool) -> bool:
         """Is it better not taken apart?"""
-        if any(_blocks(part) for part in module.modules()):
+        # where blocks repeat inside, these are the natural units, unless all of it is small
+        if any(_blocks(inner) for inner in module.modules()):
             return type(module) not in LISTS and size <= (LARGE if repeated else SMALL) * self.total
         return repeated or size <= SMALL * self.total or _is_sealed(module) or _is_one_layer(module)
 
@@ -136,8 +139,8 @@ def _sharing(network: nn.Module) -> set[str]:
 
 def enclosing(name: str) -> set[str]:
     """The modules that a module or a parameter lies in, the network itself ("") too."""
-    parts = name.split(".")
-    return {".".join(parts[:depth]) for depth in range(len(parts))}
+    levels = name.split(".")
+    return {".".join(levels[:depth]) for depth in range(len(levels))}
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -16,29 +16,15 @@ from trainer.parallel.pipeline.trace import ROOT, Flow, Untraceable, trace
 Weights = dict[str, float]  # name of a module or parameter → its share of the network, in bytes and arithmetic
 
 
-def weights(step: nn.Module, example: Any = None) -> Weights:
-    """How heavy each module and parameter is: its share of all bytes, plus that of the arithmetic of a forward.
-
-    example: (inputs, targets), of which only shapes are looked at, on the meta device. Without one, or where the
-    forward needs values, bytes alone count. The same on every rank.
-    """
-    network = step.get_submodule(ROOT)
-    # bytes: a rank must hold its stages
-    total = max(_bytes(network), 1)
-    weight = {name: _bytes(module) / total for name, module in network.named_modules()}
-    weight |= {name: parameter.nbytes / total for name, parameter in network.named_parameters()}
-    # arithmetic: all wait for the slowest stage
-    work = {} if example is None else _work(step, example)
-    return {name: share + work.get(name, 0) / max(work.get("", 0), 1) for name, share in weight.items()}
-
-
-def equal_cuts(step: nn.Module, count: int, weight: Weights) -> list[str]:
+def equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
     """The first module of each stage after the first, so that the heaviest stage is as light as can be.
 
     Cuts where one value is handed on come first, and modules are left whole as long as that serves. Shorter than asked
-    for where there are fewer places to cut. Untraceable where the forward cannot be followed at all.
+    for where there are fewer places to cut. Untraceable where the forward cannot be followed at all. example: (inputs,
+    targets), of which only shapes are looked at, on the meta device.
     """
     network = step.get_submodule(ROOT)
+    weight = _weights(step, example)
     heavy = {name for name, share in weight.items() if share > weight[""] / count}
     lists = {name for name, module in network.named_modules() if type(module).forward is nn.Sequential.forward}
     names: list[str] = []
@@ -53,6 +39,21 @@ def equal_cuts(step: nn.Module, count: int, weight: Weights) -> list[str]:
                 return chosen
             names = max(names, chosen, key=len)
     return names
+
+
+def _weights(step: nn.Module, example: Any) -> Weights:
+    """How heavy each module and parameter is: its share of all bytes, plus that of the arithmetic of a forward.
+
+    Without an example, or where the forward needs values, bytes alone count. The same on every rank.
+    """
+    network = step.get_submodule(ROOT)
+    # bytes: a rank must hold its stages
+    total = max(_bytes(network), 1)
+    weight = {name: _bytes(module) / total for name, module in network.named_modules()}
+    weight |= {name: parameter.nbytes / total for name, parameter in network.named_parameters()}
+    # arithmetic: all wait for the slowest stage
+    work = {} if example is None else _work(step, example)
+    return {name: share + work.get(name, 0) / max(work.get("", 0), 1) for name, share in weight.items()}
 
 
 def _opened(step: nn.Module, wanted: set[str]) -> fx.Graph:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from trainer.parallel.held import named_tensors
-from trainer.parallel.pipeline.balance import equal_cuts, weights
+from trainer.parallel.pipeline.balance import equal_cuts
 from trainer.parallel.pipeline.trace import ROOT, Flow, Untraceable, attribute, trace, writes
 from trainer.parallel.units import enclosing, matched
 from trainer.refusal import Refusal, nearest
@@ -45,7 +45,7 @@ def cut_stages(step: nn.Module, cuts: tuple[str, ...], count: int, example: Any 
 
 
 def _equal(step: nn.Module, count: int, example: Any) -> list[str]:
-    names = equal_cuts(step, count, weights(step, example))
+    names = equal_cuts(step, count, example)
     if len(names) < count - 1:
         kind = type(step.get_submodule(ROOT)).__name__
         most = len(names) + 1
