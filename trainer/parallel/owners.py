@@ -38,7 +38,7 @@ class Bucket(NamedTuple):
 def owned_buckets(parameters: Sequence[Tensor], owner: Sequence[int], most_bytes: int) -> list[Bucket]:
     """The parameters in buckets of up to so many bytes, in the order in which a backward fills them."""
     # a backward comes to the last parameters first
-    order = {parameter: place for place, parameter in enumerate(reversed(parameters))}
+    order = {parameter: at for at, parameter in enumerate(reversed(parameters))}
     # one owner and one type a bucket: a reduce has one goal, a flat tensor one type
     alike: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for parameter, rank in zip(order, reversed(owner), strict=True):

@@ -114,9 +114,9 @@ class Group(Ranks):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Collective: the tensors of all ranks, in rank order; shapes must agree."""
         own = tensor.contiguous()
-        parts = [torch.empty_like(own) for _ in range(self.size)]  # in order as well: NCCL copies memory, not values
-        dist.all_gather(parts, own, group=self.group)
-        return parts
+        tensors = [torch.empty_like(own) for _ in range(self.size)]  # in order as well: NCCL copies memory, not values
+        dist.all_gather(tensors, own, group=self.group)
+        return tensors
 
     def all_gather_values(self, value: Any) -> list[Any]:
         """Collective: the plain values of all ranks, in rank order; they travel as CPU tensors."""

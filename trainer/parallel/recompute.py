@@ -15,7 +15,7 @@ from trainer.refusal import Refusal
 
 Mode = Literal["units", "operators"]
 
-# What is dear to compute, by namespace of torch.ops; torch 2.11 to 2.15 and builds without a part of them have these or
+# What is dear to compute, by namespace of torch.ops; torch 2.11 to 2.15 and builds without some of them have these or
 # fewer. Attention by itself has many kernels.
 DEAR = {
     "aten": (
@@ -54,14 +54,14 @@ def recompute(network: nn.Module, names: list[str], mode: Mode) -> None:
     """
     for name in names:
         unit = network.get_submodule(name)
-        for part in unit.modules():
-            if getattr(part, "inplace", False):
-                vars(part)["inplace"] = False  # would write over what is kept, and saves nothing any more
+        for inner in unit.modules():
+            if getattr(inner, "inplace", False):
+                vars(inner)["inplace"] = False  # would write over what is kept, and saves nothing any more
         if "forward" in vars(unit):
             raise Refusal(f"{name} cannot be recomputed: its forward was replaced by one that is not its class's")
         # not a wrapper, which would be one level more in every name
         # recurrent layers write into products that "operators" would keep, which no version counter sees
-        recurrent = any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in unit.modules())
+        recurrent = any(isinstance(inner, nn.RNNBase | nn.RNNCellBase) for inner in unit.modules())
         unit.__class__ = _recomputed(type(unit), "units" if recurrent else mode)  # type: ignore[arg-type]  # mypy takes no class for hashable
 
 
@@ -88,7 +88,7 @@ class _Recomputed(nn.Module):
             return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         # which modules are in training mode → the buffers that a forward then changes
         changing: dict[tuple[bool, ...], list[str]] = vars(self).setdefault("recomputed_buffers", {})
-        modes = tuple(part.training for part in self.modules())
+        modes = tuple(inner.training for inner in self.modules())
         if modes not in changing:
             _refuse_cache([*args, *kwargs.values()], type(self).__qualname__)
         before = {name: value.clone() for name, value in self.named_buffers() if name in changing.get(modes, [name])}

@@ -75,7 +75,7 @@ def refuse_drift(network: nn.Module, ranks: Ranks) -> None:
     ranks.all_reduce_max_(bounds).wait()  # the tensor ranks; four numbers a parameter: largest and smallest
     # a sum of n numbers of this size is rounded to about as much: differences are measured in it
     squares = bounds[0, :, 1]
-    counts = squares.new_tensor([part.numel() for part in whole.values()])
+    counts = squares.new_tensor([one.numel() for one in whole.values()])
     scales = torch.stack([(counts * squares).sqrt(), squares], dim=1)
     unequal = (bounds.sum(0) > DRIFT * scales).any(1).tolist()
     _refuse("", [name for name, differs in zip(whole, unequal, strict=True) if differs])

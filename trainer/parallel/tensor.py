@@ -146,7 +146,7 @@ def _number(state: Tensor) -> int:
 
 
 def settle(parameters: Iterator[Tensor]) -> None:
-    """Collective: gradients that are still parts of a sum become what their parameter is, whole or split.
+    """Collective: gradients that are still terms of a sum become what their parameter is, whole or split.
 
     torch 2.11 clips such gradients wrongly and silently; afterwards every version is right.
     """

@@ -31,10 +31,10 @@ def equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
     # what is heavy must be opened to be shared out; everything is, only where that was not enough
     for wanted in (heavy | lists, set(weight)):
         flow = Flow(_opened(step, wanted), network)
-        # one value is the least that can travel; with skip connections there may be no such place
+        # one value is the least that can travel; with skip connections there may be no such cut
         for most in (1, len(flow.nodes)):
-            places = [place for place in _places(flow) if len(flow.handed(flow.at[place])) <= most]
-            chosen = _lightest(flow, places, count, weight)
+            starts = [start for start in _starts(flow) if len(flow.handed(flow.at[start])) <= most]
+            chosen = _lightest(flow, starts, count, weight)
             if len(chosen) == count - 1:
                 return chosen
             names = max(names, chosen, key=len)
@@ -79,7 +79,7 @@ def _opened(step: nn.Module, wanted: set[str]) -> fx.Graph:
                 closed.add(name)  # it stays a single call, and nothing is lost but a place to cut
 
 
-def _places(flow: Flow) -> list[fx.Node]:
+def _starts(flow: Flow) -> list[fx.Node]:
     """Modules with parameters before which the network can be cut: none of its parameters is used on both sides."""
     # a tensor must lie in one stage: between its first and its last use no cut can be
     span: dict[int, tuple[int, int]] = {}
@@ -95,13 +95,13 @@ def _places(flow: Flow) -> list[fx.Node]:
     return [node for node in first.values() if not any(a < flow.at[node] <= b for a, b in span.values())]
 
 
-def _lightest(flow: Flow, places: list[fx.Node], count: int, weight: Weights) -> list[str]:
-    """The cuts among these places whose heaviest stage is lightest; as many stages as can be, at most `count`.
+def _lightest(flow: Flow, starts: list[fx.Node], count: int, weight: Weights) -> list[str]:
+    """The cuts before these modules whose heaviest stage is lightest; as many stages as can be, at most `count`.
 
     Every stage has a trainable parameter.
     """
-    # sums from the flow's beginning: what lies between two places is a difference
-    ends = [0, *(flow.at[place] for place in places), len(flow.nodes)]
+    # sums from the flow's beginning: what lies between two of them is a difference
+    ends = [0, *(flow.at[start] for start in starts), len(flow.nodes)]
     brought = [node.op in ("call_module", "get_attr") for node in flow.nodes]
     own = [weight.get(str(node.target), 0.0) * some for node, some in zip(flow.nodes, brought, strict=True)]
     sums = [0.0, *accumulate(own)]
@@ -122,7 +122,7 @@ def _lightest(flow: Flow, places: list[fx.Node], count: int, weight: Weights) ->
     if not best[-1]:
         return []
     cuts = best[-1][max(best[-1])][2][1:]  # as many stages as can be; the first one begins without a cut
-    return [str(places[cut - 1].target) for cut in cuts]
+    return [str(starts[cut - 1].target) for cut in cuts]
 
 
 def _bytes(module: nn.Module) -> int:

@@ -48,8 +48,8 @@ class Layout:
 
     def owner(self, stage: int) -> int:
         """The rank that holds a stage: in turn, or back up again."""
-        loop, place = divmod(stage, self.ranks)
-        return self.ranks - 1 - place if self.turns_back and loop % 2 else place
+        loop, at = divmod(stage, self.ranks)
+        return self.ranks - 1 - at if self.turns_back and loop % 2 else at
 
     def held_by(self, rank: int) -> list[int]:
         """The stages of a rank, in order."""

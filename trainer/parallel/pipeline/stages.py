@@ -17,7 +17,7 @@ class Stages(nn.Module):
 
     def __init__(self, stages: Sequence[nn.Module], order: Sequence[str]) -> None:
         super().__init__()
-        self._order = {name: place for place, name in enumerate(order)}
+        self._order = {name: at for at, name in enumerate(order)}
         for index, stage in enumerate(stages):
             self.add_module(str(index), stage)
 
