@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from trainer.data.seeds import mix, seed_torch
 from trainer.learning.task import Task
 from trainer.parallel.batch_norm import average_statistics, synchronised
+from trainer.parallel.buckets import wide
 from trainer.parallel.clip import clip_, global_norm
 from trainer.parallel.compiling import compile_network, uncompiled
 from trainer.parallel.gather import dealt, gathering_over
 from trainer.parallel.recompute import recompute
 from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, space_for_optimizer
-from trainer.parallel.buckets import wide
 from trainer.parallel.units import called, units
 from trainer.strategies.form import Form, refuse_extra_state
 from trainer.strategies.loss import TaskNetwork, add_share, evaluation_sums, shares, times, total_loss

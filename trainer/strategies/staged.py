@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from trainer.data.seeds import mix, seed_torch
 from trainer.data.tree import floats_as, tensors
 from trainer.learning.task import Task
+from trainer.parallel.buckets import Sums
 from trainer.parallel.gather import dealt
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.handover import Handover, InOrder, broadcast_sums, in_order
@@ -20,7 +21,6 @@ from trainer.parallel.pipeline.schedules import Layout, make_schedule
 from trainer.parallel.pipeline.stages import Stages, buffers_kept
 from trainer.parallel.ranks import Group
 from trainer.parallel.shard import Sharding, reshard, shard
-from trainer.parallel.buckets import Sums
 from trainer.parallel.units import called, matches, units
 from trainer.strategies.joined import Meshed
 from trainer.strategies.loss import TaskNetwork, evaluation_sums
