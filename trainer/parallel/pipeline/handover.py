@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,11 +18,13 @@ from trainer.parallel.buckets import Sums, wide
 from trainer.parallel.pipeline.schedules import Layout
 from trainer.parallel.ranks import Group
 
+PATIENCE = timedelta(seconds=10)  # for the last word of a rank that has failed
+
 
 class Handover:
     """Runs stages over the ranks of a pipeline, one after the other, forwards only.
 
-    Shapes go ahead of the values. Where a stage fails its error goes that way instead, so that no rank
+    Shapes go ahead of the values, as CPU tensors. Where a stage fails its error goes that way instead, so that no rank
     waits for what will not come.
     """
 
@@ -52,7 +56,8 @@ class Handover:
                 self._pass_on(stage, str(error))
                 raise
             if not self._is_here(stage + 1):
-                under_way += self._send(stage + 1, [(value.shape, value.dtype) for value in values], values)
+                facts = [[list(value.shape), str(value.dtype).removeprefix("torch.")] for value in values]
+                under_way += self._send(stage + 1, facts, values)
         # only now, so that a rank of several stages could go on while values travelled
         for work, _ in under_way:
             work.wait()
@@ -62,28 +67,32 @@ class Handover:
         return self._layout.owner(stage) == self._ranks.rank
 
     def _send(self, stage: int, facts: Any, values: tuple[Tensor, ...]) -> list[tuple[Any, Tensor]]:
-        # to the rank of the next stage: what will come, then every value
-        peer, group = self._layout.owner(stage), self._ranks.group
-        dist.send_object_list([facts], group=group, group_dst=peer)
-        return [(dist.isend(value, group=group, group_dst=peer), value) for value in values]
+        peer, text = self._layout.owner(stage), torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+        # to the rank of the next stage: how long the text is, the text, every value
+        sent = [torch.tensor([len(text)]), text, *values]
+        return [(dist.isend(value, group=self._ranks.group, group_dst=peer), value) for value in sent]
 
     def _receive(self, stage: int) -> tuple[Tensor, ...]:
-        peer, group = self._layout.owner(stage - 1), self._ranks.group
-        told: list[Any] = [None]
-        dist.recv_object_list(told, group=group, group_src=peer)  # from the rank of the stage before, as it sends
-        if isinstance(told[0], str):
-            raise RuntimeError(f"an earlier stage failed: {told[0]}")
-        values = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in told[0])
-        for value in values:
-            dist.recv(value, group=group, group_src=peer)
-        return values
+        length = int(self._received(stage, torch.zeros(1, dtype=torch.int64)))
+        facts = json.loads(bytes(self._received(stage, torch.empty(length, dtype=torch.uint8)).tolist()))
+        if isinstance(facts, str):
+            raise RuntimeError(f"an earlier stage failed: {facts}")
+        return tuple(
+            self._received(stage, torch.empty(shape, dtype=getattr(torch, dtype), device=self._device))
+            for shape, dtype in facts
+        )
+
+    def _received(self, stage: int, space: Tensor) -> Tensor:
+        dist.recv(space, group=self._ranks.group, group_src=self._layout.owner(stage - 1))  # from the stage before
+        return space
 
     def _pass_on(self, stage: int, error: str) -> None:
         """Tell the rank that waits for what follows this stage."""
         for later in range(stage + 1, self._layout.count):
             if not self._is_here(later):
-                with suppress(RuntimeError):  # it may have failed itself by now
-                    self._send(later, error, ())
+                for work, _ in self._send(later, error, ()):
+                    with suppress(RuntimeError):  # it may have failed itself by now
+                        work.wait(PATIENCE)
                 return
 
 
