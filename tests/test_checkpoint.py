@@ -336,6 +336,24 @@ def test_a_corrupt_newer_one_does_not_push_out_what_was_just_saved(tmp_path):
     assert checkpoints(tmp_path).newest().step == 2
     store.save(9, some_tensors(9), {})
     assert checkpoints(tmp_path).newest().step == 9
+    store.save(10, some_tensors(10), {})
+    assert names(tmp_path) == ["step-00000010"]  # written anew it counts, and goes as others do
+
+
+def test_a_corrupt_newer_one_takes_no_place_of_those_that_stay(tmp_path):
+    _, bad = save_some(tmp_path, [1, 9])
+    shutil.copyfile(file := next(bad.glob("*.safetensors")), kept := tmp_path / "kept")
+    file.write_bytes(kept.read_bytes()[:-1] + b"?")
+    store = checkpoints(tmp_path, keep=2)
+    assert store.newest().step == 1
+    store.save(2, some_tensors(2), {})
+    assert {"step-00000001", "step-00000002"} < set(names(tmp_path))
+
+
+def test_what_was_just_saved_stays_beside_newer_ones_of_another_start(tmp_path):
+    save_some(tmp_path, [8, 9])
+    checkpoints(tmp_path, keep=1).save(2, some_tensors(2), {})
+    assert names(tmp_path) == ["step-00000002", "step-00000009"]
 
 
 def test_the_same_step_again_takes_the_place_of_the_old_one(tmp_path):

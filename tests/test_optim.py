@@ -15,7 +15,7 @@ from tests.commands import curve, lines
 from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.launch import Launch
-from trainer.learning.optimizer import parameter_groups, spares_vectors
+from trainer.learning.optimizer import fused_words, parameter_groups, spares_vectors
 from trainer.refusal import Refusal
 
 
@@ -130,6 +130,14 @@ def test_decay_spares_vectors_and_numbers_and_no_sparse_step_is_fused() -> None:
 )
 def test_vectors_are_spared_where_something_decays(kind: Any, amount: float | None, decay: str, spared: bool) -> None:
     assert spares_vectors(kind, amount, decay) is spared
+
+
+def test_a_step_is_fused_where_it_can_be_and_was_not_asked_otherwise() -> None:
+    sgd, adamw, rprop = torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop
+    assert [fused_words(adamw, wish) for wish in (None, True, False)] == [{"fused": w} for w in (True, True, False)]
+    assert (fused_words(sgd, None, dampening=0.5), fused_words(rprop, None)) == ({"fused": False}, {})
+    with pytest.raises(Refusal, match="Rprop has no fused step"):
+        fused_words(rprop, True)
 
 
 def test_a_run_decays_weights_alone_unless_all_are_named(home: Path) -> None:

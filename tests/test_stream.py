@@ -59,8 +59,10 @@ class Slice(Ranks):
         self.rank, self.size = rank, size
 
 
-def stream(data: Data, dataset: Any, rank: int = 0, size: int = 1, slices: int = 1, workers: int = 0) -> Stream:
-    strategy = Strategy(machine=Machine(seed=5, device="cpu"))
+def stream(
+    data: Data, dataset: Any, rank: int = 0, size: int = 1, slices: int = 1, workers: int = 0, seed: int = 5
+) -> Stream:
+    strategy = Strategy(machine=Machine(seed=seed, device="cpu"))
     strategy.__enter__()
     strategy.data = Slice(rank, size)
     return Stream(data, dataset, strategy.slice, 12, slices, Loading(workers=workers))
@@ -164,7 +166,19 @@ def test_the_digest_is_a_sum_in_which_a_sample_counts_twice_if_it_is_drawn_twice
     one = digest(torch.tensor([3, 9, 4]))
     assert one == digest(torch.tensor([4, 3, 9])) == digest(torch.tensor([3])) + digest(torch.tensor([9, 4]))
     assert one != digest(torch.tensor([3, 9, 4, 4]))
+    assert digest(torch.tensor([1, 4])) != digest(torch.tensor([2, 3]))
     assert len({int(digest(torch.tensor([i]))) for i in range(10_000)} | {0}) == 10_001
+
+
+def test_augmentation_follows_from_seed_epoch_and_sample() -> None:
+    def noise(epoch: int, seed: int) -> set[tuple[int, float]]:
+        data = NumberData(InMemory(12))
+        return {(i, x - i) for step in read(stream(data, data.dataset, seed=seed), epoch) for i, x in step}
+
+    one, *others = noise(1, 5), noise(2, 5), noise(1, 6)
+    assert one == noise(1, 5)
+    assert len({x for _, x in one}) == len(one) == 12
+    assert all(one.isdisjoint(other) for other in others)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -234,7 +248,7 @@ def test_evaluation_gives_every_sample_once_in_as_many_calls_on_every_rank(
             assert valid == len(batch.span[(rank - batch.span.start) % size :: size])
             assert max(valid, 1) == len(batch.indices) <= -(-8 // (size * slices))
             assert len(batch.inputs["x"]) == len(batch.targets) == len(batch.indices)
-            seen += [int(i) for i in batch.inputs["x"][:valid]]
+            seen += [float(x) for x in batch.inputs["x"][:valid]]  # as they are: nothing is augmented here
     assert sorted(seen) == list(range(count))
     assert len(calls) == 1
 

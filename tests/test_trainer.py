@@ -103,6 +103,17 @@ def made(folder: Path, task: Task | None = None, device: str = "cpu", keep: int 
     log.close()
 
 
+def listen(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, hear: Any) -> None:
+    """Have every call of a function heard before it happens."""
+    function = getattr(owner, name)
+
+    def heard(*args: Any) -> Any:
+        hear(*args)
+        return function(*args)
+
+    monkeypatch.setattr(owner, name, heard)
+
+
 def test_rhythms_and_the_last_step(tmp_path: Path) -> None:
     with made(tmp_path, best="macro", log_due=Due([Every(steps=4), Every(steps=6)])) as run:  # an epoch has 4 steps
         assert run.trainer.fit(None)
@@ -167,13 +178,7 @@ def test_the_norm_is_taken_to_clip_by_and_else_for_lines_alone(
 ) -> None:
     given = []
     with made(tmp_path, steps=5, max_norm=max_norm) as run:
-        step = run.trainer.placed.optimizer_step
-
-        def measured(*args: Any) -> Any:
-            given.append(args[1])
-            return step(*args)
-
-        monkeypatch.setattr(run.trainer.placed, "optimizer_step", measured)
+        listen(monkeypatch, run.trainer.placed, "optimizer_step", lambda _, limit: given.append(limit))
         run.trainer.fit(None)
     assert given == limits
 
@@ -182,16 +187,9 @@ def test_what_is_due_after_a_step_comes_in_an_order(tmp_path: Path, monkeypatch:
     """Lines are there before what follows them, so that a resumed run drops some and invents none."""
     told: list[str] = []
 
-    def telling(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def told_first(*args: Any) -> Any:
-            told.append(name)
-            return method(*args)
-
-        return told_first
-
     def tell(owner: Any, *names: str) -> None:
         for name in names:
-            monkeypatch.setattr(owner, name, telling(name, getattr(owner, name)))
+            listen(monkeypatch, owner, name, lambda *_, name=name: told.append(name))
 
     rhythms: dict[str, Any] = {"log_due": Due([Every(steps=1)]), "save_due": Due([Every(steps=2)])}
     with made(tmp_path, steps=3, best="macro", **rhythms) as run:
@@ -200,7 +198,8 @@ def test_what_is_due_after_a_step_comes_in_an_order(tmp_path: Path, monkeypatch:
         tell(trainer.placed, "forward_backward", "optimizer_step", "after_step", "settle", "state")
         tell(trainer.log, "train", "eval", "flush")
         tell(trainer.checkpoints, "save")
-        monkeypatch.setattr(trainer_module, "evaluate", telling("evaluate", lambda *_: {"macro": 1.0}))
+        monkeypatch.setattr(trainer_module, "evaluate", lambda *_: {"macro": 1.0})
+        tell(trainer_module, "evaluate")
         monkeypatch.setattr(trainer, "begin", lambda start: None)
         trainer.fit(None)
     saved, learned = ["settle", "state", "flush", "save"], ["optimizer_step", "after_step"]
@@ -244,18 +243,13 @@ def test_a_clock_that_has_run_out_begins_anew(tmp_path: Path, monkeypatch: pytes
 def test_the_time_of_a_step_is_that_of_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(meter, "perf_counter", lambda: now[0])
-
-    def takes(owner: Any, name: str, seconds: float) -> None:
-        method = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a: now.__setitem__(0, now[0] + seconds) or method(*a))
-
-    with made(tmp_path, eval_due=Due([Every(steps=5)]), save_due=Due([Every(steps=4)])) as run:
+    with made(tmp_path, lr=0.0, eval_due=Due([Every(steps=2)])) as run:  # the first evaluation's figures stay the best
         for owner, name, seconds in (
             (run.trainer.placed, "forward_backward", 2.0),
             (run.trainer.placed, "evaluate", 30.0),
             (run.trainer.checkpoints, "save", 500.0),
         ):
-            takes(owner, name, seconds)
+            listen(monkeypatch, owner, name, lambda *_, seconds=seconds: now.append(now.pop() + seconds))
         run.trainer.fit(None)
     lines = run.lines("train")
     assert [(line["step"], line["step_s"], line["samples_per_s"]) for line in lines] == [
@@ -280,6 +274,7 @@ def test_a_task_hears_of_every_step_and_sees_the_network_in_its_mode(tmp_path: P
             return super().forward(network, inputs, targets)
 
         def after_step(self, network: Any, step: int) -> None:
+            assert not torch.is_grad_enabled()  # what it changes in place is not learned through
             seen.append(step)
 
     with made(tmp_path, Watching(), steps=5, best="macro") as run:

@@ -100,8 +100,8 @@ def given(group: Any) -> timedelta:
     return group._get_backend(CPU).options._timeout
 
 
-def times_of_a_mesh(launch: Launch) -> tuple[set[timedelta], set[timedelta], int]:
-    words = ("strategy=hsdp", "strategy.replicate=2", "device=cpu", "distributed.timeout=7min")
+def times_of_groups(launch: Launch, *words: str) -> tuple[set[timedelta], set[timedelta], int]:
+    words = (*words, "device=cpu", "distributed.timeout=7min", "distributed.step_timeout=40s")
     with assemble(compose(words), words, [], launch).strategy as strategy:
         groups = strategy.groups()
         first = {given(group) for group in groups}
@@ -109,11 +109,16 @@ def times_of_a_mesh(launch: Launch) -> tuple[set[timedelta], set[timedelta], int
         return first, {given(group) for group in groups}, len(groups)
 
 
-def test_the_times_reach_every_group_of_a_mesh(processes):
-    for first, later, count in processes.run(4, times_of_a_mesh):
-        assert first == {timedelta(minutes=7)}
-        assert later == {timedelta(minutes=7)}  # the time of a step is never longer than the first
-        assert count == 4  # all, the data ranks, two axes
+@pytest.mark.parametrize(
+    ("size", "words", "groups"),
+    [
+        (4, ("strategy=hsdp", "strategy.replicate=2"), 4),  # all, the data ranks, two axes
+        (2, ("strategy=zero1",), 2),  # all, and all again for what owners send
+    ],
+)
+def test_the_times_reach_every_group(processes, size, words, groups):
+    wanted = ({timedelta(minutes=7)}, {timedelta(seconds=40)}, groups)
+    assert processes.run(size, times_of_groups, *words) == [wanted] * size
 
 
 def test_an_evaluation_and_a_save_have_the_time_of_the_first_step(tmp_path, monkeypatch):

@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.processes import Processes
-from tests.strategies.toys import Case, Net, run
+from tests.strategies.toys import BATCH, STRATEGIES, Case, Net, Plain, ToyData, built, run
+from trainer.data.reader import Loading
+from trainer.data.stream import Stream
+from trainer.launch.launch import Launch
+from trainer.strategies.machine import Machine
 
 # name → (processes, the case)
 SPREAD = {
@@ -271,6 +276,39 @@ def test_dropout_differs_over_data_ranks_and_agrees_over_tensor_ranks(train: Any
     four = train(4, case.but(strategy="ddp_tp", fields={"tensor": 2}))
     assert max(apart(two[0]["losses"], four[0]["losses"])) < 1e-10  # two data ranks each
     assert min(apart(two[0]["losses"], one["losses"])) > 0
+
+
+class Drawing(Plain):
+    """Says what a generator would give next, whenever a loss is computed."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def loss(self, output: Any, target: Any) -> Any:
+        self.drawn.append(float(torch.rand(())))
+        return super().loss(output, target)
+
+
+def drawn(launch: Launch, word: str, seed: int) -> list[float]:
+    """Two steps of two micro-batches."""
+    task, data = Drawing(), ToyData()
+    with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", seed=seed)) as strategy:
+        stream = Stream(data, data.train(), strategy.slice, BATCH, 2, Loading())
+        placed = strategy.build(task, built(strategy, Net), stream.example())
+        task.drawn.clear()  # of a rehearsal
+        for step, batches in zip(range(2), stream.epoch(0), strict=False):
+            placed.forward_backward(batches, step)
+    return task.drawn
+
+
+def test_random_numbers_follow_from_seed_step_micro_batch_and_data_rank(processes: Processes) -> None:
+    (alone,) = processes.run(1, drawn, "single", 3)
+    ((other,), two, cut) = (
+        processes.run(*words) for words in ((1, drawn, "single", 4), (2, drawn, "ddp", 3), (2, drawn, "tp", 3))
+    )
+    assert len({*alone, *other, *two[1]}) == 12
+    assert two[0] == cut[0] == cut[1] == alone
+    assert processes.run(2, drawn, "ddp", 3) == two
 
 
 def _furthest(one: Any, other: Any) -> float:

@@ -32,7 +32,7 @@ class Slice:
     def rows(self, span: range) -> range:
         """Which rows of this rank's share lie in a span of the global batch: row j is sample j · ranks + rank of it."""
         # samples of this rank before a position: those at rank, rank + ranks, … below it, so a division rounded up
-        start, stop = (max(-(-(at - self.rank) // self.ranks), 0) for at in (span.start, span.stop))
+        start, stop = (-(-(at - self.rank) // self.ranks) for at in (span.start, span.stop))
         return range(start, stop)
 
 
