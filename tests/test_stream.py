@@ -139,6 +139,7 @@ def test_epochs_differ_and_leave_out_other_samples() -> None:
     left = [set(range(50)) - {i for step in epoch for i, _ in step} for epoch in (one, other)]
     assert [len(rest) for rest in left] == [2, 2]
     assert left[0] != left[1]
+    assert {i for i, _ in one[0]} != {i for i, _ in read(stream(data, data.dataset, seed=6))[0]}
 
 
 def test_the_middle_of_an_epoch_goes_on_where_it_stopped() -> None:
