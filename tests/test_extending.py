@@ -70,6 +70,31 @@ def test_a_sink_of_a_lab_is_cut_back_when_a_run_goes_on(home: Path) -> None:
     assert [float(row["loss"]) for row in rows] == curve(home / "table")
 
 
+TURNED = """
+from trainer import Placed, Strategy
+
+
+class Turned(Strategy):
+    def build(self, task, network, example):
+        return PlacedTurned(self, task, network, example)
+
+
+class PlacedTurned(Placed):
+    def _settle_gradients(self):
+        for parameter in self.network.parameters():
+            parameter.grad = parameter.grad.contiguous()
+"""
+
+
+def test_gradients_of_another_layout_are_no_silent_nonsense(home: Path) -> None:
+    (home / "lab" / "turned.py").write_text(TURNED)
+    (home / "lab" / "conf" / "strategy" / "turned.yaml").write_text("_target_: lab.turned.Turned\n")
+    # fused optimizers read memory, not indices: with these gradients the cnn of the digits learned something else
+    words = ["experiment=null", "model=cnn", "strategy=turned", "loop.steps=1", "run.dir=turned"]
+    with pytest.raises(RuntimeError, match=r"gradient of .*weight.*torch.empty_like\(parameter\)"):
+        train(Launch(), home, *words)
+
+
 PLAIN = (*BRIEF, "optimizer=sgd", "optimizer.lr=0.01", "loop.steps=12")
 LOCAL = (*BRIEF, "loop.eval_every=6", "loop.save_every=6")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trainer.data.tree import changed, floats_as
 from trainer.refusal import Refusal
@@ -34,6 +35,24 @@ class Form:
 
     def _laid_out(self, x: Tensor) -> Tensor:
         return x.contiguous(memory_format=torch.channels_last) if self._channels_last and x.dim() == 4 else x
+
+
+def check_gradients(network: nn.Module) -> None:
+    """RuntimeError where a gradient lies in memory in another order than its parameter, as one made by hand may.
+
+    Fused optimizers read memory, not indices: they would learn something else without a word.
+    """
+    for name, parameter in network.named_parameters():
+        gradient = parameter.grad
+        if gradient is None or isinstance(gradient, DTensor) or gradient.layout != torch.strided:
+            continue
+        # of a dimension of size 1 the stride means nothing
+        strides = zip(parameter.shape, parameter.stride(), gradient.stride(), strict=True)
+        if any(size > 1 and own != other for size, own, other in strides):
+            raise RuntimeError(
+                f"the gradient of {name} has strides {gradient.stride()}, the parameter {parameter.stride()}; keep the "
+                "parameter's: torch.empty_like(parameter).copy_(gradient)"
+            )
 
 
 def refuse_extra_state(network: nn.Module) -> None:

@@ -20,7 +20,7 @@ from trainer.parallel.gather import dealt, gathering_over
 from trainer.parallel.recompute import recompute
 from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, space_for_optimizer
 from trainer.parallel.units import called, units
-from trainer.strategies.form import Form, refuse_extra_state
+from trainer.strategies.form import Form, check_gradients, refuse_extra_state
 from trainer.strategies.loss import TaskNetwork, add_share, evaluation_sums, shares, times, total_loss
 from trainer.strategies.place import Place
 from trainer.strategies.scaler import NoScaler, Scaler
@@ -160,6 +160,8 @@ class Placed:
         An infinite max_norm measures the norm and clips nothing.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self._young:
+            check_gradients(self.network)
         norm = None
         if max_norm is not None or self.scaler.needs_norm:
             # before the norm, which is that of the true gradients; an overflow shows in it on every rank
