@@ -204,6 +204,7 @@ class TestLab:
         # the experiment's `lr: 1` does not make the rate a whole number: its own yaml says what it is
         assert compose([*cd, "experiment=first", "optimizer.lr=0.5", "model=cnn"]).optimizer.lr == 0.5
         assert compose([*cd, "+experiment=first"]).model.width == 8
+        assert compose([*cd, "experiment=first", "experiment=null"]) == compose([])  # what was chosen is taken back
         assert "'first'" in refusal(*cd, "experiment=frist")
 
     @pytest.mark.parametrize(

@@ -29,8 +29,12 @@ def options(group: str, places: Iterable[Path]) -> list[str]:
 def assort(overrides: list[Override], places: list[Path], problems: list[str]) -> tuple[list[str], list[Override]]:
     """Words that choose a group's option, and words that change a key; appends what is wrong to the problems."""
     chosen, changes = [], []
-    # experiment=null is the default, which Hydra does not take as a word
-    for each in (each for each in overrides if (each.key_or_group, each.value()) != ("experiment", None)):
+    # experiment=null is the default, which Hydra does not take as a word: it takes back what was chosen before it
+    nulls = [at for at, each in enumerate(overrides) if (each.key_or_group, each.value()) == ("experiment", None)]
+    kept = [
+        each for at, each in enumerate(overrides) if each.key_or_group != "experiment" or at > max(nulls, default=-1)
+    ]
+    for each in kept:
         there_are = options(each.key_or_group, places)
         if re.match(r"hydra\b", each.key_or_group):
             hint = "files of a run go to run.dir; -m asks for several runs; --config-dir adds yaml files"
