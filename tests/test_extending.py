@@ -80,7 +80,7 @@ class Turned(Strategy):
 
 
 class PlacedTurned(Placed):
-    def _settle_gradients(self):
+    def _finish_gradients(self):
         for parameter in self.network.parameters():
             parameter.grad = parameter.grad.contiguous()
 """

@@ -58,7 +58,7 @@ def test_lines_go_to_the_file_and_to_every_sink(tmp_path):
     sinks: list[Any] = [Kept(), Kept()]
     log = Log([Figures(), LogFile(), *sinks])
     log.open(tmp_path, 0, 100, 3)
-    log.start("a fact")
+    log.say("a fact")
     log.train(train_line(10, bad=math.nan))
     log.eval(eval_line(10))
     log.images("inputs", torch.zeros(2, 1, 4, 4), 0)

@@ -64,7 +64,7 @@ def stream(
 ) -> Stream:
     strategy = Strategy(machine=Machine(seed=seed, device="cpu"))
     strategy.__enter__()
-    strategy.data = Slice(rank, size)
+    strategy.data_group = Slice(rank, size)
     return Stream(data, dataset, strategy.slice, 12, slices, Loading(workers=workers))
 
 
@@ -241,7 +241,7 @@ def test_evaluation_gives_every_sample_once_in_as_many_calls_on_every_rank(
     for rank in range(size):
         strategy = Strategy(machine=Machine(seed=5, device="cpu"))
         strategy.__enter__()
-        strategy.data = Slice(rank, size)
+        strategy.data_group = Slice(rank, size)
         stream = EvaluationStream(NumberData(None), kind(count), strategy.slice, 8, slices, Loading(workers=0))
         batches = list(stream.batches())
         calls.add(tuple(batch.span for batch, _ in batches))

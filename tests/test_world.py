@@ -105,7 +105,7 @@ def times_of_groups(launch: Launch, *words: str) -> tuple[set[timedelta], set[ti
     with assemble(compose(words), words, [], launch).strategy as strategy:
         groups = strategy.groups()
         first = {given(group) for group in groups}
-        strategy.hurry()
+        strategy.use_step_timeout()
         return first, {given(group) for group in groups}, len(groups)
 
 
@@ -169,7 +169,7 @@ def test_the_interface_is_left_where_gloo_and_nccl_look(monkeypatch):
     assert [os.environ[name] for name in names] == ["as it was"] * 2
     machine = Machine(device="cpu", interface="lo")
     machine.check()
-    machine.place()
+    machine.claim_device()
     assert [os.environ[name] for name in names] == ["lo", "=lo"]
     world = join_group(Launch(), CPU, None, LONG)
     world.barrier()

@@ -57,7 +57,7 @@ class Trainer:
     log_due: Due
     eval_due: Due
     save_due: Due
-    state: dict[str, Any] = field(default_factory=dict)  # goes into every checkpoint, beside the progress
+    facts: dict[str, Any] = field(default_factory=dict)  # go into every checkpoint, beside the progress
     stop_after: float | None = None  # seconds; then as if somebody had asked to stop
     progress: Progress = field(default_factory=Progress)
     figures: dict[str, float] | None = None  # of the last evaluation
@@ -101,7 +101,7 @@ class Trainer:
 
     def resume(self, found: Found) -> None:
         """Collective: take over a checkpoint, whoever wrote it."""
-        tensors = self.placed.space(self.optimizer, found.tensors)
+        tensors = self.placed.empty_state(self.optimizer, found.tensors)
         self.checkpoints.read(found, tensors)
         self.placed.load_state(self.optimizer, tensors)
         vars(self.progress).update(found.state["progress"])
@@ -115,7 +115,11 @@ class Trainer:
             self.save(figures)
 
     def train_step(self, batches: list[Batch]) -> None:
-        """Collective: one optimizer step, and what is due after it."""
+        """Collective: one optimizer step, and what is due after it.
+
+        A GPU works on this step while the host writes the line of the one before; this one's line begins here and is
+        written in the next step, or before an evaluation or a save.
+        """
         watch = self.placed.watch
         watch.step()
         step, epoch = self.progress.step, self.progress.epoch
@@ -126,13 +130,13 @@ class Trainer:
         # what is given to the device here keeps it busy; the host is back at once and does what follows meanwhile
         parts = self.placed.forward_backward(batches, step)
         # requests and clocks differ between processes, but all must do the same after the step: so they vote
-        log_clock = self.log_due.clock() and not log_now  # for the next step
+        log_clock = self.log_due.clock() and not log_now  # its answer comes too late for this step
         self._votes.ask(self._asked(), log_clock, self.eval_due.clock(), self.save_due.clock())
         watch.lap("communication")
         # the line of the step before: its numbers have arrived by now, so that reading them waits for nothing
         self._write_pending()
         watch.lap("log")
-        # a norm that nobody clips by is a pass over all gradients, so it is taken for a line alone
+        # a norm that nobody clips by is a pass over all gradients, so it is taken for a line alone: clipped to infinity
         limit = self.max_norm if self.max_norm is not None or not log_now else math.inf
         norm = self.placed.optimizer_step(self.optimizer, limit)
         self.placed.after_step(step + 1)
@@ -165,8 +169,9 @@ class Trainer:
         assert self.evaluation is not None
         self._write_pending()
         self.placed.settle()
-        place = self.strategy, self.placed, self.task, self.evaluation
-        figures = None if self._stopped else evaluate(*place, self._asked)
+        figures = None
+        if not self._stopped:
+            figures = evaluate(self.strategy, self.placed, self.task, self.evaluation, self._asked)
         if figures is None:
             self._stopped, self.progress.owed = True, epoch
             return None
@@ -184,7 +189,7 @@ class Trainer:
         if not self._meter.finite():
             raise FloatingPointError(f"the loss stopped being a number before step {self.progress.step}; nothing saved")
         self.placed.settle()
-        state = {"progress": asdict(self.progress), "horizon": self.horizon, **self.state}
+        state = {"progress": asdict(self.progress), "horizon": self.horizon, **self.facts}
         tensors = self.placed.state(self.optimizer)
         self.log.flush()  # first the lines, then the checkpoint: a resumed run drops what is later, but invents nothing
         self.checkpoints.save(self.progress.step, tensors, state, figures)

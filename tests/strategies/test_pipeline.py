@@ -143,7 +143,7 @@ def learn(launch: Launch, run: Run) -> dict[str, Any]:
             seen["sums"].append({name: float(value) for name, value in strategy.totals(sums).read().items()})
         placed.settle()
         for size in (7, 4, 1):
-            rank, ranks = strategy.data.rank, strategy.data.size
+            rank, ranks = strategy.data_group.rank, strategy.data_group.size
             own = list(range(size))[rank::ranks]
             indices = torch.tensor(own or [0])
             inputs, targets = samples(1000, size)
@@ -183,7 +183,7 @@ def share(strategy: Any, run: Run, step: int) -> list[Batch]:
     batches = []
     for start in range(0, run.samples, size):
         part = range(start, min(start + size, run.samples))
-        at = torch.tensor(list(part)[strategy.data.rank :: strategy.data.size])
+        at = torch.tensor(list(part)[strategy.data_group.rank :: strategy.data_group.size])
         batches.append(Batch(taken(inputs, at), taken(targets, at), at, part, run.samples))
     return batches
 

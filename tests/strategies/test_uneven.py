@@ -136,10 +136,10 @@ def gradient_of(part: range) -> list[float]:
 def gather_part(launch: Launch, part: range) -> tuple[list[float], list[float]]:
     with DDP(machine=Machine(launch=launch, device="cpu")) as strategy:
         own = torch.tensor([[float(at)] for at in part if at % 3 == launch.rank], requires_grad=True)
-        with gathering_over(strategy.data), dealt(part):
+        with gathering_over(strategy.data_group), dealt(part):
             rows = gather(own)
         (rows.squeeze(1) * torch.tensor(gradient_of(part))).sum().backward()
-        with gathering_over(strategy.data), dealt(part):
+        with gathering_over(strategy.data_group), dealt(part):
             return rows.squeeze(1).tolist(), gather(_gradient(own)).squeeze(1).tolist()
 
 
@@ -156,7 +156,7 @@ def test_rows_that_are_not_one_a_sample_are_refused(processes: Processes) -> Non
 def gather_twice_as_many(launch: Launch) -> str:
     with (
         DDP(machine=Machine(launch=launch, device="cpu")) as strategy,
-        gathering_over(strategy.data),
+        gathering_over(strategy.data_group),
         dealt(range(10)),
         pytest.raises(ValueError, match="gather of 20 rows") as refused,
     ):

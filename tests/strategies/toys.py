@@ -290,7 +290,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
             found = checkpoints.newest()
             assert found is not None
             assert found.step == case.start
-            tensors = placed.space(optimizer, found.tensors)
+            tensors = placed.empty_state(optimizer, found.tensors)
             checkpoints.read(found, tensors)
             placed.load_state(optimizer, tensors)
         step, epoch, position = case.start, *divmod(case.start, stream.steps_per_epoch)
@@ -319,7 +319,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
                     sums[name] = sums.get(name, 0) + part
         totals = strategy.totals(sums).read()
         seen["samples"], seen["figures"] = int(totals["samples"]), task.finish(totals)
-        seen["data_rank"] = strategy.data.rank
+        seen["data_rank"] = strategy.data_group.rank
         seen["names"] = [name for name, _ in placed.network.named_parameters()]
         seen["state"] = sorted(placed.state(optimizer))
         seen["weights"] = {name: whole(value) for name, value in placed.network.state_dict().items()}

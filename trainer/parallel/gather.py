@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.parallel.ranks import Ranks
 
 
-class _Place(NamedTuple):
+class _Scope(NamedTuple):
     """Whom to collect from, and which samples of a global batch these ranks have, dealt to them in turn."""
 
     ranks: Ranks
@@ -20,7 +20,7 @@ class _Place(NamedTuple):
 
 
 _ALONE = nullcontext()  # one rank gathers its own rows wherever it is
-_place: ContextVar[_Place] = ContextVar("place", default=_Place(Ranks()))  # noqa: B039 (it holds no state)
+_place: ContextVar[_Scope] = ContextVar("place", default=_Scope(Ranks()))  # noqa: B039 (it holds no state)
 
 
 def gather(x: Tensor) -> Tensor:
@@ -44,19 +44,19 @@ def gather(x: Tensor) -> Tensor:
 
 def gathering_over(ranks: Ranks) -> AbstractContextManager[None]:
     """Within this context `gather` collects from these ranks."""
-    return _At(_Place(ranks)) if ranks.size > 1 else _ALONE
+    return _At(_Scope(ranks)) if ranks.size > 1 else _ALONE
 
 
 def dealt(span: range) -> AbstractContextManager[None]:
     """Within this context the ranks have these samples of a global batch, dealt to them in turn."""
     ranks = _place.get().ranks
-    return _At(_Place(ranks, span)) if ranks.size > 1 else _ALONE
+    return _At(_Scope(ranks, span)) if ranks.size > 1 else _ALONE
 
 
 class _At:
     """A class of its own, because a generator's context costs four times as much, and every micro-batch has two."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, place: _Scope) -> None:
         self._here = place
 
     def __enter__(self) -> None:

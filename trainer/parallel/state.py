@@ -30,7 +30,7 @@ def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> d
     return flat
 
 
-def space_for_optimizer(
+def empty_optimizer_state(
     network: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], known: Collection[str]
 ) -> dict[str, Tensor]:
     """Tensors for every stored memory that this rank's optimizer takes, split as the parameter it belongs to.

@@ -145,7 +145,7 @@ def _number(state: Tensor) -> int:
     return int.from_bytes(blake2b(state.numpy().tobytes(), digest_size=7).digest())
 
 
-def settle(parameters: Iterator[Tensor]) -> None:
+def redistribute_gradients(parameters: Iterator[Tensor]) -> None:
     """Collective: gradients that are still terms of a sum become what their parameter is, whole or split.
 
     torch 2.11 clips such gradients wrongly and silently; afterwards every version is right.

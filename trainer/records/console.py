@@ -25,7 +25,7 @@ class Console(Sink):
         """Where the run is going."""
         self._steps, self._epochs = steps, epochs
 
-    def start(self, fact: str) -> None:
+    def say(self, fact: str) -> None:
         """Print a sentence; a progress line gives way to it."""
         _write(f"{_CLEAR if self._stands else ''}{fact}\n")
         self._stands = False
@@ -34,14 +34,14 @@ class Console(Sink):
         """Print where training is, or redraw it on a terminal."""
         words = training_words(line, self._steps, self._epochs, self._left(line))
         if not _is_terminal():
-            self.start(words)
+            self.say(words)
         # more often than the eye can follow is waste; but what an evaluation took away comes back with the next line
         elif not self._stands or monotonic() - self._drawn > 0.1:  # seconds
             self._draw(int(line["step"]), words)
 
     def eval(self, line: Line) -> None:
         """Print the figures of an evaluation."""
-        self.start(evaluation_words(line))
+        self.say(evaluation_words(line))
 
     def close(self) -> None:
         """Take the progress line away; what it said last, the last words of the run say better."""
@@ -85,17 +85,17 @@ class LogFile(Sink):
         """Where the run lies."""
         self._folder = folder
 
-    def start(self, fact: str) -> None:
+    def say(self, fact: str) -> None:
         """Write a sentence."""
         note(fact, self._folder, 0)
 
     def train(self, line: Line) -> None:
         """Write where training is."""
-        self.start(training_words(line))
+        self.say(training_words(line))
 
     def eval(self, line: Line) -> None:
         """Write the figures of an evaluation."""
-        self.start(evaluation_words(line))
+        self.say(evaluation_words(line))
 
 
 def training_words(line: Line, steps: int | None = None, epochs: int | None = None, left: float | None = None) -> str:

@@ -23,7 +23,7 @@ class Sink:
     def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
         """The run's folder, the step it starts from, and the steps and epochs it is going to, where they are known."""
 
-    def start(self, fact: str) -> None:
+    def say(self, fact: str) -> None:
         """One sentence about the run; may come before `open`."""
 
     def train(self, line: Line) -> None:
@@ -56,10 +56,10 @@ class Log(Sink):
         for sink in self.sinks:
             sink.open(folder, step, steps, epochs)
 
-    def start(self, fact: str) -> None:
+    def say(self, fact: str) -> None:
         """Say something about the run."""
         for sink in self.sinks:
-            sink.start(fact)
+            sink.say(fact)
 
     def train(self, line: Line) -> None:
         """Log the figures of a training step."""

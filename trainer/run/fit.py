@@ -34,7 +34,10 @@ def fit(parts: RunParts) -> int:
     run, progress = prepare(parts), Progress()
     launch, folder = run.machine.launch, run.folder.path
     # before any value lies on a device: what was allocated under other rules stays where it is
-    (give_back_freed_memory if is_outline(run.network) else keep_freed_memory)()
+    if is_outline(run.network):
+        give_back_freed_memory()
+    else:
+        keep_freed_memory()
     # one process compares with what lies in the folder and all follow: each for itself could see another moment of it
     verdict = Verdict(*decided_by_main(launch, "resume", lambda: decide_resume(run)))
     if verdict.complete:
@@ -99,7 +102,7 @@ def begin(run: Prepared, start: Found | None, changed: Sequence[str], log: Log) 
     log.open(folder.path, step, length.steps, -(-length.steps // length.per_epoch))
     log.text("configuration", run.configuration)
     for line in (*start_lines(run, start), *(f"changed     {one}" for one in changed)):
-        log.start(line)
+        log.say(line)
 
 
 def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRequest, progress: Progress) -> Trainer:
@@ -132,7 +135,7 @@ def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRe
         log_due=Due(loop.log_every),
         eval_due=Due(loop.eval_every),
         save_due=Due(loop.save_every),
-        state={"configuration": read_config(run.configuration), "precision": run.machine.resolved_precision},
+        facts={"configuration": read_config(run.configuration), "precision": run.machine.resolved_precision},
         stop_after=settings.run.stop_after,
         progress=progress,
         profile=make_profile(run),
@@ -168,6 +171,6 @@ def end(run: Prepared, trainer: Trainer, stop: StopRequest, done: bool) -> int:
     # where the time went, now that all steps are done and no line is under way
     spent = trainer.placed.watch.line(ahead=run.strategy.device.type == "cuda")
     for line in (spent, *trainer.profile.close(), *end_lines(run, trainer.figures, step, done)):
-        log.start(line)
+        log.say(line)
     log.close()
     return failure.exit_code(done, launch, lost)

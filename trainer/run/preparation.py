@@ -93,7 +93,7 @@ def prepare(run: RunParts) -> Prepared:
     if evaluation is None and settings.checkpoint.best is not None:
         raise Refusal(f"checkpoint.best={settings.checkpoint.best}: the data has no evaluation set to measure it on")
     # the network last of what is made, for it may be large; where ranks are to hold shards only its shapes are
-    network, whole_because = run.strategy.outline(partial(make_network, run))
+    network, whole_because = run.strategy.outline(partial(seeded_network, run))
     run.strategy.check(run.task, network, launch.world_size)
     refuse_sparse_step(network, run.make_optimizer)
     # a run that cannot work leaves no folder behind
@@ -110,7 +110,7 @@ def prepare(run: RunParts) -> Prepared:
     )
 
 
-def make_network(run: RunParts) -> nn.Module:
+def seeded_network(run: RunParts) -> nn.Module:
     """The network as its constructor makes it from the seed: one initialisation, whatever the strategy."""
     seed_all(run.settings.seed)
     return run.make_network()
@@ -123,7 +123,7 @@ def build_values(run: Prepared, resuming: bool) -> None:
     """
     given = not is_outline(run.network) or (resuming and all_stored(run.network))
     if run.machine.launch.is_main and not given:
-        run.network = make_network(run)
+        run.network = seeded_network(run)
 
 
 def read_data(run: RunParts) -> tuple[Any, Any]:

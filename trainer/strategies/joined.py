@@ -46,15 +46,15 @@ class Joined(Strategy):
             )
 
     def __enter__(self) -> Self:
-        self.device = self.machine.place()  # first: NCCL binds the group to the current device
+        self.device = self.machine.claim_device()  # first: NCCL binds the group to the current device
         self.world = join_group(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
         self._arrange()
-        self.take_time()  # last: torch makes the groups of a mesh with times of its own
+        self.use_long_timeout()  # last: torch makes the groups of a mesh with times of its own
         return self
 
     def _arrange(self) -> None:
-        """Collective: say which ranks read different data (`data`), and make what other groups there are."""
-        self.data = self.world
+        """Collective: say which ranks read different data (`data_group`), and make what other groups there are."""
+        self.data_group = self.world
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         leave_group(self.world, clean=error is None)
@@ -104,7 +104,7 @@ class Meshed(Joined):
     def _arrange(self) -> None:
         # one group for each axis, and one for the data ranks, which may be the product of two
         self.mesh = make_mesh(self.device.type, self.degrees(self.world.size), always=self.axis)
-        self.data = ranks_along(self.mesh, "replicate", "shard")
+        self.data_group = ranks_along(self.mesh, "replicate", "shard")
 
     def groups(self) -> list[ProcessGroup]:
         """All ranks, the data ranks, and those along each axis."""

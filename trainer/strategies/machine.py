@@ -60,7 +60,7 @@ class Machine:
         """Does this run compute on GPUs?"""
         return self.device != "cpu" and torch.cuda.is_available()
 
-    def place(self) -> torch.device:
+    def claim_device(self) -> torch.device:
         """The device of this process, made the current one; and the network interface, for the group to come."""
         if self.interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = self.interface

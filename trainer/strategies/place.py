@@ -32,13 +32,13 @@ class Place:
 
     device: torch.device = field(init=False, repr=False)  # where this rank computes
     world: Ranks = field(init=False, repr=False)  # all ranks
-    data: Ranks = field(init=False, repr=False)  # the ranks that read different data
+    data_group: Ranks = field(init=False, repr=False)  # the ranks that read different data
     patience: timedelta = field(init=False, repr=False)  # how long a collective may take at present
 
     def __enter__(self) -> Self:
-        self.device = self.machine.place()
-        self.world = self.data = Ranks()
-        self.take_time()
+        self.device = self.machine.claim_device()
+        self.world = self.data_group = Ranks()
+        self.use_long_timeout()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -51,15 +51,15 @@ class Place:
     @property
     def slice(self) -> Slice:
         """Which samples this rank reads, and where they go."""
-        return Slice(self.data.rank, self.data.size, self.device, self.machine.seed)
+        return Slice(self.data_group.rank, self.data_group.size, self.device, self.machine.seed)
 
     # How late a rank may be.
 
-    def take_time(self) -> None:
+    def use_long_timeout(self) -> None:
         """From now on a rank may be as late as in the first step, an evaluation or a save."""
         self._wait(self.machine.timeout)
 
-    def hurry(self) -> None:
+    def use_step_timeout(self) -> None:
         """From now on a collective takes as long as those of a step do: what is slower than that hangs."""
         if self.patience != self.machine.step_timeout:
             self._wait(self.machine.step_timeout)
@@ -77,4 +77,4 @@ class Place:
 
         `alike`: numbers that every rank has already, to arrive with them.
         """
-        return Totals(sums, self.data, self.device, alike)
+        return Totals(sums, self.data_group, self.device, alike)

@@ -18,7 +18,7 @@ from trainer.parallel.clip import clip_, global_norm
 from trainer.parallel.compiling import compile_network, uncompiled
 from trainer.parallel.gather import dealt, gathering_over
 from trainer.parallel.recompute import recompute
-from trainer.parallel.state import fits, optimizer_tensors, restore_optimizer, space_for_optimizer
+from trainer.parallel.state import empty_optimizer_state, fits, optimizer_tensors, restore_optimizer
 from trainer.parallel.units import called, units
 from trainer.strategies.form import Form, check_gradients, refuse_extra_state
 from trainer.strategies.loss import TaskNetwork, add_share, evaluation_sums, shares, times, total_loss
@@ -35,12 +35,12 @@ class Placed:
     def __init__(self, strategy: Place, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
         self._machine = strategy.machine
-        self._young = True  # no step has been done
+        self._before_first_step = True  # no step has been done
         self.watch = Stopwatch()
         self.scaler = Scaler(strategy.device) if self._machine.resolved_precision == "fp16" else NoScaler()
         # types and kinds of layers first: all that follows looks at them
         network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
-        network = synchronised(network, strategy.data, strategy.device) if strategy.sync_bn else network
+        network = synchronised(network, strategy.data_group, strategy.device) if strategy.sync_bn else network
         refuse_extra_state(network)
         # what is known of the whole network, while this rank has all its names and shapes
         self._shapes = {name: value.shape for name, value in network.state_dict().items()}
@@ -90,7 +90,7 @@ class Placed:
 
     def _computing(self) -> Any:
         """The context of a forward, and of its backward."""
-        return gathering_over(self.strategy.data)
+        return gathering_over(self.strategy.data_group)
 
     def _sync(self, last: bool) -> Any:
         """The context of one micro-batch of a step, inside that: do gradients travel in it?"""
@@ -100,7 +100,7 @@ class Placed:
         """An output or a loss with nothing of it left on other ranks."""
         return output
 
-    def _settle_gradients(self) -> None:
+    def _finish_gradients(self) -> None:
         """Collective: after the last micro-batch; afterwards `.grad` is the gradient of the global mean."""
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
@@ -117,10 +117,10 @@ class Placed:
         """
         self._mode(training=True)
         # a mean of micro-batches' means would be wrong where they weigh differently
-        share_of = shares(self.task, batches, self.strategy.data, self.strategy.device)
+        share_of = shares(self.task, batches, self.strategy.data_group, self.strategy.device)
         sums = self._learn(batches, step, share_of)
         self.watch.lap("forward and backward")
-        self._settle_gradients()
+        self._finish_gradients()
         return sums
 
     def _learn(self, batches: list[Any], step: int, share_of: Callable[[int], Any]) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ class Placed:
         sums: dict[str, Tensor] = {}
         for index, batch in enumerate(batches):
             # random numbers follow from where the samples are, so that a resumed run draws the same
-            seed_torch(mix(self._machine.seed, step, index, self.strategy.data.rank), self.strategy.device)
+            seed_torch(mix(self._machine.seed, step, index, self.strategy.data_group.rank), self.strategy.device)
             # strategies send gradients once, in the last micro-batch's backward
             with self._computing(), self._sync(last=index == len(batches) - 1), dealt(batch.span):
                 self._share_of_loss(self._forward, batch, partial(share_of, index), sums).backward()
@@ -142,7 +142,7 @@ class Placed:
         share = share_of()  # after the forward: the weights of all ranks have travelled while it computed
         add_share(sums, losses, share)
         # DDP and its like divide the summed gradients by the number of data ranks: undo it here
-        return self.scaler.scale(times(losses["loss"], share * self.strategy.data.size))
+        return self.scaler.scale(times(losses["loss"], share * self.strategy.data_group.size))
 
     def _losses(self, forward: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> dict[str, Tensor]:
         with self._machine.autocast(self.strategy.device):
@@ -160,7 +160,7 @@ class Placed:
         An infinite max_norm measures the norm and clips nothing.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if self._young:
+        if self._before_first_step:
             check_gradients(self.network)
         norm = None
         if max_norm is not None or self.scaler.needs_norm:
@@ -175,8 +175,8 @@ class Placed:
         for parameter in parameters:
             parameter.grad = None  # all that zero_grad() does, without its profiler's records
         # the first step compiles and allocates: only after it is a slow collective a hanging one
-        self._young = False
-        self.strategy.hurry()
+        self._before_first_step = False
+        self.strategy.use_step_timeout()
         return norm
 
     def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor | float]:
@@ -185,7 +185,7 @@ class Placed:
         valid: how many of its samples count, all or none. Of none the sums are zeros of the same shapes.
         """
         self._mode(training=False)
-        rehearsing = uncompiled() if self._young else nullcontext()  # its batch may be of another size
+        rehearsing = uncompiled() if self._before_first_step else nullcontext()  # its batch may be of another size
         with rehearsing, self._computing(), dealt(batch.span), self._machine.autocast(self.strategy.device):
             inputs, targets = self._form.cast((batch.inputs, batch.targets))
             sums = self._evaluate(inputs, targets, len(batch.indices))
@@ -204,8 +204,8 @@ class Placed:
     def settle(self) -> None:
         """Collective, before evaluating or saving: BatchNorm's running statistics become the data ranks' mean."""
         # a rank may be busy for long there, while the others wait: there is time again until a step has been done
-        self.strategy.take_time()
-        average_statistics(self.network, self.strategy.data)
+        self.strategy.use_long_timeout()
+        average_statistics(self.network, self.strategy.data_group)
 
     # Optimizer and state.
 
@@ -217,7 +217,7 @@ class Placed:
         """What a checkpoint stores: flat, under the network's own names, DTensors where sharded."""
         return {**self.network.state_dict(), **optimizer_tensors(self.network, optimizer), **self.scaler.state()}
 
-    def space(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> dict[str, Tensor]:
+    def empty_state(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> dict[str, Tensor]:
         """Tensors to read a checkpoint into, placed as this rank needs them; `stored`: name → what has shape and dtype.
 
         Refusal where the checkpoint's names or shapes are not this network's.
@@ -225,7 +225,7 @@ class Placed:
         fits(self._shapes, stored)
         own = {**self.network.state_dict(), **self.scaler.state()}
         space = {name: torch.empty_like(value) for name, value in own.items() if name in stored}
-        return space | space_for_optimizer(self.network, optimizer, stored, self._shapes)
+        return space | empty_optimizer_state(self.network, optimizer, stored, self._shapes)
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
         """Take over a state, whichever strategy wrote it."""

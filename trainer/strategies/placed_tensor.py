@@ -20,7 +20,7 @@ from trainer.parallel.mesh import ranks_along
 from trainer.parallel.outline import make_room, send_values, set_aside
 from trainer.parallel.shard import not_spread
 from trainer.parallel.shared import Shared, refuse_drift, share_buffers
-from trainer.parallel.tensor import Masks, settle
+from trainer.parallel.tensor import Masks, redistribute_gradients
 from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Groups, Placed
 
@@ -71,15 +71,15 @@ class PlacedTensor(Placed):
         with super()._computing(), loss_parallel():  # for outputs that the plan leaves split by class, and only those
             yield
 
-    def _settle_gradients(self) -> None:
+    def _finish_gradients(self) -> None:
         self._masks.forget()
         # sums over tensor ranks first: means of halves would be means of nothing
-        settle(self.network.parameters())
+        redistribute_gradients(self.network.parameters())
         # the data ranks' mean, of what fully_shard has not averaged in the backward
-        average_gradients(self._copied, self.strategy.data, self.strategy.bucket_mb * 2**20)
+        average_gradients(self._copied, self.strategy.data_group, self.strategy.bucket_mb * 2**20)
         # the last to touch gradients: afterwards they are the same bits on all tensor ranks
         self._shared.decide()
-        if self._young:
+        if self._before_first_step:
             self._shared.refuse_apart()  # before anything is learned
 
     def settle(self) -> None:

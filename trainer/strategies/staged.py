@@ -169,7 +169,7 @@ class PlacedStages(PlacedTensor):
         key = (*shapes, len(batches))
         new = torch.tensor([key not in self._schedules], dtype=torch.uint8)
         if self._is_spread or self.strategy.sync_bn:  # then a forward is collective over the data ranks
-            self.strategy.data.all_reduce_max_(new).wait()  # the data ranks; one byte: is it new to any of them?
+            self.strategy.data_group.all_reduce_max_(new).wait()  # the data ranks; one byte: is it new to any of them?
         if new:
             # one forward that leaves no trace, to see which shapes are handed on; some schedules gather the last ahead
             with torch.no_grad(), self._computing(), dealt(batches[0].span), buffers_kept(self.network):

@@ -65,14 +65,14 @@ class _Placed(Placed):
             self._delivery.begin()
         return super()._sync(last)
 
-    def _settle_gradients(self) -> None:
+    def _finish_gradients(self) -> None:
         self._delivery.finish()
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """Collective: the norm over what all ranks own; the same on each, also where a rank owns nothing."""
         own = global_norm(gradients) if gradients else torch.zeros((), device=self.strategy.device)
         square = own.to(self.strategy.device, torch.float64).square()
-        self.strategy.data.all_reduce_sum_(square).wait()  # the data ranks; 8 bytes travel
+        self.strategy.data_group.all_reduce_sum_(square).wait()  # the data ranks; 8 bytes travel
         return square.sqrt().to(self._machine.parameter_dtype)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
