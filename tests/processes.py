@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, _redistribute
 
 from trainer.launch.launch import Launch, connected, say_goodbye
 
@@ -87,12 +88,22 @@ def _serve(pipe: Connection, first: bool) -> None:
         finally:
             if dist.is_initialized():  # an error inside `with strategy` leaves the group to the end of the process
                 dist.destroy_process_group()
+            _forget_meshes()
             say_goodbye()  # or every case would leave a connection to the store open, in both processes
             connected.cache_clear()
             gc.collect()
             if first_case:
                 gc.freeze()  # modules: looking at them again after every case costs more than most cases
             first_case = False
+
+
+def _forget_meshes() -> None:
+    """Empty torch's caches of DTensor: they keep every mesh, and a mesh its groups, whose threads wake all the time."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    propagator._propagate_tensor_meta_cached.cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute._planner_cache.clear()
 
 
 def _failures(answers: dict[int, Any]) -> str:

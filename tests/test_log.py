@@ -165,7 +165,7 @@ def test_a_kill_tears_the_last_line_at_most_and_the_next_attempt_drops_it(tmp_pa
 def test_plain_lines_have_no_colour_codes(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     console = Console()
-    console.start("[bold]a fact[/bold] as it is")
+    console.say("[bold]a fact[/bold] as it is")
     console.open(tmp_path, 0, 4200, 30)
     console.train(train_line(360, epoch=2))
     console.eval(eval_line(360))
@@ -206,7 +206,7 @@ ON_SCREEN = """
 from pathlib import Path
 from trainer.records.console import Console
 console = Console()
-console.start("a fact")
+console.say("a fact")
 console.open(Path("."), 0, 100, 1)
 console.train({"step": 10, "epoch": 0, "loss": 0.5, "samples_per_s": 100.0, "step_s": 0.1})
 console.eval({"step": 10, "loss": 0.25, "accuracy": 0.5})

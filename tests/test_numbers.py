@@ -86,7 +86,7 @@ def test_on_a_gpu_convolutions_and_products_have_the_bits_of_fp32() -> None:
     image, weight = torch.randn(8, 64, 16, 16, generator=generator), torch.randn(64, 64, 3, 3, generator=generator)
 
     def furthest(tf32: bool) -> float:
-        device = Machine(device="cuda", precision="fp32", tf32=tf32).place()
+        device = Machine(device="cuda", precision="fp32", tf32=tf32).claim_device()
         seen = functional.conv2d(image.to(device), weight.to(device)).cpu()
         seen_product = (weight.flatten(1).to(device) @ weight.flatten(1).T.to(device)).cpu()
         exact = functional.conv2d(image.double(), weight.double())
@@ -96,7 +96,7 @@ def test_on_a_gpu_convolutions_and_products_have_the_bits_of_fp32() -> None:
     assert furthest(tf32=False) < 1e-3
     if torch.cuda.get_device_capability() >= (8, 0):
         assert furthest(tf32=True) > 1e-3
-    Machine(device="cuda").place()  # as it was
+    Machine(device="cuda").claim_device()  # as it was
 
 
 def test_losses_of_few_bits_are_added_up_exactly(tmp_path: Path) -> None:

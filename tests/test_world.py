@@ -165,7 +165,7 @@ def test_the_interface_is_left_where_gloo_and_nccl_look(monkeypatch):
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     for name in names:
         monkeypatch.setenv(name, "as it was")
-    Machine(device="cpu").place()
+    Machine(device="cpu").claim_device()
     assert [os.environ[name] for name in names] == ["as it was"] * 2
     machine = Machine(device="cpu", interface="lo")
     machine.check()

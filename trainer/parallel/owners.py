@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapreplace
 from typing import NamedTuple
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -60,8 +61,15 @@ class Delivery:
         self._awaited: list[set[Tensor]] = []  # of each bucket, during a last backward
         self._under_way: list[tuple[Bucket, Tensor, Waitable]] = []
         self._sent: set[Tensor] = set()  # those that had a gradient when their bucket left
+        # a hook that held this object would keep it, and the group, beyond the run: no collector sees through torch
+        arrived = WeakMethod(self._arrived)
+
+        def hook(parameter: Tensor) -> None:
+            if (method := arrived()) is not None:
+                method(parameter)
+
         for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            parameter.register_post_accumulate_grad_hook(hook)
 
     def begin(self) -> None:
         """The next backward is the last one of this step: what it completes may leave."""

@@ -139,7 +139,7 @@ class PlacedStages(PlacedTensor):
             index = next(order)
             batch, place = batches[index], self.strategy
             # as on one device, but that no two stages draw the same
-            seed_torch(mix(self._machine.seed, step, index, place.data.rank, stage.number), place.device)
+            seed_torch(mix(self._machine.seed, step, index, place.data_group.rank, stage.number), place.device)
             with dealt(batch.span):
                 if stage.number != self._last:
                     return self._call(stage, received, batch.inputs, batch.targets)
