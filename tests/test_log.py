@@ -69,7 +69,7 @@ def test_lines_go_to_the_file_and_to_every_sink(tmp_path):
     log.close()
     assert [call[0] for call in sinks[0].calls] == [
         "open",
-        "start",
+        "say",
         "train",
         "eval",
         "images",
