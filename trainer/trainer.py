@@ -115,11 +115,7 @@ class Trainer:
             self.save(figures)
 
     def train_step(self, batches: list[Batch]) -> None:
-        """Collective: one optimizer step, and what is due after it.
-
-        A GPU works on this step while the host writes the line of the one before; this one's line begins here and is
-        written in the next step, or before an evaluation or a save.
-        """
+        """Collective: one optimizer step, and what is due after it; its line is written while the next one computes."""
         watch = self.placed.watch
         watch.step()
         step, epoch = self.progress.step, self.progress.epoch
