@@ -95,6 +95,36 @@ def test_gradients_of_another_layout_are_no_silent_nonsense(home: Path) -> None:
         assert train(Launch(), home, *words) == 0
 
 
+GAPS = """
+import torch
+from torch import nn
+
+
+class Gaps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 20)[:, ::2])
+
+    def forward(self, images):
+        return images.flatten(1) @ self.weight
+"""
+
+
+def test_a_weight_with_gaps_in_memory_is_none_of_them(home: Path) -> None:
+    (home / "lab" / "gaps.py").write_text(GAPS)
+    (home / "lab" / "conf" / "model" / "gaps.yaml").write_text("_target_: lab.gaps.Gaps\n")
+    # autograd lays its gradient out without the gaps
+    words = [
+        "experiment=null",
+        "model=gaps",
+        "strategy=single",
+        "loop.steps=1",
+        "run.dir=gaps",
+        "optimizer.fused=false",
+    ]
+    assert train(Launch(), home, *words) == 0
+
+
 PLAIN = (*BRIEF, "optimizer=sgd", "optimizer.lr=0.01", "loop.steps=12")
 LOCAL = (*BRIEF, "loop.eval_every=6", "loop.save_every=6")
 

@@ -46,12 +46,13 @@ def check_gradients(network: nn.Module) -> None:
         gradient = parameter.grad
         if gradient is None or isinstance(gradient, DTensor) or gradient.layout != torch.strided:
             continue
+        wanted = torch.empty_like(parameter, device="meta").stride()  # as autograd would have laid it out
         # of a dimension of size 1 the stride means nothing
-        strides = zip(parameter.shape, parameter.stride(), gradient.stride(), strict=True)
+        strides = zip(parameter.shape, wanted, gradient.stride(), strict=True)
         if any(size > 1 and own != other for size, own, other in strides):
             raise RuntimeError(
-                f"the gradient of {name} has strides {gradient.stride()}, the parameter {parameter.stride()}; keep the "
-                "parameter's: torch.empty_like(parameter).copy_(gradient)"
+                f"the gradient of {name} has strides {gradient.stride()} instead of {wanted}; keep the parameter's: "
+                "torch.empty_like(parameter).copy_(gradient)"
             )
 
 
