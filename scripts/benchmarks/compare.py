@@ -93,8 +93,10 @@ def run(peer: str, work: Work) -> dict[str, Any]:
         result = Path(folder) / "result.json"
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={work.ranks}", "-m"]
         program = ["trainer", *words(work, folder)] if peer == "ours" else ["scripts.benchmarks.peers", peer]
+        # where Python may not keep what it compiled, this program would be compiled each time, but no installed one
+        kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         environment = {
-            **os.environ,
+            **kept,
             "OMP_NUM_THREADS": "1",
             "BENCH_WORK": work.words(),
             "BENCH_FOLDER": folder,
