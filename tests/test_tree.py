@@ -1,4 +1,6 @@
-from collections import namedtuple
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,22 @@ def test_a_change_reaches_every_tensor_and_keeps_the_tree() -> None:
     assert [t.shape for t in tensors(doubled)] == [t.shape for t in tensors(batch())]
     assert isinstance(doubled["pair"], Pair)
     assert doubled["names"] == batch()["names"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    logits: torch.Tensor
+    more: Any = None
+
+
+@pytest.mark.parametrize("kind", [UserDict, OrderedDict])
+def test_a_tree_keeps_its_own_kinds(kind: Any) -> None:
+    tree = kind(answer=Answer(torch.ones(2), [torch.ones(1)]), name="x")
+    doubled = changed(tree, lambda tensor: tensor * 2)
+    assert type(doubled) is kind
+    assert (doubled["answer"].logits.tolist(), doubled["answer"].more[0].item(), doubled["name"]) == ([2, 2], 2, "x")
+    assert [t.sum().item() for t in tensors(tree)] == [2, 1]  # as it was
+    assert len(rows(tree, 0, 1, 2)["answer"].logits) == 1
 
 
 def test_only_floats_change_their_precision() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from trainer.data.tree import first_tensor, rows
 from trainer.launch.launch import Launch
 from trainer.learning.task import Task
 from trainer.refusal import Refusal
-from trainer.strategies.dp import DP
+from trainer.strategies.dp import DP, Replicas
 from trainer.strategies.machine import Machine
 
 
@@ -66,6 +67,31 @@ def test_replicas_in_threads_give_the_curve_of_one_device(
     assert max(abs(a - b) for a, b in zip(dealt["norms"], reference["norms"], strict=True)) < 1e-10
     assert dealt["names"] == reference["names"]
     assert dealt["figures"] == pytest.approx(reference["figures"], abs=1e-9)
+
+
+@dataclass
+class Some:
+    """A batch, or an output."""
+
+    x: torch.Tensor
+    more: dict[str, torch.Tensor]
+
+
+def test_trees_of_every_kind_are_dealt_out_and_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chunks(self: Any, inputs: Any, kwargs: Any, devices: Any) -> Any:
+        return [([part[at] for part in (x.chunk(2) for x in inputs[0])],) for at in range(2)], ({}, {})
+
+    # what torch does with lists of tensors, on devices that are not there
+    monkeypatch.setattr(nn.DataParallel, "scatter", chunks)
+    monkeypatch.setattr(nn.DataParallel, "gather", lambda self, lists, _: [torch.cat(x) for x in zip(*lists)])  # noqa: B905
+    replicas, whole = Replicas(nn.Identity()), Some(torch.arange(6), {"y": torch.arange(6) * 2})
+    parts, _ = replicas.scatter((whole, torch.ones(6)), {}, [0, 1])
+    assert [(batch.x.tolist(), batch.more["y"].tolist(), len(target)) for batch, target in parts] == [
+        ([0, 1, 2], [0, 2, 4], 3),
+        ([3, 4, 5], [6, 8, 10], 3),
+    ]
+    again = replicas.gather([batch for batch, _ in parts], 0)
+    assert (again.x.tolist(), again.more["y"].tolist()) == (whole.x.tolist(), whole.more["y"].tolist())
 
 
 def test_without_two_gpus_it_says_so_in_one_line() -> None:

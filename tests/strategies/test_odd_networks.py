@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -183,3 +185,79 @@ def test_where_it_would_learn_through_its_own_it_is_refused(processes: Processes
     for said in processes.run(size, refused, Perturbed, case.but(steps=1)):
         assert "block" in said or case.strategy == "pp"
         assert "other parameters than its own" in said
+
+
+@dataclass
+class Answer:
+    """A dataclass that nobody has told torch of."""
+
+    logits: Tensor
+    notes: dict[str, Any]
+
+
+@dataclass
+class Output(OrderedDict):
+    """A dict and a dataclass, which takes neither a dict's arguments nor update(), as those of transformers."""
+
+    logits: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.logits is not None:
+            self["logits"] = self.logits
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("an output is not updated")
+
+
+class Answers(Net):
+    def forward(self, x: Tensor) -> Any:
+        return Answer(super().forward(x), {"mean": x.mean()})
+
+
+class Outputs(Net):
+    def forward(self, x: Tensor) -> Any:
+        return Output(super().forward(x))
+
+
+class Named(Plain):
+    def loss(self, output: Any, target: Any) -> Tensor:
+        return super().loss(output.logits, target)
+
+    def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
+        return super().metrics(output.logits, target)
+
+
+EVERYWHERE = [
+    (1, Case("dp")),
+    (2, Case("ddp", {"find_unused_parameters": True})),
+    (2, Case("ddp", {"static_graph": True})),
+    (2, Case("zero1")),
+    (2, Case("tp")),
+    (2, Case("fsdp")),
+]
+
+
+@pytest.mark.parametrize(
+    ("network", "size", "case"),
+    [
+        *[(Answers, size, case) for size, case in (*EVERYWHERE, (2, Case("pp")))],
+        *[(Outputs, size, case) for size, case in EVERYWHERE],
+    ],
+)
+def test_an_output_that_is_no_tensor_goes_through_loss_and_evaluation(
+    processes: Processes, network: type[nn.Module], size: int, case: Case
+) -> None:
+    case = case.but(steps=5, micro_batches=2)
+    (reference,) = processes.run(1, with_special, Net, Plain, case.but(strategy="single", fields={}))
+    for rank in processes.run(size, with_special, network, Named, case):
+        assert max(abs(a - b) for a, b in zip(rank["norms"], reference["norms"], strict=True)) < 1e-10
+        assert rank["figures"] == pytest.approx(reference["figures"], abs=1e-10)
+
+
+def test_a_pipeline_says_what_it_would_make_of_an_output(processes: Processes) -> None:
+    for said in processes.run(2, refused, Outputs, Case("pp", steps=1)):
+        assert "it answers with a Output, which would become a plain dict" in said

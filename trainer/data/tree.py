@@ -1,8 +1,10 @@
-"""Nested dicts, tuples and lists of tensors: what a batch is made of."""
+"""Nested dicts, tuples, lists and dataclasses of tensors: what a batch is made of, and what a network answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -13,12 +15,11 @@ def tensors(tree: Any) -> Iterator[Tensor]:
     """Every tensor of a tree, in order."""
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors(value)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
             yield from tensors(value)
+    else:
+        yield from tensors([value for _, value in _named(tree)])
 
 
 def first_tensor(tree: Any) -> Tensor:
@@ -33,6 +34,12 @@ def changed(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(tree, Tensor):
         return change(tree)
     return _below(tree, lambda value: changed(value, change))
+
+
+def filled(tree: Any, values: Iterable[Tensor]) -> Any:
+    """The same tree with these tensors in place of its own, in the order of `tensors`."""
+    others = iter(values)
+    return changed(tree, lambda _: next(others))
 
 
 def rows(tree: Any, start: int, stop: int, size: int) -> Any:
@@ -50,13 +57,30 @@ def rows(tree: Any, start: int, stop: int, size: int) -> Any:
 
 
 def _below(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The same dict, list or tuple with every value changed; what is none of them stays."""
-    if isinstance(tree, Mapping):
+    """The same dict, list, tuple or dataclass with every value changed; what is none of them stays."""
+    if isinstance(tree, (list, tuple)):
+        values = [change(value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)  # a namedtuple takes them singly
+    if type(tree) is dict:
         return {key: change(value) for key, value in tree.items()}
-    if not isinstance(tree, (list, tuple)):
-        return tree
-    values = [change(value) for value in tree]
-    return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)  # a namedtuple takes them singly
+    # of other kinds a copy, for nobody knows what their constructors take; transformers' outputs are both at once
+    named = _named(tree)
+    made = copy(tree) if named else tree
+    for key, value in named:
+        if isinstance(tree, MutableMapping):
+            made[key] = change(value)
+        else:
+            object.__setattr__(made, key, change(value))  # a frozen one too
+    return made
+
+
+def _named(tree: Any) -> list[tuple[Any, Any]]:
+    """What a dict or a dataclass holds, by name; nothing of what is neither."""
+    if isinstance(tree, MutableMapping):
+        return list(tree.items())
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return [(field.name, getattr(tree, field.name)) for field in fields(tree)]
+    return []
 
 
 def moved(tree: Any, device: torch.device) -> Any:

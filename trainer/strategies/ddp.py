@@ -9,10 +9,11 @@ from inspect import signature
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.data.tree import changed, filled, tensors
 from trainer.learning.task import Task
 from trainer.parallel.compiling import uncompiled
 from trainer.refusal import Refusal
@@ -46,6 +47,23 @@ class DDP(Joined):
         return _Placed(self, task, network, example)
 
 
+class Listing(nn.Module):
+    """A step that gives a list of its output's tensors, and the tree that they lie in.
+
+    With a static graph DDP waits for the backward of tensors in trees that torch knows. In a dataclass it finds none,
+    and would average nothing in the first step, without a word.
+    """
+
+    def __init__(self, step: nn.Module) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, inputs: Any, targets: Any) -> tuple[list[Tensor], Any]:
+        """What is there, and where it belongs."""
+        output = self.step(inputs, targets)
+        return list(tensors(output)), changed(output, lambda tensor: tensor.new_empty(0, device="meta"))
+
+
 class _Placed(Placed):
     strategy: DDP
 
@@ -59,7 +77,7 @@ class _Placed(Placed):
             shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
             raise Refusal(f"these parameters get no gradient: {shown}; set strategy.find_unused_parameters=true")
         self._replica = DistributedDataParallel(
-            self._called,
+            Listing(self._called),
             process_group=strategy.world.group,
             bucket_cap_mb=strategy.bucket_mb,
             init_sync=False,  # Placed has sent rank 0's tensors already
@@ -73,8 +91,12 @@ class _Placed(Placed):
         # DDP sorts its buckets anew after the first backward, which changes in which order gloo adds up, and so the
         # last bits: without this a resumed run would differ from one that was never interrupted. A static graph needs
         # its first backward synchronised, too.
-        self._rehearse(self._replica)
-        return self._replica
+        self._rehearse(self._through)
+        return self._through
+
+    def _through(self, inputs: Any, targets: Any) -> Any:
+        values, tree = self._replica(inputs, targets)
+        return filled(tree, values)
 
     def _sync(self, last: bool) -> Any:
         return nullcontext() if last else self._replica.no_sync()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainer.data.seeds import seed_more_gpus
+from trainer.data.tree import filled, tensors
 from trainer.learning.task import Task
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
@@ -50,11 +51,24 @@ class DP(Strategy):
 
     def replicas(self, whole: nn.Module) -> Callable[[Any, Any], Any]:
         """What deals a micro-batch out and gathers the outputs on the first device."""
-        return nn.DataParallel(whole, device_ids=self.devices()) if len(self.devices()) > 1 else whole
+        return Replicas(whole, device_ids=self.devices()) if len(self.devices()) > 1 else whole
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Put a network on the first GPU; the others get copies of it in every forward."""
         return _Placed(self, task, network, example)
+
+
+class Replicas(nn.DataParallel):
+    """torch's, for trees of every kind: by itself it deals out and gathers dicts, lists and tuples alone."""
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        """This replica's rows of every tensor, for each replica; of dataclasses, torch would give each of them all."""
+        parts, words = super().scatter((list(tensors(inputs)),), kwargs, device_ids)
+        return [filled(inputs, part) for (part,) in parts], words
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """The output of all rows on one device, of the kind that a replica gives."""
+        return filled(outputs[0], super().gather([list(tensors(output)) for output in outputs], output_device))
 
 
 class _Placed(Placed):
