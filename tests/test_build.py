@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -119,6 +121,10 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
         del sys.modules[module]
 
 
+def _keep(self: Any, **values: Any) -> None:
+    vars(self).update(values)
+
+
 def node(target: str, **values: Any) -> DictConfig:
     return OmegaConf.create({"_target_": target, **values})
 
@@ -152,6 +158,49 @@ class TestWhatIsBuilt:
         assert isinstance(net.given["norm"], partial)
         assert net.given["norm"](3).eps == 0.1
         assert net.given["parts"][0].out_features == 2
+
+    def test_records_of_packages_that_are_known(self, names: Names) -> None:
+        stem = {"_target_": "torchvision.models.vision_transformer.ConvStemConfig", "out_channels": 8, "kernel_size": 3}
+        policy = {"_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "output_dtype": None}
+        given = build(node("biolab.net.Net", width=1, norm=[stem | {"stride": 2}, policy]), nn.Module, "model", names)
+        stem, policy = given.given["norm"]
+        assert (stem.out_channels, stem.stride, policy.output_dtype) == (8, 2, None)
+
+    def test_a_configuration_of_transformers(self, names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+        # as in its version 4, where it is no dataclass
+        package, base, own = (ModuleType(f"transformers{rest}") for rest in ("", ".configuration_utils", ".models"))
+        base.PretrainedConfig = type("PretrainedConfig", (), {"__module__": base.__name__})  # type: ignore[attr-defined]
+        kind = type("BertConfig", (base.PretrainedConfig,), {"__module__": own.__name__, "__init__": _keep})
+        package.BertConfig = kind  # type: ignore[attr-defined]
+        for module in (package, base, own):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        config = {"_target_": "transformers.BertConfig", "hidden_size": 16}
+        given = build(node("biolab.net.Net", width=1, norm=config), nn.Module, "model", names).given["norm"]
+        assert given.hidden_size == 16
+
+    @pytest.mark.parametrize(
+        ("target", "said"),
+        [
+            (
+                "torch.package.PackageImporter",
+                "no Module, Task, Data, Dataset, ParallelStyle, transform or dataclass; if",
+            ),
+            ("torch.package.PackageImporter", "trust=[torch]"),
+            ("torch.distributed.checkpoint.FileSystemWriter", "trust=[torch]"),
+            ("torch.nn.init.zeros_", "it is a function; a class may be that is a Module"),
+        ],
+    )
+    def test_what_others_may_not_be_says_what_to_write(self, names: Names, target: str, said: str) -> None:
+        message = refusal(node("biolab.net.Net", width=1, norm={"_target_": target}), nn.Module, "model", names)
+        assert message.startswith("model.norm: torch.")
+        assert said in message
+
+    def test_what_the_command_line_trusts_may_be_inside(self, names: Names) -> None:
+        trusting = replace(names, trust=("torch",))
+        inner = {"_target_": "torch.distributions.Normal", "loc": 0.0, "scale": 1.0}
+        assert "trust=[torch]" in refusal(node("biolab.net.Net", width=1, norm=inner), nn.Module, "model", names)
+        given = build(node("biolab.net.Net", width=1, norm=inner), nn.Module, "model", trusting).given
+        assert float(given["norm"].mean) == 0
 
     def test_positions(self) -> None:
         made = build(node("torch.nn.Linear", _args_=[2], out_features=3), nn.Module, "model", Names())
@@ -374,6 +423,20 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("torch.serialization.pickle.loads", {"_args_": ["x"]}),
     ("torch.save", {"obj": 1, "f": "{canary}"}),
     ("torch.utils.cpp_extension.load", {"name": "x", "sources": []}),
+    (
+        "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler",
+        {
+            "entrypoint": "touch",
+            "args": ["{canary}"],
+            "env": {},
+            "stdout": None,
+            "stderr": None,
+            "local_rank_id": 0,
+            "numa_options": None,
+        },
+    ),
+    ("torch.package.PackageExporter", {"f": "{canary}"}),
+    ("torch.utils.tensorboard.SummaryWriter", {"log_dir": "{canary}"}),
     ("torch.utils.cpp_extension.subprocess.run", {"_args_": [["touch", "{canary}"]]}),
     ("torch.nn.Module.__init__.__globals__", {}),
     ("torchvision.datasets.utils.download_url", {"url": "file:///etc/hosts", "root": "{folder}"}),

@@ -15,24 +15,17 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
 
 from trainer.configuration import signature
+from trainer.configuration.inner import refuse_inside
 from trainer.configuration.names import Names, real_name
 from trainer.configuration.resolved import as_written, quoted_from
 from trainer.data.data import Data
-from trainer.learning.task import Task
 from trainer.refusal import Refusal
 
 # What a data set's yaml says for models to interpolate. It is not passed to a Data that does not name it.
 FACTS = ("num_classes", "channels", "image_size", "vocab_size")
-
-# What may stand inside a node, from packages that were not written for this. torchvision's older transforms are plain
-# classes, which is why their module is named.
-INNER = (nn.Module, Task, Data, Dataset, ParallelStyle)
-INNER_MODULES = ("torchvision.transforms.", "trainer.data.transforms", "trainer.learning.schedule", "recipes.")
 
 # Functions of others that give a network and, in the versions that people have, do not say so.
 FACTORIES = ("timm.models._factory.create_model",)
@@ -174,13 +167,9 @@ class _Check:
         return value
 
     def nested(self, value: Mapping[str, Any], where: str) -> Call:
-        """The call of a node inside a group's. Of other people's packages only some kinds may stand there."""
+        """The call of a node inside a group's."""
         target = self.names.find(value["_target_"], f"{where}._target_")
-        known = isinstance(target, type) and (issubclass(target, INNER) or target.__module__.startswith(INNER_MODULES))
-        trusted = self.names.beside(target) or (isinstance(target, type) and self.names.trusted(target))
-        if not known and not trusted:
-            kinds = ", ".join(kind.__name__ for kind in INNER)
-            raise Refusal(f"{where}: {real_name(target)} may not be called here: it is not a {kinds} or transform")
+        refuse_inside(target, self.names, where)
         return self.call(target, value, where)
 
 

@@ -1,0 +1,51 @@
+"""What may stand inside a group's node: a configuration is data, and a stranger may have written it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.data import Dataset
+
+from trainer.configuration.names import Names, real_name
+from trainer.data.data import Data
+from trainer.learning.task import Task
+from trainer.refusal import Refusal
+
+# What a configuration is for, from packages that were not written for this. torchvision's older transforms are plain
+# classes, which is why their module is named.
+KINDS = (nn.Module, Task, Data, Dataset, ParallelStyle)
+MODULES = ("torchvision.transforms.", "trainer.data.transforms", "trainer.learning.schedule", "recipes.")
+
+
+def refuse_inside(target: Any, names: Names, where: str) -> None:
+    """Refuse what a node inside a group's may not call, though a configuration may name it.
+
+    Of a lab everything may be called, of packages that the command line trusts every class, of others the classes of
+    some kinds and records: a public class is not harmless for that. Making one of torch's may start a process
+    (SubprocessHandler of torch.distributed.elastic) or write to a path (PackageExporter, SummaryWriter).
+    """
+    if names.beside(target):
+        return
+    kinds = f"{', '.join(kind.__name__ for kind in KINDS)}, transform or dataclass"
+    if not isinstance(target, type):
+        remedy = f"a class may be that is a {kinds}, or a function of your lab that calls this one"
+        raise Refusal(f"{where}: {real_name(target)} may not be called here: it is a function; {remedy}")
+    known = issubclass(target, KINDS) or target.__module__.startswith(MODULES) or _is_record(target)
+    if not known and not names.trusted(target):
+        package = target.__module__.split(".")[0]
+        remedy = f"if you know what it does, name its package on the command line: trust=[{package}]"
+        raise Refusal(f"{where}: {real_name(target)} may not be called here: it is no {kinds}; {remedy}")
+
+
+def _is_record(kind: type) -> bool:
+    """Does making one only keep what it is given?
+
+    Dataclasses and named tuples have a constructor that Python wrote, and it stores. So do the configurations of
+    transformers, which were neither before its version 5.
+    """
+    written = vars(kind).get("__dataclass_params__")  # its own: a class that inherits may have any constructor
+    named = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    configuration = any(base.__module__ == "transformers.configuration_utils" for base in kind.__mro__)
+    return (written is not None and written.init) or named or configuration
