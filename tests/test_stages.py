@@ -233,6 +233,31 @@ class Minding(Chain):
         return self
 
 
+class Measuring(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / len(x)
+
+
+class Freezing(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        self[1].requires_grad_(False)
+        x = self[1](x)
+        self[1].requires_grad_(True)
+        return super().forward(x)
+
+
+class Wrapped(nn.Module):
+    """Somebody's network, which does too much to be followed, in a network of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = Typed()
+        self.whole.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(x) if isinstance(x, Tensor) else x
+
+
 class Tied(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +271,10 @@ def frozen() -> nn.Module:
 
 
 REFUSED = {
-    "depends on values": (Deciding(), 2, (), r"Deciding cannot .*\(.*control flow\); strategy=fsdp"),
+    "depends on values": (Deciding(), 2, (), r"Deciding cannot .*\(.*control flow\); .*; strategy=fsdp"),
+    "asks how long a tensor is": (Measuring(), 2, (), r"it asks for the len\(\) of a value; x\.shape\[0\]"),
+    "freezes a layer for one call": (Freezing(), 2, (), r"while parameters are frozen by requires_grad_\(\)"),
+    "has blocks": (Wrapped(), 2, (), r"for block in network\.whole\.blocks: x = block\(x\)"),
     "depends on the mode": (Moody(), 2, (), "in training than in evaluation, or something random"),
     "freezes a tensor": (Making(), 2, (), "makes a tensor of its own.*a buffer can hold it"),
     "writes into the batch": (Writing(), 2, (), "changes .* in place"),
@@ -269,8 +297,10 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_cut_is_refused_in_words(case: str) -> None:
     network, count, cuts, words = REFUSED[case]
+    learning = [parameter.requires_grad for parameter in network.parameters()]
     with pytest.raises(Refusal, match=words):
         cut(network, count, cuts)
+    assert [parameter.requires_grad for parameter in network.parameters()] == learning
 
 
 def test_equal_parts_go_around_frozen_and_tied_parts() -> None:

@@ -35,13 +35,25 @@ def cut_stages(step: nn.Module, cuts: tuple[str, ...], count: int, example: Any 
         flow = Flow(trace(step, {above for name in names for above in enclosing(name)}), network)
         ends = _ends(flow, names)
     except Untraceable as error:
-        raise Refusal(f"{kind} cannot be cut into stages: its forward cannot be followed ({error}); {ELSE}") from error
+        raise Refusal(
+            f"{kind} cannot be cut into stages: its forward cannot be followed ({error}); {_in_parts(network)}; {ELSE}"
+        ) from error
     # stages are ranges of the flow; what is refused here would hang or train wrongly later
     bounds = [0, *ends, len(flow.nodes)]
     _refuse_stages(network, flow, bounds)
     stages = [_stage(network, flow, bounds, index) for index in range(count)]
     _keep_state(network, stages)
     return stages
+
+
+def _in_parts(network: nn.Module) -> str:
+    """What to write for a network whose forward cannot be followed, by the name of its longest list of blocks."""
+    lists = [(len(module), name) for name, module in network.named_modules() if isinstance(module, nn.ModuleList)]
+    name = f"network.{max(lists)[1]}" if lists else "blocks"
+    return (
+        "what can is a network of your own whose forward calls the parts of this one in order, as"
+        f" `for block in {name}: x = block(x)`; what they do inside is theirs"
+    )
 
 
 def _equal(step: nn.Module, count: int, example: Any) -> list[str]:

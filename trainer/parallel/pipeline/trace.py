@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from inspect import currentframe
 from typing import Any
 
@@ -34,7 +35,7 @@ def trace(step: nn.Module, opened: set[str]) -> fx.Graph:
     for name, module in step.named_modules():
         if name in inside and type(module).train is not nn.Module.train:
             raise Untraceable("it has a train() of its own, which stages would not call")
-    with _modes_kept(step):
+    with _flags_kept(step):
         # once as if learning in another precision, once as if evaluating: whoever asks for one of these is found out
         with torch.autocast("cpu"), torch.autocast("cuda", enabled=torch.cuda.is_available()):
             training = _traced(step.train(), inside)
@@ -57,6 +58,9 @@ class _StandIn(fx.Proxy):
             raise Untraceable("it asks of what type a value is")
         return fx.Proxy
 
+    def __len__(self) -> int:
+        raise Untraceable("it asks for the len() of a value; x.shape[0] says the same of a tensor")
+
 
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # a buffer is read in the graph, not frozen into it
@@ -65,7 +69,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self._opened = opened
         self._surroundings = _surroundings()
-        self._own = set(step.parameters())
+        self._learns = {parameter: parameter.requires_grad for parameter in step.parameters()}
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """What stands for a node's value while a forward is read."""
@@ -75,11 +79,19 @@ class _Tracer(fx.Tracer):
         """Take down one operation. Untraceable where it happens under a context that the graph would not have."""
         if _surroundings() != self._surroundings:
             raise Untraceable("a part of it runs without gradient, or in a precision of its own")
+        if any(parameter.requires_grad != learns for parameter, learns in self._learns.items()):
+            raise Untraceable("a part of it runs while parameters are frozen by requires_grad_()")
         return super().create_node(*words, **more)
+
+    def create_arg(self, a: Any) -> Any:
+        """Take down a value. Untraceable where fx would make another kind of it: of transformers' outputs."""
+        if issubclass(type(a), dict) and is_dataclass(type(a)):
+            raise Untraceable(f"it answers with a {type(a).__name__}, which would become a plain dict")
+        return super().create_arg(a)
 
     def call_module(self, m: nn.Module, *words: Any) -> Any:
         """Take down a call. Untraceable where the module has been given parameters that the graph would not have."""
-        if not self._own.issuperset(m.parameters()):
+        if not self._learns.keys() >= set(m.parameters()):
             raise Untraceable("it calls a module with other parameters than its own")
         return super().call_module(m, *words)
 
@@ -109,13 +121,17 @@ def _traced(step: nn.Module, opened: set[str]) -> fx.Graph:
 
 
 @contextmanager
-def _modes_kept(module: nn.Module) -> Iterator[None]:
+def _flags_kept(module: nn.Module) -> Iterator[None]:
+    """Modes, and what learns, are afterwards as they were: a forward may break off before it has put them back."""
     modes = {each: each.training for each in module.modules()}
+    learning = {parameter: parameter.requires_grad for parameter in module.parameters()}
     try:
         yield
     finally:
         for each, training in modes.items():
             each.training = training
+        for parameter, learns in learning.items():
+            parameter.requires_grad_(learns)
 
 
 class Flow:
