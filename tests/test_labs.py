@@ -1,0 +1,161 @@
+"""What is no classification: the labs in tests/labs, each a folder to copy, trained as their users would."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+
+from tests.commands import curve, far, lines
+from tests.inside import product
+from tests.processes import Processes
+from tests.strategies.counting import collectives_of_a_step
+from tests.strategies.toys import NETWORKS, Case, Net
+from trainer.data.reader import Loading
+from trainer.data.seeds import seed_all
+from trainer.data.slice import Slice
+from trainer.data.stream import Stream
+from trainer.data.transforms import Augment
+from trainer.launch.launch import Launch
+from trainer.refusal import Refusal
+
+pytestmark = pytest.mark.slow
+
+HOME = Path(__file__).parent / "labs"
+BRIEF = ("precision=fp64", "loop.steps=6", "loop.log_every=1", "loader.workers=0")
+
+
+def train(launch: Launch, lab: str, folder: Path, *words: str) -> Any:
+    """`python -m trainer --config-dir LAB/conf experiment=LAB …` where the labs lie; the exit code, or a refusal."""
+    sys.path.insert(0, str(HOME))  # as the interpreter does with the present folder
+    try:
+        return product(launch, HOME, ["--config-dir", f"{lab}/conf", f"experiment={lab}", f"run.dir={folder}", *words])
+    except Refusal as refusal:
+        return str(refusal)
+    finally:
+        sys.path.remove(str(HOME))
+
+
+def train_without_dropout(*words: Any) -> Any:
+    """The same, of a network whose dropout no key reaches."""
+    with patch.object(nn.Dropout, "forward", lambda self, x: x):
+        return train(*words)
+
+
+def same_curves(processes: Processes, lab: str, place: Path, *words: str, divided: str = "", how: Any = train) -> None:
+    """Train a lab under three strategies: in double precision they learn the same and find the same."""
+    for size, word in ((1, "single"), (2, "ddp"), (2, "fsdp")):
+        own = ["strategy.sync_bn=true", f"strategy={word}", *([divided] if divided and size > 1 else [])]
+        assert processes.run(size, how, lab, place / word, *BRIEF, *words, *own) == [0] * size
+    alone = place / "single"
+    for spread in (place / "ddp", place / "fsdp"):
+        assert far(curve(spread), curve(alone)) < 1e-9
+        assert curve(spread, "sample_digest") == curve(alone, "sample_digest")
+        for one, other in zip(lines(spread, "eval"), lines(alone, "eval"), strict=True):
+            assert (one.pop("kind"), other.pop("kind")) == ("eval", "eval")
+            assert one == pytest.approx(other, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("lab", "figures", "divided"),
+    [
+        ("segmentation", {"mean_iou"}, ""),
+        ("masked", {"accuracy"}, "loop.micro_batches=2"),  # of unequal weight
+        ("distillation", {"accuracy"}, "loop.micro_batches=2"),
+        ("contrast", {"found"}, ""),  # with others a picture would have fewer to be found among
+        ("gan", {"real_believed", "drawn_believed"}, "loop.micro_batches=2"),
+    ],
+)
+def test_a_lab_has_one_curve(processes: Processes, tmp_path: Path, lab: str, figures: set[str], divided: str) -> None:
+    same_curves(processes, lab, tmp_path, divided=divided)
+    assert figures < set(lines(tmp_path / "fsdp", "eval")[-1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["fcn", "deeplab"])
+def test_the_large_networks_of_the_tutorials_have_one_curve(processes: Processes, tmp_path: Path, model: str) -> None:
+    words = [f"model={model}", "optimizer=sgd", "loop.steps=3", "loop.global_batch=4", "loop.eval_every=null"]
+    same_curves(processes, "segmentation", tmp_path, *words, how=train_without_dropout)
+
+
+def test_a_lab_is_no_longer_than_a_page() -> None:
+    lengths = {lab.parent.name: len(lab.read_text().splitlines()) for lab in HOME.glob("*/lab.py")}
+    assert len(lengths) == 5
+    assert max(lengths.values()) <= 60
+
+
+class Taught(Net):
+    """A network with a frozen one beside it that takes part in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = Net().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.teacher(x)
+
+
+def traffic(launch: Launch, strategy: str, frozen: bool) -> list[tuple[str, int]]:
+    NETWORKS["taught"] = Taught
+    return collectives_of_a_step(launch, Case(strategy, network="taught" if frozen else "net"))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_nothing_travels_for_what_is_frozen(processes: Processes, strategy: str) -> None:
+    alone, beside = (processes.run(2, traffic, strategy, frozen) for frozen in (False, True))
+    assert beside == alone
+
+
+def losses_of_a_loop(width: int, steps: int) -> list[tuple[float, float]]:
+    """The GAN as people write it: two optimizers, two backwards, both networks move at once."""
+    lab = import_module("gan.lab")
+    data = lab.Drawings(Augment(mean=(0.5,), std=(0.5,), full_scale=16.0))
+    seed_all(0)
+    rivals = lab.Rivals(width).double()
+    generator, discriminator = rivals.generator, rivals.discriminator
+    of_generator, of_discriminator = (
+        torch.optim.Adam(network.parameters(), lr=2e-4, betas=(0.5, 0.999)) for network in (generator, discriminator)
+    )
+    stream = Stream(data, data.train(), Slice(0, 1, torch.device("cpu"), 0), 128, 1, Loading())
+    losses = []
+    for (batch,), _ in zip(stream.epoch(0), range(steps), strict=False):
+        image, noise = batch.inputs["image"].double(), batch.inputs["noise"].double()
+        drawn = generator(noise)
+
+        of_discriminator.zero_grad()
+        unmasked = softplus(-discriminator(image)).mean() + softplus(discriminator(drawn.detach())).mean()
+        unmasked.backward()
+        gradients = [parameter.grad.clone() for parameter in discriminator.parameters()]
+
+        of_generator.zero_grad()
+        fooled = softplus(-discriminator(drawn)).mean()
+        fooled.backward()
+
+        of_generator.step()
+        for parameter, gradient in zip(discriminator.parameters(), gradients, strict=True):
+            parameter.grad = gradient  # without what the generator's loss has added
+        of_discriminator.step()
+        losses.append((fooled.item(), unmasked.item()))
+    return losses
+
+
+def test_a_gan_learns_what_a_loop_with_two_backwards_does(tmp_path: Path) -> None:
+    assert train(Launch(), "gan", tmp_path / "run", "strategy=single", *BRIEF) == 0
+    ours = zip(curve(tmp_path / "run", "generator"), curve(tmp_path / "run", "discriminator"), strict=True)
+    theirs = losses_of_a_loop(width=16, steps=6)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, abs=1e-9)
+
+
+def test_a_pipeline_says_that_it_cannot_cut_a_gan(processes: Processes, tmp_path: Path) -> None:
+    for said in processes.run(2, train, "gan", tmp_path / "run", "strategy=pp", "loop.micro_batches=2"):
+        assert "Rivals cannot be cut into stages" in said
+        assert "requires_grad" in said
+    assert not (tmp_path / "run").exists()
