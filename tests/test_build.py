@@ -254,8 +254,7 @@ class TestOptimizer:
     sgd: dict[str, Any] = {"lr": 0.1, "decay": "weights", "fused": None}  # noqa: RUF012
 
     def test_it_is_made_from_groups_alone(self) -> None:
-        own = ("decay", "fused")
-        make = maker(node("torch.optim.SGD", **self.sgd), Optimizer, "optimizer", Names(), own, fused=True)
+        make = maker(node("torch.optim.SGD", **self.sgd), Optimizer, "optimizer", Names(), fused=True)
         made = make([{"params": [nn.Parameter(torch.zeros(1))], "weight_decay": 0.5}])
         assert isinstance(made, torch.optim.SGD)
         group = made.param_groups[0]

@@ -54,7 +54,7 @@ class Stored(Launch):
 
 def open_folder(root, name=None, dir=None, resume="auto", launch=None):
     return RunFolder.open(
-        str(root), name, None if dir is None else str(dir), resume, launch or Launch(), "cnn_ddp", print
+        str(root), name, None if dir is None else str(dir), resume, launch or Launch(), "cnn_ddp", lambda _: None
     )
 
 
@@ -123,9 +123,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, dir, monkeypatc
     (tmp_path / "file").write_text("")
     if dir == "full":  # as on a disk without space: folders can be made, bytes cannot be written
         monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(Refusal, match="cannot be written to") as caught:
+    with pytest.raises(Refusal, match=r"cannot be( written to|: File name too long)") as caught:
         open_folder(tmp_path, dir=tmp_path / dir)
-    assert str(tmp_path / dir) in str(caught.value)
+    assert str(tmp_path / dir)[:150] in str(caught.value)
     assert not list(tmp_path.rglob(".probe-*"))
 
 
@@ -136,7 +136,7 @@ import sys
 from trainer.records import folder as folder_module
 from trainer.records.folder import RunFolder
 from trainer.launch.launch import Launch
-folder = RunFolder.open(sys.argv[1], "a", None, "auto", Launch(), "", print)
+folder = RunFolder.open(sys.argv[1], "a", None, "auto", Launch(), "", lambda _: None)
 print("locked", "torch" in sys.modules, flush=True)
 sys.stdin.read()
 """

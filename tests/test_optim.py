@@ -15,6 +15,7 @@ from tests.commands import curve, lines
 from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.launch import Launch
+from trainer.learning.frozen import refuse_frozen
 from trainer.learning.optimizer import fused_words, parameter_groups, spares_vectors
 from trainer.refusal import Refusal
 
@@ -113,8 +114,10 @@ def test_decay_spares_vectors_and_numbers_and_no_sparse_step_is_fused() -> None:
     vectors = ("number norm.weight norm.bias head.bias", {"weight_decay": 0.0})
     assert grouped(True) == [("head.weight", {}), sparse, vectors]
     assert grouped(False) == [("number norm.weight norm.bias head.weight head.bias", {}), sparse]
-    with pytest.raises(Refusal, match="no trainable parameter"):
-        parameter_groups(network.requires_grad_(False), True)
+    network["head"].weight.requires_grad_(False)
+    assert grouped(True)[0] == ("", {})  # the first has the rate that is logged, whatever learns by it
+    with pytest.raises(Refusal, match="ModuleDict has no trainable parameter"):
+        refuse_frozen(network.requires_grad_(False), [])
 
 
 @pytest.mark.parametrize(

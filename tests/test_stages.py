@@ -290,7 +290,6 @@ REFUSED = {
     "one layer": (Chain(nn.Linear(6, 6)), 2, (), "has parts for 1 stage, 2 were asked for; strategy=fsdp"),
     "tied": (Tied(), 2, ("2",), "0 and 3 share a parameter or buffer, and would lie in stages 0 and 1"),
     "tied over all": (Tied(), 2, (), "has parts for 1 stage, 2"),
-    "frozen": (frozen(), 2, ("1",), "stage 0 of 2 would have nothing to train"),
 }
 
 

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 from torch import nn
 
+from recipes.vision.backbone import marked
+from recipes.vision.published import offer
+
 _SMALL = 64  # pixels; the usual stem would shrink such images by four before the first block
 
 
-def resnet18(num_classes: int, channels: int, image_size: int) -> nn.Module:
+def resnet18(num_classes: int, channels: int, image_size: int, weights: str = "DEFAULT") -> nn.Module:
     """ResNet-18; for images of 64 pixels or fewer the stem is 3×3 with stride 1 and without max-pool."""
     from torchvision.models import resnet18 as build  # here, because the import takes seconds
 
-    return _fit_stem(build(num_classes=num_classes, zero_init_residual=True), channels, image_size)
+    network = _fit_stem(build(num_classes=num_classes, zero_init_residual=True), channels, image_size)
+    return offer(marked(network), "resnet18", weights)
 
 
-def resnet50(num_classes: int, channels: int, image_size: int) -> nn.Module:
+def resnet50(num_classes: int, channels: int, image_size: int, weights: str = "DEFAULT") -> nn.Module:
     """ResNet-50; for images of 64 pixels or fewer the stem is 3×3 with stride 1 and without max-pool."""
     from torchvision.models import resnet50 as build
 
-    return _fit_stem(build(num_classes=num_classes, zero_init_residual=True), channels, image_size)
+    network = _fit_stem(build(num_classes=num_classes, zero_init_residual=True), channels, image_size)
+    return offer(marked(network), "resnet50", weights)
 
 
 def _fit_stem(network: nn.Module, channels: int, image_size: int) -> nn.Module:

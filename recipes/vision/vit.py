@@ -82,7 +82,7 @@ class VisionTransformer(nn.Module):
             raise Refusal(f"model.heads is {heads}; at least 1")
         if width % heads:
             raise Refusal(f"width {width} ÷ heads {heads} is not whole; width {-(-width // heads) * heads} would work")
-        self.heads = heads
+        self.heads, self.backbone = heads, ("embed", "position", "blocks", "norm")  # all but the head
         self.embed = nn.Conv2d(channels, width, patch, stride=patch)
         self.position = nn.Parameter(torch.empty(1, (image_size // patch) ** 2, width))
         self.dropout = nn.Dropout(dropout)

@@ -9,10 +9,14 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from recipes.vision.backbone import marked
+from recipes.vision.published import offer
 from trainer.refusal import Refusal, nearest
 
 
-def torchvision_model(name: str, num_classes: int, channels: int, image_size: int) -> nn.Module:
+def torchvision_model(
+    name: str, num_classes: int, channels: int, image_size: int, weights: str = "DEFAULT"
+) -> nn.Module:
     """A classifier of torchvision by name, with its own initialisation and stem.
 
     Where images do not have three channels, the first convolution is made anew for as many, with weights as large as
@@ -26,14 +30,14 @@ def torchvision_model(name: str, num_classes: int, channels: int, image_size: in
     try:
         network = models.get_model(name, num_classes=num_classes, **_special(name, image_size))
         _fit_channels(network, channels)
-        _try(network, channels, image_size)
+        try_on_shapes(network, channels, image_size)
     except (RuntimeError, ValueError, AssertionError, ZeroDivisionError) as error:
         images = f"images of {channels} × {image_size} × {image_size}"
         reason = (str(error).splitlines() or [type(error).__name__])[0].strip(" .")
         raise Refusal(
             f"torchvision's {name} cannot take {images} ({reason}); larger ones, model=cnn or model=resnet18 would work"
         ) from error
-    return network
+    return offer(marked(network), name, weights)
 
 
 def _special(name: str, image_size: int) -> dict[str, object]:
@@ -57,7 +61,7 @@ def _fit_channels(network: nn.Module, channels: int) -> None:
         first.in_channels = channels
 
 
-def _try(network: nn.Module, channels: int, image_size: int) -> None:
+def try_on_shapes(network: nn.Module, channels: int, image_size: int) -> None:
     """Run the network on shapes alone, which shows images that it cannot take."""
     shapes = {
         name: tensor.detach().to("meta") for name, tensor in chain(network.named_parameters(), network.named_buffers())

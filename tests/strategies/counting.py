@@ -13,6 +13,7 @@ from tests.strategies.toys import BATCH, NETWORKS, STRATEGIES, TASKS, Case, ToyD
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
 from trainer.launch.launch import Launch
+from trainer.learning.optimizer import parameter_groups
 from trainer.strategies.machine import Machine
 
 
@@ -23,7 +24,7 @@ def collectives_of_a_step(launch: Launch, case: Case) -> list[tuple[str, int]]:
     with STRATEGIES[case.strategy](machine=Machine(launch=launch, device="cpu"), **case.fields) as strategy:
         stream = Stream(data, data.train(), strategy.slice, BATCH, case.micro_batches, Loading())
         placed = strategy.build(task, network, stream.example())
-        optimizer = placed.optimizer(make_optimizer("adamw"), [{"params": list(placed.network.parameters())}])
+        optimizer = placed.optimizer(make_optimizer("adamw"), parameter_groups(placed.network, spare_vectors=False))
         for step, batches in zip(range(3), stream.epoch(0), strict=False):
             with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
                 placed.forward_backward(batches, step)

@@ -32,5 +32,25 @@ def test_ddp_tp_sends_gradients_once_whatever_the_slices(processes: Processes) -
     assert sum(size for _, size in one) == sum(size for _, size in four)
 
 
+# strategy → (processes, its fields, how often a gradient and a new value travel), of what the network's parts have:
+# what is split or spread over ranks is frozen, so a rank holds all of what learns
+@pytest.mark.parametrize(("strategy", "times"), [("ddp", 1), ("zero1", 2)])
+def test_of_what_is_frozen_nothing_travels(processes: Processes, strategy: str, times: int) -> None:
+    learns = 12 + 12 + 12 * 4 + 4
+    sent = processes.run(2, collectives_of_a_step, Case(strategy, network="frozen"))[0]
+    whole = processes.run(2, collectives_of_a_step, Case(strategy))[0]
+    frozen = 12 * 24 + 24 + 24 * 12 + 12
+    assert sum(size for _, size in whole) - sum(size for _, size in sent) >= times * 4 * frozen
+    assert 4 * times * learns <= sum(size for _, size in sent) < 4 * times * learns + 100
+
+
+def test_fsdp_gathers_what_is_frozen_and_sends_no_gradient_of_it(processes: Processes) -> None:
+    def gradients(network: str) -> int:
+        sent = processes.run(2, collectives_of_a_step, Case("fsdp", network=network))[0]
+        return sum(size for name, size in sent if "reduce" in name)
+
+    assert gradients("net") - gradients("frozen") >= 4 * (12 * 24 + 24 + 24 * 12 + 12)
+
+
 def test_one_process_sends_nothing(processes: Processes) -> None:
     assert processes.run(1, collectives_of_a_step, Case("single")) == [[]]

@@ -16,6 +16,7 @@ from trainer import Data, Plan, Task, gather
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream, digest
 from trainer.launch.launch import Launch
+from trainer.learning.frozen import freeze
 from trainer.records.checkpoint import Checkpoints
 from trainer.strategies.base import Strategy
 from trainer.strategies.chosen import mesh
@@ -130,6 +131,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "batch_norm": BatchNormNet,
     "sequence": SequenceNet,
     "dropout": lambda: Net(dropout=0.3),
+    "frozen": lambda: freeze(Net(), ["up", "down"]),
 }
 
 

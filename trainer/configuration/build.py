@@ -7,7 +7,7 @@ is nested without asking of which kind it is, and hides an error of the callee b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from trainer.configuration import signature
 from trainer.configuration.inner import refuse_inside
 from trainer.configuration.names import Names, real_name
 from trainer.configuration.resolved import as_written, quoted_from
+from trainer.configuration.settings import BESIDE
 from trainer.data.data import Data
 from trainer.refusal import Refusal
 
@@ -70,16 +71,11 @@ def check_all(cfg: DictConfig, kinds: Mapping[str, type], names: Names) -> None:
         raise Refusal("\n".join(problems))
 
 
-def maker(
-    node: DictConfig, kind: type, where: str, names: Names, own: Iterable[str] = (), **extra: Any
-) -> Callable[[Any], Any]:
-    """What makes the object from its first argument alone: `maker(...)(groups)` is an optimizer over these groups.
-
-    `own`: keys of the node that are the framework's and not the target's.
-    """
+def maker(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) -> Callable[[Any], Any]:
+    """What makes the object from its first argument alone: `maker(...)(groups)` is an optimizer over these groups."""
     # The first argument is not there yet; everything else is checked now, before any process group.
     first = next(iter(inspect.signature(_group_target(node, kind, where, names)).parameters), "")
-    call = _checked_group(node, kind, where, names, [first, *extra], own)
+    call = _checked_group(node, kind, where, names, [first, *extra])
 
     def make(value: Any) -> Any:
         return _make(call, {first: value, **extra})
@@ -92,13 +88,18 @@ def maker(
 # --------------------------------------------------------------------------------------------------------------- check
 
 
-def _checked_group(
-    node: DictConfig, kind: type, where: str, names: Names, given: Collection[str], own: Iterable[str] = ()
-) -> Call:
+def _checked_group(node: DictConfig, kind: type, where: str, names: Names, given: Collection[str]) -> Call:
     target = _group_target(node, kind, where, names)
     values: Any = OmegaConf.to_container(node, resolve=True)
     # Keys that are in the node for others: facts for models, and what is the framework's own.
-    left_out = {*own, *(set(FACTS) - inspect.signature(target).parameters.keys() if kind is Data else ())}
+    own, parameters = BESIDE.get(where, {}), inspect.signature(target).parameters
+    clash = own.keys() & parameters.keys() if kind is nn.Module else ()  # an optimizer's own `fused` is what ours means
+    for name in clash:
+        raise Refusal(
+            f"{where}.{name} is a key of the framework's own, and {real_name(target)} has a parameter of that name,"
+            " which no configuration could give; it needs another name"
+        )
+    left_out = {*own, *(set(FACTS) - parameters.keys() if kind is Data else ())}
     kept = {str(name): value for name, value in values.items() if name not in left_out}
     return _Check(names, as_written(node, f"{where}.")).call(target, kept, where, given)
 

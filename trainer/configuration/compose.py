@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.configuration.bundle import root
 from trainer.configuration.choices import assort, dashed, misnamed, mistyped, unread
 from trainer.configuration.resolved import as_written, flat, resolved
-from trainer.configuration.settings import GROUPS, examine
+from trainer.configuration.settings import BESIDE, GROUPS, examine
 from trainer.configuration.words import Words, line, parse, read
 from trainer.refusal import Refusal, nearest
 
@@ -48,6 +48,7 @@ def compose(argv: Sequence[str]) -> DictConfig:
         cfg = load(words, chosen, places)
     with open_dict(cfg):
         _refuse_hidden(cfg.pop("hydra"), places)
+        _complete(cfg)
     values, unresolved = resolved(cfg)
     before = flat(values)
     if before["trust"]:
@@ -63,7 +64,7 @@ def compose(argv: Sequence[str]) -> DictConfig:
     # What came of it. A value that did not resolve says nothing about types.
     lines, later = _judged(cfg, before | dict.fromkeys(unresolved))
     if words.flags and not problems and not lines:
-        _answer(words, [*chosen, *map(line, changes)])
+        _answer(words, [*chosen, *map(_for_hydra, changes)])
     if problems := [*problems, *lines.values(), *later.values()]:
         more = [f"… and {len(problems) - LINES} more"] if len(problems) > LINES else []
         raise Refusal("\n".join(problems[:LINES] + more))
@@ -128,6 +129,21 @@ def _refuse_hidden(own: DictConfig, places: list[Path]) -> None:
             file = f"{group}/{option}.yaml"
             if (place / file).is_file() and any((other / file).is_file() for other in places[: places.index(place)]):
                 raise Refusal(f"{place / file}: another {group} is called {option} already; give this one another name")
+
+
+def _complete(cfg: DictConfig) -> None:
+    """Give groups the framework's own keys that stand beside their target's, where an option's yaml names none."""
+    for group, own in BESIDE.items():
+        for key in own if group in cfg and isinstance(cfg[group], DictConfig) else ():
+            if key not in cfg[group]:
+                cfg[group][key] = own[key]
+
+
+def _for_hydra(change: Override) -> str:
+    """A word that changes a key, for Hydra itself, which knows only what stands in a yaml."""
+    group, _, key = str(change.key_or_group).partition(".")
+    beside = key in BESIDE.get(group, ()) and not change.is_delete()
+    return f"++{line(change).lstrip('+')}" if beside else line(change)
 
 
 def _apply(change: Override, cfg: DictConfig) -> None:

@@ -20,11 +20,13 @@ from trainer.configuration.values import (
     packages,
     positive,
     rhythm,
+    rules,
     seconds,
     window,
     word,
 )
 from trainer.learning.cadence import Every
+from trainer.learning.rule import Rule
 from trainer.refusal import Refusal
 
 # Groups whose keys belong to what their `_target_` names; `experiment` is a group too, but leaves no key of its own.
@@ -108,11 +110,19 @@ class Distributed:
 
 
 @dataclass(frozen=True)
+class BesideModel:
+    """The framework's keys among those of a network's target, which is not given them."""
+
+    freeze: tuple[str, ...] = ()  # names of modules or parameters, with wildcards
+
+
+@dataclass(frozen=True)
 class BesideOptimizer:
-    """The framework's keys among those of an optimizer's target: build.maker must be told to leave them out."""
+    """The framework's keys among those of an optimizer's target, which is not given them."""
 
     decay: Literal["weights", "all"] = "weights"  # what weight decay shrinks: weights (not biases and norms) or all
     fused: bool | None = None  # one kernel for the whole step; None: where it pays
+    groups: Annotated[tuple[Rule, ...], Written(rules)] = ()  # another rate or decay for some parameters
 
 
 @dataclass(frozen=True)
@@ -131,11 +141,19 @@ class Settings:
     tf32: bool
     compile: bool
     profile: Annotated[tuple[int, int] | None, Written(window)]  # first and last step
+    init_from: Word | None  # pretrained, or where weights lie
     trust: Annotated[tuple[str, ...], Written(packages)]
+    model: BesideModel = BesideModel()
     optimizer: BesideOptimizer = BesideOptimizer()
 
 
 _TYPES = get_type_hints(Settings)
+# The framework's keys in groups whose other keys are a target's, as a yaml would write them where they are not said.
+BESIDE: Mapping[str, dict[str, Any]] = {
+    name: {each.name: list(each.default) if isinstance(each.default, tuple) else each.default for each in fields(kind)}
+    for name, kind in _TYPES.items()
+    if is_dataclass(kind) and name in GROUPS
+}
 SECTIONS: Mapping[str, Any] = {name: kind for name, kind in _TYPES.items() if is_dataclass(kind) and name not in GROUPS}
 
 
@@ -165,6 +183,11 @@ def examine(values: Mapping[str, Any], written: Mapping[str, Any], wrong: dict[s
         wrong["loop.uneven"] = (
             "loop.uneven=true and compile=true: a compiled network takes micro-batches of one size only; "
             "set compile=false, or loop.uneven=false and a global batch that divides"
+        )
+    if found.init_from is not None and found.run.resume not in ("auto", "fresh"):
+        wrong["init_from"] = (
+            f"init_from={found.init_from} and run.resume={found.run.resume}: a run goes on from a checkpoint or begins"
+            " with weights of others, not both; leave one out"
         )
     # A length that is filled in here and not in config.yaml, where it would end a run that gives steps alone.
     if loop.epochs is None and loop.steps is None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from trainer.launch.launchers import meeting
 from trainer.learning.cadence import Every
+from trainer.learning.rule import Rule
 from trainer.refusal import Refusal
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
@@ -173,6 +174,23 @@ def window(value: Any) -> tuple[int, int] | None:
     expected = "true, false or [first,last]; the first is 2 or more: the step before it warms the profiler up"
     first, last = _held(value, in_order, expected)
     return int(first), int(last)
+
+
+def rules(value: Any) -> tuple[Rule, ...]:
+    """Parameters by pattern with a rate or a decay of their own: a list of {pattern: …, lr: …, weight_decay: …}."""
+    right = isinstance(value, list) and all(_is_rule(each) for each in value)
+    expected = (
+        "a list like [{pattern: backbone, lr: 1e-4}]: each with a pattern, and lr, weight_decay or both, 0 or more"
+    )
+    return tuple(Rule(**each) for each in _held(value, right, expected))
+
+
+def _is_rule(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("pattern"), str):
+        return False
+    numbers = {key: number for key, number in value.items() if key != "pattern"}
+    known = bool(numbers) and numbers.keys() <= {"lr", "weight_decay"}
+    return known and all(fits(number, float) and 0 <= number < math.inf for number in numbers.values())
 
 
 def meeting_place(value: Any) -> str:

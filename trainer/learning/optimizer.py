@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from trainer.learning.rule import Rule
 from trainer.refusal import Refusal
 
 
@@ -24,25 +25,33 @@ def spares_vectors(kind: Any, weight_decay: float | None, decay: str) -> bool:
     return decay == "weights" and own is not None and amount != 0
 
 
-def parameter_groups(network: nn.Module, spare_vectors: bool) -> list[dict[str, Any]]:
+def parameter_groups(network: nn.Module, spare_vectors: bool, rules: Sequence[Rule] = ()) -> list[dict[str, Any]]:
     """The trainable parameters, in as few groups as can be: each is a call of its own in every step.
 
-    Refusal where nothing is trainable.
+    The first group has the optimizer's own rate, which is the one that is logged; it may be empty. Of the rules the
+    first that counts for a parameter does.
     """
-    trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise Refusal(f"{type(network).__name__} has no trainable parameter")
-
-    # By two questions: does it decay, and are its gradients sparse, which no fused step takes?
+    # By three questions: which rule counts, does it decay, and are its gradients sparse, which no fused step takes?
     sparse = {embedding.weight for embedding in sparse_embeddings(network).values()}
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for parameter in trainable:
-        spared = spare_vectors and parameter.dim() <= 1
-        groups.setdefault((spared, parameter in sparse), []).append(parameter)
+    groups: dict[tuple[int, bool, bool], list[nn.Parameter]] = {(0, False, False): []}
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad:
+            rule = next((at for at, rule in enumerate(rules, 1) if rule.counts_for(name)), 0)
+            spared = spare_vectors and parameter.dim() <= 1
+            groups.setdefault((rule, spared, parameter in sparse), []).append(parameter)
+    said: list[dict[str, Any]] = [{}, *(rule.words() for rule in rules)]
     return [
-        {"params": group} | ({"weight_decay": 0.0} if spared else {}) | ({"fused": False} if thin else {})
-        for (spared, thin), group in sorted(groups.items(), key=lambda item: item[0])
+        {"params": group} | said[rule] | ({"weight_decay": 0.0} if spared else {}) | ({"fused": False} if thin else {})
+        for (rule, spared, thin), group in sorted(groups.items(), key=lambda item: item[0])
     ]
+
+
+def refuse_rules(kind: Any, rules: Sequence[Rule]) -> None:
+    """Refuse what a rule says of a hyper-parameter that the optimizer does not have: it would change nothing."""
+    for rule in rules:
+        for word in rule.words():
+            if word not in signature(kind).parameters:
+                raise Refusal(f"optimizer.groups: {rule}, but {kind.__name__} has no {word}")
 
 
 def sparse_embeddings(network: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:

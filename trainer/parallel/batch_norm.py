@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from trainer.learning.frozen import Still
 from trainer.parallel.buckets import average
 from trainer.parallel.ranks import Group, Ranks
 from trainer.refusal import Refusal
@@ -27,7 +28,7 @@ def batch_norms(network: nn.Module) -> list[_BatchNorm]:
 
 
 def _stands_alone(module: nn.Module) -> TypeGuard[_BatchNorm]:
-    return isinstance(module, tuple(BATCH_NORMS)) and not isinstance(module, Synchronised)
+    return isinstance(module, tuple(BATCH_NORMS)) and not isinstance(module, (Synchronised, Still))
 
 
 def with_statistics(network: nn.Module) -> list[_BatchNorm]:

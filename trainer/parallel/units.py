@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from itertools import chain
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from trainer.learning.pattern import fits
 from trainer.learning.plan import Plan
 from trainer.refusal import Refusal, nearest
 
@@ -33,16 +33,7 @@ def matched(network: nn.Module, key: str, what: str, instead: str = "") -> dict[
 
 def matches(network: nn.Module, key: str) -> Iterator[tuple[str, nn.Module]]:
     """Modules whose name fits a plan's key; `*` and the like stand within one level, as in parallelize_module."""
-    levels = [re.compile(_as_expression(level)) for level in key.split(".")]
-    for name, module in network.named_modules():
-        own = name.split(".") if name else []
-        if len(own) == len(levels) and all(level.fullmatch(word) for level, word in zip(levels, own, strict=True)):
-            yield name, module
-
-
-def _as_expression(level: str) -> str:
-    """fnmatch's wildcards for one level of a name."""
-    return re.escape(level).replace(r"\*", ".*").replace(r"\?", ".").replace(r"\[", "[").replace(r"\]", "]")
+    yield from ((name, module) for name, module in network.named_modules() if fits(key, name))
 
 
 def units(network: nn.Module, plan: Plan) -> list[str]:

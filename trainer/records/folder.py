@@ -41,12 +41,13 @@ class RunFolder:
         resume: str,
         launch: Launch,
         label: str,
-        check: Callable[[Path], None],
+        check: Callable[[Path | None], None],
     ) -> RunFolder:
         """Decide on the folder, make it and lock it. Every rank calls it, the main one decides; Refusal on all.
 
-        A name is generated where none is given, from the time and `label`. `resume` is auto, fresh or a path, which
-        `check` may refuse before anything is made; it does not count where the folder has a checkpoint of its own.
+        A name is generated where none is given, from the time and `label`. `resume` is auto, fresh or a path. What the
+        run would begin with, that path or None, `check` may refuse before anything is made; it is not asked where the
+        folder has a checkpoint of its own to go on from.
         """
         kept: list[RunFolder] = []  # the main rank's, with the lock
 
@@ -61,12 +62,13 @@ class RunFolder:
             try:
                 start = start_path(resume)
                 path, restarted = choose(Path(root).expanduser(), name, dir, label, launch)
-                if start is not None and not has_checkpoint(path):
+                # who was started again by its launcher re-enters the folder that it has made itself
+                fresh = resume == "fresh" and not restarted and not launch.requeued
+                if fresh or not has_checkpoint(path):
                     check(start)
             except OSError as error:  # a name longer than the file system takes, a folder that may not be looked into
                 raise Refusal(f"the run's folder cannot be: {error.strerror}: {str(error.filename)[:200]}") from error
-            # who was started again by its launcher re-enters the folder that it has made itself
-            kept.append(_enter(path, fresh=resume == "fresh" and not restarted and not launch.requeued))
+            kept.append(_enter(path, fresh))
             return {"path": str(path), "holder": holder(path)}
 
         verdict = decided_by_main(launch, "folder", decide)

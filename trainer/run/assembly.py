@@ -19,7 +19,7 @@ from trainer.configuration.settings import Settings, settings
 from trainer.data.data import Data
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import meeting_at
-from trainer.learning.optimizer import fused_words, spares_vectors
+from trainer.learning.optimizer import fused_words, refuse_rules, spares_vectors
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
 from trainer.records.folder import RunFolder
@@ -46,6 +46,8 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     # what an optimizer's class can do is known before there are parameters to give it
     kind: Any = names.find(cfg.optimizer.get("_target_"), "optimizer._target_")
     fused = fused_words(kind, chosen.optimizer.fused, cfg.optimizer.get("dampening", 0))
+    refuse_rules(kind, chosen.optimizer.groups)
+    decays = [cfg.optimizer.get("weight_decay"), *(rule.weight_decay or 0.0 for rule in chosen.optimizer.groups)]
     return RunParts(
         settings=chosen,
         words=list(words),
@@ -54,8 +56,8 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         strategy=build(cfg.strategy, Strategy, "strategy", names, machine=machine),
         task=build(cfg.task, Task, "task", names),
         schedule=build(cfg.schedule, Schedule, "schedule", names),
-        make_optimizer=maker(cfg.optimizer, Optimizer, "optimizer", names, vars(chosen.optimizer), **fused),
-        spare_vectors=spares_vectors(kind, cfg.optimizer.get("weight_decay"), chosen.optimizer.decay),
+        make_optimizer=maker(cfg.optimizer, Optimizer, "optimizer", names, **fused),
+        spare_vectors=any(spares_vectors(kind, amount, chosen.optimizer.decay) for amount in decays),
         sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
         open_folder=partial(RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, label(cfg)),
         data=build(cfg.data, Data, "data", names),

@@ -113,7 +113,7 @@ def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRe
     # an example of a batch: what is traced, cut or compiled must see the shapes of a micro-batch
     placed = strategy.build(run.task, run.network, stream.example())
     # the optimizer comes after the network is in its place: it steps what this rank owns by now
-    optimizer = placed.optimizer(run.make_optimizer, parameter_groups(placed.network, run.spare_vectors))
+    optimizer = placed.optimizer(run.make_optimizer, parameter_groups(placed.network, run.spare_vectors, run.rules))
     # before the schedule, which multiplies the rates it finds
     for group in optimizer.param_groups:
         group["lr"] *= run.schedule.scale(loop.global_batch)

@@ -19,16 +19,19 @@ from trainer.data.order import Order, size_of
 from trainer.data.seeds import seed_all
 from trainer.launch.agreement import first_on_node
 from trainer.launch.status import read_status
+from trainer.learning.frozen import freeze, refuse_frozen
 from trainer.learning.optimizer import refuse_sparse_step
+from trainer.learning.rule import Rule, understood
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
-from trainer.parallel.outline import all_stored, is_outline
+from trainer.parallel.outline import all_stored, is_outline, make_room
 from trainer.records.folder import RunFolder
 from trainer.records.log import Sink
 from trainer.records.profile import refuse_window
 from trainer.records.resume import changes, completed, has_checkpoint, learning_changes, read_config, refuse_changes
 from trainer.refusal import Refusal
 from trainer.run.arithmetic import Batches, Length, deal, measure
+from trainer.run.initial import Initial
 from trainer.run.start import refuse_own, refuse_start
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
@@ -50,7 +53,7 @@ class RunParts:
     make_optimizer: Callable[[list[dict[str, Any]]], Optimizer]
     spare_vectors: bool  # biases and norms are not decayed
     sinks: list[Sink]
-    open_folder: Callable[[Callable[[Path], None]], RunFolder]  # makes and locks it, after a look at run.resume=PATH
+    open_folder: Callable[[Callable[[Path | None], None]], RunFolder]  # makes, locks it; before, a look at what begins
 
 
 @dataclass
@@ -63,6 +66,8 @@ class Prepared(RunParts):
     length: Length
     network: nn.Module  # without values where ranks are to hold shards of it
     whole_because: str  # why it has values there in spite of that; empty as a rule
+    rules: list[Rule]  # rates and decays of some parameters of this network
+    initial: Initial  # values that it begins with and that were not built; the main rank alone has them
     folder: RunFolder
 
 
@@ -94,10 +99,15 @@ def prepare(run: RunParts) -> Prepared:
         raise Refusal(f"checkpoint.best={settings.checkpoint.best}: the data has no evaluation set to measure it on")
     # the network last of what is made, for it may be large; where ranks are to hold shards only its shapes are
     network, whole_because = run.strategy.outline(partial(seeded_network, run))
+    refuse_frozen(network, settings.model.freeze)
+    rules = understood(network, settings.optimizer.groups)
     run.strategy.check(run.task, network, launch.world_size)
     refuse_sparse_step(network, run.make_optimizer)
-    # a run that cannot work leaves no folder behind
-    folder = run.open_folder(lambda start: refuse_start(start, network, run.configuration, length, loop))
+    # a run that cannot work leaves no folder behind: what it would begin with is looked at before
+    initial = Initial(settings.init_from, settings.checkpoint.best or run.task.best)
+    folder = run.open_folder(
+        lambda start: refuse_start(start, network, run.configuration, length, loop) if start else initial.look(network)
+    )
     return Prepared(
         **vars(run),
         training=training,
@@ -106,24 +116,30 @@ def prepare(run: RunParts) -> Prepared:
         length=length,
         network=network,
         whole_because=whole_because,
+        rules=rules,
+        initial=initial,
         folder=folder,
     )
 
 
 def seeded_network(run: RunParts) -> nn.Module:
-    """The network as its constructor makes it from the seed: one initialisation, whatever the strategy."""
+    """The network as its constructor makes it from the seed, whatever the strategy; some of it may be frozen."""
     seed_all(run.settings.seed)
-    return run.make_network()
+    return freeze(run.make_network(), run.settings.model.freeze)
 
 
 def build_values(run: Prepared, resuming: bool) -> None:
-    """Where the network has no values the main rank builds them, to send them to all.
+    """Where the network has no values the main rank builds them, to send them to all; some come from `init_from`.
 
-    Not where a checkpoint will give them all: nobody builds what is overwritten.
+    Not where a checkpoint or a file will give them all: nobody builds what is overwritten.
     """
-    given = not is_outline(run.network) or (resuming and all_stored(run.network))
-    if run.machine.launch.is_main and not given:
+    if not run.machine.launch.is_main:
+        return
+    if is_outline(run.network) and run.initial.gives_all:
+        make_room(run.network, torch.device("cpu"), torch.device("cpu"))
+    elif is_outline(run.network) and not (resuming and all_stored(run.network)):
         run.network = seeded_network(run)
+    run.initial.fill(run.network)  # of a run that goes on from a checkpoint nothing
 
 
 def read_data(run: RunParts) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ import torch
 
 from trainer.data.order import size_of
 from trainer.launch.launch import Launch
+from trainer.learning.frozen import trainable
 from trainer.records.manifest import Found
 from trainer.run.preparation import Prepared
 from trainer.strategies.machine import Machine
@@ -49,16 +50,19 @@ def describe(run: Prepared) -> dict[str, Any]:
 def start_lines(run: Prepared, start: Found | None) -> list[str]:
     """What a run is, as it was understood."""
     strategy, machine = run.strategy, run.machine
-    count = sum(parameter.numel() for parameter in run.network.parameters())
+    count, learn = sum(parameter.numel() for parameter in run.network.parameters()), trainable(run.network)
+    frozen = f", of which {learn:,} are trained" if learn < count else ""
     samples = size_of(run.evaluation) if run.evaluation is not None else 0
     return [
         f"run folder  {run.folder.path}",
         f"strategy    {strategy.name} on {strategy.world.size} process(es); {devices(machine)}",
         f"precision   {arithmetic(machine)}",
-        f"network     {type(run.network).__name__}, {count:,} parameters",
+        f"network     {type(run.network).__name__}, {count:,} parameters{frozen}",
+        *[f"optimizer   {rule}; {rule.covers(run.network):,} parameters" for rule in run.rules],
         f"batch       {run.batches}",
         f"length      {run.length}; schedule {type(run.schedule).__name__.lower()}",
         f"evaluation  {samples} samples" if samples else "evaluation  none: the data has no evaluation set",
+        *run.initial.lines,
         *([f"note        built whole on every rank first: {run.whole_because}"] if run.whole_because else []),
         *[f"note        {note}" for note in strategy.notes(run.network)],
         *([f"resuming    step {start.step} of {start.path}"] if start else []),

@@ -110,4 +110,4 @@ def _unmixed(group: dict[str, Any]) -> list[dict[str, Any]]:
     for parameter in group["params"]:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         alike.setdefault(mesh, []).append(parameter)
-    return [{**group, "params": parameters} for parameters in alike.values()]
+    return [{**group, "params": parameters} for parameters in alike.values()] or [group]  # an empty one stays

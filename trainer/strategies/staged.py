@@ -123,7 +123,8 @@ class PlacedStages(PlacedTensor):
         return broadcast_sums(sums, self._sums_like[occasion], source, self._pipeline, self.strategy.device)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
-        square = super()._norm(gradients).to(self.strategy.device).square()
+        # of a stage that is frozen a zero, in the type of the others' norms
+        square = super()._norm(gradients).to(self.strategy.device, self._machine.parameter_dtype).square()
         self._pipeline.all_reduce_sum_(square).wait()  # the ranks of this pipeline; one number
         return square.sqrt()
 

@@ -98,14 +98,14 @@ def _starts(flow: Flow) -> list[fx.Node]:
 def _lightest(flow: Flow, starts: list[fx.Node], count: int, weight: Weights) -> list[str]:
     """The cuts before these modules whose heaviest stage is lightest; as many stages as can be, at most `count`.
 
-    Every stage has a trainable parameter.
+    Every stage has a parameter.
     """
     # sums from the flow's beginning: what lies between two of them is a difference
     ends = [0, *(flow.at[start] for start in starts), len(flow.nodes)]
     brought = [node.op in ("call_module", "get_attr") for node in flow.nodes]
     own = [weight.get(str(node.target), 0.0) * some for node, some in zip(flow.nodes, brought, strict=True)]
     sums = [0.0, *accumulate(own)]
-    seen = [0, *accumulate(sum(tensor.requires_grad for tensor in flow.state(node)) for node in flow.nodes)]
+    seen = [0, *accumulate(sum(isinstance(one, nn.Parameter) for one in flow.state(node)) for node in flow.nodes)]
     # best[e]: for stages that end at ends[e], (heaviest, squares of all, the cuts), by the number of stages so far
     best: list[dict[int, tuple[float, float, list[int]]]] = [{0: (0.0, 0.0, [])}]
     for e in range(1, len(ends)):

@@ -87,25 +87,24 @@ def _ends(flow: Flow, names: list[str]) -> list[int]:
 
 
 def _refuse_stages(network: nn.Module, flow: Flow, bounds: list[int]) -> None:
-    """Refuse parameters that two stages would share, and stages that have none to train."""
+    """Refuse parameters that two stages would share, and stages that have none."""
     held: dict[int, tuple[int, str]] = {}
     for index, (start, end) in enumerate(pairwise(bounds)):
-        trainable = False
+        held_any = False
         for node in flow.nodes[start:end]:
             if flow.is_copied(node):
                 continue
             # a tensor in two stages would be two tensors, which learn different things
             for tensor in flow.state(node):
-                trainable |= tensor.requires_grad
+                held_any |= isinstance(tensor, nn.Parameter)
                 other, name = held.setdefault(id(tensor), (index, str(node.target)))
                 if other != index:
                     raise Refusal(
                         f"{name} and {node.target} share a parameter or buffer, and would lie in stages {other} and"
                         f" {index}: tied parts must be in one stage; {ELSE}"
                     )
-        # torch's schedules wait for the gradient of every stage, and for something that it came from
-        if not trainable:
-            raise Refusal(f"stage {index} of {len(bounds) - 1} would have nothing to train: cut elsewhere; {ELSE}")
+        if not held_any:
+            raise Refusal(f"stage {index} of {len(bounds) - 1} would have no parameter: cut elsewhere; {ELSE}")
         if index and not flow.handed(start):
             raise Refusal(f"nothing flows from stage {index - 1} into stage {index}: cut elsewhere; {ELSE}")
 

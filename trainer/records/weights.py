@@ -1,0 +1,141 @@
+"""Weights that people have, in files of many kinds: which tensors those hold, and their values into given ones.
+
+Nothing that a file names is called: safetensors, and torch's own format as far as it holds tensors (`weights_only`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.parallel.ranks import Ranks
+from trainer.records.manifest import CorruptCheckpoint
+from trainer.records.resume import has_checkpoint, is_checkpoint
+from trainer.records.shelf import committed, open_checkpoint, score
+from trainer.refusal import Refusal
+
+# Under which of these a training script keeps the network's own tensors, beside its optimizer's and others.
+NESTED = ("state_dict", "model_state_dict", "model")
+# What a folder of Hugging Face holds, the first that is there; an index names the files of several.
+HUGGING_FACE = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Named tensors of files. They are mapped: their values are read when somebody looks at them."""
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+
+    @torch.no_grad()
+    def read_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill these in place; names are the files', types may be others."""
+        for name, tensor in tensors.items():
+            tensor.copy_(self.tensors[name])
+
+
+class CheckpointWeights(Weights):
+    """Those of a checkpoint of our own, verified, whose files may each hold shards: only shapes are known before."""
+
+    def read_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill these in place, whoever wrote which shard of them."""
+        from trainer.records.tensor_files import read_into
+
+        read_into({name: tensor.detach() for name, tensor in tensors.items()}, self.path)
+
+
+def open_weights(path: Path, best: str) -> Weights:
+    """The weights that lie there: in a run's folder, a checkpoint, a file, or a folder of Hugging Face.
+
+    Of a run those of its best checkpoint by the figure `best` ("accuracy", "-loss"); of its newest where none has that
+    figure. Refusal where there are none, or where they cannot be read.
+    """
+    try:
+        if has_checkpoint(path):
+            return _of_checkpoint(_best_of(path / "checkpoints", best))
+        if is_checkpoint(path):
+            return _of_checkpoint(path)
+        return Weights(path, _of_folder(path) if path.is_dir() else _of_file(path))
+    except CorruptCheckpoint as error:
+        raise Refusal(str(error)) from error
+    except OSError as error:
+        raise Refusal(f"{path.absolute()}: {error.strerror or error}") from error
+
+
+def _best_of(folder: Path, best: str) -> Path:
+    found = max(committed(folder), key=lambda one: (score(one.figures, best), one.step), default=None)
+    if found is None:
+        raise CorruptCheckpoint(f"none of the checkpoints in {folder} can be used")
+    return found.path
+
+
+def _of_checkpoint(path: Path) -> Weights:
+    from trainer.records.tensor_files import APART  # here: what it imports takes longer than a first step
+
+    found = open_checkpoint(path, Ranks())  # this process alone: every byte is compared with its sha256
+    own = {name: tensor for name, tensor in found.tensors.items() if not name.startswith(APART)}
+    return CheckpointWeights(path, own)
+
+
+def _of_folder(path: Path) -> dict[str, Tensor]:
+    name = next((name for name in HUGGING_FACE if (path / name).is_file()), None)
+    if name is None:
+        raise Refusal(f"{path.absolute()} holds no checkpoint, and none of {', '.join(HUGGING_FACE)}")
+    if not name.endswith(".json"):
+        return _of_file(path / name)
+    # the index says which file each tensor lies in; the files say themselves what they hold
+    try:
+        files = sorted(set(json.loads((path / name).read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refusal(f"{path / name} is no index of weights: {type(error).__name__}: {error}") from error
+    return {name: tensor for file in files for name, tensor in _of_file(path / file).items()}
+
+
+def _of_file(path: Path) -> dict[str, Tensor]:
+    if path.suffix != ".safetensors":
+        return _of_torch(path)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise Refusal(f"{path}: {error}") from error
+
+
+def _of_torch(path: Path) -> dict[str, Tensor]:
+    """What torch.save has written: a state_dict, or one inside of what a training script keeps."""
+    try:
+        # only the newer of torch's two formats, a zip, can be mapped
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError:
+        raise
+    except Exception as error:  # whatever a file of another kind makes of torch's reader
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        holds = f"it holds a {found[1]}, which only running code could read" if found else "torch cannot read it"
+        raise Refusal(
+            f"{path}: {holds}; write its tensors alone: torch.save(network.state_dict(), 'weights.pt')"
+        ) from error
+    return _named(state)
+
+
+def _named(state: Any) -> dict[str, Tensor]:
+    while isinstance(state, Mapping):
+        inner = next((state[key] for key in NESTED if isinstance(state.get(key), Mapping)), None)
+        if inner is None:
+            return {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+        state = inner
+    return {}

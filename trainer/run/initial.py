@@ -1,0 +1,121 @@
+"""The values that `init_from` gives a network: found and compared before any process group, read by one rank inside."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from trainer.parallel.held import named_tensors
+from trainer.records.weights import Weights, open_weights
+from trainer.refusal import Refusal
+
+_SHOWN = 4  # names of a kind in a line
+
+
+class Initial:
+    """What a network begins with that its constructor did not make. Nothing until somebody has looked for it.
+
+    The main rank alone looks and reads; from it the values travel as if it had built them.
+    """
+
+    def __init__(self, source: str | None, best: str) -> None:
+        """`source` is `init_from`; `best`: the figure by which a run's checkpoint is chosen."""
+        self.lines: list[str] = []  # what was found, for the start of the run
+        self.gives_all = False  # every value of the network: nobody need build any
+        self._source, self._best = source, best
+        self._names: dict[str, str] = {}  # of the network → of the same tensor in the file
+        self._weights: Weights | None = None
+
+    def look(self, network: nn.Module) -> None:
+        """Find the weights and compare names and shapes; Refusal where none fits. The network may be an outline."""
+        if self._source is None:
+            return
+        try:
+            self._weights = weights = open_weights(_place(self._source, network), self._best)
+            self._compare(weights, network)
+        except Refusal as refusal:
+            raise Refusal(f"init_from={self._source}: {refusal}") from refusal
+
+    def fill(self, network: nn.Module) -> None:
+        """Give the network, in place, the values that were found; they are let go of then."""
+        if self._weights is None:
+            return
+        own = dict(named_tensors(network))
+        self._weights.read_into({there: own[name] for name, there in self._names.items()})
+        self._weights = None
+
+    def _compare(self, weights: Weights, network: nn.Module) -> None:
+        own, stored = dict(named_tensors(network)), set(network.state_dict())
+        there = plain_names(weights.tensors, own)
+        shapes = {name: weights.tensors[other].shape for name, other in there.items()}
+        self._names = {name: there[name] for name in own if name in there and shapes[name] == own[name].shape}
+        # a tensor with several names (tied weights) needs one of them
+        given = {own[name] for name in self._names}
+        self.gives_all = all(tensor in given for tensor in own.values())
+        lacking = [name for name in own if own[name] not in given and name in stored]
+        other = [name for name in lacking if name in there]
+        replaced = [f"{name} {tuple(shapes[name])} → {tuple(own[name].shape)}" for name in other]
+        # a count that only older files lack, and that torch's BatchNorm does without
+        missing = [name for name in lacking if name not in there and not name.endswith("num_batches_tracked")]
+        if not self._names:
+            raise Refusal(_strangers(weights.path, there, network, replaced))
+        extra = [there[name] for name in there if name not in own]
+        self.lines = [
+            f"weights     {len(self._names)} tensors from {weights.path}",
+            *_line("of another shape, stay as built", replaced),
+            *_line("not there, stay as built", missing),
+            *_line("not of this network, left out", extra),
+        ]
+
+
+def plain_names(names: Iterable[str], own: Collection[str]) -> dict[str, str]:
+    """A file's names as the network has them → as they stand in the file.
+
+    Wrappers leave words in front: DataParallel and DDP `module.`, torch.compile `_orig_mod.`, others a word of their
+    own before all names (`model.`); they go where the network has no such name.
+    """
+    found = {name: name for name in names}
+    unwrapped = {name.replace("_orig_mod.", "").removeprefix("module."): name for name in found if name not in own}
+    found = {name: name for name in found if name in own} | unwrapped
+    # one word before all names, which no module of the network is called
+    first = {name.split(".")[0] for name in found}
+    if len(first) == 1 and not any(name.split(".")[0] in first for name in own):
+        found = {name.partition(".")[2]: there for name, there in found.items()}
+    return found
+
+
+def _place(source: str, network: nn.Module) -> Path:
+    """Where the weights lie; what the network's authors have published the network itself knows."""
+    if source != "pretrained":
+        path = Path(source).expanduser()
+        if not path.exists():
+            kinds = "a run folder, a checkpoint, a .safetensors, .pt or .pth file, a folder of Hugging Face"
+            raise Refusal(f"{path.absolute()} does not exist; give pretrained, {kinds}")
+        return path
+    published = getattr(network, "pretrained", None)
+    if not callable(published):
+        raise Refusal(
+            f"{type(network).__name__} has no published weights; a network may say where they lie, in a method"
+            " pretrained(self) -> Path; a file of weights may be given instead"
+        )
+    return published()
+
+
+def _strangers(path: Path, there: Collection[str], network: nn.Module, replaced: Sequence[str]) -> str:
+    kind, own = type(network).__name__, network.state_dict()
+    if replaced:
+        return f"no tensor of {path} has the shape that {kind} has for it: {_shown(replaced)}"
+    if not there:
+        return f"{path} holds no tensor by name"
+    return f"no name in {path} is one of {kind}'s; there: {_shown(there)}; here: {_shown(own)}"
+
+
+def _line(what: str, names: Sequence[str]) -> list[str]:
+    return [f"weights     {len(names)} {what}: {_shown(names)}"] if names else []
+
+
+def _shown(names: Iterable[str]) -> str:
+    every = list(names)
+    return ", ".join(every[:_SHOWN]) + (f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else "")
