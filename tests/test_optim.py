@@ -16,7 +16,7 @@ from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.launch import Launch
 from trainer.learning.frozen import refuse_frozen
-from trainer.learning.optimizer import fused_words, parameter_groups, spares_vectors
+from trainer.learning.optimizer import begin_momentum, fused_words, parameter_groups, spares_vectors
 from trainer.refusal import Refusal
 
 
@@ -97,6 +97,17 @@ def test_late_gradients_and_overflows_are_those_of_torchs_plain_step(home: Path,
     losses(home, "begun", *run, "loop.steps=2")  # nothing but overflows so far, and the late part has not begun
     assert product(Launch(), home, words("on", *run, "loop.steps=24", "run.resume=begun")) == 0
     assert [line["loss"] for line in lines(home / "on", "train")] == whole[2:]
+
+
+def test_dampened_momentum_begins_with_the_first_gradient_as_torchs() -> None:
+    torchs, ours = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    for parameter, begin in ((torchs, lambda _: None), (ours, begin_momentum)):
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, dampening=0.5)
+        begin(optimizer)
+        for step in range(3):
+            parameter.grad = torch.full((3,), 1.0 + step)
+            optimizer.step()
+    assert torch.equal(ours, torchs)
 
 
 def test_decay_spares_vectors_and_numbers_and_no_sparse_step_is_fused() -> None:
