@@ -66,7 +66,7 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
 # The rooms of trainer/ from the door down: who stands above may import who stands below, never the other way round.
 _DOOR = ("__main__", "run", "configuration")
 _LOOP = ("trainer", "evaluation", "records", "strategies")
-_GROUND = ("parallel", "learning", "data", "launch", "refusal")
+_GROUND = ("parallel", "learning", "data", "devices", "launch", "refusal")
 FLOORS = (*_DOOR, *_LOOP, *_GROUND)
 
 

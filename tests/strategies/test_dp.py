@@ -114,9 +114,8 @@ def test_compiled_replicas_would_compute_with_the_first_ones_weights(monkeypatch
     replica.weight = torch.zeros(2, 2)  # as on another GPU
     assert torch.equal(replica(torch.ones(1, 2)), network(torch.ones(1, 2)))  # hence the refusal
     compiling = DP(machine=Machine(compile=True))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for count in (1, 2):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        monkeypatch.setattr(DP, "devices", lambda self, count=count: list(range(count)))
         with pytest.raises(Refusal, match=r"compile=true.*use compile=false") if count > 1 else nullcontext():
             compiling.check(Task(), network, 1)
 

@@ -102,7 +102,7 @@ class Checkpoint:
 class Distributed:
     """How processes talk to each other."""
 
-    backend: Literal["nccl", "gloo"] | None
+    backend: Literal["nccl", "xccl", "gloo"] | None
     init_method: Annotated[str, Written(meeting_place)]
     interface: Word | None
     timeout: Seconds
@@ -136,7 +136,7 @@ class Settings:
     checkpoint: Checkpoint
     distributed: Distributed
     seed: Natural
-    device: Literal["auto", "cpu", "cuda"]
+    device: Literal["auto", "cpu", "cuda", "xpu", "mps"]
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"]
     tf32: bool
     compile: bool

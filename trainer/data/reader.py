@@ -83,7 +83,8 @@ def _begin_worker(number: int) -> None:
 
 def _cores() -> int:
     """The cores of this process: its machine's, over the processes there."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
+    return max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class _Lists:

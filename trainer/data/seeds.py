@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from trainer.devices import generator_of
+
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: multiples of it lie as evenly as can be
 POSITIVE = 2**63 - 1  # all bits but the sign
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # the multipliers of the paper
@@ -44,17 +46,17 @@ def signed(word: int) -> int:
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed torch's generators of the CPU and of one device; a tenth of the cost of `torch.manual_seed`."""
+    """Seed torch's generators of the CPU and of the current device; a tenth of the cost of `torch.manual_seed`."""
     # torch.manual_seed asks for every backend that there is, and this runs in each step of a network that draws.
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def seed_more_gpus(indices: Iterable[int]) -> None:
-    """Seed further GPUs, each otherwise, from the seed that the CPU's generator was given last."""
+    """Seed further CUDA GPUs, each otherwise, from the seed that the CPU's generator was given last."""
     for index in indices:
-        torch.cuda.default_generators[index].manual_seed(mix(torch.initial_seed(), index))
+        generator_of(torch.device("cuda", index)).manual_seed(mix(torch.initial_seed(), index))
 
 
 def seed_all(seed: int) -> None:

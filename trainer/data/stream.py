@@ -16,6 +16,7 @@ from trainer.data.seeds import GOLDEN, mixed, signed
 from trainer.data.slice import Slice, spans
 from trainer.data.transforms import Random
 from trainer.data.tree import moved, rows
+from trainer.devices import pins
 
 
 class Batch(NamedTuple):
@@ -33,7 +34,7 @@ class Samples:
 
     def __init__(self, data: Data, dataset: Any, own: Slice, loading: Loading) -> None:
         self._data, self._device, self._seed = data, own.device, own.seed
-        self._read = reading(dataset, data.collate, own.seed, loading, pin=own.device.type == "cuda")
+        self._read = reading(dataset, data.collate, own.seed, loading, pin=pins(own.device))
 
     def read(self, epoch: int, lists: Sequence[Tensor], training: bool) -> Iterator[tuple[Tensor, Any, Any]]:
         """(indices, inputs, targets) of each list, in order; the indices stay on the CPU."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer.data.seeds import GOLDEN, POSITIVE, mix, mixed, signed
+from trainer.devices import widest
 from trainer.refusal import Refusal
 
 _CACHED = 128  # images
@@ -46,7 +47,9 @@ class Random:
         The quantile function is a table with linear interpolation, because a device's own log and cos may differ in
         their last bit. Cells halve towards the tail: 256 for each power of two of the probability, down to 2^-32.
         """
-        words = self._words(shape)
+        drawn = self._words(shape)
+        # 33 bits want float64: where the device has none the host computes, and waits for it
+        words = drawn if widest(drawn.device) == torch.float64 else drawn.cpu()
         tail, power = torch.frexp(((words >> 31) + 1).double())  # P(|z| > result) = tail · 2^power / 2^32
         place = (tail - 0.5) * 512
         cell = place.floor()
@@ -55,7 +58,7 @@ class Random:
         near, far = table[index], table[index + 1]
         # (B, …): between two entries of the table, with a sign from the lowest bit, which the tail does not use
         magnitude = near + (far - near) * (place - cell).float()
-        return magnitude * (1 - 2 * (words & 1)).float()
+        return (magnitude * (1 - 2 * (words & 1)).float()).to(drawn.device)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """Int64 numbers in [low, high); the first dimension is the batch."""

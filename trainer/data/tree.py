@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.devices import pins
+
 
 def tensors(tree: Any) -> Iterator[Tensor]:
     """Every tensor of a tree, in order."""
@@ -84,13 +86,14 @@ def _named(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """The same tree on a device. To a GPU it goes through pinned memory: from other the host would wait for copies."""
+    """The same tree on a device, through pinned memory where that serves: from other the host would wait for copies."""
     if device.type == "cpu":
         return tree  # where it was read
+    pinned = pins(device)
 
     def there(tensor: Tensor) -> Tensor:
         # pinned memory is kept by torch until the copy is done, so nobody need wait here
-        return (tensor.pin_memory() if tensor.is_cpu else tensor).to(device, non_blocking=True)
+        return (tensor.pin_memory() if pinned and tensor.is_cpu else tensor).to(device, non_blocking=pinned)
 
     return changed(tree, there)
 

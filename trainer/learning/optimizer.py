@@ -79,6 +79,30 @@ def refuse_sparse_step(network: nn.Module, make: Callable[[list[dict[str, Any]]]
             ) from error
 
 
+def no_fused_step(
+    optimizer: torch.optim.Optimizer,
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    device: torch.device,
+    wanted: bool | None,
+) -> str:
+    """Why this optimizer's fused step cannot run on the device; empty where it can, or where it is not fused.
+
+    Refusal where it was asked for.
+    """
+    if not any(group.get("fused") for group in optimizer.param_groups):
+        return ""
+    # Which kernels there are for which device changes with torch: try it on one number.
+    number = nn.Parameter(torch.zeros(1, device=device))
+    number.grad = torch.zeros_like(number)
+    try:
+        make([{"params": [number]}]).step()
+    except RuntimeError as error:
+        if wanted:
+            raise Refusal(f"optimizer.fused=true: torch says: {error}; leave optimizer.fused out") from error
+        return str(error)
+    return ""
+
+
 def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Let SGD's momentum begin as zeros, where it has not begun; the numbers of every step stay the same.
 

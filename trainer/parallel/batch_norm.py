@@ -39,12 +39,12 @@ def with_statistics(network: nn.Module) -> list[_BatchNorm]:
 def synchronised(network: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
     """The network with every BatchNorm taking its statistics over all of these ranks; DDP does not do this by itself.
 
-    A class that adds something to BatchNorm (timm's adds an activation) keeps what it adds. On GPUs plain BatchNorms
+    A class that adds something to BatchNorm (timm's adds an activation) keeps what it adds. On CUDA plain BatchNorms
     become torch's own SyncBatchNorm, which is faster, works on nothing else, and would drop such additions.
     """
     if not isinstance(ranks, Group):
         return network
-    if type(network) in BATCH_NORMS and device.type == "cuda":
+    if type(network) in BATCH_NORMS and device.type == "cuda":  # its kernels are CUDA's
         return nn.SyncBatchNorm.convert_sync_batchnorm(network, ranks.group)
     if _stands_alone(network):
         kind = type(network)
@@ -129,7 +129,7 @@ def batch_norm(
         return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
     wide = x if x.dtype == torch.float64 else x.float()  # statistics of bf16 activations are taken in fp32
     axes = [0, *range(2, x.dim())]
-    count = wide.new_tensor([x.numel() / x.shape[1]])
+    count = wide.new_full((1,), x.numel() / x.shape[1])  # filled in there: a copy from the host would wait
     sums = _AllReduce.apply(torch.cat([wide.sum(axes), count]), ranks)  # the data ranks; C + 1 numbers
     total = sums[-1].detach()
     mean = sums[:-1] / total  # (C,)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from trainer.devices import pins, widest
 from trainer.parallel.held import held
 from trainer.parallel.ranks import Ranks, Waitable
 
@@ -77,14 +78,16 @@ def average(tensors: list[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET) -> 
 class Totals:
     """Sums on their way: added up over ranks, copied to the CPU, and only waited for when they are read.
 
-    Whole numbers travel as int64 and wrap (digests), all others as float64; what lies on the CPU travels from there.
+    Whole numbers travel as int64 and wrap (digests), all others in the widest type of where they are; what lies on the
+    CPU travels from there.
     """
 
     def __init__(
         self, sums: Sums, ranks: Ranks, device: torch.device, alike: Mapping[str, Tensor] | None = None
     ) -> None:
         """`alike`: numbers that are equal on all ranks already, to be read at the same time."""
-        self._alike = {name: value.to("cpu", non_blocking=True) for name, value in (alike or {}).items()}
+        ahead = pins(device)  # else a copy is done when it is there to be read
+        self._alike = {name: value.to("cpu", non_blocking=ahead) for name, value in (alike or {}).items()}
         # one message for each type and device, in an order that is the same on every rank
         own = {name: wide(value).detach() for name, value in sums.items()}
         self._names = sorted(own, key=lambda name: (own[name].is_floating_point(), own[name].device.type, name))
@@ -94,23 +97,23 @@ class Totals:
             work = ranks.all_reduce_sum_(flat)  # the given ranks; 8 bytes a number
             if flat.device.type != "cpu":
                 work.wait()  # of a GPU only the stream waits, so that the copy comes after the sum
-            self._under_way.append((bucket, flat.to("cpu", non_blocking=True), work))
-        self._ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+            self._under_way.append((bucket, flat.to("cpu", non_blocking=ahead), work))
+        self._ready = torch.accelerator.current_stream(device).record_event() if ahead else None
 
     def read(self) -> dict[str, Tensor]:
-        """The totals, as CPU tensors of the shapes that were given."""
+        """The totals, as CPU tensors of the shapes that were given, int64 or float64."""
         if self._ready is not None:
             self._ready.synchronize()
         totals: list[Tensor] = []
         for bucket, flat, work in self._under_way:
             work.wait()
-            totals += unpacked(flat, bucket)
+            totals += unpacked(wide(flat), bucket)
         return self._alike | dict(zip(self._names, totals, strict=True))
 
 
 def wide(value: Tensor | float) -> Tensor:
-    """A number in the type in which numbers are added up: int64 if it is whole, else float64. Of the host's: there."""
+    """A number in the type in which numbers are added up: int64 if it is whole, else the widest where it is."""
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
-    kind = torch.float64 if value.dtype.is_floating_point else torch.int64
+    kind = widest(value.device) if value.dtype.is_floating_point else torch.int64
     return value if value.dtype == kind else value.to(kind)

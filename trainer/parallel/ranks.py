@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from trainer.launch.launch import Launch
+from trainer.refusal import Refusal
 
 ALWAYS = timedelta()  # as torch says it: no time of its own, the group's counts
 
@@ -129,6 +130,27 @@ class Group(Ranks):
         self.all_reduce_sum_(torch.zeros(1)).wait()
 
 
+def backend_of(kind: str, wanted: str | None) -> str:
+    """What sends tensors of this kind of device: what is wanted, or torch's choice (NCCL for cuda, XCCL for xpu)."""
+    return wanted or dist.Backend.default_device_backend_map.get(kind, "gloo")
+
+
+def refuse_backend(kind: str, wanted: str | None) -> None:
+    """Refuse a group of processes where torch, or the backend that is wanted, cannot send tensors of this kind."""
+    own, able = backend_of(kind, None), dist.Backend.backend_capability  # backend → the kinds that it sends
+    if kind not in able.get(own, []):
+        raise Refusal(
+            f"torch has nothing that sends tensors of {kind} from process to process; use strategy=single in one"
+            " process, or device=cpu in several"
+        )
+    if wanted is not None and kind not in able.get(wanted, []):
+        others = " and ".join(able.get(wanted, ["nothing"]))
+        raise Refusal(
+            f"distributed.backend={wanted} sends tensors of {others}, and this run computes on {kind}; use {own}"
+            " (or null)"
+        )
+
+
 def join_group(launch: Launch, device: torch.device, backend: str | None, timeout: timedelta) -> Group:
     """Collective: every process of the launch joins one group. CPU tensors always travel by gloo.
 
@@ -138,14 +160,14 @@ def join_group(launch: Launch, device: torch.device, backend: str | None, timeou
     store = launch.store()
     if store is None:  # a process that was started alone: a group of one
         store = dist.HashStore()
-    nccl = device.type == "cuda" and backend != "gloo"
+    own = backend_of(device.type, backend)
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
+        backend="gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}",
         store=dist.PrefixStore("world", store),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,
-        device_id=device if nccl else None,  # binds NCCL to it from the start; gloo so bound could make no sub-groups
+        device_id=None if own == "gloo" else device,  # binds NCCL from the start; gloo so bound makes no sub-groups
     )
     assert dist.group.WORLD is not None
     return Group(dist.group.WORLD)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.parallel.buckets import buckets, packed, unpacked
+from trainer.parallel.buckets import buckets, packed, unpacked, wide
 from trainer.parallel.held import held, split_axes
 from trainer.parallel.ranks import Ranks
 
@@ -70,7 +70,7 @@ def refuse_drift(network: nn.Module, ranks: Ranks) -> None:
     whole = {name: held(parameter) for name, parameter in _whole(network).items()}
     if not whole or ranks.size == 1:
         return
-    sums = torch.stack([torch.stack([p.double().sum(), p.double().square().sum()]) for p in whole.values()])  # (n, 2)
+    sums = torch.stack([torch.stack([wide(p).sum(), wide(p).square().sum()]) for p in whole.values()])  # (n, 2)
     bounds = torch.stack([sums, -sums])  # the largest of the negative is the smallest: one collective for both
     ranks.all_reduce_max_(bounds).wait()  # the tensor ranks; four numbers a parameter: largest and smallest
     # a sum of n numbers of this size is rounded to about as much: differences are measured in it

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer.data.seeds import mix
+from trainer.devices import generator_of
 from trainer.learning.plan import Plan
 from trainer.parallel.units import matched, matches
 from trainer.refusal import Refusal
@@ -82,8 +83,7 @@ class Masks:
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
-        cuda = device.type == "cuda"
-        self._generator = torch.cuda.default_generators[device.index or 0] if cuda else torch.default_generator
+        self._generator = generator_of(device)
         self._rank = rank
         # own seed → the common stream where it was left, the own stream as it began
         self._left: dict[int, tuple[Tensor, Tensor]] = {}

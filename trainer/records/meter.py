@@ -32,7 +32,7 @@ class Meter:
     def add(self, parts: dict[str, Tensor]) -> None:
         """Take this rank's share of one step's losses: numbers, where they are."""
         self._last, loss = parts, parts["loss"]
-        # in float64, whatever is added to it: thousands of bf16 losses would not add up
+        # in float64 where there is one, whatever is added to it: thousands of bf16 losses would not add up
         self._sum = wide(loss) if self._sum is None else self._sum + loss
         self._steps += 1
         self._timed += 1

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
 from trainer.refusal import Refusal
 
@@ -27,9 +27,9 @@ class Profile(NoProfile):
 
     def __init__(self, first: int, last: int, path: Path, device: torch.device) -> None:
         self._first, self._path, self._written = first, path, False
-        if device.type != "cuda":
+        if device.type == "cpu":
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler calls a GPU that is not there an error
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        activities = {ProfilerActivity.CPU} if device.type == "cpu" else supported_activities()
         # the profiler's first step is slow and full of its own work: the one before the window takes that
         window = schedule(wait=first - 2, warmup=1, active=last - first + 1, repeat=1)
         self._profiler = profile(activities=activities, schedule=window, on_trace_ready=self._write)

@@ -12,7 +12,7 @@ from trainer.launch import failure, screen
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.signals import StopRequest, left_behind
 from trainer.learning.cadence import Due
-from trainer.learning.optimizer import parameter_groups
+from trainer.learning.optimizer import no_fused_step, parameter_groups
 from trainer.parallel.outline import is_outline
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.console import LogFile
@@ -113,7 +113,11 @@ def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRe
     # an example of a batch: what is traced, cut or compiled must see the shapes of a micro-batch
     placed = strategy.build(run.task, run.network, stream.example())
     # the optimizer comes after the network is in its place: it steps what this rank owns by now
-    optimizer = placed.optimizer(run.make_optimizer, parameter_groups(placed.network, run.spare_vectors, run.rules))
+    groups = parameter_groups(placed.network, run.spare_vectors, run.rules)
+    optimizer = placed.optimizer(run.make_optimizer, groups)
+    if why := no_fused_step(optimizer, run.make_optimizer, strategy.device, settings.optimizer.fused):
+        log.say(f"note        the optimizer's step is not fused here: {why}")
+        optimizer = placed.optimizer(run.make_optimizer, [{**group, "fused": False} for group in groups])
     # before the schedule, which multiplies the rates it finds
     for group in optimizer.param_groups:
         group["lr"] *= run.schedule.scale(loop.global_batch)
@@ -169,7 +173,7 @@ def end(run: Prepared, trainer: Trainer, stop: StopRequest, done: bool) -> int:
     reason = None if done else "another machine left the run" if lost else why
     run.folder.report("completed" if done else "preempted", step, reason)
     # where the time went, now that all steps are done and no line is under way
-    spent = trainer.placed.watch.line(ahead=run.strategy.device.type == "cuda")
+    spent = trainer.placed.watch.line(ahead=run.strategy.device.type != "cpu")
     for line in (spent, *trainer.profile.close(), *end_lines(run, trainer.figures, step, done)):
         log.say(line)
     log.close()

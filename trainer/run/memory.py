@@ -21,8 +21,8 @@ from trainer.trainer import Trainer
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 _NEVER, _LARGE = 2**30, 2**20  # bytes
-# The words of torch's CPU allocator, of the CUDA driver, and of cuBLAS and cuDNN, which ask it for memory themselves.
-_NO_MEMORY = re.compile(r"can't allocate memory|CUDA error: out of memory|STATUS_ALLOC_FAILED")
+# The words of torch's allocators, of the CUDA driver, and of cuBLAS and cuDNN, which ask it for memory themselves.
+_NO_MEMORY = re.compile(r"can't allocate memory|(CUDA error:|MPS backend) out of memory|STATUS_ALLOC_FAILED")
 _SPREAD = "strategy=fsdp, tp or pp hold a part of the network on each device"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from trainer.data.order import size_of
+from trainer.devices import names
 from trainer.launch.launch import Launch
 from trainer.learning.frozen import trainable
 from trainer.records.manifest import Found
@@ -34,8 +35,8 @@ def describe(run: Prepared) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "packages": {name: next((one.version for one in distributions(name=name)), None) for name in PACKAGES},
-        "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        **{name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")},  # torch was built for
+        "gpus": names(),
         "cpus": os.cpu_count(),
         "git": _revision(),
         "strategy": strategy.name,
@@ -71,17 +72,18 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
 
 def devices(machine: Machine) -> str:
     """The devices in use of those that this machine has, and how to use them all."""
-    used, seen = machine.launch.local_world_size, torch.cuda.device_count()
+    used = machine.launch.local_world_size
     if not machine.on_gpu:
         return f"cpu, {used} process(es) of {torch.get_num_threads()} thread(s) on {os.cpu_count()} cores"
-    more = f"; all of them: torchrun --standalone --nproc-per-node {seen} -m trainer strategy=ddp …"
-    return f"{used} of {seen} GPU(s), {torch.cuda.get_device_name(0)}{more if used < seen else ''}"
+    seen = names()
+    more = f"; all of them: torchrun --standalone --nproc-per-node {len(seen)} -m trainer strategy=ddp …"
+    return f"{used} of {len(seen)} GPU(s), {seen[0]}{more if used < len(seen) else ''}"
 
 
 def arithmetic(machine: Machine) -> str:
     """The resolved precision in words, and what TF32 makes of it."""
     precision = machine.resolved_precision
-    if not machine.on_gpu or precision == "fp64":
+    if machine.kind != "cuda" or precision == "fp64":
         return f"{precision}; tf32=true changes nothing here" if machine.tf32 else precision
     if machine.tf32:
         return f"{precision}; what is multiplied in fp32 is rounded to TF32"

@@ -105,8 +105,9 @@ class _Placed(Placed):
         """Collective if `forward` is: a step's backward that leaves no trace. The parameters that get no gradient."""
         self._mode(training=True)
         buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
-        devices = [self.strategy.device] if self.strategy.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), self._computing(), uncompiled():
+        device = self.strategy.device
+        drawn = torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type)
+        with drawn, self._computing(), uncompiled():
             self._losses(forward, *self.example)["loss"].backward()
         trainable = {name: parameter for name, parameter in self.network.named_parameters() if parameter.requires_grad}
         unused = [name for name, parameter in trainable.items() if parameter.grad is None]

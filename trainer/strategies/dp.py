@@ -42,12 +42,12 @@ class DP(Strategy):
         count = len(self.devices())
         line = f"dp: each micro-batch is dealt out to {count} GPUs"
         if count < 2:
-            line = f"dp: {count} GPU(s) visible, nothing to deal out; training on {self.device} like strategy=single"
+            line = f"dp: {count} CUDA GPU(s) visible, nothing to deal out; on {self.device} like strategy=single"
         return [line, *super().notes(network)]
 
     def devices(self) -> list[int]:
-        """The GPUs among which a micro-batch is dealt."""
-        return list(range(torch.cuda.device_count())) if self.machine.on_gpu else []
+        """The GPUs among which a micro-batch is dealt: torch's DataParallel copies between those of CUDA alone."""
+        return list(range(torch.accelerator.device_count())) if self.machine.kind == "cuda" else []
 
     def replicas(self, whole: nn.Module) -> Callable[[Any, Any], Any]:
         """What deals a micro-batch out and gathers the outputs on the first device."""

@@ -15,7 +15,7 @@ from trainer.learning.task import Task
 from trainer.parallel.batch_norm import refuse_own_statistics
 from trainer.parallel.mesh import AXES, described, make_mesh, ranks_along, spread
 from trainer.parallel.outline import outline
-from trainer.parallel.ranks import Group, join_group, leave_group
+from trainer.parallel.ranks import Group, join_group, leave_group, refuse_backend
 from trainer.parallel.tensor import refuse_plan
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
@@ -33,7 +33,8 @@ class Joined(Strategy):
         return world_size
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
-        """Refuse BatchNorms that cannot be synchronised, where that is asked for."""
+        """Refuse a device whose tensors cannot be sent, and BatchNorms that cannot be synchronised where they shall."""
+        refuse_backend(self.machine.kind, self.machine.backend)
         if self.sync_bn and self.data_ranks(world_size) > 1:
             refuse_own_statistics(network)
 

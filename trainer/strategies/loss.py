@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.devices import widest
 from trainer.learning.task import Task
 from trainer.parallel.buckets import wide
 from trainer.parallel.ranks import Ranks
@@ -77,6 +78,6 @@ def evaluation_sums(task: Task, output: Any, targets: Any, samples: int) -> dict
 
 def _on(device: torch.device, number: Tensor | float) -> Tensor:
     """A number as a tensor of this device: filled in there, for a copy from the host would wait for the device."""
-    if isinstance(number, Tensor):
-        return number.to(device, torch.float64, non_blocking=True)
-    return torch.full((), number, dtype=torch.float64, device=device)
+    if isinstance(number, Tensor) and number.device == device:
+        return number.to(widest(device))
+    return torch.full((), float(number), dtype=widest(device), device=device)  # the host knows its own numbers

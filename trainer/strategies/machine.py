@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from trainer.devices import accelerator, claims_bf16, widest
 from trainer.launch.launch import Launch
+from trainer.parallel.ranks import backend_of, refuse_backend
 from trainer.refusal import Refusal
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,41 +26,69 @@ class Machine:
     """Where a run computes, in which precision, from which seed, and which of the launched processes this is."""
 
     launch: Launch = field(default_factory=Launch)
-    device: str = "auto"  # auto, cpu, cuda
+    device: str = "auto"  # auto: the accelerator that torch finds; cpu; or the kind that it must be: cuda, xpu, mps
     precision: str = "auto"  # auto, fp32, bf16, fp16, fp64
-    tf32: bool = False  # GPUs multiply what is fp32 with 10 bits instead of 23, also in convolutions
+    tf32: bool = False  # CUDA GPUs multiply what is fp32 with 10 bits instead of 23, also in convolutions
     seed: int = 0
     compile: bool = False
-    backend: str | None = None  # of torch.distributed; None: NCCL on GPUs, gloo on CPUs
+    backend: str | None = None  # of torch.distributed; None: the device's own, NCCL on CUDA, gloo on CPUs
     interface: str | None = None  # network interface that gloo and NCCL use; None: they choose
     timeout: timedelta = timedelta(minutes=30)  # of joining, and of every collective up to the first step
     step_timeout: timedelta = timedelta(minutes=10)  # of every collective after it
 
     def check(self) -> None:
-        """Refuse a device or a network interface that is not there, before any process group."""
+        """Refuse a device, a precision or a network interface that is not there, before any process group."""
         there = [name for _, name in socket.if_nameindex()]
         if self.interface is not None and self.interface not in there:
             raise Refusal(
                 f"distributed.interface={self.interface}: {socket.gethostname()} has no such network interface; it has "
                 + ", ".join(there)
             )
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise Refusal("device=cuda: torch sees no GPU on this machine; use device=cpu (or auto)")
-        if self.backend == "nccl" and not self.on_gpu:
-            raise Refusal("distributed.backend=nccl is for GPUs, and this run computes on the CPU; use gloo (or null)")
-        if self.on_gpu and self.backend != "gloo" and self.launch.local_world_size > torch.cuda.device_count():
+        found = accelerator()
+        if self.device not in ("auto", "cpu", found):
+            seen = f"only {found}" if found else "no GPU"
             raise Refusal(
-                f"{self.launch.local_world_size} processes on this machine, but {torch.cuda.device_count()} GPU(s): one"
-                f" process a GPU; start with --nproc-per-node {torch.cuda.device_count()}, or use device=cpu; to"
-                " share a GPU for a trial: distributed.backend=gloo"
+                f"device={self.device}: torch sees {seen} on this machine; use device={found or 'cpu'} (or auto)"
             )
-        if self.resolved_precision == "bf16" and self.on_gpu and not torch.cuda.is_bf16_supported():
+        if self.backend is not None or self.launch.world_size > 1:
+            refuse_backend(self.kind, self.backend)
+        self._refuse_crowd()
+        self._refuse_precision()
+
+    def _refuse_crowd(self) -> None:
+        """Refuse more processes than devices, where each must have one of its own."""
+        processes, count = self.launch.local_world_size, torch.accelerator.device_count()
+        if self.on_gpu and backend_of(self.kind, self.backend) != "gloo" and processes > count:
+            trial = "; to share a GPU for a trial: distributed.backend=gloo" if self.kind == "cuda" else ""
+            raise Refusal(
+                f"{processes} processes on this machine, but {count} GPU(s): one process a GPU; start with"
+                f" --nproc-per-node {count}, or use device=cpu{trial}"
+            )
+
+    def _refuse_precision(self) -> None:
+        """Refuse what the device cannot compute in."""
+        precision = self.resolved_precision
+        if precision == "bf16" and self.on_gpu and claims_bf16(self.kind, emulated=True) is False:
             raise Refusal("precision=bf16: this GPU has no bfloat16; use precision=fp16 or fp32")
+        if precision == "fp64" and widest(self.place) != torch.float64:
+            raise Refusal(f"precision=fp64: {self.kind} has no float64; use device=cpu, or precision=fp32")
+
+    @property
+    def kind(self) -> str:
+        """The kind of device that this run computes on: cpu, cuda, xpu, mps."""
+        return "cpu" if self.device == "cpu" else accelerator() or "cpu"
 
     @property
     def on_gpu(self) -> bool:
-        """Does this run compute on GPUs?"""
-        return self.device != "cpu" and torch.cuda.is_available()
+        """Does this run compute on an accelerator?"""
+        return self.kind != "cpu"
+
+    @property
+    def place(self) -> torch.device:
+        """The device of this process: neighbouring ranks take neighbouring ones; over gloo they may share one."""
+        if not self.on_gpu:
+            return torch.device("cpu")
+        return torch.device(self.kind, self.launch.local_rank % torch.accelerator.device_count())
 
     def claim_device(self) -> torch.device:
         """The device of this process, made the current one; and the network interface, for the group to come."""
@@ -70,18 +100,17 @@ class Machine:
             warnings.simplefilter("ignore", UserWarning)
             torch.backends.cudnn.allow_tf32 = self.tf32  # torch's default is true: an fp32 that is none
             torch.backends.cuda.matmul.allow_tf32 = self.tf32
-        if not self.on_gpu:
-            return torch.device("cpu")
-        device = torch.device("cuda", self.launch.local_rank % torch.cuda.device_count())  # gloo lets them share
-        torch.cuda.set_device(device)  # so that nothing lands on GPU 0 by accident
+        device = self.place
+        if self.on_gpu:
+            torch.accelerator.set_device_index(device)  # so that nothing lands on GPU 0 by accident
         return device
 
     @cached_property  # every micro-batch asks
     def resolved_precision(self) -> str:
-        """The precision that `auto` stands for: bf16 where the GPU has it, else fp32."""
+        """The precision that `auto` stands for: bf16 where the GPU says that it has it, else fp32."""
         if self.precision != "auto":
             return self.precision
-        return "bf16" if self.on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        return "bf16" if self.on_gpu and claims_bf16(self.kind, emulated=False) else "fp32"
 
     @property
     def parameter_dtype(self) -> torch.dtype:

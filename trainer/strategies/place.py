@@ -68,7 +68,7 @@ class Place:
         self.patience = patience
         # When NCCL's time is over its watchdog aborts the process, and nobody is left to say why. The vote of the same
         # step waits on the CPU and raises an error: with twice the time for NCCL it is heard first.
-        set_timeouts(self.groups(), patience * 2 if self.device.type == "cuda" else patience)
+        set_timeouts(self.groups(), patience if self.device.type == "cpu" else patience * 2)
 
     # Collectives: every rank calls them, in the same order.
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.data.tree import moved
+from trainer.data.tree import floats_as, moved
+from trainer.devices import widest
 from trainer.parallel.buckets import Sums, wide
 from trainer.parallel.pipeline.schedules import Layout
 from trainer.parallel.ranks import Group
@@ -112,12 +113,13 @@ def _refuse_others(stage: int, values: Any) -> None:
 def broadcast_sums(
     sums: Sums, like: dict[str, Tensor], source: int, ranks: Group, device: torch.device
 ) -> dict[str, Tensor]:
-    """Collective: the source's sums on every rank, whole numbers as int64, all others as float64.
+    """Collective: the source's sums on every rank, whole numbers as int64, all others in the device's widest type.
 
     like: empty the first time, when names and shapes travel; to be given again each time after. RuntimeError where the
     source's are others then.
     """
-    own = {name: moved(wide(value).detach().contiguous(), device) for name, value in sums.items()}
+    numbers = {name: wide(value).detach().contiguous() for name, value in sums.items()}
+    own = moved(floats_as(numbers, widest(device)), device)
     facts = [(name, value.shape, value.dtype) for name, value in own.items()]
     # who receives must have room of the right shapes, which are the same in every step: they travel once
     if not like:

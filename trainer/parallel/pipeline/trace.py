@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
 from inspect import currentframe
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+
+from trainer.devices import kinds
 
 ROOT = "network"  # the attribute under which the traced module holds the network
 
@@ -37,7 +39,9 @@ def trace(step: nn.Module, opened: set[str]) -> fx.Graph:
             raise Untraceable("it has a train() of its own, which stages would not call")
     with _flags_kept(step):
         # once as if learning in another precision, once as if evaluating: whoever asks for one of these is found out
-        with torch.autocast("cpu"), torch.autocast("cuda", enabled=torch.cuda.is_available()):
+        with ExitStack() as precisions:
+            for kind in kinds():
+                precisions.enter_context(torch.autocast(kind))
             training = _traced(step.train(), inside)
         with torch.no_grad():
             evaluation = _traced(step.eval(), inside)
@@ -102,7 +106,7 @@ class _Tracer(fx.Tracer):
 
 def _surroundings() -> tuple[bool, ...]:
     """What a forward may change around some of its lines, and fx does not take down."""
-    precisions = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    precisions = [torch.is_autocast_enabled(kind) for kind in kinds()]
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *precisions)
 
 

@@ -1,0 +1,165 @@
+"""Devices: which one a run takes, what is said of one that lacks something, and that nothing in a step waits for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.commands import SMALL, curve, finish, lines
+from tests.inside import here
+from tests.watch import PHASES, Watch
+from trainer.devices import widest
+from trainer.launch.launch import Launch
+from trainer.parallel.ranks import refuse_backend
+from trainer.records.tensor_files import stored
+from trainer.refusal import Refusal
+from trainer.strategies.machine import Machine
+
+STEPS = ("schedule=constant", "loop.global_batch=120", "loop.micro_batches=2", "loop.max_norm=1", "loop.log_every=1")
+OFTEN = ("loop.eval_every=3", "loop.save_every=3")
+RUN = (*SMALL, *STEPS, *OFTEN)
+
+
+def elsewhere(place: Path, kind: str, runs: list[tuple[str, ...]]) -> list[dict[str, Any]]:
+    """How runs end on an accelerator that is not there, and what was found in them."""
+    report = place / "report.json"
+    finish([sys.executable, "-m", "tests.elsewhere", str(report), kind, json.dumps(runs)], place)
+    return json.loads(report.read_text())
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    place = tmp_path_factory.mktemp("elsewhere")
+    runs = [
+        (*RUN, "run.dir=there", "loop.steps=6"),
+        (*RUN, "run.dir=there", "loop.steps=9"),
+        (*STEPS, *OFTEN, "run.dir=cnn", "loop.steps=3", "model=cnn", "loop.log_every=2", "optimizer=sgd"),
+        (*RUN, "device=cuda"),
+        (*RUN, "strategy=ddp"),
+        (*RUN, "precision=bf16"),
+        (*RUN, "run.dir=dp", "loop.steps=2", "strategy=dp", "log=[console]"),
+    ]
+    return place, elsewhere(place, "wide", runs)
+
+
+def not_setting_up(findings: Sequence[Any]) -> list[Any]:
+    """What was found in steps, evaluations and reading: to wait before the first step costs once, in a save it must."""
+    return [one for one in findings if not {"make_trainer", "begin", "resume", "save"} & set(one[2])]
+
+
+def test_auto_takes_what_torch_finds_and_the_curve_is_that_of_the_cpu(ran, tmp_path, monkeypatch):
+    place, told = ran
+    monkeypatch.chdir(tmp_path)
+    assert [one["end"] for one in told[:3]] == ["0"] * 3
+    assert here(*RUN, "run.dir=here", "loop.steps=9") == 0
+    # the same kernels: the same bits, through a save, a resume and evaluations
+    assert curve(place / "there", "loss_hex") == curve(tmp_path / "here", "loss_hex")
+    for key in ("loss", "accuracy"):
+        one, other = ([line[key] for line in lines(where, "eval")] for where in (place / "there", tmp_path / "here"))
+        assert one == other
+    facts = json.loads((place / "there" / "environment.json").read_text())
+    assert (facts["devices"], facts["gpus"]) == ("1 of 1 GPU(s), Nowhere 1", ["Nowhere 1"])
+
+
+def test_no_step_and_no_evaluation_waits_or_mixes(ran):
+    for told in ran[1][:3]:
+        assert not_setting_up(told["findings"]) == []
+        assert {start for start, _ in told["copies"]} == {"cpu", "elsewhere"}  # batches; totals on their way back
+
+
+def test_a_save_copies_every_tensor_to_the_host_once(ran):
+    place, told = ran
+    saved = [path for path in (place / "there" / "checkpoints").glob("step-*") if path.name <= "step-00000006"]
+    (tensors,) = {len(stored(path)) for path in saved}
+    assert [one for one in told[0]["findings"] if "save" in one[2]] == []
+    fetched = [start for start, during in told[0]["copies"] if "save" in during and start != "cpu"]
+    assert len(fetched) == tensors * len(saved)
+
+
+def test_nothing_is_mixed_anywhere(ran):
+    for told in ran[1]:
+        assert [one for one in told["findings"] if one[0] == "mixture"] == []
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (3, "device=cuda: torch sees only elsewhere on this machine; use device=elsewhere (or auto)"),
+        (4, "nothing that sends tensors of elsewhere from process to process; use strategy=single"),
+        (5, "precision=bf16: this GPU has no bfloat16"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused_in_words(ran, number, said):
+    assert said in ran[1][number]["end"]
+
+
+def test_without_float64_sums_are_made_in_float32(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = (*RUN, "loop.steps=6")
+    told = elsewhere(tmp_path, "narrow", [(*words, "run.dir=there"), (*words, "precision=fp64")])
+    assert "precision=fp64: elsewhere has no float64; use device=cpu" in told[1]["end"]
+    assert told[0]["end"] == "0"
+    assert here(*words, "run.dir=here") == 0
+    assert curve(tmp_path / "there") == pytest.approx(curve(tmp_path / "here"), rel=1e-6)
+    evaluations = ([line["accuracy"] for line in lines(tmp_path / where, "eval")] for where in ("there", "here"))
+    assert next(evaluations) == next(evaluations)
+
+
+def test_the_cpu_adds_up_in_float64():
+    assert widest(torch.device("cpu")) == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted", "said"),
+    [
+        ("mps", None, "nothing that sends tensors of mps"),
+        ("mps", "gloo", "nothing that sends tensors of mps"),
+        ("xpu", "gloo", "backend=gloo sends tensors of cpu and cuda, and this run computes on xpu; use xccl"),
+        ("cpu", "nccl", "backend=nccl sends tensors of cuda, and this run computes on cpu; use gloo"),
+    ],
+)
+def test_a_backend_that_cannot_send_from_the_device_is_refused(kind, wanted, said):
+    with pytest.raises(Refusal, match=said):
+        refuse_backend(kind, wanted)
+    for fitting in (("cpu", None), ("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl"), ("xpu", None)):
+        refuse_backend(*fitting)
+
+
+def test_more_processes_than_devices_are_refused(monkeypatch):
+    monkeypatch.setattr("trainer.strategies.machine.accelerator", lambda: "xpu")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(Refusal, match=r"3 processes on .*, but 2 GPU.*--nproc-per-node 2, or use device=cpu$"):
+        Machine(launch=Launch(0, 3, 0, 3), precision="fp32").check()
+    Machine(launch=Launch(0, 2, 0, 2), precision="fp32").check()
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_where_a_device_has_no_fused_step_the_plain_one_is_taken(tmp_path, monkeypatch, capsys, wanted):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices", list)
+    words = (*SMALL, "loop.steps=3", "run.dir=plain", "log=[console]")
+    if wanted:
+        with pytest.raises(Refusal, match=r"optimizer.fused=true: torch says: .*leave optimizer.fused out"):
+            here(*words, "optimizer.fused=true")
+        return
+    assert here(*words) == 0
+    assert "note        the optimizer's step is not fused here: `fused=True` requires" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_no_step_and_no_evaluation_waits_or_mixes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for steps in (6, 9):  # the second one goes on
+        watch = Watch()
+        with watch.over(*PHASES), watch:
+            assert here(*RUN, "run.dir=there", f"loop.steps={steps}", "device=cuda", "precision=fp32") == 0
+        assert not_setting_up(watch.findings) == []
+        assert {start for start, _ in watch.copies} == {"cpu", "cuda"}
+    assert here(*RUN, "run.dir=here", "loop.steps=9") == 0
+    assert curve(tmp_path / "there") == pytest.approx(curve(tmp_path / "here"), rel=1e-4)

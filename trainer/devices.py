@@ -1,0 +1,71 @@
+"""What the device of a run can do, asked of torch's general interface: hardly anybody else knows devices by name.
+
+A kind is what torch calls it: cpu, cuda (ROCm's GPUs too), xpu (Intel's), mps (Apple's), or that of a plug-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+
+
+def accelerator() -> str | None:
+    """The kind of accelerator that torch finds on this machine; None: there is the CPU alone."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found else None
+
+
+def kinds() -> Iterator[str]:
+    """Every kind of device that this machine computes on."""
+    yield "cpu"
+    if found := accelerator():
+        yield found
+
+
+def names() -> list[str]:
+    """What their makers call the accelerators of this machine; their kind where torch knows no more (mps)."""
+    kind = accelerator()
+    if kind is None:
+        return []
+    known = getattr(torch.get_device_module(kind), "get_device_name", lambda index: kind)
+    return [known(index) for index in range(torch.accelerator.device_count())]
+
+
+def claims_bf16(kind: str, emulated: bool) -> bool | None:
+    """Does the current device say that it has bfloat16, perhaps `emulated`? None: it does not say (mps)."""
+    asked = getattr(torch.get_device_module(kind), "is_bf16_supported", None)
+    return asked(including_emulation=emulated) if asked else None
+
+
+@cache
+def widest(device: torch.device) -> torch.dtype:
+    """The type in which a device adds up: float64, or float32 where it has no other (Apple's GPUs, some of Intel's).
+
+    In float32 nothing waits, either, but sums have 7 digits, and counts are exact up to 16.7 million.
+    """
+    try:
+        # asked by adding up: some devices can keep what they cannot compute with
+        torch.ones(2, dtype=torch.float64, device=device).sum()
+    except torch.OutOfMemoryError:  # says nothing about types
+        raise
+    except (TypeError, RuntimeError):
+        return torch.float32
+    return torch.float64
+
+
+def pins(device: torch.device) -> bool:
+    """Do copies between the host and this device pass through pinned memory, so that the host need not wait for them?
+
+    Not on Apple's: it shares the host's memory, torch pins none of it, and a copy that nobody waits for may be read too
+    early there.
+    """
+    return device.type not in ("cpu", "mps")
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator that a network draws from there."""
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.get_device_module(device).default_generators[device.index or 0]  # cuda and xpu have them
