@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 
-def marked(network: nn.Module, head: str | None = None) -> nn.Module:
-    """The network, with `backbone`: the names of its parts outside of the head. None: its last part is the head."""
+def marked(network: nn.Module, *heads: str) -> nn.Module:
+    """The network, with `backbone`: the names of its parts outside of these heads. None named: its last part is one."""
     names = [name for name, _ in network.named_parameters()]
-    head = head or names[-1].split(".")[0]
-    first = head.split(".")[0]  # of what a head lies in the rest is backbone, too
-    parts = (name if name.split(".")[0] == first else name.split(".")[0] for name in names)
-    vars(network)["backbone"] = tuple(dict.fromkeys(part for part in parts if not f"{part}.".startswith(f"{head}.")))
+    heads = heads or (names[-1].split(".")[0],)
+    shared = {head.split(".")[0] for head in heads}  # of what a head lies in the rest is backbone, too
+    rest = [name for name in names if not f"{name}.".startswith(tuple(f"{head}." for head in heads))]
+    parts = (name if name.split(".")[0] in shared else name.split(".")[0] for name in rest)
+    vars(network)["backbone"] = tuple(dict.fromkeys(parts))
     return network

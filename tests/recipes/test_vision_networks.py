@@ -154,7 +154,21 @@ def test_images_that_a_network_cannot_take_are_refused(name):
 
 
 def test_nothing_slow_is_imported_before_it_is_needed():
-    modules = ["classification", "cnn", "digits", "fashion_mnist", "mlp", "plans", "resnet", "synthetic", "vit", "zoo"]
+    modules = [
+        "backbone",
+        "classification",
+        "cnn",
+        "digits",
+        "fashion_mnist",
+        "mlp",
+        "plans",
+        "published",
+        "resnet",
+        "synthetic",
+        "timm_model",
+        "vit",
+        "zoo",
+    ]
     program = (
         f"import sys, importlib; [importlib.import_module('recipes.vision.' + name) for name in {modules}];"
         "print([name for name in ('torchvision', 'torch.distributed.tensor', 'torch._dynamo') if name in sys.modules])"

@@ -1,0 +1,70 @@
+"""Networks of timm by name, where timm is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.commands import curve
+from tests.inside import here, product
+from tests.processes import Processes
+from tests.test_initial import IMAGES, saved
+from trainer.refusal import Refusal
+
+timm = pytest.importorskip("timm")
+
+WORDS = (*IMAGES, "loop.global_batch=8", "loop.log_every=1", "schedule=constant", "loop.steps=2", "model=timm")
+# networks with their sizes of images; one normalises by batches
+MODELS = {"vit_tiny_patch16_224": 32, "convnext_atto.d2_in1k": 32, "resnet18": 32}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_networks_of_timm_train(processes: Processes, tmp_path: Path, name: str) -> None:
+    words = [
+        *WORDS,
+        f"model.name={name}",
+        f"data.image_size={MODELS[name]}",
+        "data.channels=1",
+        "strategy.sync_bn=true",
+    ]
+    for strategy, size in (("single", 1), ("ddp", 2), ("fsdp", 2)):
+        codes = processes.run(size, product, tmp_path, [*words, f"strategy={strategy}", f"run.dir={strategy}"])
+        assert codes == [0] * size
+        assert curve(tmp_path / strategy) == pytest.approx(curve(tmp_path / "single"), abs=1e-4)
+
+
+def test_published_weights_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    place = tmp_path / "models--timm--resnet18.a1_in1k"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("0" * 40)
+    (place / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    torch.manual_seed(7)
+    own = timm.create_model("resnet18").state_dict()
+    state = {name: torch.rand(value.shape) if value.is_floating_point() else value for name, value in own.items()}
+    save_file(state, place / "snapshots" / ("0" * 40) / "model.safetensors")
+    folder = tmp_path / "run"
+    assert here(*WORDS, "init_from=pretrained", "model.freeze=[backbone]", f"run.dir={folder}") == 0
+    begun = saved(folder)
+    other = {name for name, value in state.items() if begun[name].shape != value.shape}
+    assert other == {"fc.weight", "fc.bias"}
+    assert all(torch.equal(begun[name], value) for name, value in state.items() if name.startswith("layer"))
+    assert "5,130 are trained" in (folder / "logs/rank-0.log").read_text()
+
+
+REFUSED = {
+    "resnet1888": "timm has no network 'resnet1888'; did you mean 'resnet1",
+    "resnet18.a1": r"timm has no such weights: .*did you mean 'resnet18\.a",
+    "vit_tiny_patch16_224": r"cannot take images of 3 × 10 × 10",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_timm_does_not_have_is_said(name: str, tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=REFUSED[name]):
+        here(*WORDS, f"model.name={name}", "data.image_size=10", f"run.dir={tmp_path / 'run'}")
