@@ -125,6 +125,13 @@ def test_a_weight_with_gaps_in_memory_is_none_of_them(home: Path) -> None:
     assert train(Launch(), home, *words) == 0
 
 
+def test_a_schedule_of_a_lab_decides_the_rate(home: Path) -> None:
+    words = ["loop.epochs=null", "schedule=teeth", "schedule.length=4", "schedule.warmup=2", "loop.steps=6"]
+    assert train(Launch(), home, "run.dir=teeth", *words) == 0
+    factors = [0.5, 1, 0.55, 0.325, 1, 0.775]
+    assert curve(home / "teeth", "lr") == pytest.approx([1e-3 * factor for factor in factors])
+
+
 PLAIN = (*BRIEF, "optimizer=sgd", "optimizer.lr=0.01", "loop.steps=12")
 LOCAL = (*BRIEF, "loop.eval_every=6", "loop.save_every=6")
 

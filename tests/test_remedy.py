@@ -41,7 +41,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     said: list[str] = []
 
     def account(error: BaseException, launch: Launch, folder: Path, step: int | None, remedy: str) -> None:
-        assert "memory" in str(error) or "ALLOC" in str(error) or remedy == "", error
+        assert any(word in str(error) for word in ("memory", "ALLOC", "deterministic")) or remedy == "", error
         said.append(remedy)
 
     monkeypatch.setattr(fit.screen, "redirect", lambda *_: None)
@@ -105,3 +105,17 @@ def test_every_way_to_say_that_memory_ran_out_is_understood(
 ) -> None:
     _, note = train("loop.global_batch=64", training=32, error=error)
     assert note.count("Try loop.micro_batches=2.") == count
+
+
+def test_an_operation_without_a_deterministic_algorithm_ends_the_run_and_the_key_is_named(
+    train: Callable[..., tuple[Room, str]],
+) -> None:
+    numbers = torch.zeros(2)
+    try:
+        torch.use_deterministic_algorithms(True)
+        with pytest.raises(RuntimeError) as caught:
+            numbers.put_(torch.zeros(1, dtype=torch.long), numbers[:1])
+        _, note = train("loop.deterministic=true", training=1, error=caught.value)
+        assert note.startswith("loop.deterministic=true runs no operation whose bits may differ")
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,13 +1,15 @@
 import math
 
 import pytest
+import torch
 
 from trainer.learning.schedule import WSD, Constant, Cosine, Linear, Step
+from trainer.learning.torch_schedule import TorchSchedule
 from trainer.refusal import Refusal
 
 
 def curve(schedule, horizon=100):
-    return [schedule(step, horizon) for step in range(horizon)]
+    return [schedule(step, 0, horizon) for step in range(horizon)]
 
 
 ALL = [Constant, Cosine, Linear, Step, WSD]
@@ -20,7 +22,7 @@ def test_warmup_rises_evenly_to_the_full_rate(kind):
 
 @pytest.mark.parametrize("kind", ALL)
 def test_without_warmup_the_first_step_has_the_full_rate(kind):
-    assert kind()(0, 100) == pytest.approx(1.0)
+    assert kind()(0, 0, 100) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -33,7 +35,7 @@ def test_a_warmup_longer_than_the_run_only_rises(kind):
 @pytest.mark.parametrize("kind", ALL)
 def test_it_depends_on_the_step_alone(kind):
     schedule = kind(warmup=3)
-    backwards = [schedule(step, 100) for step in reversed(range(100))]
+    backwards = [schedule(step, 0, 100) for step in reversed(range(100))]
     assert backwards[::-1] == curve(kind(warmup=3))
 
 
@@ -49,28 +51,28 @@ def test_cosine_is_half_a_cosine():
     assert rates[50] == pytest.approx(0.55)
     assert rates[25] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
     assert 0.1 < rates[-1] < 0.101
-    assert Cosine(final=0.1)(100, 100) == pytest.approx(0.1)
-    assert Cosine(final=0.1)(150, 100) == pytest.approx(0.1)
+    assert Cosine(final=0.1)(100, 0, 100) == pytest.approx(0.1)
+    assert Cosine(final=0.1)(150, 0, 100) == pytest.approx(0.1)
 
 
 def test_linear_is_straight():
     rates = curve(Linear(final=0.5, warmup=20))
     assert rates[60] == pytest.approx(0.75)
-    assert Linear(final=0.5)(100, 100) == pytest.approx(0.5)
-    assert Linear(final=0.5, warmup=20)(20, 20) == pytest.approx(0.5)
+    assert Linear(final=0.5)(100, 0, 100) == pytest.approx(0.5)
+    assert Linear(final=0.5, warmup=20)(20, 0, 20) == pytest.approx(0.5)
 
 
 def test_step_falls_at_its_milestones():
     schedule = Step(milestones=(10, 20), gamma=0.5)
-    assert [schedule(step, 100) for step in (9, 10, 19, 20, 1000)] == [1.0, 0.5, 0.5, 0.25, 0.25]
+    assert [schedule(step, 0, 100) for step in (9, 10, 19, 20, 1000)] == [1.0, 0.5, 0.5, 0.25, 0.25]
 
 
 def test_wsd_is_stable_and_then_decays():
     rates = curve(WSD(decay=0.2, final=0.0))
     assert set(rates[:81]) == {1.0}
     assert rates[90] == pytest.approx(0.5)
-    assert WSD(decay=0.2)(100, 100) == pytest.approx(0.0)
-    assert [WSD(decay=0.2, final=0.5)(step, 100) for step in (90, 100)] == pytest.approx([0.75, 0.5])
+    assert WSD(decay=0.2)(100, 0, 100) == pytest.approx(0.0)
+    assert [WSD(decay=0.2, final=0.5)(step, 0, 100) for step in (90, 100)] == pytest.approx([0.75, 0.5])
     assert set(curve(WSD(decay=0.0))) == {1.0}
 
 
@@ -90,3 +92,45 @@ def test_the_reference_batch_scales_the_rate():
 def test_what_cannot_be_is_refused(arguments, words):
     with pytest.raises(Refusal, match=words):
         WSD(**arguments)
+
+
+EPOCHS, PER_EPOCH, RATE = 8, 4, 0.3
+BORROWED = [
+    ("StepLR", {"step_size": 3, "gamma": 0.5}),
+    ("MultiStepLR", {"milestones": [2, 5], "gamma": 0.5}),
+    ("ConstantLR", {"factor": 0.5, "total_iters": 3}),
+    ("LinearLR", {"total_iters": 5}),
+    ("ExponentialLR", {"gamma": 0.9}),
+    ("PolynomialLR", {"total_iters": 6, "power": 2.0}),
+    ("CosineAnnealingLR", {"T_max": 8, "eta_min": 0.01}),
+    ("CosineAnnealingWarmRestarts", {"T_0": 3, "T_mult": 2, "eta_min": 0.01}),
+    ("OneCycleLR", {"max_lr": 2.0, "total_steps": EPOCHS * PER_EPOCH, "cycle_momentum": False}),
+    ("CyclicLR", {"base_lr": 0.1, "max_lr": 0.5, "step_size_up": 5, "cycle_momentum": False}),
+]
+
+
+@pytest.mark.parametrize("per", ["step", "epoch"])
+@pytest.mark.parametrize(("name", "words"), BORROWED, ids=[name for name, _ in BORROWED])
+def test_a_scheduler_of_torchs_gives_the_rates_of_a_loop_written_by_hand(name, words, per):
+    kind = getattr(torch.optim.lr_scheduler, name)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=RATE)
+    scheduler, rates = kind(optimizer, **words), []
+    for _ in range(EPOCHS):
+        for _ in range(PER_EPOCH):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            if per == "step":
+                scheduler.step()
+        if per == "epoch":
+            scheduler.step()
+    moments = [(step, step // PER_EPOCH, EPOCHS * PER_EPOCH) for step in range(EPOCHS * PER_EPOCH)]
+
+    def schedule(**more):
+        return TorchSchedule(make=lambda optimizer: kind(optimizer, **words), rate=RATE, per=per, **more)
+
+    one, resumed = schedule(), schedule()
+    assert [RATE * one(*moment) for moment in moments] == pytest.approx(rates, rel=1e-12)
+    assert [resumed(*moment) for moment in moments[13:]] == [one(*moment) for moment in moments[13:]]
+    # in a warm-up that part of it
+    assert schedule(warmup=4)(*moments[1]) == pytest.approx(0.5 * rates[1] / RATE)
+    schedule().check(EPOCHS * PER_EPOCH, PER_EPOCH)

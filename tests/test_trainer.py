@@ -165,7 +165,7 @@ def test_every_group_has_its_rate_times_the_schedule(tmp_path: Path) -> None:
         optimizer.param_groups[:] = [{**group, "params": group["params"][:2]}, {**group, "params": [], "lr": 0.002}]
         optimizer.register_step_pre_hook(lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]))
         run.trainer.fit(None)
-    factors = [schedule(step, 9) for step in range(6)]
+    factors = [schedule(step, 0, 9) for step in range(6)]
     assert seen == [[0.01 * factor, 0.002 * factor] for factor in factors]
     assert [line["lr"] for line in run.lines("train")] == [first for first, _ in seen]
 
@@ -227,7 +227,7 @@ def test_a_clock_that_has_run_out_begins_anew(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(cadence, "monotonic", lambda: now[0])
 
     class Second(Constant):
-        def __call__(self, step: int, horizon: int) -> float:
+        def __call__(self, step: int, epoch: int, horizon: int) -> float:
             now[0] += 1.0  # every step takes one
             return 1.0
 
@@ -289,11 +289,11 @@ def test_a_task_hears_of_every_step_and_sees_the_network_in_its_mode(tmp_path: P
 
 def test_a_request_to_stop_finishes_the_step_and_saves(tmp_path: Path) -> None:
     class AtOnce(Schedule):
-        def __call__(self, step: int, horizon: int | None) -> float:
+        def __call__(self, step: int, epoch: int, horizon: int) -> float:
             run.trainer.stop = lambda: step == 6
             return 1.0
 
-        def _factor(self, step: int, done: float) -> float:
+        def at(self, step: int, epoch: int, done: float) -> float:
             return 1.0
 
     with made(tmp_path, schedule=AtOnce(), save_due=Due([])) as run:
@@ -320,7 +320,8 @@ def test_stopped_and_gone_on_with_it_is_the_run_that_nothing_happened_to(tmp_pat
         found = stopped.trainer.checkpoints.newest()
     assert found is not None
     assert found.state == {
-        "progress": {"step": 7, "epoch": 1, "position": 3 * BATCH, "samples": 7 * BATCH, "owed": None},
+        "progress": {"step": 7, "epoch": 1, "position": 3 * BATCH, "samples": 7 * BATCH, "owed": None, "stale": 1},
+        "schedule": {},
         "horizon": 10,
         "note": "kept",
     }

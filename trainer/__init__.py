@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.data.data import Data as Data
     from trainer.learning.plan import Plan as Plan
+    from trainer.learning.schedule import Schedule as Schedule
     from trainer.learning.task import Task as Task
     from trainer.parallel.gather import gather as gather
     from trainer.records.log import Sink as Sink
@@ -25,13 +26,14 @@ _HOMES = {
     "Placed": "trainer.strategies.placed",
     "Plan": "trainer.learning.plan",
     "Refusal": "trainer.refusal",
+    "Schedule": "trainer.learning.schedule",
     "Sink": "trainer.records.log",
     "Strategy": "trainer.strategies.base",
     "Task": "trainer.learning.task",
     "Trainer": "trainer.trainer",
     "gather": "trainer.parallel.gather",
 }
-__all__ = ["Data", "Joined", "Placed", "Plan", "Refusal", "Sink", "Strategy", "Task", "Trainer", "gather"]
+__all__ = ["Data", "Joined", "Placed", "Plan", "Refusal", "Schedule", "Sink", "Strategy", "Task", "Trainer", "gather"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,18 +14,25 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.placed import Placed
 
 
-def rehearse(strategy: Strategy, placed: Placed, task: Task, stream: EvaluationStream, best: str) -> None:
+def rehearse(
+    strategy: Strategy, placed: Placed, task: Task, stream: EvaluationStream, wanted: Mapping[str, str]
+) -> None:
     """Collective: evaluate one batch, so that what is wrong there shows now and not after an epoch.
 
-    Refusal where `best`, the figure that marks the best checkpoint, is none of the task's.
+    Refusal where a wanted figure, by the key that names it (checkpoint.best), is none of the task's.
     """
-    sums: dict[str, Tensor | float] = {}
-    with torch.no_grad():
-        for batch, valid in stream.batches(1):
-            _add(sums, placed.evaluate(batch, valid))
-    figures, best = _figures(task, strategy.totals(sums).read()), best.removeprefix("-")
-    if best not in figures:
-        raise Refusal(f"checkpoint.best={best}: the task's figures are {', '.join(figures)}{nearest(best, figures)}")
+    figures: dict[str, float] = {}
+    for prefix, weights in placed.average.views():
+        sums: dict[str, Tensor | float] = {}
+        with weights, torch.no_grad():
+            for batch, valid in stream.batches(1):
+                _add(sums, placed.evaluate(batch, valid))
+        figures |= _figures(task, strategy.totals(sums).read(), prefix)
+    for key, name in wanted.items():
+        if (bare := name.removeprefix("-")) not in figures:
+            hint = "; those of a moving average come with ema.decay=0.999" if bare.startswith("ema_") else ""
+            hint = hint or nearest(bare, figures)
+            raise Refusal(f"{key}={name}: the task's figures are {', '.join(figures)}{hint}")
 
 
 def evaluate(
@@ -33,20 +40,24 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Collective: figures over the whole set, every sample counted once; None where a rank was asked to stop.
 
-    RuntimeError where a sample was not counted once.
+    Those of the weights, and of their moving average where there is one. RuntimeError where a sample was not counted
+    once.
     """
-    sums: dict[str, Tensor | float] = {}
+    figures: dict[str, float] = {}
     votes = strategy.votes()
-    with torch.no_grad():
-        for batch, valid in stream.batches():
-            votes.ask(asked())  # travels while the batch computes; no GPU waits for it
-            _add(sums, placed.evaluate(batch, valid))
-            if any(votes.read()):
-                return None
-    totals = strategy.totals(sums).read()
-    if int(totals["samples"]) != stream.size:
-        raise RuntimeError(f"evaluated {int(totals['samples'])} samples of a set of {stream.size}")
-    return _figures(task, totals)
+    for prefix, weights in placed.average.views():
+        sums: dict[str, Tensor | float] = {}
+        with weights, torch.no_grad():
+            for batch, valid in stream.batches():
+                votes.ask(asked())  # travels while the batch computes; no GPU waits for it
+                _add(sums, placed.evaluate(batch, valid))
+                if any(votes.read()):
+                    return None
+        totals = strategy.totals(sums).read()
+        if int(totals["samples"]) != stream.size:
+            raise RuntimeError(f"evaluated {int(totals['samples'])} samples of a set of {stream.size}")
+        figures |= _figures(task, totals, prefix)
+    return figures
 
 
 def _add(sums: dict[str, Tensor | float], parts: Mapping[str, Tensor | float]) -> None:
@@ -54,7 +65,8 @@ def _add(sums: dict[str, Tensor | float], parts: Mapping[str, Tensor | float]) -
         sums[name] = sums[name] + part if name in sums else part
 
 
-def _figures(task: Task, totals: dict[str, Tensor]) -> dict[str, float]:
-    """The mean loss, and what the task makes of the totals."""
+def _figures(task: Task, totals: dict[str, Tensor], prefix: str) -> dict[str, float]:
+    """The mean loss, and what the task makes of the totals, under names with this prefix."""
     loss = float(totals["loss"] / (totals["weight"] or 1))  # of nothing the mean is 0
-    return {"loss": loss, **{name: float(value) for name, value in task.finish(totals).items()}}
+    figures = {"loss": loss, **task.finish(totals)}
+    return {prefix + name: float(value) for name, value in figures.items()}

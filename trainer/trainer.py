@@ -34,6 +34,7 @@ class Progress:
     position: int = 0  # samples of that epoch's order that are done
     samples: int = 0  # samples trained on since the start, over all ranks
     owed: int | None = None  # the epoch of this step, where a request to stop broke its evaluation off
+    stale: int = 0  # evaluations since the best one
 
 
 @dataclass
@@ -58,6 +59,7 @@ class Trainer:
     eval_due: Due
     save_due: Due
     facts: dict[str, Any] = field(default_factory=dict)  # go into every checkpoint, beside the progress
+    patience: float = math.inf  # evaluations in a row without a better one, after which training ends
     stop_after: float | None = None  # seconds; then as if somebody had asked to stop
     progress: Progress = field(default_factory=Progress)
     figures: dict[str, float] | None = None  # of the last evaluation
@@ -88,7 +90,8 @@ class Trainer:
         begin_momentum(self.optimizer)  # after a resume: what a checkpoint has given stays as it is
         # one batch now: a mistake in the evaluation shows before hours of training, not after
         if self.evaluation is not None:
-            rehearse(self.strategy, self.placed, self.task, self.evaluation, self.checkpoints.best)
+            wanted = {"checkpoint.best": self.checkpoints.best, **self.schedule.follows}
+            rehearse(self.strategy, self.placed, self.task, self.evaluation, wanted)
         self._meter = Meter(self.strategy.totals, self.stream.global_batch)
         self.make_up()
         if self.stop_after is not None:  # only now: an evaluation that takes longer than that would never be done
@@ -96,8 +99,8 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Has the last step been done?"""
-        return self.progress.step >= self.steps
+        """Has the last step been done, or has nothing become better for so long that it was the last?"""
+        return self.progress.step >= self.steps or self.progress.stale >= self.patience
 
     def resume(self, found: Found) -> None:
         """Collective: take over a checkpoint, whoever wrote it."""
@@ -105,6 +108,7 @@ class Trainer:
         self.checkpoints.read(found, tensors)
         self.placed.load_state(self.optimizer, tensors)
         vars(self.progress).update(found.state["progress"])
+        self.schedule.load(found.state.get("schedule", {}))
         if self.progress.position + self.stream.global_batch > self.stream.length:  # another batch size, a smaller set
             self.progress.epoch, self.progress.position = self.progress.epoch + 1, 0
 
@@ -121,8 +125,10 @@ class Trainer:
         step, epoch = self.progress.step, self.progress.epoch
         # counted first: whether this step ends its epoch or the run decides what is due after it
         ended = self._advance()
-        log_now = self.finished or self.log_due.now(step + 1, ended, self._log_clock)
-        rate = self._set_rate(step)
+        # the last step has a line, and an evaluation may be about to make this one the last
+        may_end = self.progress.stale + 1 >= self.patience and self.eval_due.now(step + 1, ended, clock=False)
+        log_now = self.finished or may_end or self.log_due.now(step + 1, ended, self._log_clock)
+        rate = self._set_rate(step, epoch)
         # what is given to the device here keeps it busy; the host is back at once and does what follows meanwhile
         parts = self.placed.forward_backward(batches, step)
         # requests and clocks differ between processes, but all must do the same after the step: so they vote
@@ -173,6 +179,8 @@ class Trainer:
             return None
         self.log.eval({"step": self.progress.step, "epoch": epoch, "samples": self.evaluation.size, **figures})
         self.figures = figures
+        self.progress.stale = 0 if self.checkpoints.is_best(figures) else self.progress.stale + 1
+        self.schedule.hear(figures, self.checkpoints.best)
         self.eval_due.restart()
         self._meter.resume()
         self.placed.watch.lap("evaluation")
@@ -185,10 +193,10 @@ class Trainer:
         if not self._meter.finite():
             raise FloatingPointError(f"the loss stopped being a number before step {self.progress.step}; nothing saved")
         self.placed.settle()
-        state = {"progress": asdict(self.progress), "horizon": self.horizon, **self.facts}
+        known = {"progress": asdict(self.progress), "schedule": self.schedule.state(), "horizon": self.horizon}
         tensors = self.placed.state(self.optimizer)
         self.log.flush()  # first the lines, then the checkpoint: a resumed run drops what is later, but invents nothing
-        self.checkpoints.save(self.progress.step, tensors, state, figures)
+        self.checkpoints.save(self.progress.step, tensors, {**known, **self.facts}, figures)
         self.report("running", self.progress.step)
         self.save_due.restart()
         self._meter.resume()
@@ -207,8 +215,8 @@ class Trainer:
         progress.epoch, progress.position = progress.epoch + 1, 0
         return progress.epoch
 
-    def _set_rate(self, step: int) -> float:
-        factor = self.schedule(step, self.horizon)
+    def _set_rate(self, step: int, epoch: int) -> float:
+        factor = self.schedule(step, epoch, self.horizon)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         return self._rates[0] * factor

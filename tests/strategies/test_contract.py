@@ -99,8 +99,21 @@ def test_in_double_precision_every_curve_is_the_same_curve(
         assert max(apart(rank["norms"], reference["norms"])) < 1e-10
         for name, weights in rank["weights"].items():  # a stage has those of its own
             assert _furthest(weights, reference["weights"][name]) < 1e-10
-        assert rank["samples"] == 101  # evaluation counts each once: a prime divides by no number of ranks
+        for name, average in rank["averages"].items():
+            assert _furthest(average, reference["averages"][name]) < 1e-10
+        # evaluation counts each sample once, or fails: the 101 of a prime divide by no number of ranks
+        assert {"perplexity", "ema_perplexity"} <= set(rank["figures"])
         assert rank["figures"] == pytest.approx(reference["figures"], abs=1e-9)
+        assert rank["back"]  # the average stood in the weights' place meanwhile
+
+
+@pytest.mark.parametrize("where", ["ddp on 2", "zero1 on 3", "fsdp on 3", "pp on 2"])
+def test_a_moving_average_leaves_the_curve_as_it_is(train: Any, where: str) -> None:
+    size, case = SPREAD[where]
+    for rank, without in zip(train(size, case), train(size, case.but(average=None)), strict=True):
+        assert (rank["losses"], rank["weights"]) == (without["losses"], without["weights"])
+        assert {name.removeprefix("ema/") for name in rank["averages"]} == set(rank["names"])
+        assert without["averages"] == {}
 
 
 def test_inputs_may_be_nested(train: Any) -> None:
@@ -108,7 +121,6 @@ def test_inputs_may_be_nested(train: Any) -> None:
     for size, case in (SPREAD["ddp on 2"], SPREAD["tp on 2"], SPREAD["fsdp on 2"]):
         for rank in train(size, case.but(task="nested", micro_batches=2)):
             assert max(apart(rank["losses"], reference["losses"])[:8]) < 1e-5
-            assert rank["samples"] == 101
 
 
 @everywhere
@@ -117,7 +129,8 @@ def test_names_are_the_networks_own(train: Any, where: str) -> None:
     own, ranks = Net(), train(size, case)  # a rank may hold a part: what all of them hold counts
     names, state = (sorted({name for rank in ranks for name in rank[key]}) for key in ("names", "state"))
     assert names == sorted(name for name, _ in own.named_parameters())
-    assert {name for name in state if not name.startswith("optimizer/")} == set(own.state_dict())
+    assert {name for name in state if "/" not in name} == set(own.state_dict())
+    assert {name.removeprefix("ema/") for name in state if name.startswith("ema/")} == set(names)
     assert {name.split("/")[1] for name in state if name.startswith("optimizer/")} == set(names)
 
 
@@ -144,6 +157,7 @@ def test_the_same_command_again_stopped_and_resumed_gives_the_same_bits(train: A
         assert rank["losses"] == whole_run["losses"][6:]
         assert rank["digests"] == whole_run["digests"][6:]
         assert rank["weights"] == whole_run["weights"]
+        assert rank["averages"] == whole_run["averages"]
 
 
 SPREADS = [
@@ -193,6 +207,8 @@ def test_a_run_goes_on_under_one_strategy_after_the_other(train: Any, optimizer:
         for rank in train(size, case):
             assert max(apart(rank["losses"], reference["losses"][start : start + 2])) < 1e-5, name
             assert rank["digests"] == reference["digests"][start : start + 2], name
+            for own, average in rank["averages"].items() if name == stations[-1] else ():
+                assert _furthest(average, reference["averages"][own]) < 1e-5, name
 
 
 @pytest.mark.long
@@ -257,13 +273,15 @@ def test_synchronised_batch_norm_is_that_of_one_process(train: Any, size: int) -
     (reference,) = train(1, case)
     for rank in train(size, case.but(strategy="ddp", fields={"sync_bn": True})):
         assert max(apart(rank["losses"], reference["losses"])) < 1e-10
-        for name in reference["weights"]:
-            assert _furthest(rank["weights"][name], reference["weights"][name]) < 1e-10
+        for kind in ("weights", "averages"):
+            for name in reference[kind]:
+                assert _furthest(rank[kind][name], reference[kind][name]) < 1e-10
 
 
 def test_without_it_running_statistics_are_averaged_before_use(train: Any) -> None:
     ranks = train(2, Case("ddp", network="batch_norm"))
     assert ranks[0]["weights"]["1.running_mean"] == ranks[1]["weights"]["1.running_mean"]
+    assert ranks[0]["averages"]["ema/1.running_var"] == ranks[1]["averages"]["ema/1.running_var"]
     assert ranks[0]["figures"] == ranks[1]["figures"]
 
 

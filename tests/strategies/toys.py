@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from trainer import Data, Plan, Task, gather
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream, digest
+from trainer.evaluation import evaluate
 from trainer.launch.launch import Launch
 from trainer.learning.frozen import freeze
+from trainer.parallel.held import held
 from trainer.records.checkpoint import Checkpoints
 from trainer.strategies.base import Strategy
 from trainer.strategies.chosen import mesh
@@ -257,6 +259,7 @@ class Case:
     batch: int = BATCH
     device: str = "cpu"
     backend: str | None = None
+    average: float | None = 0.9  # decay of the weights' moving average
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -286,6 +289,8 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
         evaluation = EvaluationStream(data, data.evaluation(), strategy.slice, 33, case.micro_batches, Loading())
         placed = strategy.build(task, network, stream.example())
         optimizer = placed.optimizer(make_optimizer(case.optimizer), [{"params": list(placed.network.parameters())}])
+        if case.average is not None:
+            placed.keep_average(case.average, every=2)
         seen["initial"] = {name: whole(value) for name, value in placed.network.state_dict().items()}
         checkpoints = Checkpoints(Path(case.folder), strategy.world, keep=3) if case.folder else None
         if case.start:
@@ -300,6 +305,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
             for batches in stream.epoch(epoch, position * case.batch):
                 parts = placed.forward_backward(batches, step)
                 norm = placed.optimizer_step(optimizer, 1.0)
+                placed.after_step(step + 1)
                 indices = torch.cat([batch.indices for batch in batches])
                 totals = strategy.totals({**parts, "digest": digest(indices)}).read()
                 seen["losses"].append(float(totals["loss"]))
@@ -314,13 +320,10 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
                     break
             epoch, position = epoch + 1, 0
         placed.settle()
-        sums: dict[str, Tensor | float] = {}
-        with torch.no_grad():
-            for batch, valid in evaluation.batches():
-                for name, part in placed.evaluate(batch, valid).items():
-                    sums[name] = sums.get(name, 0) + part
-        totals = strategy.totals(sums).read()
-        seen["samples"], seen["figures"] = int(totals["samples"]), task.finish(totals)
+        before = {name: value.clone() for name, value in placed.network.state_dict().items()}
+        seen["figures"] = evaluate(strategy, placed, task, evaluation, lambda: False)
+        seen["back"] = all(torch.equal(held(before[name]), held(v)) for name, v in placed.network.state_dict().items())
+        seen["averages"] = {name: whole(value) for name, value in placed.average.state().items()}
         seen["data_rank"] = strategy.data_group.rank
         seen["names"] = [name for name, _ in placed.network.named_parameters()]
         seen["state"] = sorted(placed.state(optimizer))

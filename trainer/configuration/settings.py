@@ -16,6 +16,7 @@ from trainer.configuration.values import (
     Written,
     at_least,
     converted,
+    fraction,
     meeting_place,
     packages,
     positive,
@@ -36,6 +37,7 @@ EPOCHS = 10  # where neither loop.epochs nor loop.steps is given
 
 Natural = Annotated[int, at_least(0)]
 Count = Annotated[int, at_least(1)]
+Fraction = Annotated[float, Written(fraction)]
 Positive = Annotated[float, Written(positive)]
 Seconds = Annotated[float, Written(seconds)]
 Rhythm = Annotated[tuple[Every, ...], Written(rhythm)]
@@ -77,8 +79,17 @@ class Loop:
     log_every: Rhythm
     eval_every: Rhythm
     save_every: Rhythm
+    patience: Count | None  # evaluations
     eval_batch: Count | None
     deterministic: bool
+
+
+@dataclass(frozen=True)
+class Ema:
+    """The moving average of the weights."""
+
+    decay: Fraction | None
+    every: Count
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,7 @@ class Settings:
     job: Job
     run: Run
     loop: Loop
+    ema: Ema
     loader: Loader
     checkpoint: Checkpoint
     distributed: Distributed

@@ -135,6 +135,11 @@ def positive(value: Any) -> float:
     return _held(converted(value, float), value > 0, "a number above 0")
 
 
+def fraction(value: Any) -> float:
+    """A part of something, less than all of it."""
+    return _held(converted(value, float), 0 <= value < 1, "a number from 0 on and below 1")
+
+
 def seconds(value: Any) -> float:
     """A span of time: seconds, 90s, 15min, 2h, 1d or HH:MM:SS."""
     found: Any = _span(value) if isinstance(value, str) else value

@@ -1,26 +1,50 @@
-"""The learning rate over time, as a factor that depends on the step alone."""
+"""The learning rate over time, as a factor: of most schedules it depends on the step alone."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trainer.refusal import Refusal
 
 
-@dataclass(frozen=True)
-class Schedule(ABC):
+class Unmoved:
+    """A schedule of the step alone: it fits every run, hears figures without a change, and remembers nothing."""
+
+    def check(self, steps: int, per_epoch: int) -> None:
+        """Refuse a run of so many steps, so many of them an epoch, that cannot come to its end."""
+
+    @property
+    def follows(self) -> Mapping[str, str]:
+        """The figures that it reads, by the keys that name them; "-loss": smaller is better."""
+        return {}
+
+    def hear(self, figures: Mapping[str, float], best: str) -> None:
+        """The figures of an evaluation, the same on every rank; best: the one that marks the best checkpoint."""
+
+    def state(self) -> dict[str, Any]:
+        """What it remembers, as JSON has it; it goes into every checkpoint."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take it back; empty where the checkpoint's schedule remembered nothing."""
+
+
+@dataclass
+class Schedule(Unmoved, ABC):
     """A factor of the learning rate for each optimizer step: a linear warm-up, then what the schedule says.
 
-    Steps count from 0. The horizon is the number of steps of the whole run.
+    Steps and epochs count from 0. The horizon is the number of steps of the whole run. One of its own defines `at`.
     """
 
     warmup: int = 0  # optimizer steps until the rate is full; the first of them takes 1 / warmup of it
     reference_batch: int | None = None  # the global batch that the rate was written for; None: any
 
     needs_horizon: ClassVar[bool] = True  # does another horizon give another curve?
+    needs_figures: ClassVar[bool] = False  # does it follow evaluations?
 
     def __post_init__(self) -> None:
         if self.warmup < 0:
@@ -28,54 +52,59 @@ class Schedule(ABC):
         if self.reference_batch is not None and self.reference_batch < 1:
             raise Refusal(f"schedule.reference_batch is {self.reference_batch}; it counts samples, or is null")
 
-    def __call__(self, step: int, horizon: int) -> float:
-        """The factor for this step."""
+    @property
+    def label(self) -> str:
+        """What a run says it is."""
+        return type(self).__name__.lower()
+
+    def __call__(self, step: int, epoch: int, horizon: int) -> float:
+        """The factor for this step, which is of this epoch."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         # a run may end in its warm-up, and a longer one than planned stays at the end
         left = horizon - self.warmup
-        return self._factor(step, min((step - self.warmup) / left, 1.0) if left > 0 else 1.0)
+        return self.at(step, epoch, min((step - self.warmup) / left, 1.0) if left > 0 else 1.0)
 
     def scale(self, global_batch: int) -> float:
         """The factor for this global batch, the same at every step."""
         return global_batch / self.reference_batch if self.reference_batch else 1.0
 
     @abstractmethod
-    def _factor(self, step: int, done: float) -> float:
+    def at(self, step: int, epoch: int, done: float) -> float:
         """The factor after the warm-up; done: the part, 0..1, of the steps after it that has passed."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Constant(Schedule):
     """The full rate throughout."""
 
     needs_horizon: ClassVar[bool] = False
 
-    def _factor(self, step: int, done: float) -> float:
+    def at(self, step: int, epoch: int, done: float) -> float:
         return 1.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cosine(Schedule):
     """From the full rate down to `final` of it along half a cosine."""
 
     final: float = 0.0  # part of the full rate, 0..1
 
-    def _factor(self, step: int, done: float) -> float:
+    def at(self, step: int, epoch: int, done: float) -> float:
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * done)) / 2
 
 
-@dataclass(frozen=True)
+@dataclass
 class Linear(Schedule):
     """From the full rate straight down to `final` of it."""
 
     final: float = 0.0  # part of the full rate, 0..1
 
-    def _factor(self, step: int, done: float) -> float:
+    def at(self, step: int, epoch: int, done: float) -> float:
         return 1 - (1 - self.final) * done
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step(Schedule):
     """The rate times `gamma` at each milestone."""
 
@@ -83,11 +112,11 @@ class Step(Schedule):
     gamma: float = 0.1
     needs_horizon: ClassVar[bool] = False
 
-    def _factor(self, step: int, done: float) -> float:
+    def at(self, step: int, epoch: int, done: float) -> float:
         return self.gamma ** sum(step >= milestone for milestone in self.milestones)
 
 
-@dataclass(frozen=True)
+@dataclass
 class WSD(Schedule):
     """Warm-up, stable, decay: the full rate, then straight down to `final` of it in the last part of the run."""
 
@@ -99,6 +128,6 @@ class WSD(Schedule):
         if not 0 <= self.decay <= 1:
             raise Refusal(f"schedule.decay is {self.decay}; it is a part of the run, between 0 and 1")
 
-    def _factor(self, step: int, done: float) -> float:
+    def at(self, step: int, epoch: int, done: float) -> float:
         into = max(done - (1 - self.decay), 0.0)
         return 1 - (1 - self.final) * into / self.decay if into else 1.0

@@ -53,6 +53,16 @@ def completed(status: Mapping[str, Any] | None, horizon: int, needs_horizon: boo
     return f"this run is complete at step {step:,}; a larger loop.epochs or loop.steps extends it{accepted}"
 
 
+def stopped_early(status: Mapping[str, Any] | None, stale: int, patience: int | None) -> str | None:
+    """One line for a run that ended because `stale` evaluations brought nothing better; None where it may go on."""
+    if not status or status["state"] != "completed" or patience is None or stale < patience:
+        return None
+    return (
+        f"this run is complete at step {status['step']:,}: {stale} evaluations in a row brought no better figure; a"
+        " larger loop.patience extends it, loop.patience=null takes it to the end"
+    )
+
+
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Every key whose value differs between two configurations, in the order of the keys.
 

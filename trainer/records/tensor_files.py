@@ -14,10 +14,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageR
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
+from trainer.parallel.state import APART
 from trainer.records.manifest import CorruptCheckpoint
-
-# Names in a checkpoint that are not the network's: they lie in a file of their own.
-APART = ("optimizer/", "scaler/")
 
 
 class _InRows(DefaultSavePlanner):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.configuration.build import build, check_all, maker
 from trainer.configuration.names import Names
@@ -22,6 +25,7 @@ from trainer.launch.launchers import meeting_at
 from trainer.learning.optimizer import fused_words, refuse_rules, spares_vectors
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
+from trainer.learning.torch_schedule import TorchSchedule
 from trainer.records.folder import RunFolder
 from trainer.records.log import Sink
 from trainer.run.preparation import RunParts
@@ -42,12 +46,14 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     # on what they compute and where all meet: who is refused for it has built nothing yet
     machine = make_machine(chosen, launch)
     machine.check()
-    check_all(cfg, KINDS, names)  # before the first of them is called
+    # before the first of them is called; what torch brings has no kind of ours, and is checked by its maker
+    check_all(cfg, {group: kind for group, kind in KINDS.items() if not of_torch(cfg[group], group, names)}, names)
     # what an optimizer's class can do is known before there are parameters to give it
     kind: Any = names.find(cfg.optimizer.get("_target_"), "optimizer._target_")
     fused = fused_words(kind, chosen.optimizer.fused, cfg.optimizer.get("dampening", 0))
     refuse_rules(kind, chosen.optimizer.groups)
     decays = [cfg.optimizer.get("weight_decay"), *(rule.weight_decay or 0.0 for rule in chosen.optimizer.groups)]
+    make_optimizer = maker(cfg.optimizer, Optimizer, "optimizer", names, **fused)
     return RunParts(
         settings=chosen,
         words=list(words),
@@ -55,14 +61,34 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         machine=machine,
         strategy=build(cfg.strategy, Strategy, "strategy", names, machine=machine),
         task=build(cfg.task, Task, "task", names),
-        schedule=build(cfg.schedule, Schedule, "schedule", names),
-        make_optimizer=maker(cfg.optimizer, Optimizer, "optimizer", names, **fused),
+        schedule=make_schedule(cfg.schedule, make_optimizer, names),
+        make_optimizer=make_optimizer,
         spare_vectors=any(spares_vectors(kind, amount, chosen.optimizer.decay) for amount in decays),
         sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
         open_folder=partial(RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, label(cfg)),
         data=build(cfg.data, Data, "data", names),
         make_network=lambda: build(cfg.model, nn.Module, "model", names),
     )
+
+
+def of_torch(node: DictConfig, group: str, names: Names) -> bool:
+    """Does the node name a scheduler of torch's?"""
+    target: Any = names.find(node.get("_target_"), f"{group}._target_") if group == "schedule" else None
+    return isinstance(target, type) and issubclass(target, LRScheduler)
+
+
+def make_schedule(node: DictConfig, make_optimizer: Callable[[Any], Optimizer], names: Names) -> Schedule:
+    """The schedule that the node names; around a scheduler of torch's lies one of ours, with the keys of all."""
+    if not of_torch(node, "schedule", names):
+        return build(node, Schedule, "schedule", names)
+    # some keys are ours, the others the scheduler's business
+    values: Any = OmegaConf.to_container(node, resolve=True)
+    keys = {each.name for each in fields(TorchSchedule)} & values.keys()
+    make = maker(OmegaConf.create({key: values[key] for key in values.keys() - keys}), LRScheduler, "schedule", names)
+    own = {"_target_": "trainer.learning.torch_schedule.TorchSchedule", **{key: values[key] for key in keys}}
+    # absolute numbers of a scheduler are compared with the rate that an optimizer is made with
+    rate = make_optimizer([nn.Parameter(torch.zeros(2, 2))]).param_groups[0]["lr"]
+    return build(OmegaConf.create(own), Schedule, "schedule", names, make=make, rate=rate)
 
 
 def make_machine(chosen: Settings, launch: Launch) -> Machine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -22,6 +23,7 @@ from trainer.records.profile import NoProfile, Profile
 from trainer.records.resume import is_checkpoint, read_config, start_path
 from trainer.records.shelf import newest_in, open_checkpoint
 from trainer.refusal import Refusal
+from trainer.run.determinism import way_out
 from trainer.run.memory import evaluation_batch, give_back_freed_memory, keep_freed_memory, remedy
 from trainer.run.preparation import Prepared, RunParts, Verdict, build_values, decide_resume, prepare
 from trainer.run.report import describe, end_lines, start_lines
@@ -73,7 +75,7 @@ def accounted(run: Prepared, progress: Progress, log: Log) -> Iterator[None]:
         if isinstance(error, Refusal):  # a sentence and exit 2, as before the group; but the folder says `running` now
             folder.report("failed", progress.step, str(error))
             raise
-        failure.fail(error, launch, folder.path, progress.step or None, remedy(error, run))
+        failure.fail(error, launch, folder.path, progress.step or None, remedy(error, run) or way_out(error))
 
 
 def make_checkpoints(run: Prepared) -> Checkpoints:
@@ -118,6 +120,8 @@ def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRe
     if why := no_fused_step(optimizer, run.make_optimizer, strategy.device, settings.optimizer.fused):
         log.say(f"note        the optimizer's step is not fused here: {why}")
         optimizer = placed.optimizer(run.make_optimizer, [{**group, "fused": False} for group in groups])
+    if settings.ema.decay is not None:
+        placed.keep_average(settings.ema.decay, settings.ema.every)
     # before the schedule, which multiplies the rates it finds
     for group in optimizer.param_groups:
         group["lr"] *= run.schedule.scale(loop.global_batch)
@@ -140,6 +144,7 @@ def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRe
         eval_due=Due(loop.eval_every),
         save_due=Due(loop.save_every),
         facts={"configuration": read_config(run.configuration), "precision": run.machine.resolved_precision},
+        patience=math.inf if loop.patience is None else loop.patience,
         stop_after=settings.run.stop_after,
         progress=progress,
         profile=make_profile(run),
@@ -170,11 +175,13 @@ def end(run: Prepared, trainer: Trainer, stop: StopRequest, done: bool) -> int:
     # all ranks; each hears what any was asked: one may have heard of it a second before the others do
     asked = [] if done else run.strategy.world.all_gather_values(stop.reason)
     why = next(filter(None, asked), f"run.stop_after={run.settings.run.stop_after or 0:g} s")
-    reason = None if done else "another machine left the run" if lost else why
+    early = f"{trainer.progress.stale} evaluations in a row brought no better figure: loop.patience"
+    ended = early if step < trainer.steps else None
+    reason = ended if done else "another machine left the run" if lost else why
     run.folder.report("completed" if done else "preempted", step, reason)
     # where the time went, now that all steps are done and no line is under way
     spent = trainer.placed.watch.line(ahead=run.strategy.device.type != "cpu")
-    for line in (spent, *trainer.profile.close(), *end_lines(run, trainer.figures, step, done)):
+    for line in (spent, *trainer.profile.close(), *end_lines(run, trainer.figures, step, done, ended)):
         log.say(line)
     log.close()
     return failure.exit_code(done, launch, lost)

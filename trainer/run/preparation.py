@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from trainer.data.seeds import seed_all
 from trainer.launch.agreement import first_on_node
 from trainer.launch.status import read_status
 from trainer.learning.frozen import freeze, refuse_frozen
-from trainer.learning.optimizer import refuse_sparse_step
+from trainer.learning.optimizer import refuse_step
 from trainer.learning.rule import Rule, understood
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
@@ -28,11 +27,20 @@ from trainer.parallel.outline import all_stored, is_outline, make_room
 from trainer.records.folder import RunFolder
 from trainer.records.log import Sink
 from trainer.records.profile import refuse_window
-from trainer.records.resume import changes, completed, has_checkpoint, learning_changes, read_config, refuse_changes
+from trainer.records.resume import (
+    changes,
+    completed,
+    has_checkpoint,
+    learning_changes,
+    read_config,
+    refuse_changes,
+    stopped_early,
+)
 from trainer.refusal import Refusal
 from trainer.run.arithmetic import Batches, Length, deal, measure
+from trainer.run.determinism import be_deterministic
 from trainer.run.initial import Initial
-from trainer.run.start import refuse_own, refuse_start
+from trainer.run.start import refuse_own, refuse_start, stale
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 
@@ -84,8 +92,7 @@ def prepare(run: RunParts) -> Prepared:
     settings, launch = run.settings, run.machine.launch
     loop = settings.loop
     if loop.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition, before CUDA starts
-        torch.use_deterministic_algorithms(True)
+        be_deterministic()
     # sums that need numbers alone first: they are refused before a data set is downloaded
     ranks = run.strategy.data_ranks(launch.world_size)
     batches = deal(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch, loop.uneven)
@@ -95,14 +102,14 @@ def prepare(run: RunParts) -> Prepared:
     order = Order(run.data, training, settings.seed)
     length = measure(order.length, loop.global_batch, loop.epochs, loop.steps)
     refuse_window(settings.profile, length.steps)
-    if evaluation is None and settings.checkpoint.best is not None:
-        raise Refusal(f"checkpoint.best={settings.checkpoint.best}: the data has no evaluation set to measure it on")
+    run.schedule.check(length.steps, length.per_epoch)
+    refuse_unmeasured(run, evaluation)
     # the network last of what is made, for it may be large; where ranks are to hold shards only its shapes are
     network, whole_because = run.strategy.outline(partial(seeded_network, run))
     refuse_frozen(network, settings.model.freeze)
     rules = understood(network, settings.optimizer.groups)
     run.strategy.check(run.task, network, launch.world_size)
-    refuse_sparse_step(network, run.make_optimizer)
+    refuse_step(network, run.make_optimizer)
     # a run that cannot work leaves no folder behind: what it would begin with is looked at before
     initial = Initial(settings.init_from, settings.checkpoint.best or run.task.best)
     folder = run.open_folder(
@@ -149,6 +156,18 @@ def read_data(run: RunParts) -> tuple[Any, Any]:
     return training, evaluation if evaluation is not None and size_of(evaluation) else None
 
 
+def refuse_unmeasured(run: RunParts, evaluation: Any) -> None:
+    """Refuse what goes by figures where there are none, or only one, at the end."""
+    best, patience, schedule = run.settings.checkpoint.best, run.settings.loop.patience, run.schedule
+    named = [f"checkpoint.best={best}"] if best is not None else []
+    again = [f"loop.patience={patience}"] if patience is not None else []
+    again += [f"schedule={schedule.label}"] if schedule.needs_figures else []
+    for what in [*named, *again] if evaluation is None else []:
+        raise Refusal(f"{what}: the data has no evaluation set to measure it on")
+    for what in again if not run.settings.loop.eval_every else []:
+        raise Refusal(f"{what} counts evaluations, and loop.eval_every=null leaves one, at the end; use 1ep, or steps")
+
+
 def decide_resume(run: Prepared) -> Verdict:
     """What to go on from, as the main rank finds it: nothing, or what changed since. Refusal if that is too much."""
     folder, horizon, precision = run.folder, run.length.steps, run.machine.resolved_precision
@@ -167,5 +186,7 @@ def decide_resume(run: Prepared) -> Verdict:
     learning = learning_changes(changed, precisions, horizons, run.schedule.needs_horizon)
     if not run.settings.run.accept_changes:
         refuse_changes(learning, folder.path)
-    complete = completed(read_status(folder.path), horizon, run.schedule.needs_horizon)
+    status, patience = read_status(folder.path), run.settings.loop.patience
+    complete = completed(status, horizon, run.schedule.needs_horizon)
+    complete = complete or stopped_early(status, stale(folder.path), patience)
     return Verdict(precision, complete, [str(one) for one in changed])

@@ -61,13 +61,23 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
         f"network     {type(run.network).__name__}, {count:,} parameters{frozen}",
         *[f"optimizer   {rule}; {rule.covers(run.network):,} parameters" for rule in run.rules],
         f"batch       {run.batches}",
-        f"length      {run.length}; schedule {type(run.schedule).__name__.lower()}",
+        f"length      {run.length}; schedule {run.schedule.label}",
         f"evaluation  {samples} samples" if samples else "evaluation  none: the data has no evaluation set",
         *run.initial.lines,
         *([f"note        built whole on every rank first: {run.whole_because}"] if run.whole_because else []),
         *[f"note        {note}" for note in strategy.notes(run.network)],
         *([f"resuming    step {start.step} of {start.path}"] if start else []),
+        *average_notes(run.settings.ema.decay, start),
     ]
+
+
+def average_notes(decay: float | None, start: Found | None) -> list[str]:
+    """What becomes of the weights' moving average where the checkpoint and this run are not of one mind about it."""
+    if start is None or (decay is None) == (not any(name.startswith("ema/") for name in start.tensors)):
+        return []
+    if decay is None:
+        return ["note        the checkpoint's moving average is left behind: ema.decay=null"]
+    return [f"note        ema.decay={decay:g}: the checkpoint has no moving average, it begins from the weights"]
 
 
 def devices(machine: Machine) -> str:
@@ -90,13 +100,16 @@ def arithmetic(machine: Machine) -> str:
     return f"{precision}; tf32=true is faster and less exact" if precision == "fp32" else precision
 
 
-def end_lines(run: Prepared, figures: dict[str, float] | None, step: int, done: bool) -> list[str]:
-    """How it ended, and what to do next."""
+def end_lines(
+    run: Prepared, figures: dict[str, float] | None, step: int, done: bool, early: str | None = None
+) -> list[str]:
+    """How it ended, and what to do next. early: why it ended before the last step that was asked for."""
     folder = shlex.quote(str(run.folder.path))
     if not done:
         return [f"stopped and saved at step {step}; to go on:", f"  {command(run)}"]
-    words = [f"{name} {value:.4f}" for name, value in (figures or {}).items() if name != "loss"]
+    words = [f"{name} {value:.4f}" for name, value in (figures or {}).items() if name not in ("loss", "ema_loss")]
     return [
+        *([f"ended early: {early}"] if early else []),
         f"completed   step {step}" + (f", {', '.join(words)}" if words else ""),
         f"run folder  {folder}",
         *(

@@ -36,6 +36,12 @@ def glance(path: Path) -> Found | None:
     return None
 
 
+def stale(path: Path) -> int:
+    """How many evaluations since the best one, up to the newest checkpoint of a run folder."""
+    found = glance(path)
+    return found.state["progress"].get("stale", 0) if found else 0
+
+
 def refuse_start(path: Path, network: nn.Module, configuration: str, length: Length, loop: Loop) -> None:
     """Refuse a `run.resume=PATH` from which nothing could be trained: of another network, or at the end already."""
     found, word = glance(path), f"run.resume={path}"

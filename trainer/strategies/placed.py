@@ -20,6 +20,7 @@ from trainer.parallel.gather import dealt, gathering_over
 from trainer.parallel.recompute import recompute
 from trainer.parallel.state import empty_optimizer_state, fits, optimizer_tensors, restore_optimizer
 from trainer.parallel.units import called, units
+from trainer.strategies.average import Average, NoAverage
 from trainer.strategies.form import Form, check_gradients, refuse_extra_state
 from trainer.strategies.loss import TaskNetwork, add_share, evaluation_sums, shares, times, total_loss
 from trainer.strategies.place import Place
@@ -34,9 +35,8 @@ class Placed:
 
     def __init__(self, strategy: Place, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
-        self._machine = strategy.machine
-        self._before_first_step = True  # no step has been done
-        self.watch = Stopwatch()
+        self._machine, self._before_first_step = strategy.machine, True  # no step has been done
+        self.watch, self.average = Stopwatch(), NoAverage()
         self.scaler = Scaler(strategy.device) if self._machine.resolved_precision == "fp16" else NoScaler()
         # types and kinds of layers first: all that follows looks at them
         network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
@@ -112,8 +112,7 @@ class Placed:
     def forward_backward(self, batches: list[Any], step: int) -> dict[str, Tensor]:
         """Run every micro-batch of one step; afterwards `.grad` is the gradient of the global weighted mean.
 
-        Returns this rank's share of the loss (and of each of its parts): summed over the data ranks it is the mean over
-        the global batch. The numbers stay on the device.
+        Returns this rank's share of the loss (and of its parts), on the device; the data ranks' sum is the global mean.
         """
         self._mode(training=True)
         # a mean of micro-batches' means would be wrong where they weigh differently
@@ -195,17 +194,17 @@ class Placed:
         """The sums over so many samples, whether they count or not: on ranks that need each other all compute."""
         return evaluation_sums(self.task, self._whole(self._forward(inputs, targets)), targets, samples)
 
+    @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """Let the task change the network in place after an optimizer step."""
-        if type(self.task).after_step is not Task.after_step:
-            with torch.no_grad():
-                self.task.after_step(self.network, step)
+        """Let the task change the network in place after an optimizer step; then the average follows the weights."""
+        self.task.after_step(self.network, step)
+        self.average.update(step, self.scaler.skipped)
 
     def settle(self) -> None:
         """Collective, before evaluating or saving: BatchNorm's running statistics become the data ranks' mean."""
         # a rank may be busy for long there, while the others wait: there is time again until a step has been done
         self.strategy.use_long_timeout()
-        average_statistics(self.network, self.strategy.data_group)
+        self.average.on_statistics(partial(average_statistics, self.network, self.strategy.data_group))
 
     # Optimizer and state.
 
@@ -213,9 +212,14 @@ class Placed:
         """Build the optimizer over what this rank owns."""
         return make(groups)
 
+    def keep_average(self, decay: float, every: int) -> None:
+        """Keep a moving average of the weights from now on, updated at every so many steps."""
+        self.average = Average(self.network, decay, every)
+
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What a checkpoint stores: flat, under the network's own names, DTensors where sharded."""
-        return {**self.network.state_dict(), **optimizer_tensors(self.network, optimizer), **self.scaler.state()}
+        own = {**self.network.state_dict(), **self.average.state(), **self.scaler.state()}
+        return own | optimizer_tensors(self.network, optimizer)
 
     def empty_state(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> dict[str, Tensor]:
         """Tensors to read a checkpoint into, placed as this rank needs them; `stored`: name → what has shape and dtype.
@@ -225,10 +229,12 @@ class Placed:
         fits(self._shapes, stored)
         own = {**self.network.state_dict(), **self.scaler.state()}
         space = {name: torch.empty_like(value) for name, value in own.items() if name in stored}
+        space |= self.average.empty(stored)
         return space | empty_optimizer_state(self.network, optimizer, stored, self._shapes)
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
         """Take over a state, whichever strategy wrote it."""
         self.network.load_state_dict({name: state[name] for name in self.network.state_dict()})
         restore_optimizer(self.network, optimizer, state)
+        self.average.load(state)
         self.scaler.load(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class PlacedTensor(Placed):
     def settle(self) -> None:
         """Collective: running statistics become the data ranks' mean, and those of the first tensor rank."""
         super().settle()
-        share_buffers(self.network, self._tensor_ranks)
+        self.average.on_statistics(partial(share_buffers, self.network, self._tensor_ranks))
 
     def _whole(self, output: Any) -> Any:
         return changed(output, lambda x: x.full_tensor() if isinstance(x, DTensor) else x)

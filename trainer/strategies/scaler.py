@@ -16,6 +16,7 @@ class NoScaler:
     """Every precision but fp16: nothing is scaled, no step is left out."""
 
     needs_norm = False
+    skipped: Tensor | float = 0.0  # 1 where the last step was left out
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
@@ -59,7 +60,7 @@ class Scaler(NoScaler):
     def allows_step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> bool:
         """Did no gradient overflow? An optimizer that takes `found_inf` is called anyway and decides on the device."""
         assert norm is not None, "fp16 decides by the norm"
-        overflow = (~torch.isfinite(norm)).to(torch.float32)
+        overflow = self.skipped = (~torch.isfinite(norm)).to(torch.float32)
         self._adapt(overflow)
         if all(group.get("fused") for group in optimizer.param_groups):
             optimizer.grad_scale, optimizer.found_inf = None, overflow  # type: ignore[attr-defined]

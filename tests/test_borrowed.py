@@ -1,0 +1,63 @@
+"""What torch brings, by its dotted name: schedulers and optimizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import SMALL, curve
+from tests.inside import product
+from trainer.launch.launch import Launch
+from trainer.refusal import Refusal
+
+WORDS = [*SMALL, "loop.global_batch=479", "loop.eval_every=null", "optimizer.lr=0.01"]  # an epoch has 3 steps
+
+
+def run(place: Path, name: str, *words: str) -> Path:
+    assert product(Launch(), place, [*WORDS, f"run.dir={name}", *words]) == 0
+    return place / name
+
+
+def scheduler(name: str, *words: str) -> list[str]:
+    return ["schedule=torch", f"schedule._target_=torch.optim.lr_scheduler.{name}", *words]
+
+
+HALVED = scheduler("StepLR", "+schedule.step_size=1", "+schedule.gamma=0.5")
+ONCE = scheduler("OneCycleLR", "+schedule.max_lr=0.1", "schedule.per=step", "+schedule.cycle_momentum=false")
+
+
+def test_a_scheduler_counts_epochs_or_steps_and_goes_on_where_a_run_does(tmp_path: Path) -> None:
+    by_epoch = run(tmp_path, "epoch", *HALVED, "loop.steps=9", "schedule.reference_batch=958")
+    assert curve(by_epoch, "lr") == pytest.approx([0.005] * 3 + [0.0025] * 3 + [0.00125] * 3)
+    assert curve(run(tmp_path, "step", *HALVED, "schedule.per=step", "loop.steps=3"), "lr") == [0.01, 0.005, 0.0025]
+    whole = run(tmp_path, "whole", *ONCE, "+schedule.total_steps=9", "loop.steps=9")
+    for steps in (5, 9):
+        parts = run(tmp_path, "parts", *ONCE, "+schedule.total_steps=9", f"loop.steps={steps}")
+    assert curve(parts, "lr") == curve(whole, "lr")
+    assert max(curve(whole, "lr")) == pytest.approx(0.1, rel=0.1)
+    assert "schedule OneCycleLR, once a step" in (whole / "logs" / "rank-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["schedule=torch"], r"schedule._target_=\?\?\?: a value must be given"),
+        (scheduler("StepLR"), "schedule.step_size: StepLR needs it"),
+        (scheduler("StepLR", "+schedule.step=3"), "schedule.step: StepLR takes no such key"),
+        (scheduler("StepLR", "+schedule.step_size=1", "schedule.per=day"), "schedule.per=day: .* one of step, epoch"),
+        (scheduler("StepLR", "+schedule.step_size=1", "schedule.warmup=-1"), "schedule.warmup is -1"),
+        ([*ONCE[:-1], "+schedule.total_steps=9"], r"changes the momentum too.*\+schedule.cycle_momentum=false"),
+        ([*ONCE, "+schedule.total_steps=3"], "ends after 3 .* this run has 30.*schedule.total_steps=30"),
+        (ONCE, "You must define either total_steps"),
+        (scheduler("ReduceLROnPlateau"), "schedule=plateau does that"),
+        (scheduler("LambdaLR"), "schedule.lr_lambda: LambdaLR needs it"),
+        (["schedule._target_=torch.optim.lr_scheduler.StepLR"], "schedule.final: StepLR takes no such key"),
+        (["optimizer=torch", "optimizer._target_=torch.optim.LBFGS"], "LBFGS .* closure"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, words: Any, said: str) -> None:
+    with pytest.raises(Refusal, match=said):
+        run(tmp_path, "no", *words)
+    assert not (tmp_path / "no").exists()

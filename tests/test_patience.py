@@ -1,0 +1,79 @@
+"""What follows figures: a run that ends early (loop.patience), a rate that falls (schedule=plateau)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.commands import SMALL, curve, lines, status
+from tests.inside import product
+from trainer.launch.launch import Launch
+from trainer.refusal import Refusal
+
+# the rate is so small that no evaluation is better than the first
+WORDS = [*SMALL, "optimizer.lr=1e-30", "schedule=constant", "loop.global_batch=120", "loop.eval_every=2"]
+FALLING = ["schedule=plateau", "schedule.factor=0.5", "schedule.patience=0"]
+
+
+def run(place: Path, name: str, *words: str) -> Path:
+    assert product(Launch(), place, [*WORDS, f"run.dir={name}", *words]) == 0
+    return place / name
+
+
+def steps(folder: Path, kind: str) -> list[int]:
+    return [line["step"] for line in lines(folder, kind)]
+
+
+def test_a_run_ends_where_nothing_became_better_and_says_what_extends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["loop.steps=20", "loop.patience=2"]
+    folder = run(tmp_path, "run", *words, "loop.log_every=4")
+    assert (steps(folder, "eval"), steps(folder, "train")) == ([2, 4, 6], [4, 6])  # the last step has its line
+    assert (folder / "checkpoints" / "step-00000006").is_dir()
+    said = status(folder)
+    assert (said["state"], said["step"]) == ("completed", 6)
+    assert said["reason"] == "2 evaluations in a row brought no better figure: loop.patience"
+    capsys.readouterr()
+    run(tmp_path, "run", *words)
+    told = capsys.readouterr().out
+    assert "complete at step 6: 2 evaluations in a row brought no better figure" in told
+    assert "a larger loop.patience extends it" in told
+    assert steps(run(tmp_path, "run", "loop.steps=20", "loop.patience=3"), "eval") == [2, 4, 6, 8]
+    assert steps(run(tmp_path, "run", "loop.steps=12"), "eval") == [2, 4, 6, 8, 10, 12]
+    assert status(folder)["reason"] is None
+
+
+def test_what_was_counted_survives_a_stop_and_a_better_figure_begins_anew(tmp_path: Path) -> None:
+    run(tmp_path, "run", "loop.steps=4", "loop.patience=2")
+    assert steps(run(tmp_path, "run", "loop.steps=20", "loop.patience=2"), "eval") == [2, 4, 6]
+    better = run(tmp_path, "better", "optimizer.lr=1e-3", "checkpoint.best=-loss", "loop.steps=12", "loop.patience=1")
+    assert status(better)["step"] == 12
+
+
+def test_a_rate_falls_where_nothing_became_better_and_goes_on_falling_after_a_stop(tmp_path: Path) -> None:
+    whole = run(tmp_path, "whole", *FALLING, "schedule.min=0.2", "loop.steps=10")
+    parts_of_it = [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.2, 0.2]
+    assert [rate / 1e-30 for rate in curve(whole, "lr")] == pytest.approx(parts_of_it)
+    for bound in (4, 10):
+        parts = run(tmp_path, "parts", *FALLING, "schedule.min=0.2", f"loop.steps={bound}")
+    assert curve(parts, "lr") == curve(whole, "lr")
+    rising = [*FALLING, "schedule.figure=loss", "optimizer.lr=1e-3", "loop.steps=6"]  # larger is better: it never is
+    assert curve(run(tmp_path, "other", *rising), "lr")[-1] == pytest.approx(5e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["loop.patience=2", "loop.eval_every=null"], "loop.patience=2 counts evaluations, and loop.eval_every=null"),
+        ([*FALLING, "loop.eval_every=null"], "schedule=plateau counts evaluations"),
+        (["loop.patience=2", "data=synthetic_images", "data.evaluation_size=0"], "no evaluation set to measure it on"),
+        ([*FALLING, "schedule.figure=acuracy"], "schedule.figure=acuracy: the task's figures are .*'accuracy'"),
+        ([*FALLING, "schedule.factor=1.5"], "schedule.factor is 1.5"),
+        (["loop.patience=0"], "loop.patience=0"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
+    with pytest.raises(Refusal, match=said):
+        run(tmp_path, "no", *words)
