@@ -289,8 +289,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
         evaluation = EvaluationStream(data, data.evaluation(), strategy.slice, 33, case.micro_batches, Loading())
         placed = strategy.build(task, network, stream.example())
         optimizer = placed.optimizer(make_optimizer(case.optimizer), [{"params": list(placed.network.parameters())}])
-        if case.average is not None:
-            placed.keep_average(case.average, every=2)
+        placed.keep_average(case.average, every=2)
         seen["initial"] = {name: whole(value) for name, value in placed.network.state_dict().items()}
         checkpoints = Checkpoints(Path(case.folder), strategy.world, keep=3) if case.folder else None
         if case.start:

@@ -120,8 +120,7 @@ def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRe
     if why := no_fused_step(optimizer, run.make_optimizer, strategy.device, settings.optimizer.fused):
         log.say(f"note        the optimizer's step is not fused here: {why}")
         optimizer = placed.optimizer(run.make_optimizer, [{**group, "fused": False} for group in groups])
-    if settings.ema.decay is not None:
-        placed.keep_average(settings.ema.decay, settings.ema.every)
+    placed.keep_average(settings.ema.decay, settings.ema.every)
     # before the schedule, which multiplies the rates it finds
     for group in optimizer.param_groups:
         group["lr"] *= run.schedule.scale(loop.global_batch)

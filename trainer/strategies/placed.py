@@ -212,9 +212,9 @@ class Placed:
         """Build the optimizer over what this rank owns."""
         return make(groups)
 
-    def keep_average(self, decay: float, every: int) -> None:
-        """Keep a moving average of the weights from now on, updated at every so many steps."""
-        self.average = Average(self.network, decay, every)
+    def keep_average(self, decay: float | None, every: int) -> None:
+        """Keep a moving average of the weights from now on, updated at every so many steps; None: none."""
+        self.average = NoAverage() if decay is None else Average(self.network, decay, every)
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What a checkpoint stores: flat, under the network's own names, DTensors where sharded."""
