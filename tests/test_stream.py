@@ -111,6 +111,38 @@ def test_unequal_shares_are_the_same_samples_in_every_micro_batch(kind: type, si
         assert max(sizes) - min(sizes) <= 1
 
 
+class PairedData(NumberData):
+    def mix(self, inputs: Any, targets: Any, next_inputs: Any, next_targets: Any, random: Any) -> Any:
+        draw = random.uniform(len(targets), 1)
+        return {"x": torch.cat((inputs["x"], next_inputs["x"], draw), 1)}, torch.stack((targets, next_targets), 1)
+
+
+@pytest.mark.parametrize("kind", [Numbers, InMemory])
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_partner_of_a_sample_is_the_next_of_the_global_batch(kind: type, size: int, slices: int) -> None:
+    data = PairedData(kind(50))
+    order = Order(data, data.dataset, 5)(1)[:48].view(4, 12)
+    partner = dict(zip(order.flatten().tolist(), order.roll(-1, 1).flatten().tolist(), strict=True))
+    plain = {i: x for step in read(stream(NumberData(kind(50)), kind(50)), 1) for i, x in step}  # augmented, not mixed
+
+    def mixed(rank: int, ranks: int, cuts: int) -> dict[int, list[float]]:
+        found: dict[int, list[float]] = {}
+        for batches in stream(data, data.dataset, rank, ranks, cuts).epoch(1):
+            for batch in batches:
+                assert batch.targets.tolist() == [[i, partner[i]] for i in batch.indices.tolist()]
+                found |= dict(zip(batch.indices.tolist(), batch.inputs["x"].tolist(), strict=True))
+        return found
+
+    alone = mixed(0, 1, 1)
+    assert {i: x[:2] for i, x in alone.items()} == {i: [x, plain[partner[i]]] for i, x in plain.items()}
+    assert len({x[2] for x in alone.values()}) == 48  # each draws for itself
+    shared = [mixed(rank, size, slices) for rank in range(size)]
+    assert {i: x for part in shared for i, x in part.items()} == alone
+    assert sum(map(len, shared)) == 48
+    assert all(len(stream(data, data.dataset, rank, size).example()[1][0]) == 2 for rank in range(size))
+
+
 @pytest.mark.parametrize(("before", "after"), [(3, 5), (5, 3), (5, 1), (2, 7)])
 def test_another_number_of_ranks_goes_on_in_the_middle_of_an_epoch(before: int, after: int) -> None:
     data = NumberData(InMemory(50))

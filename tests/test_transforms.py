@@ -3,8 +3,15 @@ import math
 import pytest
 import torch
 
+from trainer.data.boxes import erase
+from trainer.data.colour import jitter
+from trainer.data.draws import Random, _quantiles
+from trainer.data.geometry import affine, crop, resized_crop
+from trainer.data.mixing import beta
+from trainer.data.mixing import mix as mix_images
 from trainer.data.seeds import mix
-from trainer.data.transforms import Augment, Random, _quantiles, affine, crop, normalise
+from trainer.data.transforms import Augment, normalise, resized
+from trainer.data.trivial import trivial
 from trainer.refusal import Refusal
 
 INDICES = torch.randperm(60_000, generator=torch.Generator().manual_seed(1))[:128]
@@ -58,6 +65,21 @@ def test_augmented_images_belong_to_the_sample(cut, threads, channels, side, dty
         assert_the_same_in_any_cut(lambda at: augment(batch[at], rng(INDICES[at]), training=True), cut)
     finally:
         torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 32)])
+def test_boxes_colours_and_mixtures_belong_to_the_sample(cut, channels, side):
+    batch, labels = images(128, channels, side), torch.arange(128) % 7
+    augment = Augment(2, True, 0.2, 0.4, 0.4, 0.4, trivial=True, erase=0.5, mixup=0.3, cutmix=1.0)
+
+    def mixed(at):
+        seen = augment(batch[at], rng(INDICES[at]), training=True)
+        others = augment(batch[(at + 1) % 128], rng(INDICES[(at + 1) % 128]), training=True)
+        pictures, targets = augment.mix(seen, labels[at], others, labels[(at + 1) % 128], rng(INDICES[at], seed=9), 7)
+        return torch.cat((pictures.flatten(1), targets), dim=1)
+
+    assert_the_same_in_any_cut(mixed, cut)
 
 
 def test_random_numbers_differ_over_seeds_epochs_samples_and_calls():
@@ -237,6 +259,8 @@ def test_images_are_left_as_they_were():
         ({"scale": 1.0}, "augment.scale is 1.0"),
         ({"mean": (0.1, 0.2)}, "2 values and augment.std 1"),
         ({"std": (0.0,)}, "above 0"),
+        ({"mixup": -0.1}, "augment.mixup is -0.1"),
+        ({"erase": 1.5}, "augment.erase is 1.5; it is a part"),
     ],
 )
 def test_amounts_that_cannot_be_are_refused(arguments, words):
@@ -247,3 +271,125 @@ def test_amounts_that_cannot_be_are_refused(arguments, words):
 def test_a_mean_for_other_channels_is_refused():
     with pytest.raises(Refusal, match="mean and std have 3 values, the images 1 channels"):
         normalise(images(2, 1, 4), (0.1, 0.2, 0.3), (0.1, 0.2, 0.3))
+
+
+def test_a_resized_crop_is_a_box_of_the_image():
+    """Of an image whose pixels say where they are, the result says which box it shows."""
+    side, batch = 32, 128
+    place = torch.arange(side) + 0.5
+    maps = torch.stack((place.expand(side, side), place[:, None].expand(side, side))).expand(batch, 2, side, side)
+    shown = resized_crop(maps, rng(), least=0.25)
+    wide = (shown[:, 0, 0, -2] - shown[:, 0, 0, 1]) / (side - 3)  # pixels of the image for one of the result
+    high = (shown[:, 1, -2, 0] - shown[:, 1, 1, 0]) / (side - 3)
+    assert (wide * high).min() > 0.24
+    assert (wide * high).max() < 1.01
+    assert (wide * high).max() - (wide * high).min() > 0.6
+    assert 0.74 < (wide / high).min() < 0.85
+    assert 1.2 < (wide / high).max() < 1.34
+    assert shown.min() >= 0.5
+    assert shown.max() <= side - 0.5
+
+
+def test_colours_change_as_torchvision_changes_them():
+    from torchvision.transforms.v2 import functional as theirs
+
+    batch = images(64, 3, 8)
+    changed = jitter(batch, rng(INDICES[:64]), 0.4, 0.3, 0.9)
+    factors = 1 + (rng(INDICES[:64]).uniform(64, 3) * 2 - 1) * torch.tensor([0.4, 0.3, 0.9])
+    for image, result, (bright, strong, rich) in zip(batch.float() / 255, changed / 255, factors.tolist(), strict=True):
+        expected = theirs.adjust_contrast(theirs.adjust_brightness(image, bright), strong)
+        assert torch.allclose(theirs.adjust_saturation(expected, rich), result, atol=2e-3)
+
+
+def test_some_images_lose_a_box():
+    white = torch.ones(1000, 2, 20, 20)
+    erased = erase(white, Random(0, 0, torch.arange(1000)), chance=0.25)
+    blank = (erased == 0).float()
+    assert torch.equal(blank[:, 0], blank[:, 1])
+    touched = blank[:, 0].flatten(1).mean(1)
+    assert 200 < (touched > 0).sum() < 300
+    assert touched.max() < 0.45
+    rows, columns = blank[:, 0].amax(2).sum(1), blank[:, 0].amax(1).sum(1)
+    assert torch.equal(blank[:, 0].sum((1, 2)), rows * columns)  # a box
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 3.0])
+def test_shares_are_beta_distributed(alpha):
+    drawn = beta(Random(0, 0, torch.arange(100_000)), alpha, 100_000).double()
+    assert drawn.min() >= 0
+    assert drawn.max() <= 1
+    assert abs(drawn.mean() - 0.5) < 0.005
+    assert drawn.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.02)
+    theirs = torch.distributions.Beta(alpha, alpha).sample((100_000,)).double()
+    found = torch.quantile(drawn, torch.tensor([0.1, 0.3, 0.45], dtype=torch.float64))
+    assert torch.allclose(found, torch.quantile(theirs, torch.tensor([0.1, 0.3, 0.45]).double()), atol=0.01)
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.4, 0.0), (0.0, 1.0), (0.4, 1.0)])
+def test_targets_say_how_much_of_each_image_there_is(mixup, cutmix):
+    own, other = torch.zeros(500, 1, 12, 12), torch.ones(500, 1, 12, 12)
+    labels = torch.arange(500) % 5
+    random = Random(0, 0, torch.arange(500))
+    mixed, targets = mix_images(own, labels, other, (labels + 1) % 5, random, mixup, cutmix, classes=5)
+    assert targets.shape == (500, 5)
+    assert torch.allclose(targets.sum(1), torch.ones(500))
+    share = mixed.mean((1, 2, 3))  # of the other image
+    assert torch.allclose(targets.gather(1, ((labels + 1) % 5)[:, None])[:, 0], share, atol=1e-6)
+    cut = ((mixed == 0) | (mixed == 1)).flatten(1).all(1)
+    assert cut.float().mean() == pytest.approx(1.0 if not mixup else 0.5 if cutmix else 0.0, abs=0.1)
+
+
+def test_images_are_stretched_to_the_size_of_the_network():
+    batch = images(3, 3, 8, torch.float32)
+    assert resized(batch, 8) is batch
+    expected = torch.nn.functional.interpolate(batch, (24, 24), mode="bilinear")
+    assert torch.allclose(resized(batch, 24), expected, atol=1e-3)
+
+
+def test_trivial_augment_changes_images_as_torchvision_does():
+    """The same ways with the same strengths, on the same images; what is sampled bilinearly is compared elsewhere."""
+    from torchvision.transforms.v2 import functional as theirs
+
+    count = 2000
+    batch = images(count, 3, 12)
+    draws = Random(0, 0, torch.arange(count))
+    ways, strengths = draws.integers(0, 14, count).tolist(), (draws.integers(0, 31, count) / 30).tolist()
+    signs = (draws.integers(0, 2, count) * 2 - 1).tolist()
+    changed = trivial(batch, Random(0, 0, torch.arange(count)))
+    seen = set()
+    for image, result, way, strength, sign in zip(batch, changed, ways, strengths, signs, strict=True):
+        factor = 1 + sign * strength * 0.99
+        expected = {
+            0: lambda image, *_: image,
+            6: lambda image, factor, *_: theirs.adjust_brightness(image, factor),
+            7: lambda image, factor, *_: theirs.adjust_saturation(image, factor),
+            8: lambda image, factor, *_: theirs.adjust_contrast(image, factor),
+            9: lambda image, factor, *_: theirs.adjust_sharpness(image, factor),
+            10: lambda image, _, strength: theirs.posterize(image, 8 - round(strength * 6)),
+            11: lambda image, _, strength: theirs.solarize(image, 255 * (1 - strength)),
+            12: lambda image, *_: theirs.autocontrast(image),
+            13: lambda image, *_: theirs.equalize(image),
+        }.get(way)
+        if expected is not None:
+            seen.add(way)
+            assert (expected(image, factor, strength).float() - result).abs().max() <= 2, way
+    assert len(seen) == 9
+
+
+def test_trivial_augment_shears_shifts_and_turns():
+    count, side = 2000, 65
+    draws = Random(0, 0, torch.arange(count))
+    ways, strengths = draws.integers(0, 14, count), draws.integers(0, 31, count) / 30
+    dots = torch.zeros(count, 1, side, side)
+    dots[:, :, 32, 48] = 255.0  # 16 pixels right of the middle
+    changed = trivial(dots, Random(0, 0, torch.arange(count)))[:, 0]
+    total = changed.sum((1, 2)).clamp(min=1e-9)
+    x = (changed.sum(1) * torch.arange(side)).sum(1) / total - 32
+    y = (changed.sum(2) * torch.arange(side)).sum(1) / total - 32
+    there = total > 200
+    moved_x, moved_y, turned = (there & (ways == way) for way in (3, 4, 5))
+    assert torch.allclose((x - 16)[moved_x].abs(), 32 * strengths[moved_x], atol=0.6)
+    assert torch.allclose(y[moved_y].abs(), 32 * strengths[moved_y], atol=0.6)
+    angles = torch.atan2(y[turned], x[turned]).rad2deg()
+    assert torch.allclose(angles.abs(), 135 * strengths[turned], atol=2.5)
+    assert torch.allclose(y[there & (ways == 2)].abs(), 16 * 0.99 * strengths[there & (ways == 2)], atol=0.6)

@@ -13,7 +13,10 @@ from trainer.refusal import Refusal
 
 
 class Classification(Task):
-    """Cross entropy over classes; accuracy, and macro accuracy: the mean over classes of each one's own accuracy."""
+    """Cross entropy over classes; accuracy, and macro accuracy: the mean over classes of each one's own accuracy.
+
+    Targets are class numbers (B,), or shares of the classes (B, classes) as mixup and cutmix make them.
+    """
 
     best = "accuracy"
 
@@ -29,6 +32,7 @@ class Classification(Task):
 
     def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
         """How many samples are right, and the confusion matrix: row = true class, column = class said."""
+        target = target.argmax(1) if target.dim() > 1 else target  # the true class is that with the largest share
         classes = torch.arange(output.shape[1], device=output.device)
         said = output.argmax(1)
         truth, answer = target[:, None] == classes, said[:, None] == classes  # (B, classes)

@@ -5,41 +5,34 @@ from __future__ import annotations
 import gzip
 import zlib
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from recipes.vision.images import Images
-from trainer.data.data import Data
-from trainer.data.transforms import Augment, Random
+from recipes.vision.pictures import Pictures
+from trainer.data.transforms import Augment
 from trainer.refusal import Refusal
 
 _SAMPLES, _EVALUATION, _SIDE, _WHITE = 1797, 360, 8, 16
 
 
-class Digits(Data):
+class Digits(Pictures):
     """Handwritten digits (1, 8, 8) with values 0..16; the last 360, by other writers, are the evaluation set."""
 
+    num_classes = 10
+
     def __init__(self, augment: Augment, file: str | None = None) -> None:
-        path = Path(file) if file else Path(__file__).with_name("digits.csv.gz")
-        self.images, self.labels = _read(path)
-        self._augment = augment
+        super().__init__(augment)
+        self.images, self.labels = _table(Path(file) if file else Path(__file__).with_name("digits.csv.gz"))
 
-    def train(self) -> Images:
-        """The first 1,437 digits of the file."""
-        return Images(self.images[:-_EVALUATION], self.labels[:-_EVALUATION])
-
-    def evaluation(self) -> Images:
-        """The last 360 digits of the file."""
-        return Images(self.images[-_EVALUATION:], self.labels[-_EVALUATION:])
-
-    def augment(self, inputs: Tensor, targets: Tensor, random: Random, training: bool) -> tuple[Any, Any]:
-        """Small changes of the images while training; normalisation always."""
-        return self._augment(inputs, random, training), targets
+    def _read(self, training: bool) -> Images:
+        """The first 1,437 digits of the file, or the last 360."""
+        part = slice(None, -_EVALUATION) if training else slice(-_EVALUATION, None)
+        return Images(self.images[part], self.labels[part])
 
 
-def _read(path: Path) -> tuple[Tensor, Tensor]:
+def _table(path: Path) -> tuple[Tensor, Tensor]:
     """Images (1797, 1, 8, 8) uint8 and labels (1797,) int64 from the csv file."""
     expected = f"{_SAMPLES} lines of 64 values 0..{_WHITE} and a label 0..9, as gzipped csv"
     try:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from recipes.vision.images import Images
-from trainer.data.data import Data
-from trainer.data.transforms import Augment, Random
+from recipes.vision.pictures import Pictures
+from trainer.data.transforms import Augment
 
 
-class SyntheticImages(Data):
+class SyntheticImages(Pictures):
     """Noise of any size in any number of classes; where learnable, each class has a faint pattern of its own."""
 
     def __init__(
@@ -27,6 +24,8 @@ class SyntheticImages(Data):
         learnable: bool = True,
         seed: int = 0,
     ) -> None:
+        super().__init__(augment)
+        self.num_classes = num_classes
         generator = torch.Generator().manual_seed(seed)
         coarse = torch.randn(num_classes, channels, 4, 4, generator=generator)
         patterns = functional.interpolate(coarse, size=(image_size, image_size), mode="nearest")
@@ -40,16 +39,11 @@ class SyntheticImages(Data):
                 images[index] = (128 + strength * patterns[label] + 48 * noise).clamp_(0, 255)
             return Images(images, labels)
 
-        self._train, self._evaluation, self._augment = draw(size), draw(evaluation_size), augment
-
-    def train(self) -> Images:
-        """The training images."""
-        return self._train
+        self._parts = {True: draw(size), False: draw(evaluation_size)}
 
     def evaluation(self) -> Images | None:
         """Other images of the same classes; None where their number is 0."""
-        return self._evaluation if len(self._evaluation) else None
+        return self._parts[False] if len(self._parts[False]) else None
 
-    def augment(self, inputs: Tensor, targets: Tensor, random: Random, training: bool) -> tuple[Any, Any]:
-        """Small changes of the images while training; normalisation always."""
-        return self._augment(inputs, random, training), targets
+    def _read(self, training: bool) -> Images:
+        return self._parts[training]

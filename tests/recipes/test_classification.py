@@ -21,6 +21,21 @@ def test_the_loss_is_the_mean_over_samples(smoothing):
     assert task.weight(target) == 12
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_targets_may_be_shares_of_classes(smoothing):
+    output, target = outputs()
+    task = Classification(label_smoothing=smoothing)
+    whole = functional.one_hot(target, 4).float()
+    assert torch.allclose(task.loss(output, whole), task.loss(output, target))
+    assert task.weight(whole) == 12
+    mixed = 0.7 * whole + 0.3 * whole.roll(1, 0)
+    expected = 0.7 * task.loss(output, target) + 0.3 * task.loss(output, target.roll(1))
+    assert torch.allclose(task.loss(output, mixed), expected)
+    for name, value in task.metrics(output, target).items():
+        assert torch.equal(task.metrics(output, mixed)[name], value)  # the larger share counts
+    assert task.loss(output[:0], mixed[:0]) == 0
+
+
 def test_the_loss_of_nothing_is_zero_and_has_a_gradient():
     output = torch.zeros(0, 4, requires_grad=True)
     loss = Classification(label_smoothing=0.1).loss(output, torch.zeros(0, dtype=torch.long))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 if TYPE_CHECKING:
-    from trainer.data.transforms import Random
+    from trainer.data.draws import Random
 
 
 class Data:
@@ -19,6 +20,10 @@ class Data:
     `batch(indices) -> (inputs, targets)` is asked for whole batches, already stacked, instead of item by item; of a
     `TensorDataset` that nobody collates differently the rows are taken at once.
     """
+
+    # mix(inputs, targets, next_inputs, next_targets, random) → (inputs, targets): changes each augmented training
+    # sample by the next one of the global batch (mixup). A method, or None: then partners are not even read.
+    mix: Callable[[Any, Any, Any, Any, Random], tuple[Any, Any]] | None = None
 
     def train(self) -> Dataset:
         """The training set."""
@@ -35,6 +40,14 @@ class Data:
     def augment(self, inputs: Any, targets: Any, random: Random, training: bool) -> tuple[Any, Any]:
         """Change a whole batch on its device; `random` draws what depends on (seed, epoch, sample index) alone."""
         return inputs, targets
+
+    def notes(self) -> list[str]:
+        """Sentences about this data that a run says at its start, once both sets have been read."""
+        return []
+
+    def replaced(self) -> list[str]:
+        """The samples that could not be read, by name, for which others were taken; a run says them at its end."""
+        return []
 
     def order(self, epoch: int, generator: torch.Generator) -> Tensor:
         """The epoch's global indices (weighted sampling, a curriculum); default: a permutation of the training set.

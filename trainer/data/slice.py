@@ -23,11 +23,28 @@ class Slice:
     device: torch.device
     seed: int  # of order and augmentation
 
-    def steps(self, order: Tensor, global_batch: int) -> list[Tensor]:
-        """This rank's indices of each whole global batch of an order; what is left at its end is nobody's."""
+    def steps(self, order: Tensor, global_batch: int, at: Tensor | None = None) -> list[Tensor]:
+        """This rank's indices of each whole global batch of an order; what is left at its end is nobody's.
+
+        at: positions in a global batch, instead of this rank's.
+        """
         whole = len(order) // global_batch * global_batch
         # (steps, B) → every ranks-th column from this rank's on → steps × (B / ranks,)
-        return list(order[:whole].view(-1, global_batch)[:, self.rank :: self.ranks].unbind())
+        columns = slice(self.rank, None, self.ranks) if at is None else at
+        return list(order[:whole].view(-1, global_batch)[:, columns].unbind())
+
+    def pairs(self, global_batch: int) -> tuple[Tensor, Tensor]:
+        """Where in a global batch this rank's samples are, then those next to them that are other ranks'.
+
+        And which of all these is the next one of each of this rank's samples; the last one's is the first of the batch.
+        """
+        own = torch.arange(self.rank, global_batch, self.ranks)
+        following = (own + 1) % global_batch
+        needed = torch.cat((own, following[following % self.ranks != self.rank]))
+        # position → place among those needed
+        place = torch.empty(global_batch, dtype=torch.int64)
+        place[needed] = torch.arange(len(needed))
+        return needed, place[following]
 
     def rows(self, span: range) -> range:
         """Which rows of this rank's share lie in a span of the global batch: row j is sample j · ranks + rank of it."""

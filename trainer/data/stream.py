@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from trainer.data.data import Data
 from trainer.data.order import Order, size_of
-from trainer.data.reader import Loading, reading
+from trainer.data.reader import Loading
 from trainer.data.seeds import GOLDEN, mixed, signed
+from trainer.data.shares import Samples, shares
 from trainer.data.slice import Slice, spans
-from trainer.data.transforms import Random
-from trainer.data.tree import moved, rows
-from trainer.devices import pins
+from trainer.data.tree import rows
 
 
 class Batch(NamedTuple):
@@ -29,21 +28,6 @@ class Batch(NamedTuple):
     total: int  # samples of the global batch
 
 
-class Samples:
-    """Reads lists of indices: samples on the device, augmented there."""
-
-    def __init__(self, data: Data, dataset: Any, own: Slice, loading: Loading) -> None:
-        self._data, self._device, self._seed = data, own.device, own.seed
-        self._read = reading(dataset, data.collate, own.seed, loading, pin=pins(own.device))
-
-    def read(self, epoch: int, lists: Sequence[Tensor], training: bool) -> Iterator[tuple[Tensor, Any, Any]]:
-        """(indices, inputs, targets) of each list, in order; the indices stay on the CPU."""
-        for indices, (inputs, targets) in zip(lists, self._read(epoch, lists), strict=True):
-            inputs, targets, there = moved((inputs, targets, indices), self._device)
-            # All samples of the rank at once: a kernel for each micro-batch would cost as many launches.
-            yield indices, *self._data.augment(inputs, targets, Random(self._seed, epoch, there), training)
-
-
 class Stream:
     """The training data, as every rank sees its own share of the same global batches."""
 
@@ -51,7 +35,7 @@ class Stream:
         self, data: Data, dataset: Any, own: Slice, global_batch: int, micro_batches: int, loading: Loading
     ) -> None:
         self._own, self._order = own, Order(data, dataset, own.seed)
-        self._samples = Samples(data, dataset, own, loading)
+        self._shares = shares(data, Samples(data, dataset, own, loading), own)
         self.length = self._order.length  # of an epoch
         self.global_batch = global_batch
         self.steps_per_epoch = self.length // global_batch
@@ -60,8 +44,8 @@ class Stream:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """The steps of one epoch, each a list of micro-batches; `start`: samples of its order that are done already."""
-        lists = self._own.steps(self._order(epoch)[start:], self.global_batch)  # of (B / ranks,) indices
-        for indices, inputs, targets in self._samples.read(epoch, lists, training=True):
+        order = self._order(epoch)[start:]
+        for indices, inputs, targets in self._shares.read(epoch, order, self.global_batch):  # (B / ranks, …)
             share = Batch(inputs, targets, indices, range(self.global_batch), self.global_batch)
             yield [micro_batch(share, rows, span) for rows, span in self._cuts]
 
@@ -71,8 +55,8 @@ class Stream:
         One, where some rank has no more: as many on every rank.
         """
         least = self.length // self._own.ranks  # samples of an epoch that every rank has
-        indices = self._order(0)[self._own.rank :: self._own.ranks][: min(2, least)]
-        _, inputs, targets = next(self._samples.read(0, [indices], training=True))
+        batch = self._own.ranks * min(2, least)
+        _, inputs, targets = next(self._shares.read(0, self._order(0)[:batch], batch))
         return inputs, targets
 
 

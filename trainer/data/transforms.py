@@ -7,109 +7,56 @@ bytes, work elementwise with exactly rounded operations, or sample each image by
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.data.seeds import GOLDEN, POSITIVE, mix, mixed, signed
-from trainer.devices import widest
+from trainer.data.boxes import erase
+from trainer.data.colour import jitter
+from trainer.data.draws import Random
+from trainer.data.geometry import affine, crop, resized_crop
+from trainer.data.mixing import mix
+from trainer.data.trivial import trivial
 from trainer.refusal import Refusal
-
-_CACHED = 128  # images
-
-
-class Random:
-    """Random numbers for a batch: one counter-based stream a sample, the same bits on CPU and GPU.
-
-    Successive calls continue the streams: `uniform(B, 3)` gives the numbers of `uniform(B)` called three times.
-    """
-
-    def __init__(self, seed: int, epoch: int, indices: Tensor) -> None:
-        self._seed, self._epoch, self._indices = seed, epoch, indices
-        self._drawn = 0  # numbers of each stream
-
-    @cached_property
-    def _start(self) -> Tensor:
-        """Where each sample's stream begins: (B,) int64. Made when it is first asked for: many batches need none."""
-        return mixed(self._indices * signed(GOLDEN) + mix(self._seed, self._epoch))
-
-    def uniform(self, *shape: int) -> Tensor:
-        """Uniform float32 numbers in [0, 1), multiples of 2^-24; the first dimension is the batch."""
-        return (self._words(shape) >> 39).float().mul_(2.0**-24)
-
-    def normal(self, *shape: int) -> Tensor:
-        """Standard normal float32 numbers; the first dimension is the batch.
-
-        The quantile function is a table with linear interpolation, because a device's own log and cos may differ in
-        their last bit. Cells halve towards the tail: 256 for each power of two of the probability, down to 2^-32.
-        """
-        drawn = self._words(shape)
-        # 33 bits want float64: where the device has none the host computes, and waits for it
-        words = drawn if widest(drawn.device) == torch.float64 else drawn.cpu()
-        tail, power = torch.frexp(((words >> 31) + 1).double())  # P(|z| > result) = tail · 2^power / 2^32
-        place = (tail - 0.5) * 512
-        cell = place.floor()
-        index = power.long() * 256 + cell.long()
-        table = _quantiles(words.device)
-        near, far = table[index], table[index + 1]
-        # (B, …): between two entries of the table, with a sign from the lowest bit, which the tail does not use
-        magnitude = near + (far - near) * (place - cell).float()
-        return (magnitude * (1 - 2 * (words & 1)).float()).to(drawn.device)
-
-    def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """Int64 numbers in [low, high); the first dimension is the batch."""
-        if high <= low:
-            raise ValueError(f"integers in [{low}, {high}) do not exist")
-        return self._words(shape).remainder_(high - low).add_(low)
-
-    def _words(self, shape: tuple[int, ...]) -> Tensor:
-        """The next 63 random bits for each element of the shape."""
-        batch = self._indices.shape[0]
-        if not shape or shape[0] != batch:
-            raise ValueError(f"shape {shape} must begin with the batch of {batch}")
-        # The counter goes on where the last call ended, so that no two calls share numbers.
-        count = math.prod(shape[1:])
-        counter = torch.arange(self._drawn + 1, self._drawn + count + 1, device=self._indices.device)
-        words = mixed(self._start[:, None] + counter * signed(GOLDEN)).bitwise_and_(POSITIVE)
-        self._drawn += count
-        return words.view(shape)
-
-
-@cache
-def _quantiles(device: torch.device) -> Tensor:
-    """Half-normal quantiles at the probabilities (0.5 + cell / 512) · 2^(power - 32), at index power · 256 + cell."""
-    with torch.inference_mode(False):
-        cells = torch.arange(34 * 256 + 1, dtype=torch.float64)
-        probability = (0.5 + (cells % 256) / 512) * 2.0 ** (torch.floor(cells / 256) - 32)
-        return (-torch.special.ndtri(probability.clamp(max=1.0) / 2)).float().to(device)
 
 
 @dataclass(frozen=True)
 class Augment:
-    """Random crop, flip and small affine changes of a batch of images while training; normalisation always.
+    """Random changes of a batch of images while training; normalisation always.
 
-    Images are (B, C, H, W), uint8 or float; the result is float32. Zeros switch a part off. The affine amounts are the
-    largest ones; each image draws its own, uniformly up to them.
+    Images are (B, C, H, W), uint8 or float; the result is float32. Zeros switch a part off. The affine and the colour
+    amounts are the largest ones; each image draws its own, uniformly up to them.
     """
 
     crop: int = 0  # pixels of black border to cut from: shifts by whole pixels, up to that many
     flip: bool = False  # left-right, every other image
+    resized_crop: float = 0.0  # 0.1: a box of 10 to 100 % of the area, stretched to the image
+    brightness: float = 0.0  # 0.4: times 0.6 to 1.4
+    contrast: float = 0.0
+    saturation: float = 0.0
     rotate: float = 0.0  # degrees
     scale: float = 0.0  # 0.1: from 10 % smaller to 10 % larger
     shear: float = 0.0  # slope: 0.1 moves a row by a tenth of its distance from the middle
     shift: float = 0.0  # pixels, fractions too
+    trivial: bool = False  # TrivialAugment: each image is changed in one of fourteen ways
+    erase: float = 0.0  # chance of an image that a box of it becomes the mean colour
+    mixup: float = 0.0  # alpha: mixes two images and their labels; more is stronger
+    cutmix: float = 0.0  # alpha: a box of another image, and a share of its label
     mean: tuple[float, ...] = (0.5,)  # of each channel (or one for all), as a part of full_scale
     std: tuple[float, ...] = (0.5,)
     full_scale: float = 255.0  # the value of white
 
     def __post_init__(self) -> None:
-        for name in ("crop", "rotate", "scale", "shear", "shift"):
+        amounts = ("crop", "brightness", "contrast", "saturation", "rotate", "scale", "shear", "shift")
+        for name in (*amounts, "mixup", "cutmix"):
             if getattr(self, name) < 0:
                 raise Refusal(f"augment.{name} is {getattr(self, name)}; it is the largest amount, 0 or more")
+        for name in ("brightness", "contrast", "saturation", "resized_crop", "erase"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise Refusal(f"augment.{name} is {getattr(self, name)}; it is a part, between 0 and 1")
         if self.scale >= 1:
             raise Refusal(f"augment.scale is {self.scale}; it is the part by which the size changes, below 1")
         if len(self.mean) != len(self.std):
@@ -119,76 +66,38 @@ class Augment:
 
     def __call__(self, images: Tensor, random: Random, training: bool) -> Tensor:
         """Give the batch as the network shall see it."""
+        # bytes as long as can be: windows of them are copied at a quarter of the cost
         if training and (self.crop or self.flip):
             images = crop(images, random, self.crop, self.flip)
+        if training and self.resized_crop:
+            images = resized_crop(images, random, self.resized_crop)
+        if training and (self.brightness or self.contrast or self.saturation):
+            images = jitter(images, random, self.brightness, self.contrast, self.saturation, self.full_scale)
         if training and (self.rotate or self.scale or self.shear or self.shift):
             images = affine(images, random, self.rotate, self.scale, self.shear, self.shift)
-        return normalise(images, tuple(self.mean), tuple(self.std), self.full_scale)
+        if training and self.trivial:
+            images = trivial(images, random, self.full_scale)
+        images = normalise(images, tuple(self.mean), tuple(self.std), self.full_scale)
+        # last, where 0 is the mean
+        return erase(images, random, self.erase) if training and self.erase else images
+
+    @property
+    def mixes(self) -> bool:
+        """Does it mix images with others?"""
+        return self.mixup > 0 or self.cutmix > 0
+
+    def mix(
+        self, images: Tensor, targets: Tensor, next_images: Tensor, next_targets: Tensor, random: Random, classes: int
+    ) -> tuple[Tensor, Tensor]:
+        """Mix augmented images with the next ones of the global batch; targets become shares of so many classes."""
+        return mix(images, targets, next_images, next_targets, random, self.mixup, self.cutmix, classes)
 
 
-def crop(images: Tensor, random: Random, padding: int, flip: bool = False) -> Tensor:
-    """Cut each image at a random place from itself with a black border; with `flip`, mirror every other one.
-
-    On the CPU in parts: the borders of a large batch leave the cache, and their memory is handed back each time.
-    """
-    batch, span = images.shape[0], 2 * padding + 1
-    choice = random.integers(0, span * span * (2 if flip else 1), batch)
-    part = _CACHED if images.device.type == "cpu" else max(batch, 1)
-    pieces = zip(images.split(part), choice.split(part), strict=True)
-    done = [_cut_out(some, chosen, padding, flip) for some, chosen in pieces]
-    return torch.cat(done) if len(done) > 1 else done[0]
-
-
-def _cut_out(images: Tensor, choice: Tensor, padding: int, flip: bool) -> Tensor:
-    """A cut-out is one contiguous window of the bordered batch, read with the border's row length: a copy an image.
-
-    choice: (B,) place of the window in the border, then, with `flip`, whether of the mirrored image.
-    """
-    batch, channels, height, width = images.shape
-    rows, columns = height + 2 * padding, width + 2 * padding
-    size, span = channels * rows * columns, 2 * padding + 1
-    bordered = images.new_zeros(2 if flip else 1, batch, channels, rows, columns)
-    inside = bordered[..., padding : padding + height, padding : padding + width]
-    inside[0].copy_(images)
-    if flip:
-        inside[1].copy_(images.flip(-1))
-    mirrored, place = choice // (span * span), choice % (span * span)
-    sample = mirrored * batch + torch.arange(batch, device=images.device)
-    start = sample * size + (place // span) * columns + place % span
-    length = size - 2 * padding * (columns + 1)  # from the first pixel of the last possible cut-out to the batch's end
-    windows = bordered.as_strided((max(bordered.numel() - length + 1, 0), length), (1, 1))
-    strides = (length, rows * columns, columns, 1)
-    return windows.index_select(0, start).as_strided((batch, channels, height, width), strides)
-
-
-def affine(
-    images: Tensor, random: Random, rotate: float = 0.0, scale: float = 0.0, shear: float = 0.0, shift: float = 0.0
-) -> Tensor:
-    """Rotate (degrees), scale, shear (slope) and shift (pixels) each image by its own amounts up to those given.
-
-    Bilinear; what comes from outside is black. The angle is drawn as tan(angle / 2), which for small angles is uniform
-    too and needs no sine, whose bits depend on the device.
-    """
-    batch, _, height, width = images.shape
-    amounts = (math.tan(math.radians(rotate) / 2), scale, shear, shift, shift)
-    draws = (random.uniform(batch, 5) * 2 - 1).unbind(1)
-    half, larger, slope, right, down = (draw * amount for draw, amount in zip(draws, amounts, strict=True))
-    # From tan(angle / 2) to the turn, by exactly rounded operations: (B,) each.
-    square = half * half
-    cosine, sine = (1 - square) / (1 + square), 2 * half / (1 + square)
-    zoom = 1 / (1 + larger)
-    # where output pixel (x, y), counted from the middle, is read from: turn · [[1, slope], [0, 1]] · zoom
-    xx, xy = cosine * zoom, (cosine * slope - sine) * zoom
-    yx, yy = sine * zoom, (sine * slope + cosine) * zoom
-    x = torch.arange(width, device=images.device, dtype=torch.float32) - (width - 1) / 2
-    y = torch.arange(height, device=images.device, dtype=torch.float32) - (height - 1) / 2
-
-    def source(of_x: Tensor, of_y: Tensor, offset: Tensor, pixels: int) -> Tensor:
-        column, row = of_x[:, None] * x + offset[:, None], of_y[:, None] * y  # (B, W), (B, H)
-        return (column[:, None, :] + row[:, :, None]) * (2 / pixels)  # (B, H, W), in -1..1
-
-    grid = torch.stack((source(xx, xy, right, width), source(yx, yy, down, height)), dim=-1)
-    return functional.grid_sample(images.float(), grid, align_corners=False)
+def resized(images: Tensor, size: int) -> Tensor:
+    """Stretch float images to squares of `size` pixels: bilinear, smoothed where they shrink."""
+    if images.shape[-2:] == (size, size):
+        return images
+    return functional.interpolate(images, (size, size), mode="bilinear", align_corners=False, antialias=True)
 
 
 def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], full_scale: float = 255.0) -> Tensor:

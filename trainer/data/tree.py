@@ -58,6 +58,11 @@ def rows(tree: Any, start: int, stop: int, size: int) -> Any:
     return _below(tree, lambda value: rows(value, start, stop, size))
 
 
+def picked(tree: Any, at: Tensor, size: int) -> Any:
+    """These samples of a batch of `size`, of its tensors; `at`: (n,) int64, on their device."""
+    return changed(tree, lambda x: x.index_select(0, at) if x.dim() and x.shape[0] == size else x)
+
+
 def _below(tree: Any, change: Callable[[Any], Any]) -> Any:
     """The same dict, list, tuple or dataclass with every value changed; what is none of them stays."""
     if isinstance(tree, (list, tuple)):

@@ -1,0 +1,48 @@
+"""Data sets that are downloaded once for all runs of a user."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from trainer.refusal import Refusal
+
+_PATIENCE = 5.0  # seconds for a silent server
+
+
+def cached(name: str, files: Iterable[Path], download: Callable[[Path], None], remedy: str) -> Path:
+    """The folder of downloads, with these files in it: the first process that comes calls `download(folder)`.
+
+    files: as they lie in that folder. Refusal with the remedy where they cannot be had.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainer"
+    wanted = [cache / file for file in files]
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a killed process releases it
+            if not all(file.is_file() for file in wanted):
+                _patiently(download, cache)
+    except (OSError, RuntimeError) as error:
+        raise Refusal(
+            f"{name} is not on this machine and cannot be downloaded ({_last_line(error)}): {remedy}"
+        ) from error
+    return cache
+
+
+def _patiently(download: Callable[[Path], None], cache: Path) -> None:
+    """Download, but do not wait long for a server that says nothing."""
+    usual = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_PATIENCE)
+    try:
+        download(cache)
+    finally:
+        socket.setdefaulttimeout(usual)
+
+
+def _last_line(error: BaseException) -> str:
+    """The reason itself: torchvision's message lists the mirrors first."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

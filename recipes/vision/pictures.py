@@ -1,0 +1,68 @@
+"""Pictures in classes: what all sets of them have in common, wherever they come from."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes.vision.sampling import appearances, sampled
+from trainer.data.data import Data
+from trainer.data.transforms import Augment, Random
+from trainer.refusal import Refusal
+
+
+class Pictures(Data):
+    """A training and an evaluation set of pictures with labels: augmented in batches, mixed, drawn several times.
+
+    What derives from it says `_read(training)`: a data set whose `labels` are a tensor (N,) of class numbers.
+    """
+
+    num_classes: int
+
+    def __init__(self, augment: Augment, repeat: int = 1, balance: float = 0.0) -> None:
+        if repeat < 1:
+            raise Refusal(f"data.repeat is {repeat}; it is how often a picture comes in a row, 1 or more")
+        if not 0 <= balance <= 1:
+            raise Refusal(f"data.balance is {balance}; it is 0 (classes as they come) to 1 (all equally often)")
+        self._augment, self._repeat, self._balance = augment, repeat, balance
+        # no method, where nothing is mixed: partners of samples are read only where there is one
+        self.mix = self._mixed if augment.mixes else None
+
+    def train(self) -> Any:
+        """The training pictures; with a number for each appearance, where one may come several times."""
+        return appearances(self._training) if self._several else self._training
+
+    def evaluation(self) -> Any:
+        """The evaluation pictures."""
+        return self._evaluation
+
+    def augment(self, inputs: Tensor, targets: Tensor, random: Random, training: bool) -> tuple[Any, Any]:
+        """Small changes of the pictures while training; normalisation always."""
+        return self._augment(inputs, random, training), targets
+
+    def order(self, epoch: int, generator: torch.Generator) -> Tensor:
+        """A permutation, with repeats and balance where they are asked for."""
+        if not self._several:
+            return torch.randperm(len(self._training), generator=generator)
+        return sampled(self._training.labels, self._repeat, self._balance, generator)
+
+    def _mixed(self, inputs: Any, targets: Any, next_inputs: Any, next_targets: Any, random: Random) -> tuple[Any, Any]:
+        return self._augment.mix(inputs, targets, next_inputs, next_targets, random, self.num_classes)
+
+    @property
+    def _several(self) -> bool:
+        return self._repeat > 1 or self._balance > 0
+
+    @cached_property
+    def _training(self) -> Any:
+        return self._read(training=True)
+
+    @cached_property
+    def _evaluation(self) -> Any:
+        return self._read(training=False)
+
+    def _read(self, training: bool) -> Any:
+        raise NotImplementedError
