@@ -43,6 +43,12 @@ class Call:
     where: str  # its place in the configuration
 
 
+def with_facts(cfg: DictConfig, known: Mapping[str, Any]) -> DictConfig:
+    """The configuration with these values for the facts that its data leaves open (null); others stay as they are."""
+    open_ones = {name: known.get(name) for name in FACTS if name in cfg.data and cfg.data[name] is None}
+    return OmegaConf.merge(cfg, {"data": open_ones}) if open_ones else cfg  # type: ignore[return-value]
+
+
 def build(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) -> Any:
     """The object that a group's node describes, of this kind. `extra`: arguments that no configuration gives.
 

@@ -126,7 +126,7 @@ def _account(error: BaseException, launch: Launch, folder: Path | None, step: in
     # what may be an echo waits for the one that it is an echo of: that one's account is the better one
     first = until(lambda: claimed(store), _PATIENCE) if peer is not None else None
     if first is None:
-        first = claim(store, launch, peer or traceback.format_exception_only(error)[-1].strip())
+        first = claim(store, launch, peer or _reason(error))
     if first.rank == launch.rank:
         _speak(first, launch, folder, step, trace, peer or "")
         if store is not None:
@@ -139,6 +139,12 @@ def _account(error: BaseException, launch: Launch, folder: Path | None, step: in
     _leave_for_launcher(summary, summary, first.time + 1)
     # gone too soon, this one would have its launcher end the first before it has spoken
     until(lambda: store is None or store.check(["failure-told"]) or None, _PATIENCE)
+
+
+def _reason(error: BaseException) -> str:
+    said = traceback.format_exception_only(error)[-1].strip()
+    # what a worker process passes on begins with that process, and ends with the error itself
+    return said.splitlines()[-1] if "Original Traceback" in said else said
 
 
 def _store(launch: Launch) -> Store | None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.configuration.build import build, check_all, maker
+from trainer.configuration.build import FACTS, build, check_all, maker, with_facts
 from trainer.configuration.names import Names
 from trainer.configuration.resolved import written
 from trainer.configuration.settings import Settings, settings
@@ -46,27 +46,33 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     # on what they compute and where all meet: who is refused for it has built nothing yet
     machine = make_machine(chosen, launch)
     machine.check()
-    # before the first of them is called; what torch brings has no kind of ours, and is checked by its maker
-    check_all(cfg, {group: kind for group, kind in KINDS.items() if not of_torch(cfg[group], group, names)}, names)
+    # before the first of them is called; what torch brings has no kind of ours, and is checked by its maker; what only
+    # the data knows (a folder's classes) is any number until then
+    kinds = {group: kind for group, kind in KINDS.items() if not of_torch(cfg[group], group, names)}
+    check_all(with_facts(cfg, dict.fromkeys(FACTS, 1)), kinds, names)
     # what an optimizer's class can do is known before there are parameters to give it
     kind: Any = names.find(cfg.optimizer.get("_target_"), "optimizer._target_")
     fused = fused_words(kind, chosen.optimizer.fused, cfg.optimizer.get("dampening", 0))
     refuse_rules(kind, chosen.optimizer.groups)
     decays = [cfg.optimizer.get("weight_decay"), *(rule.weight_decay or 0.0 for rule in chosen.optimizer.groups)]
     make_optimizer = maker(cfg.optimizer, Optimizer, "optimizer", names, **fused)
+    strategy = build(cfg.strategy, Strategy, "strategy", names, machine=machine)
+    # the data before all that is told its facts
+    data = build(cfg.data, Data, "data", names)
+    cfg = with_facts(cfg, {name: getattr(data, name, None) for name in FACTS})
     return RunParts(
         settings=chosen,
         words=list(words),
         configuration=written(cfg),
         machine=machine,
-        strategy=build(cfg.strategy, Strategy, "strategy", names, machine=machine),
+        strategy=strategy,
         task=build(cfg.task, Task, "task", names),
         schedule=make_schedule(cfg.schedule, make_optimizer, names),
         make_optimizer=make_optimizer,
         spare_vectors=any(spares_vectors(kind, amount, chosen.optimizer.decay) for amount in decays),
         sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
         open_folder=partial(RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, label(cfg)),
-        data=build(cfg.data, Data, "data", names),
+        data=data,
         make_network=lambda: build(cfg.model, nn.Module, "model", names),
     )
 

@@ -26,7 +26,7 @@ from trainer.refusal import Refusal
 from trainer.run.determinism import way_out
 from trainer.run.memory import evaluation_batch, give_back_freed_memory, keep_freed_memory, remedy
 from trainer.run.preparation import Prepared, RunParts, Verdict, build_values, decide_resume, prepare
-from trainer.run.report import describe, end_lines, start_lines
+from trainer.run.report import describe, end_lines, replaced_lines, start_lines
 from trainer.trainer import Progress, Trainer
 
 
@@ -178,9 +178,12 @@ def end(run: Prepared, trainer: Trainer, stop: StopRequest, done: bool) -> int:
     ended = early if step < trainer.steps else None
     reason = ended if done else "another machine left the run" if lost else why
     run.folder.report("completed" if done else "preempted", step, reason)
+    # all ranks; each has read other samples
+    replaced = run.strategy.world.all_gather_values(run.data.replaced())
     # where the time went, now that all steps are done and no line is under way
     spent = trainer.placed.watch.line(ahead=run.strategy.device.type != "cpu")
-    for line in (spent, *trainer.profile.close(), *end_lines(run, trainer.figures, step, done, ended)):
+    last = end_lines(run, trainer.figures, step, done, ended)
+    for line in (spent, *trainer.profile.close(), *replaced_lines(replaced), *last):
         log.say(line)
     log.close()
     return failure.exit_code(done, launch, lost)

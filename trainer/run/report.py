@@ -10,7 +10,9 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import distributions
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from trainer.records.manifest import Found
 from trainer.run.preparation import Prepared
 from trainer.strategies.machine import Machine
 
+_SHOWN = 5  # names in a line
 PACKAGES = ("trainer", "torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "rich")
 
 
@@ -65,7 +68,7 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
         f"evaluation  {samples} samples" if samples else "evaluation  none: the data has no evaluation set",
         *run.initial.lines,
         *([f"note        built whole on every rank first: {run.whole_because}"] if run.whole_because else []),
-        *[f"note        {note}" for note in strategy.notes(run.network)],
+        *[f"note        {note}" for note in (*run.data.notes(), *strategy.notes(run.network))],
         *([f"resuming    step {start.step} of {start.path}"] if start else []),
         *average_notes(run.settings.ema.decay, start),
     ]
@@ -98,6 +101,15 @@ def arithmetic(machine: Machine) -> str:
     if machine.tf32:
         return f"{precision}; what is multiplied in fp32 is rounded to TF32"
     return f"{precision}; tf32=true is faster and less exact" if precision == "fp32" else precision
+
+
+def replaced_lines(names: Sequence[Sequence[str]]) -> list[str]:
+    """Which samples could not be read; names: of each rank's."""
+    every = sorted(set(chain.from_iterable(names)))
+    if not every:
+        return []
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return [f"replaced    {len(every)} samples that could not be read: {', '.join(every[:_SHOWN])}{more}"]
 
 
 def end_lines(

@@ -1,0 +1,176 @@
+"""CIFAR-10 and CIFAR-100: 60,000 colour pictures of 32×32 pixels, in 10 or in 100 classes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from recipes.vision.cached import cached
+from recipes.vision.images import Images
+from recipes.vision.pictures import Pictures
+from recipes.vision.plain_pickle import read_plain
+from trainer.data.transforms import Augment, Random, resized
+from trainer.refusal import Refusal
+
+_SIDE = 32
+_PIXELS = 3 * _SIDE * _SIDE  # bytes of a picture: red, green and blue, each row after row
+
+
+@dataclass(frozen=True)
+class Release:
+    """One form in which a set is published: a folder of files."""
+
+    folder: str
+    training: Mapping[str, str]  # file → its published md5; empty where none was published
+    evaluation: Mapping[str, str]
+
+    @property
+    def files(self) -> list[Path]:
+        """All of them, as they lie in a root."""
+        return [Path(self.folder, name) for name in (*self.training, *self.evaluation)]
+
+    def read(self, path: Path) -> tuple[Tensor, Tensor]:
+        """The pictures (N, 3072) uint8 and the labels (N,) int64 of one file."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Pickled(Release):
+    """The release for Python: pickles of a dict with an array `data` (N, 3072) and a list of labels."""
+
+    key: str  # of the labels
+
+    def read(self, path: Path) -> tuple[Tensor, Tensor]:
+        """The pictures and labels of one pickle."""
+        content = read_plain(path)
+        # text of Python 2 is bytes; a file that was written anew by Python 3 has text
+        items = content.items() if isinstance(content, dict) else ()
+        named = {key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in items}
+        pixels, labels = named.get("data"), named.get(self.key)
+        if not isinstance(pixels, Tensor) or pixels.shape[1:] != (_PIXELS,) or not isinstance(labels, list):
+            raise Refusal(f"{path}: expected a dict of an array `data`, N × {_PIXELS} bytes, and a list `{self.key}`")
+        if not all(isinstance(label, int) for label in labels):
+            raise Refusal(f"{path}: `{self.key}` holds more than whole numbers")
+        return pixels, torch.tensor(labels, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Binary(Release):
+    """The binary release: records of some bytes of labels, the last of which counts, and a picture."""
+
+    labels: int  # bytes of them
+
+    def read(self, path: Path) -> tuple[Tensor, Tensor]:
+        """The pictures and labels of one file of records."""
+        # a bytearray, because a tensor may be written to and bytes may not
+        content, record = bytearray(path.read_bytes()), self.labels + _PIXELS
+        if len(content) % record or not content:
+            raise Refusal(f"{path} holds {len(content)} bytes; expected a multiple of {record}, the size of a record")
+        records = torch.frombuffer(content, dtype=torch.uint8).view(-1, record)
+        return records[:, self.labels :], records[:, self.labels - 1].long()
+
+
+class CIFAR10(Pictures):
+    """CIFAR-10 (3, 32, 32) from its files: in `root`, else downloaded once. In memory, as bytes."""
+
+    name, num_classes = "CIFAR-10", 10
+    releases: ClassVar[tuple[Release, ...]] = (
+        Pickled(
+            "cifar-10-batches-py",
+            {
+                "data_batch_1": "c99cafc152244af753f735de768cd75f",
+                "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+                "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+                "data_batch_4": "634d18415352ddfa80567beed471001a",
+                "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+            },
+            {"test_batch": "40351d587109b95175f43aff81a1287e"},
+            key="labels",
+        ),
+        Binary(
+            "cifar-10-batches-bin",
+            {f"data_batch_{number}.bin": "" for number in range(1, 6)},
+            {"test_batch.bin": ""},
+            labels=1,
+        ),
+    )
+
+    def __init__(
+        self, augment: Augment, root: str | None = None, image_size: int = _SIDE, repeat: int = 1, balance: float = 0.0
+    ) -> None:
+        super().__init__(augment, repeat, balance)
+        if image_size < 1:
+            raise Refusal(f"data.image_size is {image_size}; it is a number of pixels, 1 or more")
+        self.image_size = image_size
+        self._others: list[Path] = []  # files that are not the published ones
+        folders = " or ".join(release.folder for release in self.releases)
+        remedy = f"put the unpacked folder {folders} into one folder and say data.root=FOLDER"
+        if root is None:
+            place = cached(self.name, self.releases[0].files, self._download, remedy)
+        else:
+            place = Path(root).expanduser()
+        # the first release that is there; of a folder that lacks files they are named
+        found = [release for release in self.releases if (place / release.folder).is_dir()]
+        if not found:
+            raise Refusal(f"{place} holds no folder {folders}; {remedy}")
+        self._release, self._place = found[0], place
+        missing = [str(file) for file in self._release.files if not (place / file).is_file()]
+        if missing:
+            raise Refusal(f"{place} lacks {', '.join(missing)}: unpack the archive of {self.name} anew")
+
+    def augment(self, inputs: Tensor, targets: Tensor, random: Random, training: bool) -> tuple[Any, Any]:
+        """Small changes while training; normalisation always, and the size that the network shall see."""
+        images, targets = super().augment(inputs, targets, random, training)
+        return resized(images, self.image_size), targets
+
+    def notes(self) -> list[str]:
+        """Which files are not the published ones."""
+        return [f"{file} is not the published file: its md5 is another one" for file in self._others]
+
+    def _read(self, training: bool) -> Images:
+        """All files of a part, one after the other."""
+        files = self._release.training if training else self._release.evaluation
+        parts = [self._checked(self._place / self._release.folder / name, md5) for name, md5 in files.items()]
+        pixels, labels = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        return Images(pixels.view(-1, 3, _SIDE, _SIDE), labels)
+
+    def _checked(self, file: Path, md5: str) -> tuple[Tensor, Tensor]:
+        """What one file holds. A note where it is not the published one; Refusal where it is none of this set."""
+        pixels, labels = self._release.read(file)
+        if len(pixels) != len(labels):
+            raise Refusal(f"{file} holds {len(pixels)} pictures, but {len(labels)} labels; expected as many")
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
+            found, most = f"{int(labels.min())}..{int(labels.max())}", self.num_classes - 1
+            raise Refusal(f"{file} holds labels {found}; expected 0..{most}")
+        if md5 and hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest() != md5:
+            self._others.append(file)
+        return pixels, labels
+
+    @classmethod
+    def _download(cls, cache: Path) -> None:
+        from torchvision import datasets  # here, because the import takes seconds
+
+        getattr(datasets, cls.__name__)(
+            str(cache), download=True
+        )  # the pickles; the other release is for those who have it
+
+
+class CIFAR100(CIFAR10):
+    """CIFAR-100 (3, 32, 32), its 100 fine labels, from its files: in `root`, else downloaded once."""
+
+    name, num_classes = "CIFAR-100", 100
+    releases: ClassVar[tuple[Release, ...]] = (
+        Pickled(
+            "cifar-100-python",
+            {"train": "16019d7e3df5f24257cddd939b257f8d"},
+            {"test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
+            key="fine_labels",
+        ),
+        Binary("cifar-100-binary", {"train.bin": ""}, {"test.bin": ""}, labels=2),  # a coarse and a fine one
+    )

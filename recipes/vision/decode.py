@@ -1,0 +1,82 @@
+"""Compressed pictures as squares of bytes: cut out, shrunk and decoded in one go."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.refusal import Refusal
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+Window = Callable[[float, float], Box]  # of a picture's width and height
+
+_TRIES = 10  # for a random window that fits
+_MODES = {1: "L", 3: "RGB"}  # PIL's names
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Which part of a picture is shown: a random window in training, a square in the middle else."""
+
+    area: tuple[float, float] = (0.08, 1.0)  # least and most, as a part of the picture's
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # width by height
+    centre: float = 0.875  # side of the square, as a part of the picture's shorter side
+
+    def __post_init__(self) -> None:
+        (small, large), (high, wide) = self.area, self.aspect
+        if not 0 < small <= large <= 1 or not 0 < high <= wide or not 0 < self.centre <= 1:
+            raise Refusal(
+                f"window.area={[small, large]}, window.aspect={[high, wide]}, window.centre={self.centre}: parts of a "
+                "picture are above 0 and at most 1, ratios above 0, the smaller number first"
+            )
+
+    def training(self, width: float, height: float) -> Box:
+        """A random window, as Szegedy et al. (2014) cut them, from Python's random numbers."""
+        for _ in range(_TRIES):
+            pixels = random.uniform(*self.area) * width * height
+            ratio = math.exp(random.uniform(math.log(self.aspect[0]), math.log(self.aspect[1])))
+            wide, high = math.sqrt(pixels * ratio), math.sqrt(pixels / ratio)
+            if wide <= width and high <= height:
+                left, top = random.uniform(0, width - wide), random.uniform(0, height - high)
+                return left, top, left + wide, top + high
+        # a very long or high picture: as much of its middle as the ratios allow
+        return _middle(width, height, min(width, height * self.aspect[1]), min(height, width / self.aspect[0]))
+
+    def evaluation(self, width: float, height: float) -> Box:
+        """The square in the middle."""
+        side = self.centre * min(width, height)
+        return _middle(width, height, side, side)
+
+
+def _middle(width: float, height: float, wide: float, high: float) -> Box:
+    left, top = (width - wide) / 2, (height - high) / 2
+    return left, top, left + wide, top + high
+
+
+def decode(source: Any, size: int, channels: int, window: Window) -> Tensor:
+    """The window of a picture as (channels, size, size) of uint8. `source`: a path, or an open file.
+
+    Whatever is wrong with the file raises what PIL raises for it.
+    """
+    from PIL import Image  # here, because only data sets of files need it
+
+    with Image.open(source) as picture:
+        width, height = picture.size
+        left, top, right, bottom = window(width, height)
+        # A JPEG can be decoded at an eighth, a quarter or half of its size, in a fraction of the time: as small as
+        # leaves the window its pixels.
+        wanted = math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))
+        drafted = picture.draft(_MODES[channels], wanted)
+        shrunk = drafted[1][2] / width if drafted else 1.0
+        image = picture.convert(_MODES[channels])
+        box = left * shrunk, top * shrunk, min(right * shrunk, image.width), min(bottom * shrunk, image.height)
+        square = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+    # (size, size, channels) as it lies in memory
+    pixels = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(size, size, channels)
+    return pixels.permute(2, 0, 1).contiguous()

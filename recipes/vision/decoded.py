@@ -1,0 +1,126 @@
+"""Pictures that are decoded one by one, in worker processes; what happens where one is damaged."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from recipes.vision.decode import Window, Windows, decode
+from recipes.vision.pictures import Pictures
+from trainer.data.transforms import Augment
+from trainer.refusal import Refusal
+
+_MOST = 100  # damaged pictures in a row; then nothing is there that could be read
+
+
+class Sources(Protocol):
+    """Where compressed pictures are, and what they show."""
+
+    labels: Tensor  # (N,) class numbers
+
+    def source(self, at: int) -> Any:
+        """What PIL opens: a path, or a file in memory."""
+
+    def name(self, at: int) -> str:
+        """How a message calls it."""
+
+
+class DecodedPictures(Pictures):
+    """Pictures (C, image_size, image_size) out of compressed ones: random windows in training, else central squares.
+
+    What derives from it says `_sources(training)`.
+    """
+
+    def __init__(
+        self,
+        augment: Augment,
+        window: Windows,
+        image_size: int,
+        channels: Literal[1, 3],
+        on_bad: Literal["error", "skip"],
+        repeat: int,
+        balance: float,
+    ) -> None:
+        super().__init__(augment, repeat, balance)
+        if image_size < 1:
+            raise Refusal(f"data.image_size is {image_size}; it is a number of pixels, 1 or more")
+        self._windows, self.image_size, self._channels, self._on_bad = window, image_size, channels, on_bad
+        self._parts: list[Decoded] = []  # that have been made
+
+    def replaced(self) -> list[str]:
+        """The damaged pictures that others stand for."""
+        return [name for part in self._parts for name in part.replaced()]
+
+    def _read(self, training: bool) -> Decoded:
+        sources = self._sources(training)
+        damaged = Lenient(len(sources.labels)) if self._on_bad == "skip" else Strict()
+        window = self._windows.training if training else self._windows.evaluation
+        self._parts.append(Decoded(sources, window, self.image_size, self._channels, damaged))
+        return self._parts[-1]
+
+    def _sources(self, training: bool) -> Sources:
+        raise NotImplementedError
+
+
+class Decoded(Dataset):
+    """Compressed pictures as tensors of one size, and their labels."""
+
+    def __init__(
+        self, sources: Sources, window: Window, size: int, channels: Literal[1, 3], damaged: Strict | Lenient
+    ) -> None:
+        self.sources, self.labels = sources, sources.labels
+        self._window, self._size, self._channels, self._damaged = window, size, channels, damaged
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """(C, size, size) of uint8, and the label. Instead of a damaged one the next that can be read.
+
+        So what stands for it follows from the files alone, and is the same on every rank. ValueError where it is to
+        end the run, or where there is none.
+        """
+        for at in range(index, index + _MOST):
+            at %= len(self.labels)
+            try:
+                picture = decode(self.sources.source(at), self._size, self._channels, self._window)
+            except Exception as error:  # PIL has many, as formats have
+                reason = " ".join(str(error).split()) or type(error).__name__
+                self._damaged.met(at, f"{self.sources.name(at)} cannot be read as a picture: {reason}")
+                continue
+            return picture, int(self.labels[at])
+        raise ValueError(f"{self.sources.name(index)} and the {_MOST - 1} pictures after it cannot be read")
+
+    def replaced(self) -> list[str]:
+        """The names of those that were damaged and replaced so far."""
+        return [self.sources.name(at) for at in self._damaged.seen()]
+
+
+class Strict:
+    """A damaged picture ends the run."""
+
+    def met(self, at: int, said: str) -> None:
+        """ValueError with what is wrong."""
+        raise ValueError(said)
+
+    def seen(self) -> list[int]:
+        """None was replaced."""
+        return []
+
+
+class Lenient:
+    """Damaged pictures are replaced, and remembered over all worker processes."""
+
+    def __init__(self, size: int) -> None:
+        self._flags = torch.zeros(size, dtype=torch.bool).share_memory_()  # (N,), the same memory in every worker
+
+    def met(self, at: int, said: str) -> None:
+        """Remember it."""
+        self._flags[at] = True
+
+    def seen(self) -> list[int]:
+        """Those that were met, each once."""
+        return self._flags.nonzero().flatten().tolist()

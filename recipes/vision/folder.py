@@ -1,0 +1,141 @@
+"""Folders of pictures: a folder for each class, as ImageNet's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+from zlib import crc32
+
+import numpy
+import torch
+
+from recipes.vision.decode import Windows
+from recipes.vision.decoded import DecodedPictures
+from trainer.data.transforms import Augment
+from trainer.refusal import Refusal
+
+_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision takes them
+_EVALUATION = ("val", "validation", "valid", "test")
+
+Files = list[tuple[int, str]]  # class numbers, paths
+
+
+class ImageFolder(DecodedPictures):
+    """Pictures of `root/train/CLASS/` and `root/val/CLASS/`, or of `root/CLASS/`.
+
+    Without a folder `val`, `held_out` of each class's pictures are the evaluation set.
+    """
+
+    def __init__(
+        self,
+        augment: Augment,
+        window: Windows,
+        root: str,
+        image_size: int,
+        channels: Literal[1, 3] = 3,
+        num_classes: int | None = None,
+        held_out: float = 0.1,
+        on_bad: Literal["error", "skip"] = "error",
+        repeat: int = 1,
+        balance: float = 0.0,
+    ) -> None:
+        super().__init__(augment, window, image_size, channels, on_bad, repeat, balance)
+        if not 0 <= held_out < 1:
+            raise Refusal(f"data.held_out is {held_out}; it is a part of the pictures, 0 or more and below 1")
+        self._held_out = held_out
+        # where what lies, and the classes, which a network must know; the files are listed when they are read
+        place = Path(root).expanduser()
+        self._train = place / "train" if (place / "train").is_dir() else place
+        found = [place / name for name in _EVALUATION if (place / name).is_dir()]
+        self._val = found[0] if found and self._train != place else None
+        self.classes = _classes(self._train)
+        self.num_classes = len(self.classes) if num_classes is None else num_classes
+        if self.num_classes < len(self.classes):
+            raise Refusal(
+                f"data.num_classes={num_classes}, but {self._train} has {len(self.classes)} folders of classes"
+            )
+
+    def evaluation(self) -> Any:
+        """The pictures of `val`, or those held out; None where there are none."""
+        return super().evaluation() if self._split[False] else None
+
+    @cached_property
+    def _split(self) -> dict[bool, Files]:
+        """The files of the training and of the evaluation set."""
+        files = _listed(self._train, self.classes)
+        if self._val is None:
+            return _held_out(files, self._held_out)
+        strange = set(_classes(self._val)) - set(self.classes)
+        if strange:
+            raise Refusal(f"{self._val} has classes that {self._train} has not: {', '.join(sorted(strange)[:5])}")
+        return {True: files, False: _listed(self._val, self.classes)}
+
+    def _sources(self, training: bool) -> Paths:
+        return Paths(self._split[training])
+
+
+class Paths:
+    """The files of pictures, and their labels."""
+
+    def __init__(self, files: Files) -> None:
+        labels, paths = zip(*files, strict=True)
+        self.labels = torch.tensor(labels)  # (N,)
+        # one array: of a list every worker would in time hold a copy, as looking at an object writes to its memory
+        self._paths = numpy.array([os.fsencode(path) for path in paths])
+
+    def source(self, at: int) -> str:
+        """The path."""
+        return self.name(at)
+
+    def name(self, at: int) -> str:
+        """The path."""
+        return os.fsdecode(bytes(self._paths[at]))
+
+
+def _classes(folder: Path) -> list[str]:
+    """The names of the classes' folders, in order: a class's number is its place."""
+    try:
+        found = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+    except OSError as error:
+        raise Refusal(f"data.root: {folder} cannot be read ({error.strerror}); {_wanted()}") from error
+    if not found:
+        raise Refusal(f"data.root: {folder} has no folders of classes; {_wanted()}")
+    return found
+
+
+def _wanted() -> str:
+    return "expected ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, or ROOT/CLASS/*.jpg"
+
+
+def _listed(folder: Path, classes: Sequence[str]) -> Files:
+    """The pictures of each class, those in its subfolders too, sorted. Refusal where a class has none."""
+    files: Files = []
+    for number, name in enumerate(classes):
+        below = os.walk(folder / name, followlinks=True)
+        own = sorted(os.path.join(at, file) for at, _, names in below for file in names)
+        pictures = [(number, path) for path in own if path.lower().endswith(_ENDINGS)]
+        if not pictures:
+            raise Refusal(f"{folder / name} has no pictures; expected files ending in {' '.join(_ENDINGS)}")
+        files += pictures
+    return files
+
+
+def _held_out(files: Files, part: float) -> dict[bool, Files]:
+    """The same files in two: of each class this part goes to the evaluation.
+
+    Those whose names have the smallest hashes: the same ones wherever the folder lies, and mostly the same ones when
+    pictures are added.
+    """
+    split: dict[bool, Files] = {True: [], False: []}
+    for _, group in groupby(files, key=lambda file: file[0]):
+        own = list(group)
+        count = max(round(part * len(own)), 1) if part and len(own) > 1 else 0
+        ranked = sorted(own, key=lambda file: (crc32(os.fsencode(os.path.basename(file[1]))), file[1]))
+        chosen = set(ranked[:count])
+        split[False] += [file for file in own if file in chosen]
+        split[True] += [file for file in own if file not in chosen]
+    return split

@@ -1,0 +1,193 @@
+"""Folders of pictures, as a user trains on them: decoded in worker processes, damaged ones among them."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from recipes.vision.decode import Windows, decode
+from recipes.vision.folder import ImageFolder
+from tests.commands import curve, far, finish, lines, single, status
+from tests.inside import here, product
+from tests.processes import Processes
+from trainer.data.transforms import Augment
+from trainer.launch.launch import Launch
+from trainer.refusal import Refusal
+
+WORDS = ("data=imagefolder", "data.image_size=16", "model=mlp", "model.width=16", "loop.global_batch=12")
+SHORT = ("loop.epochs=2", "loop.log_every=1", "schedule=constant", "data.augment.cutmix=1.0")
+CLASSES = ("ant", "bee", "cat")
+
+
+def picture(number: int, width: int = 40, height: int = 30) -> Image.Image:
+    generator = torch.Generator().manual_seed(number)
+    coarse = torch.randint(0, 256, (1, 3, 4, 4), generator=generator).float()
+    smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear").byte()
+    return Image.fromarray(smooth[0].permute(1, 2, 0).numpy())
+
+
+def write(root: Path, parts: dict[str, int], ending: str = "jpg") -> Path:
+    """So many pictures of each class in each part; the part "" is the root itself."""
+    for part, count in parts.items():
+        for at, name in enumerate(CLASSES):
+            folder = root / part / name
+            folder.mkdir(parents=True, exist_ok=True)
+            for number in range(count):
+                picture(1000 * at + number).save(folder / f"{number:02}.{ending}")
+    return root
+
+
+WHOLE = Windows(area=(1.0, 1.0), aspect=(1.0, 1.0))
+
+
+def data(root: Path, window: Windows = WHOLE, **fields: Any) -> ImageFolder:
+    return ImageFolder(Augment(), window, root=str(root), image_size=16, **fields)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures as ImageNet's lie, and one that is none in each part."""
+    place = tmp_path_factory.mktemp("pictures")
+    write(place / "whole", {"train": 16, "val": 5})
+    write(place / "torn", {"train": 16, "val": 5})
+    for path in (torn := place / "torn" / "train" / "bee" / "03.jpg", place / "torn" / "val" / "cat" / "00.jpg"):
+        path.write_bytes(path.read_bytes()[:200])
+    (torn.parent / "04.jpg").write_bytes(b"no picture at all")
+    return place
+
+
+def test_one_curve_whoever_decodes(place: Path, processes: Processes) -> None:
+    start = [f"data.root={place / 'whole'}", *WORDS, *SHORT]
+    assert product(Launch(), place, [*start, "run.dir=alone", "strategy=single", "loader.workers=1"]) == 0
+    two = [*start, "run.dir=two", "strategy=ddp", "loader.workers=0", "loop.micro_batches=2"]
+    assert processes.run(2, product, place, two) == [0, 0]
+    assert far(curve(place / "two"), curve(place / "alone")) < 1e-6
+    assert curve(place / "two", "sample_digest") == curve(place / "alone", "sample_digest")
+    assert len(curve(place / "alone")) == 8  # 48 pictures, 12 a step, 2 epochs
+    assert {line["samples"] for line in lines(place / "two", "eval")} == {15}
+    # the number of classes, which nobody typed, is known from the folder
+    said = yaml.safe_load((place / "alone" / "config.yaml").read_text())
+    assert (said["data"]["num_classes"], said["model"]["num_classes"]) == (3, 3)
+
+
+def test_a_damaged_file_ends_the_run_with_its_path(place: Path) -> None:
+    words = [f"data.root={place / 'torn'}", *WORDS, *SHORT, "run.dir=ended", "strategy=single", "loader.workers=1"]
+    screen = finish(single(*words, "device=cpu"), place, code=1)
+    said = rf"{place}/torn/(train/bee/0[34]|val/cat/00)\.jpg cannot be read as a picture: .+"
+    assert re.fullmatch(f"ValueError: {said}", screen.rstrip().splitlines()[-1]), screen
+    assert re.fullmatch(f"ValueError: {said}", status(place / "ended")["reason"])
+
+
+def test_damaged_files_are_replaced_by_the_same_ones_on_any_rank(place: Path, processes: Processes) -> None:
+    start = [f"data.root={place / 'torn'}", *WORDS, *SHORT, "data.on_bad=skip"]
+    assert product(Launch(), place, [*start, "run.dir=left", "strategy=single", "loader.workers=1"]) == 0
+    two = [*start, "run.dir=right", "strategy=ddp", "loader.workers=0"]
+    assert processes.run(2, product, place, two) == [0, 0]
+    assert far(curve(place / "left"), curve(place / "right")) < 1e-6
+    assert lines(place / "left", "eval")[-1]["samples"] == 15
+    for folder in ("left", "right"):
+        said = (place / folder / "logs" / "rank-0.log").read_text()
+        (line,) = [line for line in said.splitlines() if "replaced" in line]
+        assert "3 samples that could not be read" in line
+        assert line.count(".jpg") == 3
+        assert str(place / "torn" / "val" / "cat" / "00.jpg") in line
+
+
+def test_what_stands_for_a_damaged_file_is_the_next_one(place: Path) -> None:
+    train = data(place / "torn", on_bad="skip").train()
+    at = train.labels.tolist().index(1) + 3  # bee/03, and bee/04 after it
+    expected = decode(place / "torn" / "train" / "bee" / "05.jpg", 16, 3, WHOLE.training)
+    assert torch.equal(train[at][0], expected)
+    assert train[at][1] == 1
+
+
+def test_where_nothing_can_be_read_it_ends(tmp_path: Path) -> None:
+    write(tmp_path, {"": 2})
+    for path in tmp_path.rglob("*.jpg"):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="pictures after it cannot be read"):
+        data(tmp_path, on_bad="skip").train()[0]
+
+
+def test_a_share_is_held_out_where_there_is_no_val(tmp_path: Path) -> None:
+    write(tmp_path, {"": 10}, ending="png")
+    one = data(tmp_path, held_out=0.2)
+    train, evaluation = one.train(), one.evaluation()
+    assert torch.bincount(train.labels).tolist() == [8, 8, 8]
+    assert torch.bincount(evaluation.labels).tolist() == [2, 2, 2]
+    names = {train.sources.name(at) for at in range(24)} | {evaluation.sources.name(at) for at in range(6)}
+    assert names == {str(path) for path in tmp_path.rglob("*.png")}
+    # another folder of the same pictures holds out the same ones
+    (tmp_path / "again").mkdir()
+    other = data(write(tmp_path / "again", {"train": 10}, ending="png"), held_out=0.2).evaluation()
+    held = [[Path(part.sources.name(at)).name for at in range(6)] for part in (evaluation, other)]
+    assert held[0] == held[1]
+    assert data(tmp_path / "again", held_out=0.0).evaluation() is None
+
+
+def test_classes_are_numbered_by_name_and_val_has_no_others(tmp_path: Path) -> None:
+    write(tmp_path, {"train": 3, "val": 2})
+    one = data(tmp_path)
+    assert (one.num_classes, one.classes) == (3, list(CLASSES))
+    assert [one.train().sources.name(at).split("/")[-2] for at in (0, 3, 6)] == list(CLASSES)
+    (tmp_path / "val" / "dog").mkdir()
+    with pytest.raises(Refusal, match=r"has classes that .*train has not: dog"):
+        data(tmp_path).train()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda root: None, r"data\.root: .* cannot be read .*; expected ROOT/train/CLASS"),
+        (lambda root: root.mkdir(), "has no folders of classes"),
+        (lambda root: (root / "ant").mkdir(parents=True), "ant has no pictures; expected files ending in .jpg"),
+    ],
+)
+def test_a_folder_without_pictures_is_refused(tmp_path: Path, make: Any, words: str) -> None:
+    make(tmp_path / "root")
+    with pytest.raises(Refusal, match=words):
+        here(f"data.root={tmp_path / 'root'}", *WORDS, f"run.dir={tmp_path / 'run'}")
+
+
+def test_the_folder_must_be_named_and_have_no_more_classes_than_the_network(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"data\.root.*a value must be given"):
+        here(*WORDS, f"run.dir={tmp_path}")
+    with pytest.raises(Refusal, match=r"data\.num_classes=2, but .*train has 3 folders of classes"):
+        here(*WORDS, f"data.root={place / 'whole'}", "data.num_classes=2", f"run.dir={tmp_path}")
+
+
+@pytest.mark.parametrize("ending", ["jpg", "png"])
+def test_a_decoded_window_is_that_of_the_whole_picture(tmp_path: Path, ending: str) -> None:
+    """Also where a JPEG is decoded at a part of its size."""
+    path = tmp_path / f"picture.{ending}"
+    picture(1, width=640, height=480).save(path)
+    box = (100.0, 60.0, 500.0, 360.0)
+    with Image.open(path) as whole:
+        expected = whole.resize((32, 32), Image.Resampling.BILINEAR, box=box)
+    small = decode(path, 32, 3, lambda width, height: box)
+    difference = small.float() - torch.tensor(list(expected.tobytes())).view(32, 32, 3).permute(2, 0, 1)
+    assert difference.abs().max() < 6
+    grey = decode(path, 32, 1, lambda width, height: box)
+    assert grey.shape == (1, 32, 32)
+    assert (grey[0].float() - (small * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(0)).abs().max() < 6
+
+
+def test_windows_lie_inside_and_have_the_area_that_was_asked_for() -> None:
+    random.seed(0)
+    window = Windows(area=(0.1, 0.5), aspect=(0.5, 2.0), centre=0.5)
+    for _ in range(200):
+        left, top, right, bottom = window.training(100, 60)
+        assert 0 <= left < right <= 100.001
+        assert 0 <= top < bottom <= 60.001
+        assert 0.099 <= (right - left) * (bottom - top) / 6000 <= 0.501
+    assert window.evaluation(100, 60) == (35.0, 15.0, 65.0, 45.0)
+    assert WHOLE.training(100, 60) == (20.0, 0.0, 80.0, 60.0)  # such a window fits nowhere: the middle
+    with pytest.raises(Refusal, match=r"window\.area=\[0\.0, 1\.0\]"):
+        Windows(area=(0.0, 1.0))
