@@ -27,6 +27,8 @@ from trainer.strategies.single import Single
 
 LAB = """
 import os
+from dataclasses import dataclass
+from functools import wraps
 from os import system
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -87,6 +89,33 @@ class Learn(Task):
 class Elastic:
     def __init__(self, amount: float):
         self.amount = amount
+
+
+def loosely(cls):
+    plain = cls.__init__
+
+    @wraps(plain)
+    def init(self, **words):
+        self.labels = words.pop("labels", 2)
+        plain(self, **words)
+
+    cls.__init__ = init
+    return cls
+
+
+@loosely
+@dataclass
+class Config:
+    # as those of transformers: the decorator takes what the dataclass says, and what has a property
+    hidden: int = 3
+
+    @property
+    def labels(self):
+        return self._labels
+
+    @labels.setter
+    def labels(self, count):
+        self._labels = count
 
 
 def make(width: int = 1):

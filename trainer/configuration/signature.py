@@ -27,12 +27,15 @@ def bound(
     parameters = inspect.signature(target).parameters
     types_of, called = hints(target), getattr(target, "__qualname__", repr(target))
     named = {name: each for name, each in parameters.items() if each.kind not in _VARIADIC}
-    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    anything = _takes_words(inspect.signature(target))
+    around = _constructor(target) if isinstance(target, type) else target
+    more = hasattr(around, "__wrapped__") and _takes_words(inspect.signature(around, follow_wrapped=False))
 
     # A key is nobody's, or of another type; where a target takes **kwargs, only the call itself can tell.
     taken, problems = dict(values), []
     for name, value in values.items():
-        if name in given or (name not in named and not anything):
+        # what wraps a constructor may take more than it: at least what the class has a property for
+        if name in given or (name not in named and not anything and not (more and hasattr(target, name))):
             free = [each for each in named if each not in given]
             listed = f"; it takes {', '.join(free[:12]) or 'none'}"
             problems.append(f"{where}.{name}: {called} takes no such key{nearest(name, free) or listed}")
@@ -46,6 +49,11 @@ def bound(
     return taken, problems
 
 
+def _takes_words(signature: inspect.Signature) -> bool:
+    """Does it end with **kwargs?"""
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+
+
 def missing(target: Callable, present: Collection[str], where: str) -> list[str]:
     """One line for each parameter that has no default and is not present."""
     called = getattr(target, "__qualname__", repr(target))
@@ -56,7 +64,7 @@ def missing(target: Callable, present: Collection[str], where: str) -> list[str]
 
 def hints(target: Callable) -> dict[str, Any]:
     """The types of the parameters, as far as they can be known: names that only a type checker imports are left out."""
-    owner = inspect.unwrap(getattr(target, "__init__") if isinstance(target, type) else target)  # noqa: B009
+    owner = inspect.unwrap(_constructor(target) if isinstance(target, type) else target)
     found: dict[str, Any] = {}
     # One by one: typing.get_type_hints gives up on all of them where one name is not there at run time.
     for name, written in inspect.get_annotations(owner).items():
@@ -64,3 +72,7 @@ def hints(target: Callable) -> dict[str, Any]:
             alone = types.SimpleNamespace(__annotations__={name: written})
             found |= typing.get_type_hints(alone, getattr(owner, "__globals__", {}))
     return found
+
+
+def _constructor(kind: type) -> Callable:
+    return getattr(kind, "__init__")  # noqa: B009 - a type checker refuses to look at it through an instance's class

@@ -49,7 +49,7 @@ class Task:
         sums = {
             name: total for name, total in totals.items() if name not in ("weight", "samples") and total.numel() == 1
         }
-        return {name: float(total / (totals["weight"] or 1)) for name, total in sums.items()}
+        return {name: float(total.double() / (totals["weight"] or 1)) for name, total in sums.items()}
 
     def after_step(self, network: nn.Module, step: int) -> None:
         """Change the network in place after an optimizer step: elementwise, on what this rank holds, no gradient."""
