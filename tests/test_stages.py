@@ -14,6 +14,7 @@ from recipes.vision.cnn import CNN
 from recipes.vision.mlp import MLP
 from recipes.vision.resnet import resnet18, resnet50
 from recipes.vision.vit import VisionTransformer
+from tests.strategies.toys import WIDTH, Asserting, Stubborn
 from trainer.parallel.held import named_tensors
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.stages import Stages
@@ -127,6 +128,11 @@ def test_what_skips_stages_is_handed_through_them_and_what_follows_from_the_batc
     assert {name for stage in stages for name in stage.state_dict()} == set(network.state_dict())
     tensors = {name for stage in stages for name, _ in named_tensors(stage)}
     assert tensors == {name for name, _ in named_tensors(network)}  # the unused norm and the hidden buffer too
+
+
+def test_an_assertion_stands_in_nobodys_way() -> None:
+    network, inputs = Asserting(), {"x": torch.randn(3, WIDTH)}
+    assert torch.equal(run(cut(network, 2), inputs), network(inputs["x"]))
 
 
 def test_gradients_flow_back_through_every_value_that_was_handed_on() -> None:
@@ -275,6 +281,7 @@ REFUSED = {
     "asks how long a tensor is": (Measuring(), 2, (), r"it asks for the len\(\) of a value; x\.shape\[0\]"),
     "freezes a layer for one call": (Freezing(), 2, (), r"while parameters are frozen by requires_grad_\(\)"),
     "has blocks": (Wrapped(), 2, (), r"for block in network\.whole\.blocks: x = block\(x\)"),
+    "depends on values by a name": (Stubborn(), 2, (), "control flow"),
     "depends on the mode": (Moody(), 2, (), "in training than in evaluation, or something random"),
     "freezes a tensor": (Making(), 2, (), "makes a tensor of its own.*a buffer can hold it"),
     "writes into the batch": (Writing(), 2, (), "changes .* in place"),

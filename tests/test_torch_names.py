@@ -27,21 +27,24 @@ PRIVATE = {
     "torch._foreach_norm": "trainer/parallel/shared.py",
     # Gives a group's collectives another timeout; torch 2.15 has a public name for it, 2.11 to 2.14 only this one.
     "torch.distributed.distributed_c10d._set_pg_timeout": "trainer/parallel/ranks.py",
+    # Weak references of LSTMs and their like to their weights, which keep these from being swapped; in 2.11 to 2.15.
+    "torch.nn.LSTM(1, 1)._flat_weight_refs": "trainer/parallel/outline.py",
     # What a tensor is a view of, which it keeps alive; torch's page on views describes it.
     "torch.Tensor._base": "trainer/parallel/outline.py",
 }
 
 
 def found(name: str) -> Any:
-    """What stands behind a dotted name; `Class()` in it means an object of that class."""
+    """What stands behind a dotted name; `Class(1, 2)` in it means an object of that class."""
     first, *parts = name.split(".")
     return reduce(step, parts, importlib.import_module(first))
 
 
 def step(holder: Any, part: str) -> Any:
     """One level of a dotted name."""
-    value = getattr(holder, part.removesuffix("()"))
-    return value() if part.endswith("()") else value
+    name, called, words = part.partition("(")
+    value = getattr(holder, name)
+    return value(*ast.literal_eval(f"[{words.rstrip(')')}]")) if called else value
 
 
 def private_names(text: str) -> set[str]:

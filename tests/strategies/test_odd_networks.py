@@ -58,6 +58,19 @@ class Tied(Net):
         self.again.weight = self.up.weight
 
 
+class Remembering(nn.Module):
+    """x: (B, WIDTH), read as a sequence (B, 6, 2); an LSTM has a list of its weights beside the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.LSTM(2, 8, num_layers=2, batch_first=True)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen, _ = self.memory(x.unflatten(1, (6, 2)))
+        return self.head(seen[:, -1])
+
+
 class WholeNumbers(Plain):
     """Weights that are ints and differ between ranks."""
 
@@ -85,6 +98,10 @@ def with_special(launch: Launch, network: type[nn.Module], task: type[Task], cas
         (Routed, Plain, 4, Case("ddp_tp", {"tensor": 2})),
         (Routed, Plain, 3, Case("ddp_tp", {"tensor": 1})),
         (Tied, Plain, 1, Case("ddp")),
+        (Remembering, Plain, 2, Case("fsdp", micro_batches=2)),
+        (Remembering, Plain, 2, Case("fsdp", {"reshard_after_forward": False})),
+        (Remembering, Plain, 2, Case("zero1")),
+        (Remembering, Plain, 2, Case("pp", micro_batches=2)),
         (Net, WholeNumbers, 2, Case("ddp", micro_batches=2)),
         (Net, WholeNumbers, 4, Case("ddp_tp", {"tensor": 2})),
     ],

@@ -49,6 +49,11 @@ def all_stored(network: nn.Module) -> bool:
 @torch.no_grad()
 def set_aside(network: nn.Module) -> Values:
     """Turn a network into its outline, in place; returns what values it had."""
+    for module in network.modules():
+        # It keeps weak references, to see whether its weights are still the same: what has one cannot be swapped. It
+        # does without, and has to: it would lay weights that FSDP has gathered out anew, in memory that stays behind.
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = [None] * len(module._flat_weight_refs)
     names: dict[Tensor, list[str]] = {}
     for name, tensor in named_tensors(network):
         names.setdefault(tensor, []).append(name)

@@ -6,7 +6,10 @@ import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
+from dis import get_instructions
 from inspect import currentframe
+from itertools import pairwise
+from types import FrameType
 from typing import Any
 
 import torch
@@ -64,6 +67,20 @@ class _StandIn(fx.Proxy):
 
     def __len__(self) -> int:
         raise Untraceable("it asks for the len() of a value; x.shape[0] says the same of a tensor")
+
+    def __bool__(self) -> bool:
+        # an assertion changes nothing where it holds; whatever else a value decides is not known here
+        frame = currentframe()
+        return (frame is not None and frame.f_back is not None and _asserts(frame.f_back)) or super().__bool__()
+
+
+def _asserts(frame: FrameType) -> bool:
+    """Is it an assert statement that asks? Where the value is true, Python jumps over the loading of its error."""
+    ahead = [one for one in get_instructions(frame.f_code) if one.offset >= frame.f_lasti and one.opname != "NOT_TAKEN"]
+    for jump, load in pairwise(ahead[:3]):  # at most one operation before the jump: a comparison that ends in a bool
+        if "JUMP" in jump.opname:
+            return "IF_TRUE" in jump.opname and ("ASSERTION" in load.opname or load.argval is AssertionError)
+    return False
 
 
 class _Tracer(fx.Tracer):
