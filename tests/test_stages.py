@@ -186,6 +186,32 @@ def test_stages_of_one_rank_are_one_module_with_the_networks_names() -> None:
     assert network.second.training
 
 
+class Placed(Chain):
+    """Places and a mask that follow from the length of the batch, as a transformer makes them."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(6, 6) for _ in range(3)))
+        self.places = nn.Embedding(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, _ = x.size()
+        x = x + self.places(torch.arange(0, size, dtype=torch.long, device=x.device))
+        mask = torch.triu(torch.full((size, size), -1.0, device=x.device), 1)
+        for at in range(3):
+            x = mask @ self[at](x)
+        return x
+
+
+def test_what_follows_from_the_length_of_a_batch_is_made_by_every_stage() -> None:
+    network = Placed()
+    stages = cut(network, 2)
+    for size in (3, 5):
+        inputs = {"x": torch.randn(size, 6)}
+        assert torch.equal(run(stages, inputs), network(inputs["x"]))
+    assert torch.arange(3).tolist() == [0, 1, 2]  # torch's own again
+    assert "wrap" not in torch.arange.__qualname__
+
+
 class Deciding(Chain):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.sum() > 0 else x

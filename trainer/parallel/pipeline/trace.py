@@ -21,6 +21,8 @@ ROOT = "network"  # the attribute under which the traced module holds the networ
 
 _FACTS = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "stride", "is_floating_point"}
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "exponential", "uniform")
+# Of a size that is not known yet they would give nothing: while a forward is read they are taken down like operations.
+_MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros)
 _IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.imatmul, operator.iand}
 
 
@@ -87,7 +89,8 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # a buffer is read in the graph, not frozen into it
 
     def __init__(self, step: nn.Module, opened: set[str]) -> None:
-        super().__init__()
+        super().__init__(autowrap_functions=_MAKERS)
+        self._autowrap_search.append(torch)  # under torch's own name, too
         self._opened = opened
         self._surroundings = _surroundings()
         self._learns = {parameter: parameter.requires_grad for parameter in step.parameters()}
@@ -134,6 +137,7 @@ def _traced(step: nn.Module, opened: set[str]) -> fx.Graph:
         raise Untraceable((str(error).splitlines() or [type(error).__name__])[0].strip(" .")) from error
     # from names in the step to names in the network; what lies outside of it fx has made from a tensor of the forward
     for node in graph.nodes:
+        node.meta.pop("is_wrapped", None)  # a stage's code would have torch.arange wrapped for good
         if node.op in ("get_attr", "call_module"):
             if not node.target.startswith(f"{ROOT}."):
                 raise Untraceable("it makes a tensor of its own, which would be frozen; a buffer can hold it")
