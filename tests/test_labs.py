@@ -121,7 +121,8 @@ def losses_of_a_loop(width: int, steps: int) -> list[tuple[float, float]]:
     rivals = lab.Rivals(width).double()
     generator, discriminator = rivals.generator, rivals.discriminator
     of_generator, of_discriminator = (
-        torch.optim.Adam(network.parameters(), lr=2e-4, betas=(0.5, 0.999)) for network in (generator, discriminator)
+        torch.optim.Adam(network.parameters(), lr=rate, betas=(0.5, 0.999))
+        for network, rate in ((generator, 2e-4), (discriminator, 4e-4))
     )
     stream = Stream(data, data.train(), Slice(0, 1, torch.device("cpu"), 0), 128, 1, Loading())
     losses = []
