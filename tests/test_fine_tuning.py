@@ -112,9 +112,14 @@ def test_one_curve_under_every_strategy(processes: Processes, reference: Path, t
     assert tensors_of(tmp_path / "run") == tensors_of(reference)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
-def test_a_stage_may_be_frozen_as_a_whole(processes: Processes, tmp_path: Path, schedule: str) -> None:
-    frozen = ("model.freeze=[backbone]", "optimizer.groups=[]", "loop.micro_batches=4", "loop.steps=2", "model.depth=4")
+FIRST, LAST = "model.freeze=[backbone]", "model.freeze=[blocks.2,blocks.3,norm,head]"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "freeze"), [("1F1B", FIRST), ("1F1B", LAST), ("InterleavedZeroBubble", FIRST), ("ZBVZeroBubble", LAST)]
+)
+def test_a_stage_may_be_frozen_as_a_whole(processes: Processes, tmp_path: Path, schedule: str, freeze: str) -> None:
+    frozen = (freeze, "optimizer.groups=[]", "loop.micro_batches=4", "loop.steps=2", "model.depth=4")
     assert product_of(1, tmp_path, "single", *frozen) == [0]
     more = (*frozen, f"strategy.schedule={schedule}", "run.dir=pp")
     assert product_of(2, tmp_path, "pp", *more, processes=processes) == [0, 0]

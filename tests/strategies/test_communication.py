@@ -4,7 +4,7 @@ import pytest
 
 from tests.processes import Processes
 from tests.strategies.counting import collectives_of_a_step
-from tests.strategies.toys import Case
+from tests.strategies.toys import BATCH, Case
 
 
 @pytest.mark.parametrize("task", ["plain", "weighted"])
@@ -42,6 +42,13 @@ def test_of_what_is_frozen_nothing_travels(processes: Processes, strategy: str, 
     frozen = 12 * 24 + 24 + 24 * 12 + 12
     assert sum(size for _, size in whole) - sum(size for _, size in sent) >= times * 4 * frozen
     assert 4 * times * learns <= sum(size for _, size in sent) < 4 * times * learns + 100
+
+
+def test_of_what_is_frozen_copies_of_a_split_network_average_nothing(processes: Processes) -> None:
+    sent = processes.run(4, collectives_of_a_step, Case("ddp_tp", {"tensor": 2}, network="frozen"))[0]
+    learns, activations = 4 * (12 + 12 + 12 * 4 + 4), 4 * BATCH // 2 * 12
+    # over the copies; between tensor ranks, which hold it in common (bytes, counted as numbers); forward, not backward
+    assert [size for _, size in sent if size > 16] == [learns, activations, 4 * learns]
 
 
 def test_fsdp_gathers_what_is_frozen_and_sends_no_gradient_of_it(processes: Processes) -> None:

@@ -139,15 +139,9 @@ def broadcast_sums(
 
 def in_order(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a stage hands on, ready to be sent: copies in order in memory, that nothing else looks at or writes to."""
-    copies = tuple(
+    return tuple(
         value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value for value in values
     )
-    floats = [copy for copy in copies if isinstance(copy, Tensor) and copy.is_floating_point()]
-    # of a stage that is frozen, and so are those before it: torch's schedules send a gradient back all the same
-    if torch.is_grad_enabled() and not any(copy.requires_grad for copy in floats):
-        for copy in floats:
-            copy.requires_grad_()
-    return copies
 
 
 class InOrder(torch.autograd.Function):
