@@ -126,7 +126,20 @@ def test_every_form_gives_the_same_values(form: str, tmp_path: Path) -> None:
     initial.fill(network)
     assert equal(network.state_dict(), state)
     assert initial.gives_all
-    assert initial.lines == [f"weights     {len(state)} tensors from {tmp_path / form}"]
+    done = ", its net.*" if form == "lightning.ckpt" else ""
+    assert initial.lines == [f"weights     {len(state)} tensors from {tmp_path / form}{done}"]
+
+
+def test_a_part_of_the_network_may_be_all_that_a_file_has(tmp_path: Path) -> None:
+    state = Net().state_dict()
+    save_file(state, tmp_path / "net.safetensors")
+    network = nn.ModuleDict({"head": nn.Linear(4, 2), "inner": Net()})
+    initial = Initial(str(tmp_path / "net.safetensors"), "-loss")
+    initial.look(network)
+    initial.fill(network)
+    assert equal(network["inner"].state_dict(), state)
+    assert initial.lines[0] == f"weights     {len(state)} tensors from {tmp_path / 'net.safetensors'}, as inner.*"
+    assert initial.lines[1:] == ["weights     2 not there, stay as built: head.weight, head.bias"]
 
 
 def test_what_does_not_fit_stays_as_built_and_is_named(tmp_path: Path) -> None:

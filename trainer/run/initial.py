@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -48,7 +49,7 @@ class Initial:
 
     def _compare(self, weights: Weights, network: nn.Module) -> None:
         own, stored = dict(named_tensors(network)), set(network.state_dict())
-        there = plain_names(weights.tensors, own)
+        there, done = plain_names(weights.tensors, own)
         shapes = {name: weights.tensors[other].shape for name, other in there.items()}
         self._names = {name: there[name] for name in own if name in there and shapes[name] == own[name].shape}
         # a tensor with several names (tied weights) needs one of them
@@ -63,27 +64,31 @@ class Initial:
             raise Refusal(_strangers(weights.path, there, network, replaced))
         extra = [there[name] for name in there if name not in own]
         self.lines = [
-            f"weights     {len(self._names)} tensors from {weights.path}",
+            f"weights     {len(self._names)} tensors from {weights.path}{done}",
             *_line("of another shape, stay as built", replaced),
             *_line("not there, stay as built", missing),
             *_line("not of this network, left out", extra),
         ]
 
 
-def plain_names(names: Iterable[str], own: Collection[str]) -> dict[str, str]:
-    """A file's names as the network has them → as they stand in the file.
+def plain_names(names: Iterable[str], own: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """A file's names as the network has them → as they stand in the file; and what was done to them, in words.
 
-    Wrappers leave words in front: DataParallel and DDP `module.`, torch.compile `_orig_mod.`, others a word of their
-    own before all names (`model.`); they go where the network has no such name.
+    Wrappers leave words in front: DataParallel and DDP `module.`, torch.compile `_orig_mod.`. Beside these, one of the
+    two may be a part of the other: Lightning's `model.` holds the network, a task's `backbone.` what the file has.
     """
-    found = {name: name for name in names}
-    unwrapped = {name.replace("_orig_mod.", "").removeprefix("module."): name for name in found if name not in own}
-    found = {name: name for name in found if name in own} | unwrapped
-    # one word before all names, which no module of the network is called
-    first = {name.split(".")[0] for name in found}
-    if len(first) == 1 and not any(name.split(".")[0] in first for name in own):
-        found = {name.partition(".")[2]: there for name, there in found.items()}
-    return found
+    whole = {name if name in own else name.replace("_orig_mod.", "").removeprefix("module."): name for name in names}
+    ways = {"": whole}
+    for word in _first_words(whole):
+        ways[f", its {word}.*"] = {name.removeprefix(f"{word}."): there for name, there in whole.items()}
+    for word in _first_words(own):
+        ways[f", as {word}.*"] = {f"{word}.{name}": there for name, there in whole.items()}
+    done = max(ways, key=lambda way: len(ways[way].keys() & own.keys()))  # of equals the first: nothing
+    return ways[done], done
+
+
+def _first_words(names: Iterable[str]) -> Iterable[str]:
+    return dict.fromkeys(name.split(".")[0] for name in names)
 
 
 def _place(source: str, network: nn.Module) -> Path:
