@@ -5,14 +5,17 @@ import gzip
 import multiprocessing
 import os
 import struct
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from recipes.vision import fashion_mnist
+from recipes.vision.decode import Windows
 from recipes.vision.digits import Digits
 from recipes.vision.fashion_mnist import FashionMNIST
+from recipes.vision.huggingface import HuggingFaceImages
 from recipes.vision.idx import read_idx
 from recipes.vision.images import Images
 from recipes.vision.synthetic import SyntheticImages
@@ -206,6 +209,12 @@ def test_fashion_mnist_from_debians_package():
     assert (len(data.train()), len(data.evaluation())) == (60_000, 10_000)
     assert torch.bincount(data.train().labels).tolist() == [6000] * 10
     assert abs(data.train().images.float().mean() / 255 - 0.2860) < 1e-4
+
+
+def test_without_the_package_of_hugging_face_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(Refusal, match=r"needs the package datasets: pip install 'trainer\[hf\]'"):
+        HuggingFaceImages(PLAIN, Windows(), path=str(tmp_path), image_size=8)
 
 
 def synthetic(**changes):
