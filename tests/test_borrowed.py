@@ -9,6 +9,7 @@ import pytest
 
 from tests.commands import SMALL, curve
 from tests.inside import product
+from tests.processes import Processes
 from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 
@@ -40,6 +41,47 @@ def test_a_scheduler_counts_epochs_or_steps_and_goes_on_where_a_run_does(tmp_pat
     assert "schedule OneCycleLR, once a step" in (whole / "logs" / "rank-0.log").read_text()
 
 
+def answer(launch: Launch, place: Path, words: list[str]) -> Any:
+    """The exit code, or what is refused."""
+    try:
+        return product(launch, place, words)
+    except Refusal as refusal:
+        return str(refusal)
+
+
+# one that keeps numbers beside its moments, one that factors them, one that takes matrices alone
+FEW = [("NAdam", "fsdp"), ("Adafactor", "zero1"), ("Muon", "fsdp")]
+PLAIN = ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+ALL = [(name, strategy) for name in [*PLAIN, "Adafactor", "Muon"] for strategy in ("single", "ddp", "fsdp", "zero1")]
+MORE = [pytest.param(*one, marks=pytest.mark.long) for one in ALL if one not in [*FEW, ("Adafactor", "fsdp")]]
+
+
+@pytest.mark.parametrize(("name", "strategy"), [*FEW, *MORE])
+def test_an_optimizer_has_one_curve_and_goes_on_to_the_bit(
+    tmp_path: Path, processes: Processes, name: str, strategy: str
+) -> None:
+    words = [*WORDS, "optimizer=torch", f"optimizer._target_=torch.optim.{name}", "schedule=constant"]
+    words += ["loop.global_batch=120"]
+    words += ["model.freeze=['*.bias']"] if name == "Muon" else []
+    size = 1 if strategy == "single" else 2
+    assert product(Launch(), tmp_path, [*words, "run.dir=alone", "loop.steps=4"]) == 0
+    for steps in (2, 4):
+        parts = [*words, "run.dir=parts", f"strategy={strategy}", f"loop.steps={steps}"]
+        assert processes.run(size, answer, tmp_path, parts) == [0] * size
+    whole = [*words, "run.dir=whole", f"strategy={strategy}", "loop.steps=4"]
+    assert processes.run(size, answer, tmp_path, whole) == [0] * size
+    assert curve(tmp_path / "parts", "loss_hex") == curve(tmp_path / "whole", "loss_hex")
+    assert curve(tmp_path / "whole") == pytest.approx(curve(tmp_path / "alone"), abs=1e-5)
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_told_who_keeps_them(tmp_path: Path, processes: Processes) -> None:
+    words = [*WORDS, "optimizer=torch", "optimizer._target_=torch.optim.Adafactor", "strategy=fsdp", "run.dir=no"]
+    words += ["loop.global_batch=120"]
+    for said in processes.run(2, answer, tmp_path, words):
+        assert said.startswith("strategy=fsdp: Adafactor cannot step parameters of which ranks hold shards")
+        assert said.endswith("strategy=zero1 and ddp keep each of them whole")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -55,6 +97,8 @@ def test_a_scheduler_counts_epochs_or_steps_and_goes_on_where_a_run_does(tmp_pat
         (scheduler("LambdaLR"), "schedule.lr_lambda: LambdaLR needs it"),
         (["schedule._target_=torch.optim.lr_scheduler.StepLR"], "schedule.final: StepLR takes no such key"),
         (["optimizer=torch", "optimizer._target_=torch.optim.LBFGS"], "LBFGS .* closure"),
+        (["optimizer=torch", "optimizer._target_=torch.optim.SparseAdam"], "cannot train .* does not support dense"),
+        (["optimizer=torch", "optimizer._target_=torch.optim.Muon"], "cannot train .*bias.* only supports 2D"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, words: Any, said: str) -> None:

@@ -78,8 +78,8 @@ def refuse_step(network: nn.Module, make: Callable[[list[dict[str, Any]]], torch
         try:
             optimizer = make([{"params": [numbers]}])
             optimizer.step()
-        except (RuntimeError, ValueError) as error:
-            raise Refusal(f"optimizer: it cannot train {name}, which has {dims} dimensions: {error}") from error
+        except (RuntimeError, ValueError, Refusal) as error:
+            raise Refusal(f"optimizer: it cannot train {name}, which has {dims} dimension(s): {error}") from error
         except TypeError as error:
             if "closure" not in str(error):
                 raise

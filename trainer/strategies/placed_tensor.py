@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from trainer.parallel.outline import make_room, send_values, set_aside
 from trainer.parallel.shard import not_spread
 from trainer.parallel.shared import Shared, refuse_drift, share_buffers
 from trainer.parallel.tensor import Masks, redistribute_gradients
+from trainer.refusal import Refusal
 from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Groups, Placed
 
@@ -98,6 +100,19 @@ class PlacedTensor(Placed):
         if not optimizer.defaults.get("fused") or isinstance(optimizer, FUSED):
             return optimizer
         return make([{**group, "fused": False} for group in unmixed])
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
+        """Collective: the base's step. Refusal where the optimizer asks torch for what it cannot do with shards."""
+        try:
+            return super().optimizer_step(optimizer, max_norm)
+        except (RuntimeError, NotImplementedError) as error:
+            # only in the first step can it be the optimizer's kind; torch knows most operations on shards, not all
+            if not self._before_first_step or not re.search("DTensor|Sharding|placement", str(error)):
+                raise
+            raise Refusal(
+                f"strategy={self.strategy.name}: {type(optimizer).__name__} cannot step parameters of which ranks hold"
+                f" shards ({re.split(r"[.]?\s*\n|[.]\s", str(error))[0][:200]}); strategy=zero1 and ddp keep each of them whole"
+            ) from error
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What a checkpoint stores, after a look whether what tensor ranks have in common is still the same."""
