@@ -109,9 +109,10 @@ class PlacedTensor(Placed):
             # only in the first step can it be the optimizer's kind; torch knows most operations on shards, not all
             if not self._before_first_step or not re.search("DTensor|Sharding|placement", str(error)):
                 raise
+            said = str(error).split(". ")[0].splitlines()[0][:200]
             raise Refusal(
                 f"strategy={self.strategy.name}: {type(optimizer).__name__} cannot step parameters of which ranks hold"
-                f" shards ({re.split(r"[.]?\s*\n|[.]\s", str(error))[0][:200]}); strategy=zero1 and ddp keep each of them whole"
+                f" shards ({said}); strategy=zero1 and ddp keep each of them whole"
             ) from error
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
