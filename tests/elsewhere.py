@@ -119,8 +119,10 @@ There.data = property(Tensor.data.__get__, _set_data)  # type: ignore
 
 
 class Elsewhere(TorchDispatchMode):
-    """The device while it is there. `wide`: does it have float64? What it copies to the host without being waited for
-    arrives when somebody waits: whoever reads earlier reads -1."""
+    """The device while it is there. `wide`: has it float64, and fused steps?
+
+    What it copies to the host without being waited for arrives when somebody waits: who reads earlier reads -1.
+    """
 
     current: Elsewhere
 
@@ -187,11 +189,18 @@ class Elsewhere(TorchDispatchMode):
         return goal
 
 
+def _refuse_fused(parameter: Tensor, **_: Any) -> None:
+    if parameter.device.type == KIND:
+        raise RuntimeError("`fused=True` requires all the params to be floating point Tensors of supported devices")
+
+
 def main(report: Path, wide: bool, runs: list[list[str]]) -> None:
     """Do these runs one after the other, and report how each ended and what was found."""
     module = Module()
     _setup_privateuseone_for_python_backend(KIND, backend_module=module)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(…, device=…) makes it here and then copies, as it seems
+    if not wide:
+        patch("torch.optim.adam._device_dtype_check_for_fused", _refuse_fused).start()
     told: list[dict[str, Any]] = []
     for words in runs:
         watch, end = Watch(), "0"
