@@ -8,6 +8,7 @@ import pytest
 
 from tests.commands import SMALL, curve, lines, status
 from tests.inside import product
+from tests.processes import Processes
 from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 
@@ -43,6 +44,20 @@ def test_a_run_ends_where_nothing_became_better_and_says_what_extends_it(
     assert steps(run(tmp_path, "run", "loop.steps=20", "loop.patience=3"), "eval") == [2, 4, 6, 8]
     assert steps(run(tmp_path, "run", "loop.steps=12"), "eval") == [2, 4, 6, 8, 10, 12]
     assert status(folder)["reason"] is None
+
+
+def test_another_folder_counts_from_its_own_beginning(tmp_path: Path) -> None:
+    run(tmp_path, "first", "loop.steps=20", "loop.patience=1")
+    second = run(tmp_path, "second", "loop.steps=20", "loop.patience=1", "run.resume=first")
+    assert steps(second, "eval") == [6, 8]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_all_ranks_decide_the_same(tmp_path: Path, processes: Processes, strategy: str) -> None:
+    words = [*WORDS, *FALLING, f"strategy={strategy}", "loop.steps=20", "loop.patience=3", "run.dir=two"]
+    assert processes.run(2, product, tmp_path, words) == [0, 0]
+    assert [rate / 1e-30 for rate in curve(tmp_path / "two", "lr")] == pytest.approx([1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25])
+    assert status(tmp_path / "two")["step"] == 8
 
 
 def test_what_was_counted_survives_a_stop_and_a_better_figure_begins_anew(tmp_path: Path) -> None:

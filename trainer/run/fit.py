@@ -90,7 +90,9 @@ def start_from(run: Prepared) -> Found | None:
     path, ranks = start_path(run.settings.run.resume), run.strategy.world
     if path is None:
         return None
-    return open_checkpoint(path, ranks) if is_checkpoint(path) else newest_in(path / "checkpoints", ranks)[0]
+    found = open_checkpoint(path, ranks) if is_checkpoint(path) else newest_in(path / "checkpoints", ranks)[0]
+    # the best of another folder is not to be beaten here, so what was counted since is no matter
+    return found and replace(found, state={**found.state, "progress": {**found.state["progress"], "stale": 0}})
 
 
 def begin(run: Prepared, start: Found | None, changed: Sequence[str], log: Log) -> None:
