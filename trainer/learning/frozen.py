@@ -7,10 +7,11 @@ from functools import cache
 from typing import Self
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.learning.pattern import spelled_out, within
 from trainer.refusal import Refusal
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # what has running statistics
 
 
 class Still(nn.Module):
@@ -31,11 +32,13 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> nn.Module:
     def is_meant(name: str) -> bool:
         return any(within(pattern, name) for pattern in meant)
 
+    # of tied weights any name counts: the tensor is one
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if is_meant(name):
             parameter.requires_grad_(False)
+    # without a gradient a norm would still move its statistics by every batch that it sees
     for name, module in network.named_modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, Still):
+        if isinstance(module, NORMS) and not isinstance(module, Still):
             own = [f"{name}.{last}" for last, _ in module.named_parameters()]
             # one whose scale and shift are named is meant as well as one inside of what is named
             if is_meant(name) or (own and all(is_meant(one) for one in own)):

@@ -45,9 +45,8 @@ class RunFolder:
     ) -> RunFolder:
         """Decide on the folder, make it and lock it. Every rank calls it, the main one decides; Refusal on all.
 
-        A name is generated where none is given, from the time and `label`. `resume` is auto, fresh or a path. What the
-        run would begin with, that path or None, `check` may refuse before anything is made; it is not asked where the
-        folder has a checkpoint of its own to go on from.
+        A name is generated where none is given, from the time and `label`. `resume` is auto, fresh or a path: that, or
+        None, `check` may refuse before anything is made, unless the folder has a checkpoint of its own to go on from.
         """
         kept: list[RunFolder] = []  # the main rank's, with the lock
 
@@ -62,7 +61,7 @@ class RunFolder:
             try:
                 start = start_path(resume)
                 path, restarted = choose(Path(root).expanduser(), name, dir, label, launch)
-                # who was started again by its launcher re-enters the folder that it has made itself
+                # who was started again re-enters the folder that it has made itself
                 fresh = resume == "fresh" and not restarted and not launch.requeued
                 if fresh or not has_checkpoint(path):
                     check(start)
