@@ -9,15 +9,15 @@ from inspect import signature
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.data.tree import changed, filled, tensors
 from trainer.learning.task import Task
 from trainer.parallel.compiling import uncompiled
 from trainer.refusal import Refusal
 from trainer.strategies.joined import Joined
+from trainer.strategies.loss import Listing, restored
 from trainer.strategies.placed import Placed
 
 # Running statistics are averaged before they are used (Placed.settle), not overwritten by rank 0's in every forward.
@@ -47,23 +47,6 @@ class DDP(Joined):
         return _Placed(self, task, network, example)
 
 
-class Listing(nn.Module):
-    """A step that gives a list of its output's tensors, and the tree that they lie in.
-
-    With a static graph DDP waits for the backward of tensors in trees that torch knows. In a dataclass it finds none,
-    and would average nothing in the first step, without a word.
-    """
-
-    def __init__(self, step: nn.Module) -> None:
-        super().__init__()
-        self.step = step
-
-    def forward(self, inputs: Any, targets: Any) -> tuple[list[Tensor], Any]:
-        """What is there, and where it belongs."""
-        output = self.step(inputs, targets)
-        return list(tensors(output)), changed(output, lambda tensor: tensor.new_empty(0, device="meta"))
-
-
 class _Placed(Placed):
     strategy: DDP
 
@@ -91,12 +74,9 @@ class _Placed(Placed):
         # DDP sorts its buckets anew after the first backward, which changes in which order gloo adds up, and so the
         # last bits: without this a resumed run would differ from one that was never interrupted. A static graph needs
         # its first backward synchronised, too.
-        self._rehearse(self._through)
-        return self._through
-
-    def _through(self, inputs: Any, targets: Any) -> Any:
-        values, tree = self._replica(inputs, targets)
-        return filled(tree, values)
+        forward = restored(self._replica)
+        self._rehearse(forward)
+        return forward
 
     def _sync(self, last: bool) -> Any:
         return nullcontext() if last else self._replica.no_sync()

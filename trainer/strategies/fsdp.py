@@ -13,6 +13,7 @@ from trainer.learning.task import Task
 from trainer.parallel.shard import Sharding, reshard, shard
 from trainer.parallel.units import units
 from trainer.strategies.joined import Meshed
+from trainer.strategies.loss import Listing, restored
 from trainer.strategies.placed import Placed
 from trainer.strategies.placed_tensor import PlacedTensor
 
@@ -60,14 +61,16 @@ class _Placed(PlacedTensor):
         # the root is the whole step: so the task may use the network as it likes, everything is gathered by then
         own = self.strategy
         how = Sharding(own.reshard_after_forward, own.param_dtype, own.cpu_offload, own.prefetch)
-        self._root = shard(self._called, self.network, names, own.mesh, how)
+        self._listing = Listing(self._called)
+        self._root = shard(self._listing, self.network, names, own.mesh, how)
         self._fill(torch.device("cpu") if own.cpu_offload else own.device)
 
     def _wrap(self) -> Callable[[Any, Any], Any]:
+        whole = restored(self._listing)
 
         def forward(inputs: Any, targets: Any) -> Any:
             try:
-                return self._called(inputs, targets)
+                return whole(inputs, targets)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     error.add_note(
@@ -84,5 +87,5 @@ class _Placed(PlacedTensor):
 
     def _evaluate(self, inputs: Any, targets: Any, samples: int) -> dict[str, Tensor | float]:
         sums = super()._evaluate(inputs, targets, samples)
-        reshard(self._called)  # a forward without a backward leaves parameters gathered
+        reshard(self._listing)  # a forward without a backward leaves parameters gathered
         return sums

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.data.tree import changed, filled, tensors
 from trainer.devices import widest
 from trainer.learning.task import Task
 from trainer.parallel.buckets import wide
@@ -25,6 +26,33 @@ class TaskNetwork(nn.Module):
     def forward(self, inputs: Any, targets: Any) -> Any:
         """The task's forward over the network."""
         return self._task.forward(self.network, inputs, targets)
+
+
+class Listing(nn.Module):
+    """A step that gives a list of its output's tensors, and the tree that they lie in: what a wrapper is sure to see.
+
+    Wrappers wait for the backward of an output's tensors. In a dataclass DDP finds none where its graph is static, nor
+    do older FSDPs, and would average nothing, without a word.
+    """
+
+    def __init__(self, step: nn.Module) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, inputs: Any, targets: Any) -> tuple[list[Tensor], Any]:
+        """What is there, and where it belongs."""
+        output = self.step(inputs, targets)
+        return list(tensors(output)), changed(output, lambda tensor: tensor.new_empty(0, device="meta"))
+
+
+def restored(listing: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The forward whose output a wrapped `Listing` has taken apart."""
+
+    def forward(inputs: Any, targets: Any) -> Any:
+        values, tree = listing(inputs, targets)
+        return filled(tree, values)
+
+    return forward
 
 
 def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:
