@@ -110,7 +110,7 @@ class CIFAR10(Pictures):
         self.image_size = image_size
         self._others: list[Path] = []  # files that are not the published ones
         folders = " or ".join(release.folder for release in self.releases)
-        remedy = f"put the unpacked folder {folders} into one folder and say data.root=FOLDER"
+        remedy = f"unpack its archive, so that there is FOLDER/{self.releases[0].folder}, and say data.root=FOLDER"
         if root is None:
             place = cached(self.name, self.releases[0].files, self._download, remedy)
         else:

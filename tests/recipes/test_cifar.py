@@ -146,7 +146,7 @@ def test_plain_data_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 def test_where_the_files_are_not_it_says_what_to_put_where(tmp_path: Path, monkeypatch: Any) -> None:
-    with pytest.raises(Refusal, match=f"{tmp_path} holds no folder cifar-10-batches-py or .*-bin; put"):
+    with pytest.raises(Refusal, match=f"{tmp_path} holds no folder cifar-10-batches-py or .*-bin; unpack"):
         CIFAR10(Augment(), root=str(tmp_path))
     (write_ten(tmp_path) / "cifar-10-batches-py" / "data_batch_4").unlink()
     with pytest.raises(Refusal, match="lacks cifar-10-batches-py/data_batch_4: unpack"):
@@ -157,7 +157,9 @@ def test_where_the_files_are_not_it_says_what_to_put_where(tmp_path: Path, monke
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(CIFAR100, "_download", staticmethod(unreachable))
-    with pytest.raises(Refusal, match=r"CIFAR-100 is not on this machine .*no route.* put .*cifar-100-python"):
+    with pytest.raises(
+        Refusal, match=r"CIFAR-100 is not on this machine .*no route.* unpack .*FOLDER/cifar-100"
+    ):
         CIFAR100(Augment())
     write_ten(tmp_path / "cache" / "trainer")
     assert len(CIFAR10(Augment()).train()) == 40  # from where a download puts it
