@@ -61,21 +61,23 @@ class ImageFolder(DecodedPictures):
 
     def evaluation(self) -> Any:
         """The pictures of `val`, or those held out; None where there are none."""
-        return super().evaluation() if self._split[False] else None
+        return super().evaluation() if False in self._paths else None
 
     @cached_property
-    def _split(self) -> dict[bool, Files]:
-        """The files of the training and of the evaluation set."""
+    def _paths(self) -> dict[bool, Paths]:
+        """The files of the training set, and of the evaluation set if there is one."""
         files = _listed(self._train, self.classes)
         if self._val is None:
-            return _held_out(files, self._held_out)
-        strange = set(_classes(self._val)) - set(self.classes)
-        if strange:
-            raise Refusal(f"{self._val} has classes that {self._train} has not: {', '.join(sorted(strange)[:5])}")
-        return {True: files, False: _listed(self._val, self.classes)}
+            split = _held_out(files, self._held_out)
+        else:
+            strange = set(_classes(self._val)) - set(self.classes)
+            if strange:
+                raise Refusal(f"{self._val} has classes that {self._train} has not: {', '.join(sorted(strange)[:5])}")
+            split = {True: files, False: _listed(self._val, self.classes)}
+        return {training: Paths(part) for training, part in split.items() if part}
 
     def _sources(self, training: bool) -> Paths:
-        return Paths(self._split[training])
+        return self._paths[training]
 
 
 class Paths:
@@ -133,7 +135,8 @@ def _held_out(files: Files, part: float) -> dict[bool, Files]:
     split: dict[bool, Files] = {True: [], False: []}
     for _, group in groupby(files, key=lambda file: file[0]):
         own = list(group)
-        count = max(round(part * len(own)), 1) if part and len(own) > 1 else 0
+        # one at least, and not the last one
+        count = min(max(round(part * len(own)), 1), len(own) - 1) if part else 0
         ranked = sorted(own, key=lambda file: (crc32(os.fsencode(os.path.basename(file[1]))), file[1]))
         chosen = set(ranked[:count])
         split[False] += [file for file in own if file in chosen]

@@ -157,9 +157,7 @@ def test_where_the_files_are_not_it_says_what_to_put_where(tmp_path: Path, monke
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(CIFAR100, "_download", staticmethod(unreachable))
-    with pytest.raises(
-        Refusal, match=r"CIFAR-100 is not on this machine .*no route.* unpack .*FOLDER/cifar-100"
-    ):
+    with pytest.raises(Refusal, match=r"CIFAR-100 is not on this machine .*no route.* unpack .*FOLDER/cifar-100"):
         CIFAR100(Augment())
     write_ten(tmp_path / "cache" / "trainer")
     assert len(CIFAR10(Augment()).train()) == 40  # from where a download puts it
