@@ -229,6 +229,7 @@ def test_a_run_that_goes_on_needs_the_file_no_more(tmp_path: Path, monkeypatch: 
     Path("weights.pt").unlink()
     assert here(*words, "init_from=weights.pt", "loop.steps=2") == 0
     assert len(curve(tmp_path / "run")) == 2
+    assert "note        init_from counts only where a run begins" in (tmp_path / "run/logs/rank-0.log").read_text()
     assert here(*words, "loop.steps=3") == 0  # nor the word: the checkpoint has every value
     with pytest.raises(Refusal, match=r"weights\.pt does not exist"):
         here(*words, "init_from=weights.pt", "run.resume=fresh")

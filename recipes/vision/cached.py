@@ -25,7 +25,7 @@ def cached(name: str, files: Iterable[Path], download: Callable[[Path], None], r
         with (cache / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a killed process releases it
             if not all(file.is_file() for file in wanted):
-                _patiently(download, cache)
+                patiently(download, cache)
     except (OSError, RuntimeError) as error:
         raise Refusal(
             f"{name} is not on this machine and cannot be downloaded ({_last_line(error)}): {remedy}"
@@ -33,7 +33,7 @@ def cached(name: str, files: Iterable[Path], download: Callable[[Path], None], r
     return cache
 
 
-def _patiently(download: Callable[[Path], None], cache: Path) -> None:
+def patiently(download: Callable[[Path], None], cache: Path) -> None:
     """Download, but do not wait long for a server that says nothing."""
     usual = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_PATIENCE)

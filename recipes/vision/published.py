@@ -11,6 +11,7 @@ from urllib.parse import urlparse
 import torch
 from torch import nn
 
+from recipes.vision.cached import patiently
 from trainer.refusal import Refusal, nearest
 
 
@@ -27,20 +28,22 @@ def offer(network: nn.Module, name: str, weights: str) -> nn.Module:
         raise Refusal(
             f"model.weights={weights}: torchvision's {name} has no such weights{nearest(weights, known)}; {listed}"
         )
-    find = partial(_refuse_old_names, name) if name.startswith("densenet") else partial(cached, known[weights].url)
+    find = partial(_refuse_old_names, name) if name.startswith("densenet") else partial(from_hub, known[weights].url)
     vars(network)["pretrained"] = find
     return network
 
 
-def cached(url: str) -> Path:
+def from_hub(url: str) -> Path:
     """The file of this address in torch's hub cache, downloaded where it is not there. Refusal where it cannot be."""
     file = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
     if file.is_file():
         return file
     digits = re.search(r"-([0-9a-f]{8,})\.", file.name)  # of its sha256, as torch's hub has it
+    print(f"downloading {url} to {file}", flush=True)  # one process does, before anything else is said
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(url, str(file), digits and digits[1], progress=False)
+        prefix = digits and digits[1]
+        patiently(lambda _: torch.hub.download_url_to_file(url, str(file), prefix, progress=False), file.parent)
     except (OSError, RuntimeError, HTTPException) as error:
         raise Refusal(
             f"{file.name} cannot be downloaded from {url} ({error}); put it into {file.parent}, or name another folder"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from recipes.vision.backbone import marked
-from recipes.vision.published import cached
+from recipes.vision.published import from_hub
 from recipes.vision.zoo import try_on_shapes
 from trainer.refusal import Refusal, nearest
 
@@ -51,7 +51,7 @@ def timm_model(name: str, num_classes: int, channels: int, image_size: int) -> n
 def _published(config: Any) -> Path:
     """The file of these weights: in Hugging Face's cache, or in torch's, downloaded where it is not there."""
     if not config.hf_hub_id:
-        return cached(config.url)
+        return from_hub(config.url)
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
     file = config.hf_hub_filename or "model.safetensors"

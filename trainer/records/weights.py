@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.parallel.ranks import Ranks
+from trainer.parallel.state import APART
 from trainer.records.manifest import CorruptCheckpoint
 from trainer.records.resume import has_checkpoint, is_checkpoint
 from trainer.records.shelf import committed, open_checkpoint, score
@@ -83,8 +84,6 @@ def _best_of(folder: Path, best: str) -> Path:
 
 
 def _of_checkpoint(path: Path) -> Weights:
-    from trainer.records.tensor_files import APART  # here: what it imports takes longer than a first step
-
     found = open_checkpoint(path, Ranks())  # this process alone: every byte is compared with its sha256
     own = {name: tensor for name, tensor in found.tensors.items() if not name.startswith(APART)}
     return CheckpointWeights(path, own)

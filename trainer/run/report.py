@@ -70,6 +70,7 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
         *([f"note        built whole on every rank first: {run.whole_because}"] if run.whole_because else []),
         *[f"note        {note}" for note in (*run.data.notes(), *strategy.notes(run.network))],
         *([f"resuming    step {start.step} of {start.path}"] if start else []),
+        *(["note        init_from counts only where a run begins"] if start and run.settings.init_from else []),
         *average_notes(run.settings.ema.decay, start),
     ]
 
