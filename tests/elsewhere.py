@@ -1,26 +1,33 @@
 """An accelerator that is not there: its tensors lie elsewhere, so torch says, and the CPU's kernels compute with them.
 
-`python -m tests.elsewhere REPORT KIND RUNS` runs the trainer on it, watched. In a process of its own: torch keeps such
-a device for the rest of a process's life.
+`python -m tests.elsewhere REPORT PROCESSES KIND RUNS` runs the trainer on it, watched. In processes of its own: torch
+keeps such a device for the rest of a process's life.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
 from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from tests import inside
 from tests.watch import PHASES, Watch
+from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 
 KIND = "elsewhere"
@@ -29,7 +36,10 @@ KIND = "elsewhere"
 class Event:
     """The moment up to which copies have been asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, **_: Any) -> None:
+        self.record()
+
+    def record(self, stream: Any = None) -> None:
         self._copies = len(Elsewhere.current.under_way)
 
     def synchronize(self) -> None:
@@ -37,7 +47,9 @@ class Event:
 
 
 class Stream:
-    """The one stream of the device."""
+    """The streams of the device, which are all one: it does everything in order."""
+
+    def __init__(self, **_: Any) -> None: ...
 
     def record_event(self) -> Event:
         return Event()
@@ -48,12 +60,21 @@ class Stream:
     def is_capturing(self) -> bool:
         return False
 
+    def wait_event(self, event: Event) -> None: ...
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
 
 STREAM = Stream()
 
 
 class Module:
     """What torch asks of `torch.elsewhere`."""
+
+    default_generators = (torch.default_generator,)  # what is drawn there the CPU draws
+
+    def __init__(self) -> None:
+        self.Stream, self.Event = Stream, Event
 
     def is_available(self) -> bool:
         return True
@@ -86,9 +107,17 @@ class Module:
         return [torch.float16, torch.bfloat16]
 
     def manual_seed(self, seed: int) -> None:
-        """What is drawn there the CPU's generator draws, and that is seeded anyway."""
+        """Nothing: that generator is seeded anyway."""
 
     manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    def set_device(self, device: Any) -> None: ...
 
 
 class There(Tensor):
@@ -102,6 +131,9 @@ class There(Tensor):
         there = Tensor._make_wrapper_subclass(cls, here.shape, **words, device=torch.device(KIND, 0))  # type: ignore
         there.here = here
         return there
+
+    def tolist(self) -> Any:
+        return self.to("cpu").tolist()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -138,7 +170,7 @@ class Elsewhere(TorchDispatchMode):
         self.arrived = max(self.arrived, until)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.computed(func, args, kwargs or {})
+        return NotImplemented if DTensor in types else self.computed(func, args, kwargs or {})
 
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
@@ -194,25 +226,59 @@ def _refuse_fused(parameter: Tensor, **_: Any) -> None:
         raise RuntimeError("`fused=True` requires all the params to be floating point Tensors of supported devices")
 
 
-def main(report: Path, wide: bool, runs: list[list[str]]) -> None:
-    """Do these runs one after the other, and report how each ended and what was found."""
+def appear(wide: bool, sends: bool) -> Module:
+    """Let torch find the device from now on. `sends`: gloo takes its tensors, which it meets as those of the CPU."""
     module = Module()
     _setup_privateuseone_for_python_backend(KIND, backend_module=module)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(…, device=…) makes it here and then copies, as it seems
     if not wide:
         patch("torch.optim.adam._device_dtype_check_for_fused", _refuse_fused).start()
+    if sends:
+        dist.Backend.default_device_backend_map[KIND] = "gloo"
+        dist.Backend.backend_capability["gloo"].append(KIND)
+    return module
+
+
+def trained(launch: Launch, wide: bool, runs: list[list[str]]) -> list[dict[str, Any]]:
+    """Do these runs one after the other; how each ended, and what was found in it."""
+    module = appear(wide, launch.world_size > 1)
     told: list[dict[str, Any]] = []
-    for words in runs:
+    for number, words in enumerate(runs):
         watch, end = Watch(), "0"
         with patch("torch.accelerator.current_stream", module.current_stream), watch.over(*PHASES):
             try:
                 with Elsewhere(wide), watch:
-                    end = str(inside.here("device=auto", *words))
+                    own = replace(launch, run_id=f"run-{number}" if launch.address else "")
+                    end = str(inside.product(own, Path.cwd(), ["device=auto", *words]))
             except Refusal as refusal:
                 end = str(refusal)
         told.append({"end": end, "findings": watch.findings, "copies": watch.copies})
-    report.write_text(json.dumps(told))
+    return told
+
+
+def main(report: Path, size: int, wide: bool, runs: list[list[str]]) -> int:
+    """The same on so many processes; rank 0 reports."""
+    if size == 1:
+        report.write_text(json.dumps(trained(Launch(), wide, runs)))
+        return 0
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    ranks = []
+    for rank in range(size):
+        pid = os.fork()
+        if not pid:
+            try:
+                launch = Launch(rank, size, rank, size, 0, "run", f"127.0.0.1:{store.port}", hosted=True)
+                told = trained(launch, wide, runs)
+                if launch.is_main:
+                    report.write_text(json.dumps(told))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        ranks.append(pid)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "wide", json.loads(sys.argv[3]))
+    place, count, which, words = sys.argv[1:]
+    sys.exit(main(Path(place), int(count), which == "wide", json.loads(words)))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.commands import SMALL, curve, finish, lines
+from tests.commands import SMALL, TRANSFORMER, curve, finish, lines
 from tests.inside import here
 from tests.watch import PHASES, Watch
 from trainer.devices import widest
@@ -27,10 +27,10 @@ FUSED = "optimizer.fused=true"
 RUN = (*SMALL, *STEPS, *OFTEN)
 
 
-def elsewhere(place: Path, kind: str, runs: list[tuple[str, ...]]) -> list[dict[str, Any]]:
+def elsewhere(place: Path, kind: str, runs: list[tuple[str, ...]], size: int = 1) -> list[dict[str, Any]]:
     """How runs end on an accelerator that is not there, and what was found in them."""
     report = place / "report.json"
-    finish([sys.executable, "-m", "tests.elsewhere", str(report), kind, json.dumps(runs)], place)
+    finish([sys.executable, "-m", "tests.elsewhere", str(report), str(size), kind, json.dumps(runs)], place)
     return json.loads(report.read_text())
 
 
@@ -49,9 +49,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     return place, elsewhere(place, "wide", runs)
 
 
-def not_setting_up(findings: Sequence[Any]) -> list[Any]:
+def not_setting_up(findings: Sequence[Any], *also: str) -> list[Any]:
     """What was found in steps, evaluations and reading: to wait before the first step costs once, in a save it must."""
-    return [one for one in findings if not {"make_trainer", "begin", "resume", "save"} & set(one[2])]
+    once = {"first make_trainer", "first begin", "first resume", "first save", "save", *also}
+    return [one for one in findings if not once & set(one[2])]
 
 
 def test_auto_takes_what_torch_finds_and_the_curve_is_that_of_the_cpu(ran, tmp_path, monkeypatch):
@@ -78,8 +79,8 @@ def test_a_save_copies_every_tensor_to_the_host_once(ran):
     place, told = ran
     saved = [path for path in (place / "there" / "checkpoints").glob("step-*") if path.name <= "step-00000006"]
     (tensors,) = {len(stored(path)) for path in saved}
-    assert [one for one in told[0]["findings"] if "save" in one[2]] == []
-    fetched = [start for start, during in told[0]["copies"] if "save" in during and start != "cpu"]
+    assert [one for one in told[0]["findings"] if {"first save", "save"} & set(one[2])] == []
+    fetched = [start for start, during in told[0]["copies"] if {"first save", "save"} & set(during) and start != "cpu"]
     assert len(fetched) == tensors * len(saved)
 
 
@@ -112,6 +113,20 @@ def test_without_float64_and_fused_steps_there_is_another_way(tmp_path, monkeypa
     assert curve(tmp_path / "there") == pytest.approx(curve(tmp_path / "here"), rel=1e-5)
     evaluations = [[line["accuracy"] for line in lines(tmp_path / where, "eval")] for where in ("there", "here")]
     assert evaluations[0] == evaluations[1]
+
+
+@pytest.mark.slow
+def test_several_processes_wait_no_more_than_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = (*TRANSFORMER, *STEPS, "loop.eval_every=2", "loop.save_every=2", "loop.steps=4")
+    spread = ("zero1", "tp", "pp")
+    told = elsewhere(tmp_path, "wide", [(*words, f"strategy={one}", f"run.dir={one}") for one in spread], size=2)
+    assert here(*words, "run.dir=alone") == 0
+    for name, run in zip(spread, told, strict=True):
+        assert run["end"] == "0"
+        # before anything is learned tensor ranks compare gradients, and torch's schedule takes a vote
+        assert not_setting_up(run["findings"], "first train_step") == []
+        assert curve(tmp_path / name) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)
 
 
 def test_the_cpu_adds_up_in_float64():

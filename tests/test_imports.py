@@ -173,7 +173,15 @@ def test_one_place_calls_what_the_configuration_names() -> None:
     assert callers in ([], ["build.py"])
 
 
-FORBIDDEN = ["unwrap_model", "cfg.get(", "pickle.load", "weights_only=False", "strategy.name ==", "@register"]
+FORBIDDEN = [
+    "unwrap_model",
+    "cfg.get(",
+    "pickle.load",
+    "weights_only=False",
+    "strategy.name ==",
+    "@register",
+    "torch.cuda.",
+]
 
 
 @pytest.mark.parametrize("text", FORBIDDEN)

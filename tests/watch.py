@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,6 +48,8 @@ class Watch(TorchDispatchMode):
         self._running: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # it takes itself apart, and what it does with its parts is seen
+            return NotImplemented
         what = self._judged(func.overloadpacket.__name__, args, kwargs or {})
         if what:
             self.findings.append(Finding(what, str(func), tuple(self._running)))
@@ -82,7 +86,7 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def over(self, *functions: str) -> Iterator[None]:
-        """Know when these run: dotted names, `trainer.trainer.Trainer.train_step`."""
+        """Know when these run: dotted names, `trainer.trainer.Trainer.train_step`; and which call is the first."""
         patches = [patch(name, self._noting(name)) for name in functions]
         for each in patches:
             each.start()
@@ -96,9 +100,10 @@ class Watch(TorchDispatchMode):
         from pkgutil import resolve_name
 
         function, short = resolve_name(name), name.rsplit(".", 1)[1]
+        calls = count()
 
         def noting(*args: Any, **words: Any) -> Any:
-            self._running.append(short)
+            self._running.append(short if next(calls) else f"first {short}")
             try:
                 return function(*args, **words)
             finally:
