@@ -151,6 +151,7 @@ class Settings:
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"]
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"]
     tf32: bool
+    channels_last: bool
     compile: bool
     profile: Annotated[tuple[int, int] | None, Written(window)]  # first and last step
     init_from: Word | None  # pretrained, or where weights lie

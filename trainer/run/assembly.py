@@ -105,6 +105,7 @@ def make_machine(chosen: Settings, launch: Launch) -> Machine:
         device=chosen.device,
         precision=chosen.precision,
         tf32=chosen.tf32,
+        channels_last=chosen.channels_last,
         seed=chosen.seed,
         compile=chosen.compile,
         backend=chosen.distributed.backend,

@@ -29,6 +29,7 @@ class Machine:
     device: str = "auto"  # auto: the accelerator that torch finds; cpu; or the kind that it must be: cuda, xpu, mps
     precision: str = "auto"  # auto, fp32, bf16, fp16, fp64
     tf32: bool = False  # CUDA GPUs multiply what is fp32 with 10 bits instead of 23, also in convolutions
+    channels_last: bool = True  # images and the weights of convolutions lie so in memory
     seed: int = 0
     compile: bool = False
     backend: str | None = None  # of torch.distributed; None: the device's own, NCCL on CUDA, gloo on CPUs

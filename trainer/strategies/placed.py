@@ -45,7 +45,7 @@ class Placed:
         # what is known of the whole network, while this rank has all its names and shapes
         self._shapes = {name: value.shape for name, value in network.state_dict().items()}
         self._plan = task.plan(network)
-        self._form = Form(network, self._machine.parameter_dtype)
+        self._form = Form(network, self._machine.parameter_dtype, self._machine.channels_last)
         # values, the same everywhere; or an outline, where no rank need hold all of them
         self.network = self._arrived(network)
         names = self._units()

@@ -1,0 +1,80 @@
+"""The recipes of tutorials, by their names: some steps of each on files of the same form, under several strategies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torchvision import models
+
+from tests.commands import curve, far, lines, status
+from tests.inside import product
+from tests.processes import Processes
+from tests.recipes.test_cifar import write_ten
+from tests.recipes.test_folder import write
+from trainer.launch.launch import Launch
+
+pytestmark = pytest.mark.slow
+
+# small images, few of them; the files that a test can make have three or ten classes
+BRIEF = ("loop.global_batch=8", "loop.eval_batch=16", "loop.steps=3", "loop.log_every=1", "loader.workers=0")
+SMALL = ("data.image_size=32", "data.root=pictures", "schedule.warmup=1")
+PRESETS = {
+    "cifar10_resnet18": ("data.image_size=64", "data.root=."),
+    "cifar10_resnet50": ("data.root=.",),
+    "imagenet_resnet50": SMALL,
+    "imagenet_resnet50_strong": (*SMALL, "ema.every=1"),
+    "imagenet_vit_small": (*SMALL, "model.depth=2", "model.patch_size=8"),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """CIFAR-10's files, folders as ImageNet's, and in a hub cache weights as torchvision publishes them."""
+    place = tmp_path_factory.mktemp("presets")
+    write_ten(place)
+    write(place / "pictures", {"train": 16, "val": 5})
+    cache = place / "home" / "hub" / "checkpoints"
+    cache.mkdir(parents=True)
+    for weights, make in (
+        (models.ResNet18_Weights.DEFAULT, models.resnet18),
+        (models.ResNet50_Weights.DEFAULT, models.resnet50),
+    ):
+        torch.manual_seed(0)
+        torch.save(make().state_dict(), cache / weights.url.rpartition("/")[2])
+    return place
+
+
+def train(launch: Launch, home: Path, *words: str) -> int:
+    """`python -m trainer …` where no weights need be downloaded."""
+    with patch.dict("os.environ", TORCH_HOME=str(home / "home")):
+        return product(launch, home, list(words))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", pytest.param("dp", marks=pytest.mark.long), pytest.param("fsdp", marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_trains(home: Path, processes: Processes, preset: str, strategy: str) -> None:
+    folder = home / f"{preset}-{strategy}"
+    words = [f"experiment={preset}", *BRIEF, *PRESETS[preset], f"strategy={strategy}", f"run.dir={folder}"]
+    size = 1 if strategy == "dp" else 2
+    assert processes.run(size, train, home, *words) == [0] * size
+    assert status(folder)["state"] == "completed"
+    assert len(curve(folder)) == 3
+    found = lines(folder, "eval")[-1]
+    assert {"accuracy", "macro_accuracy"} <= set(found)
+    assert ("ema_accuracy" in found) is ("strong" in preset)
+    said = (folder / "logs" / "rank-0.log").read_text()
+    assert ("of another shape, stay as built" in said) is ("cifar10" in preset)  # the head; of ResNet-50 the stem, too
+
+
+@pytest.mark.long
+def test_the_network_without_batch_statistics_has_one_curve(home: Path, processes: Processes) -> None:
+    words = ["experiment=imagenet_vit_small", *BRIEF, *PRESETS["imagenet_vit_small"]]
+    assert train(Launch(), home, *words, f"run.dir={home / 'alone'}") == 0
+    assert processes.run(2, train, home, *words, "strategy=fsdp", f"run.dir={home / 'two'}") == [0, 0]
+    assert far(curve(home / "two"), curve(home / "alone")) < 1e-5
