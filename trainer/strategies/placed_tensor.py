@@ -107,7 +107,7 @@ class PlacedTensor(Placed):
             return super().optimizer_step(optimizer, max_norm)
         except (RuntimeError, NotImplementedError) as error:
             # only in the first step can it be the optimizer's kind; torch knows most operations on shards, not all
-            if not self._before_first_step or not re.search("DTensor|Sharding|placement", str(error)):
+            if not self._before_first_step or not re.search("dtensor|sharding|placement", str(error), re.I):
                 raise
             said = str(error).split(". ")[0].splitlines()[0][:200]
             raise Refusal(
