@@ -28,7 +28,7 @@ def torchvision_model(
     if name not in names:
         raise Refusal(f"torchvision has no classifier {name!r}{nearest(name, names)}")
     try:
-        network = models.get_model(name, num_classes=num_classes, **_special(name, image_size))
+        network = models.get_model(name, num_classes=num_classes, **_special(name, channels, image_size))
         _fit_channels(network, channels)
         try_on_shapes(network, channels, image_size)
     except (RuntimeError, ValueError, AssertionError, ZeroDivisionError) as error:
@@ -40,14 +40,17 @@ def torchvision_model(
     return offer(marked(network), name, weights)
 
 
-def _special(name: str, image_size: int) -> dict[str, object]:
-    """Arguments that only some networks have: the image size; no auxiliary outputs, which would be a second loss."""
+def _special(name: str, channels: int, image_size: int) -> dict[str, object]:
+    """Arguments that only some networks have: the image size; no auxiliary outputs, which would be a second loss.
+
+    Two were published for colours of another normalisation than all others, and change them themselves.
+    """
     if name.startswith("vit_"):
         return {"image_size": image_size}
     if name == "maxvit_t":
         return {"input_size": (image_size, image_size)}
     if name in ("googlenet", "inception_v3"):
-        return {"aux_logits": False, "init_weights": True}
+        return {"aux_logits": False, "init_weights": True, "transform_input": channels == 3}
     return {}
 
 
