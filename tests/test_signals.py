@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainer.launch.failure import claim
 from trainer.launch.launch import Launch
-from trainer.launch.signals import StopRequest, ignore_requests
+from trainer.launch.signals import StopRequest, obey_parent_alone
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,11 +63,28 @@ def test_a_forked_childs_signals_are_not_the_parents():
 def test_a_decoding_process_may_leave_its_end_to_its_parent():
     child = os.fork()
     if not child:
-        ignore_requests()
+        obey_parent_alone()
         for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_decoding_process_ends_when_its_parent_says_so():
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        obey_parent_alone()
+        os.kill(os.getpid(), signal.SIGTERM)  # a launcher's, which it passes over
+        os.write(writer, b"ready")
+        while True:
+            signal.pause()
+    assert os.read(reader, 5) == b"ready"
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(reader)
+    os.close(writer)
 
 
 BLOCKED = """

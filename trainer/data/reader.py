@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from trainer.data.data import Data
 from trainer.data.seeds import mix, seed_all
-from trainer.launch.signals import ignore_requests
+from trainer.launch.signals import obey_parent_alone
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,11 @@ class _Items:
 
 
 def _begin_worker(number: int) -> None:
-    """A launcher signals whole process groups; a worker that obeyed would leave its rank in the middle of a step."""
-    ignore_requests()
+    """A launcher signals whole process groups; a worker that obeyed would leave its rank in the middle of a step.
+
+    Its own rank's word counts: without it a Python that goes on after an error would wait for its workers for ever.
+    """
+    obey_parent_alone()
 
 
 def _cores() -> int:

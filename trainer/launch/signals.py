@@ -151,9 +151,25 @@ def left_behind(launch: Launch, request: StopRequest, share: Callable[[Any], lis
 
 
 def ignore_requests() -> None:
-    """For a decoding process: only its parent decides when it ends. Launchers signal whole process groups."""
+    """Pass over every request to stop: launchers signal whole process groups."""
     for number in REQUESTS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def obey_parent_alone() -> None:
+    """For a decoding process: only its parent decides when it ends, and may do so by SIGTERM."""
+    ignore_requests()
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        # blocked in every thread it stays pending, for one that can see who sent it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=_obey, args=(os.getppid(),), name="parent's request", daemon=True).start()
+
+
+def _obey(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)  # as torch's own handler ends such a process
 
 
 def _forget() -> None:
