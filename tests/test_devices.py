@@ -167,4 +167,4 @@ def test_on_a_gpu_no_step_and_no_evaluation_waits_or_mixes(tmp_path, monkeypatch
         assert not_setting_up(watch.findings) == []
         assert {start for start, _ in watch.copies} == {"cpu", "cuda"}
     assert here(*RUN, "run.dir=here", "loop.steps=9") == 0
-    assert curve(tmp_path / "there") == pytest.approx(curve(tmp_path / "here"), rel=1e-4)
+    assert curve(tmp_path / "there") == pytest.approx(curve(tmp_path / "here"), rel=1e-3)
