@@ -23,6 +23,17 @@ from trainer.strategies.machine import Machine
 
 STEPS = ("schedule=constant", "loop.global_batch=120", "loop.micro_batches=2", "loop.max_norm=1", "loop.log_every=1")
 OFTEN = ("loop.eval_every=3", "loop.save_every=3", "ema.decay=0.9")
+CHANGES = (
+    "crop=1",
+    "flip=true",
+    "resized_crop=0.5",
+    "brightness=0.3",
+    "trivial=true",
+    "erase=0.3",
+    "mixup=0.4",
+    "cutmix=1",
+)
+AUGMENTED = [f"data.augment.{change}" for change in CHANGES]
 FUSED = "optimizer.fused=true"
 RUN = (*SMALL, *STEPS, *OFTEN)
 
@@ -40,7 +51,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     runs = [
         (*RUN, "run.dir=there", "loop.steps=6"),
         (*RUN, "run.dir=there", "loop.steps=9"),
-        (*STEPS, *OFTEN, "run.dir=cnn", "loop.steps=3", "model=cnn", "loop.log_every=2", "optimizer=sgd"),
+        (*STEPS, *OFTEN, *AUGMENTED, "run.dir=cnn", "loop.steps=3", "model=cnn", "loop.log_every=2", "optimizer=sgd"),
         (*RUN, "device=cuda"),
         (*RUN, "strategy=ddp"),
         (*RUN, "precision=bf16"),
