@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -54,6 +55,7 @@ def same_curves(processes: Processes, lab: str, place: Path, *words: str, divide
     for size, word in ((1, "single"), (2, "ddp"), (2, "fsdp")):
         own = ["strategy.sync_bn=true", f"strategy={word}", *([divided] if divided and size > 1 else [])]
         assert processes.run(size, how, lab, place / word, *BRIEF, *words, *own) == [0] * size
+        shutil.rmtree(place / word / "checkpoints")  # of a large network a lot
     alone = place / "single"
     for spread in (place / "ddp", place / "fsdp"):
         assert far(curve(spread), curve(alone)) < 1e-9
@@ -89,6 +91,64 @@ def test_a_lab_is_no_longer_than_a_page() -> None:
     lengths = {lab.parent.name: len(lab.read_text().splitlines()) for lab in HOME.glob("*/lab.py")}
     assert len(lengths) == 5
     assert max(lengths.values()) <= 60
+
+
+BERT = """
+_target_: transformers.BertForSequenceClassification
+config:
+  _target_: transformers.BertConfig
+  vocab_size: 32
+  num_labels: 2
+  hidden_size: 16
+  num_hidden_layers: 2
+  num_attention_heads: 2
+  intermediate_size: 32
+  hidden_dropout_prob: 0.0
+  attention_probs_dropout_prob: 0.0
+"""
+PARITY = """
+import torch
+from torch.nn.functional import cross_entropy
+from trainer import Data, Task
+
+
+class Words(Data):
+    def train(self):
+        words = torch.randint(0, 32, (96, 7), generator=torch.Generator().manual_seed(0))
+        return torch.utils.data.TensorDataset(words, words.sum(1) % 2)
+
+    def evaluation(self):
+        return self.train()
+
+
+class Parity(Task):
+    def loss(self, output, target):
+        return cross_entropy(output.logits, target)
+
+    def metrics(self, output, target):
+        return {"accuracy": (output.logits.argmax(1) == target).sum()}
+"""
+
+
+def train_bert(launch: Launch, home: Path, *words: str) -> Any:
+    with patch.object(sys, "path", [str(home), *sys.path]):
+        chosen = ["model=bert", "data=words", "task=parity", "loop.global_batch=16", *BRIEF]
+        return product(launch, home, ["--config-dir", "bertlab/conf", *chosen, *words])
+
+
+def test_a_network_of_transformers_is_yaml_and_a_task(processes: Processes, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the extra bench brings it")
+    files = {"task.py": PARITY, "conf/model/bert.yaml": BERT}
+    files |= {"conf/data/words.yaml": "_target_: bertlab.task.Words\n"}
+    files |= {"conf/task/parity.yaml": "_target_: bertlab.task.Parity\n"}
+    for name, text in files.items():
+        (tmp_path / "bertlab" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "bertlab" / name).write_text(text)
+    for size, word in ((1, "single"), (2, "ddp"), (2, "fsdp")):
+        said = processes.run(size, train_bert, tmp_path, f"strategy={word}", f"run.dir={word}")
+        assert said == [0] * size
+        assert far(curve(tmp_path / word), curve(tmp_path / "single")) < 1e-9
+        assert lines(tmp_path / word, "eval")[-1]["accuracy"] == lines(tmp_path / "single", "eval")[-1]["accuracy"]
 
 
 class Taught(Net):
