@@ -58,7 +58,7 @@ def test_the_framework_never_imports_the_recipes() -> None:
 
 
 def test_recipes_see_only_the_open_side_of_the_framework() -> None:
-    modules = ("learning.task", "learning.plan", "data.data", "data.transforms", "refusal")
+    modules = ("learning.task", "learning.plan", "data.data", "data.draws", "refusal")
     names = ("Data", "Joined", "Plan", "Placed", "Refusal", "Schedule", "Sink", "Strategy", "Task", "gather")
     assert strangers("recipes", ("recipes", *(f"trainer.{name}" for name in (*modules, *names)))) == []
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import softplus
 
+from recipes.vision.augment import Augment
 from tests.commands import curve, far, lines
 from tests.inside import product
 from tests.processes import Processes
@@ -23,7 +24,6 @@ from trainer.data.reader import Loading
 from trainer.data.seeds import seed_all
 from trainer.data.slice import Slice
 from trainer.data.stream import Stream
-from trainer.data.transforms import Augment
 from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 

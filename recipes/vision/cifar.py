@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from recipes.vision.augment import Augment, Random, resized
 from recipes.vision.cached import cached
 from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
 from recipes.vision.plain_pickle import read_plain
-from trainer.data.transforms import Augment, Random, resized
 from trainer.refusal import Refusal
 
 _SIDE = 32

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from recipes.vision.augment import Augment
 from recipes.vision.decode import Window, Windows, decode
 from recipes.vision.pictures import Pictures
-from trainer.data.transforms import Augment
 from trainer.refusal import Refusal
 
 _MOST = 100  # damaged pictures in a row; then nothing is there that could be read

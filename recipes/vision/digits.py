@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from recipes.vision.augment import Augment
 from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
-from trainer.data.transforms import Augment
 from trainer.refusal import Refusal
 
 _SAMPLES, _EVALUATION, _SIDE, _WHITE = 1797, 360, 8, 16

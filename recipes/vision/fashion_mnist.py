@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from recipes.vision.augment import Augment
 from recipes.vision.cached import cached
 from recipes.vision.idx import read_idx
 from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
-from trainer.data.transforms import Augment
 from trainer.refusal import Refusal
 
 _FILES = {part: (f"{part}-images-idx3-ubyte.gz", f"{part}-labels-idx1-ubyte.gz") for part in ("train", "t10k")}

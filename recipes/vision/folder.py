@@ -13,9 +13,9 @@ from zlib import crc32
 import numpy
 import torch
 
+from recipes.vision.augment import Augment
 from recipes.vision.decode import Windows
 from recipes.vision.decoded import DecodedPictures
-from trainer.data.transforms import Augment
 from trainer.refusal import Refusal
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision takes them

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
+from recipes.vision.augment import Augment
 from recipes.vision.decode import Windows
 from recipes.vision.decoded import DecodedPictures
-from trainer.data.transforms import Augment
 from trainer.refusal import Refusal, nearest
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.vision.augment import Augment, Random
 from recipes.vision.sampling import appearances, sampled
 from trainer.data.data import Data
-from trainer.data.transforms import Augment, Random
 from trainer.refusal import Refusal
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from recipes.vision.augment import Augment
 from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
-from trainer.data.transforms import Augment
 
 
 class SyntheticImages(Pictures):

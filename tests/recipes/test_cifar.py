@@ -12,13 +12,13 @@ import numpy
 import pytest
 import torch
 
+from recipes.vision.augment import Augment
 from recipes.vision.cifar import CIFAR10, CIFAR100
 from recipes.vision.plain_pickle import read_plain
 from recipes.vision.sampling import numbered
 from tests.commands import SMALL, curve, far, lines
 from tests.inside import here, product
 from tests.processes import Processes
-from trainer.data.transforms import Augment
 from trainer.refusal import Refusal
 
 

@@ -12,12 +12,12 @@ import torch
 import yaml
 from PIL import Image
 
+from recipes.vision.augment import Augment
 from recipes.vision.decode import Windows, decode
 from recipes.vision.folder import ImageFolder
 from tests.commands import curve, far, finish, lines, single, status
 from tests.inside import here, product
 from tests.processes import Processes
-from trainer.data.transforms import Augment
 from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.vision.augment import Augment
 from recipes.vision.huggingface import HuggingFaceImages
 from tests.commands import curve, far, lines
 from tests.inside import here, product
 from tests.processes import Processes
 from tests.recipes.test_folder import CLASSES, SHORT, WHOLE, picture
-from trainer.data.transforms import Augment
 from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 

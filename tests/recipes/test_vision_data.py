@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from recipes.vision import fashion_mnist
+from recipes.vision.augment import Augment, Random
 from recipes.vision.decode import Windows
 from recipes.vision.digits import Digits
 from recipes.vision.fashion_mnist import FashionMNIST
@@ -19,7 +20,6 @@ from recipes.vision.huggingface import HuggingFaceImages
 from recipes.vision.idx import read_idx
 from recipes.vision.images import Images
 from recipes.vision.synthetic import SyntheticImages
-from trainer.data.transforms import Augment, Random
 from trainer.refusal import Refusal
 
 PLAIN = Augment()

@@ -16,7 +16,7 @@ from trainer.refusal import Refusal
 # What a configuration is for, from packages that were not written for this. torchvision's older transforms are plain
 # classes, which is why their module is named.
 KINDS = (nn.Module, Task, Data, Dataset, ParallelStyle)
-MODULES = ("torchvision.transforms.", "trainer.data.transforms", "trainer.learning.schedule", "recipes.")
+MODULES = ("torchvision.transforms.", "trainer.learning.schedule", "recipes.")
 
 
 def refuse_inside(target: Any, names: Names, where: str) -> None:

@@ -86,7 +86,7 @@ def _target(section: Any) -> str | None:
 
 def _name(value: Any) -> Any:
     """A value; of one of the framework's own names the last word, for its files move between versions."""
-    return value.rsplit(".", 1)[-1] if isinstance(value, str) and value.startswith("trainer.") else value
+    return value.rsplit(".", 1)[-1] if isinstance(value, str) and value.startswith(("trainer.", "recipes.")) else value
 
 
 def learning_changes(

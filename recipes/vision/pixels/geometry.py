@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.data.boxes import aspects, sides
+from recipes.vision.pixels.boxes import aspects, sides
 from trainer.data.draws import Random
 
 _CACHED = 128  # images

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.data.boxes import erase
-from trainer.data.colour import jitter
+from recipes.vision.pixels.boxes import erase
+from recipes.vision.pixels.colour import jitter
+from recipes.vision.pixels.geometry import affine, crop, resized_crop
+from recipes.vision.pixels.mixing import mix
+from recipes.vision.pixels.trivial import trivial
 from trainer.data.draws import Random
-from trainer.data.geometry import affine, crop, resized_crop
-from trainer.data.mixing import mix
-from trainer.data.trivial import trivial
 from trainer.refusal import Refusal
 
 

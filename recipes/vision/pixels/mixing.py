@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from trainer.data.boxes import inside
+from recipes.vision.pixels.boxes import inside
 from trainer.data.draws import Random
 
 _CELLS = 1024  # of the table of quantiles

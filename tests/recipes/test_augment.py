@@ -3,15 +3,15 @@ import math
 import pytest
 import torch
 
-from trainer.data.boxes import erase
-from trainer.data.colour import jitter
+from recipes.vision.augment import Augment, normalise, resized
+from recipes.vision.pixels.boxes import erase
+from recipes.vision.pixels.colour import jitter
+from recipes.vision.pixels.geometry import affine, crop, resized_crop
+from recipes.vision.pixels.mixing import beta
+from recipes.vision.pixels.mixing import mix as mix_images
+from recipes.vision.pixels.trivial import trivial
 from trainer.data.draws import Random, _quantiles
-from trainer.data.geometry import affine, crop, resized_crop
-from trainer.data.mixing import beta
-from trainer.data.mixing import mix as mix_images
 from trainer.data.seeds import mix
-from trainer.data.transforms import Augment, normalise, resized
-from trainer.data.trivial import trivial
 from trainer.refusal import Refusal
 
 INDICES = torch.randperm(60_000, generator=torch.Generator().manual_seed(1))[:128]
@@ -322,9 +322,10 @@ def test_shares_are_beta_distributed(alpha):
     assert drawn.max() <= 1
     assert abs(drawn.mean() - 0.5) < 0.005
     assert drawn.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.02)
+    torch.manual_seed(0)
     theirs = torch.distributions.Beta(alpha, alpha).sample((100_000,)).double()
     found = torch.quantile(drawn, torch.tensor([0.1, 0.3, 0.45], dtype=torch.float64))
-    assert torch.allclose(found, torch.quantile(theirs, torch.tensor([0.1, 0.3, 0.45]).double()), atol=0.01)
+    assert torch.allclose(found, torch.quantile(theirs, torch.tensor([0.1, 0.3, 0.45]).double()), atol=0.02)
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.4, 0.0), (0.0, 1.0), (0.4, 1.0)])
