@@ -41,9 +41,9 @@ class _Array:
     def __setstate__(self, state: Any) -> None:
         """numpy: (version, shape, type, in Fortran's order, bytes)."""
         _, shape, kind, fortran, content = state
-        self._fill(shape, kind, fortran, content)
+        self.fill(shape, kind, fortran, content)
 
-    def _fill(self, shape: Any, kind: Any, fortran: Any, content: Any) -> None:
+    def fill(self, shape: Any, kind: Any, fortran: Any, content: Any) -> None:
         if not isinstance(kind, _Type) or kind.name != "u1" or fortran or not isinstance(content, bytes | bytearray):
             raise pickle.UnpicklingError("an array that is not one of bytes, row after row")
         self.shape, self.content = tuple(int(size) for size in shape), bytes(content)
@@ -73,7 +73,7 @@ def _reconstruct(*_: Any) -> _Array:
 
 def _from_buffer(content: Any, kind: Any, shape: Any, order: Any) -> _Array:
     array = _Array()
-    array._fill(shape, kind, order not in ("C", b"C"), content)
+    array.fill(shape, kind, order not in ("C", b"C"), content)
     return array
 
 
