@@ -64,7 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_one_curve_whoever_decodes(place: Path, processes: Processes) -> None:
-    start = [f"data.root={place / 'whole'}", *WORDS, *SHORT]
+    start = [f"data.root={place / 'whole'}", *WORDS, *SHORT, "data.repeat=2", "data.balance=0.5"]
     assert product(Launch(), place, [*start, "run.dir=alone", "strategy=single", "loader.workers=1"]) == 0
     two = [*start, "run.dir=two", "strategy=ddp", "loader.workers=0", "loop.micro_batches=2"]
     assert processes.run(2, product, place, two) == [0, 0]
