@@ -95,7 +95,7 @@ def test_damaged_files_are_replaced_by_the_same_ones_on_any_rank(place: Path, pr
     for folder in ("left", "right"):
         said = (place / folder / "logs" / "rank-0.log").read_text()
         (line,) = [line for line in said.splitlines() if "replaced" in line]
-        assert "3 samples that could not be read" in line
+        assert "3 sample(s) that could not be read" in line
         assert line.count(".jpg") == 3
         assert str(place / "torn" / "val" / "cat" / "00.jpg") in line
 

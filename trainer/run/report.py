@@ -110,7 +110,7 @@ def replaced_lines(names: Sequence[Sequence[str]]) -> list[str]:
     if not every:
         return []
     more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-    return [f"replaced    {len(every)} samples that could not be read: {', '.join(every[:_SHOWN])}{more}"]
+    return [f"replaced    {len(every)} sample(s) that could not be read, others in their place: {', '.join(every[:_SHOWN])}{more}"]
 
 
 def end_lines(
