@@ -104,13 +104,13 @@ def arithmetic(machine: Machine) -> str:
     return f"{precision}; tf32=true is faster and less exact" if precision == "fp32" else precision
 
 
-def replaced_lines(names: Sequence[Sequence[str]]) -> list[str]:
-    """Which samples could not be read; names: of each rank's."""
-    every = sorted(set(chain.from_iterable(names)))
+def replaced_lines(of_ranks: Sequence[Sequence[str]]) -> list[str]:
+    """Which samples could not be read, by the names that each rank has."""
+    every = sorted(set(chain.from_iterable(of_ranks)))
     if not every:
         return []
-    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-    return [f"replaced    {len(every)} sample(s) that could not be read, others in their place: {', '.join(every[:_SHOWN])}{more}"]
+    names = ", ".join(every[:_SHOWN]) + (f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else "")
+    return [f"replaced    {len(every)} sample(s) that could not be read, others in their place: {names}"]
 
 
 def end_lines(
