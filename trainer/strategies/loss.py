@@ -42,7 +42,7 @@ class Listing(nn.Module):
     def forward(self, inputs: Any, targets: Any) -> tuple[list[Tensor], Any]:
         """What is there, and where it belongs."""
         output = self.step(inputs, targets)
-        return list(tensors(output)), changed(output, lambda tensor: tensor.new_empty(0, device="meta"))
+        return list(tensors(output)), changed(output, lambda _: torch.empty(0, device="meta"))
 
 
 def restored(listing: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
