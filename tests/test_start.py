@@ -66,3 +66,19 @@ def test_another_network_spoils_no_folder(trained, tmp_path, accepted):
     assert {path: path.read_bytes() for path in before} == before
     assert here(*words(folder, steps=6)) == 0  # the original command goes on
     assert (status(folder)["state"], status(folder)["resume_step"]) == ("completed", 4)
+
+
+def test_keys_that_a_later_version_brings_change_nothing_where_they_say_what_was_so(trained, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    (config := folder / "config.yaml").write_text(older(config.read_text(), "erase", "freeze", "groups", "decay"))
+    assert here(*words(folder, steps=5)) == 0
+    # the rest of them is a change, for what was so before is not what the key says
+    config.write_text(older(config.read_text(), "erase", "freeze", "groups", "decay"))
+    with pytest.raises(Refusal, match=r"data\.augment\.erase: absent → 0\.5\n  optimizer\.decay: absent → \"all\""):
+        here(*words(folder, "data.augment.erase=0.5", "optimizer.decay=all", steps=6))
+
+
+def older(text: str, *keys: str) -> str:
+    """A configuration of before there were these keys."""
+    return "\n".join(line for line in text.splitlines() if line.strip().split(":")[0] not in keys)

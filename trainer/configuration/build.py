@@ -7,7 +7,7 @@ is nested without asking of which kind it is, and hides an error of the callee b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,8 @@ FACTS = ("num_classes", "channels", "image_size", "vocab_size")
 
 # Functions of others that give a network and, in the versions that people have, do not say so.
 FACTORIES = ("timm.models._factory.create_model",)
+
+_PLAIN = (bool, int, float, str, list, tuple, type(None))  # of others nobody knows what == gives
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,24 @@ def build(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) 
     return made
 
 
-def check_all(cfg: DictConfig, kinds: Mapping[str, type], names: Names) -> None:
-    """Refuse with everything that `build` would refuse in these groups, without calling anything."""
-    problems = []
+def check_all(cfg: DictConfig, kinds: Mapping[str, type], names: Names) -> set[str]:
+    """Refuse with everything that `build` would refuse in these groups, without calling anything.
+
+    Returns the keys that change nothing: what they say, the target says by itself. One that a later version of it
+    brings is no other configuration.
+    """
+    problems: list[str] = []
+    beside = {f"{group}.{key}": value for group, own in BESIDE.items() for key, value in own.items()}
+    idle = {path for path, value in beside.items() if OmegaConf.select(cfg, path) == value}
     for group, kind in kinds.items():
         try:
-            _checked_group(cfg[group], kind, group, names, ["machine"] if group == "strategy" else [])
+            given = ["machine"] if group == "strategy" else []
+            idle |= set(_idle(_checked_group(cfg[group], kind, group, names, given)))
         except Refusal as refusal:
             problems.append(str(refusal))
     if problems:
         raise Refusal("\n".join(problems))
+    return idle
 
 
 def maker(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) -> Callable[[Any], Any]:
@@ -132,6 +142,15 @@ def _group_target(node: DictConfig, kind: type, where: str, names: Names) -> Cal
     if gives is not None and not (isinstance(gives, type) and issubclass(gives, kind)):
         raise Refusal(f"{where}: {name} returns {getattr(gives, '__name__', gives)}; {where} must be a {wanted}")
     return target
+
+
+def _idle(call: Call) -> Iterator[str]:
+    parameters = inspect.signature(call.target).parameters if call.target is not partial else {}
+    for name, value in call.values.items():
+        if isinstance(value, Call):
+            yield from _idle(value)
+        elif name in parameters and isinstance(value, _PLAIN) and value == parameters[name].default:
+            yield f"{call.where}.{name}"
 
 
 @dataclass(frozen=True)

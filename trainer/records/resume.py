@@ -12,6 +12,9 @@ from trainer.refusal import Refusal
 LEARNING = ("model", "task", "data", "seed", "optimizer", "schedule", "loop.global_batch", "precision", "tf32")
 
 
+ABSENT = "absent"  # where a key has no value
+
+
 class Change(NamedTuple):
     """One key of the configuration, with its old and its new value as text."""
 
@@ -75,7 +78,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
             old, new = {**old, group: one}, {**new, group: other}
     before, now = _flat(old), _flat(new)
     keys = sorted(before.keys() | now.keys())
-    every = (Change(key, before.get(key, "absent"), now.get(key, "absent")) for key in keys)
+    every = (Change(key, before.get(key, ABSENT), now.get(key, ABSENT)) for key in keys)
     # where a run lies and how it is started is no part of what it is
     return [one for one in every if one.old != one.new and not one.key.startswith("run.")]
 

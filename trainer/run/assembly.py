@@ -49,7 +49,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     # before the first of them is called; what torch brings has no kind of ours, and is checked by its maker; what only
     # the data knows (a folder's classes) is any number until then
     kinds = {group: kind for group, kind in KINDS.items() if not of_torch(cfg[group], group, names)}
-    check_all(with_facts(cfg, dict.fromkeys(FACTS, 1)), kinds, names)
+    idle = check_all(with_facts(cfg, dict.fromkeys(FACTS, 1)), kinds, names)
     # what an optimizer's class can do is known before there are parameters to give it
     kind: Any = names.find(cfg.optimizer.get("_target_"), "optimizer._target_")
     fused = fused_words(kind, chosen.optimizer.fused, cfg.optimizer.get("dampening", 0))
@@ -64,6 +64,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         settings=chosen,
         words=list(words),
         configuration=written(cfg),
+        idle=idle,
         machine=machine,
         strategy=strategy,
         task=build(cfg.task, Task, "task", names),

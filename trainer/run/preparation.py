@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from trainer.records.folder import RunFolder
 from trainer.records.log import Sink
 from trainer.records.profile import refuse_window
 from trainer.records.resume import (
+    ABSENT,
     changes,
     completed,
     has_checkpoint,
@@ -52,6 +53,7 @@ class RunParts:
     settings: Settings
     words: list[str]  # of the command line
     configuration: str  # yaml, without secrets
+    idle: Collection[str]  # keys of it that change nothing: what they say is so without them
     machine: Machine
     strategy: Strategy
     task: Task
@@ -179,6 +181,7 @@ def decide_resume(run: Prepared) -> Verdict:
     refuse_own(folder.path, run.network, run.configuration)
     # runs from before there was the key began without
     changed = changes({"tf32": False} | before, read_config(run.configuration))
+    changed = [one for one in changed if one.old != ABSENT or one.key not in run.idle]
     if run.settings.precision == "auto":
         precision = last.get("precision", precision)  # what auto meant is kept, whatever devices there are now
     precisions = (str(last["precision"]), precision) if "precision" in last else None
