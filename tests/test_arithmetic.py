@@ -112,3 +112,5 @@ def test_the_length_is_the_bound_that_is_reached_first() -> None:
 def test_too_little_data_is_refused(samples: int, said: str) -> None:
     with pytest.raises(Refusal, match=said):
         measure(samples, 128, 1, None)
+    with pytest.raises(Refusal, match=r"has 81 samples, .* at most 80 fits"):  # and can be dealt to two
+        measure(81, 128, 1, None, ranks=2)

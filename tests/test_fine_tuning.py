@@ -17,6 +17,9 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.test_initial import IMAGES, saved
 from trainer.learning.frozen import freeze, trainable
+from trainer.learning.optimizer import parameter_groups
+from trainer.learning.pattern import fits
+from trainer.learning.rule import Rule, understood
 from trainer.parallel.batch_norm import batch_norms, synchronised
 from trainer.parallel.outline import outline
 from trainer.parallel.ranks import Ranks
@@ -203,3 +206,15 @@ def test_a_network_whose_own_parameter_has_the_frameworks_name_is_refused() -> N
     bare = [f"~model.{key}" for key in ("num_classes", "channels", "image_size", "width", "depth")]
     with pytest.raises(Refusal, match=r"model\.freeze is a key of the framework's own, and tests.*Freezer has a param"):
         here(*network, *bare)
+
+
+def test_patterns_are_fnmatchs() -> None:
+    assert [name for name in ("layer1", "layer2", "layer4") if fits("layer[1-3]", name)] == ["layer1", "layer2"]
+    assert [name for name in ("layer1", "layer2") if fits("layer[!1]", name)] == ["layer2"]
+
+
+def test_a_rule_counts_for_a_tied_weight_by_any_of_its_names() -> None:
+    network = nn.ModuleDict({"table": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
+    network["head"].weight = network["table"].weight
+    rules = understood(network, (Rule("head", lr=0.5),))
+    assert parameter_groups(network, False, rules)[1] == {"params": [network["table"].weight], "lr": 0.5}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.commands import TRANSFORMER, curve
+from tests.commands import TRANSFORMER, curve, lines
 from tests.inside import here, product
 from tests.processes import Processes
 from tests.strategies.toys import Net
@@ -246,3 +246,16 @@ def test_of_a_run_the_best_checkpoint_counts_and_the_newest_where_none_is_known(
         initial.look(network)
         initial.fill(network)
         assert all((value == wanted).all() for value in network.state_dict().values())
+
+
+def test_a_run_says_by_which_figure_it_is_taken_and_of_an_average_its_weights(tmp_path: Path) -> None:
+    words = [*(word for word in WORDS if "evaluation" not in word), "data.evaluation_size=16", *TRANSFORMER]
+    old = [*words, "seed=1", "loop.steps=4", "loop.eval_every=1", "ema.decay=0.5", "checkpoint.best=-ema_loss"]
+    assert product(Launch(), tmp_path, [*old, "run.dir=old"]) == 0
+    # this run looks for another figure; the old one's counts
+    assert product(Launch(), tmp_path, [*words, "init_from=old", "optimizer.lr=0", "run.dir=new"]) == 0
+    said = (tmp_path / "new/logs/rank-0.log").read_text()
+    figures = lines(tmp_path / "old", "eval")
+    best = min(figures, key=lambda line: line["ema_loss"])
+    assert f"step-{best['step']:08d} (best ema_loss: {best['ema_loss']:.4f}); of the moving average" in said
+    assert lines(tmp_path / "new", "eval")[0]["loss"] == pytest.approx(best["ema_loss"], rel=1e-6)

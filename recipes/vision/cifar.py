@@ -19,6 +19,7 @@ from recipes.vision.plain_pickle import read_plain
 from trainer.refusal import Refusal
 
 _SIDE = 32
+_MOST = 256  # classes: the binary release has a byte for them
 _PIXELS = 3 * _SIDE * _SIDE  # bytes of a picture: red, green and blue, each row after row
 
 
@@ -55,8 +56,8 @@ class Pickled(Release):
         pixels, labels = named.get("data"), named.get(self.key)
         if not isinstance(pixels, Tensor) or pixels.shape[1:] != (_PIXELS,) or not isinstance(labels, list):
             raise Refusal(f"{path}: expected a dict of an array `data`, N × {_PIXELS} bytes, and a list `{self.key}`")
-        if not all(isinstance(label, int) for label in labels):
-            raise Refusal(f"{path}: `{self.key}` holds more than whole numbers")
+        if not all(type(label) is int and 0 <= label < _MOST for label in labels):
+            raise Refusal(f"{path}: `{self.key}` holds more than whole numbers from 0 to {_MOST - 1}")
         return pixels, torch.tensor(labels, dtype=torch.int64)
 
 
@@ -110,7 +111,11 @@ class CIFAR10(Pictures):
         self.image_size = image_size
         self._others: list[Path] = []  # files that are not the published ones
         folders = " or ".join(release.folder for release in self.releases)
-        remedy = f"unpack its archive, so that there is FOLDER/{self.releases[0].folder}, and say data.root=FOLDER"
+        archive = f"{self.releases[0].folder.removesuffix('-batches-py').removesuffix('-python')}-python.tar.gz"
+        remedy = (
+            f"unpack {archive} (https://www.cs.toronto.edu/~kriz/{archive}) in a FOLDER, so that there is"
+            f" FOLDER/{self.releases[0].folder}, and say data.root=FOLDER"
+        )
         if root is None:
             place = cached(self.name, self.releases[0].files, self._download, remedy)
         else:
@@ -118,7 +123,9 @@ class CIFAR10(Pictures):
         # the first release that is there; of a folder that lacks files they are named
         found = [release for release in self.releases if (place / release.folder).is_dir()]
         if not found:
-            raise Refusal(f"{place} holds no folder {folders}; {remedy}")
+            inside = place.name in [release.folder for release in self.releases]
+            meant = f"say the folder above it: data.root={place.absolute().parent}"
+            raise Refusal(f"{place} holds no folder {folders}; {meant if inside else remedy}")
         self._release, self._place = found[0], place
         missing = [str(file) for file in self._release.files if not (place / file).is_file()]
         if missing:

@@ -74,7 +74,10 @@ def decode(source: Any, size: int, channels: int, window: Window) -> Tensor:
         wanted = math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))
         drafted = picture.draft(_MODES[channels], wanted)
         shrunk = drafted[1][2] / width if drafted else 1.0
-        image = picture.convert(_MODES[channels])
+        # of 16 bits PIL would keep what is below 256, and make white of all else
+        deep = picture.mode.startswith("I")
+        shallow = picture.point(lambda value: value * (1 / 257)).convert("L") if deep else picture
+        image = shallow.convert(_MODES[channels])
         box = left * shrunk, top * shrunk, min(right * shrunk, image.width), min(bottom * shrunk, image.height)
         square = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
     # (size, size, channels) as it lies in memory

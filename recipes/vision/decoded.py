@@ -89,7 +89,11 @@ class Decoded(Dataset):
                 picture = decode(self.sources.source(at), self._size, self._channels, self._window)
             except Exception as error:  # PIL has many, as formats have
                 reason = " ".join(str(error).split()) or type(error).__name__
-                self._damaged.met(at, f"{self.sources.name(at)} cannot be read as a picture: {reason}")
+                self._damaged.met(
+                    at,
+                    f"{self.sources.name(at)} cannot be read as a picture: {reason}"
+                    "; data.on_bad=skip takes another in its place",
+                )
                 continue
             return picture, int(self.labels[at])
         raise ValueError(f"{self.sources.name(index)} and the {_MOST - 1} pictures after it cannot be read")

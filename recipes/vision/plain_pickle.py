@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
+import pickletools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import torch
 from torch import Tensor
 
 from trainer.refusal import Refusal
+
+_TUPLES = 1000  # a published file has about ten
 
 
 def read_plain(path: Path) -> Any:
@@ -20,8 +25,9 @@ def read_plain(path: Path) -> Any:
     is ever looked up.
     """
     try:
-        with path.open("rb") as file:
-            return _with_tensors(_Plain(file, encoding="bytes").load())
+        content = path.read_bytes()
+        _refuse_bombs(content)
+        return _with_tensors(_Plain(io.BytesIO(content), encoding="bytes").load(), {})
     except OSError as error:
         raise Refusal(f"{path} cannot be read ({error.strerror})") from error
     except Exception as error:  # a made-up file may fail in any way
@@ -30,6 +36,17 @@ def read_plain(path: Path) -> Any:
             f"{path} is damaged, or holds more than arrays, bytes, numbers, lists and dicts ({reason}); nothing that it"
             f" asks for was run"
         ) from error
+
+
+def _refuse_bombs(content: bytes) -> None:
+    """Refuse a few bytes that would fill the memory or overrun the stack: nothing is built for it."""
+    tuples = 0
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
+            raise pickle.UnpicklingError("a place that nothing before it needs")  # memory up to there would be taken
+        tuples += opcode.name.startswith("TUPLE")
+        if tuples > _TUPLES:
+            raise pickle.UnpicklingError(f"more than {_TUPLES} tuples")  # one within the other they overrun the stack
 
 
 class _Array:
@@ -84,13 +101,28 @@ def _encode(text: Any, encoding: Any) -> bytes:
     return text.encode("latin-1")
 
 
+class _Maker:
+    """What a pickle may call, and cannot change."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._make(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("a change of what makes its arrays")
+
+
 # By the names under which numpy and Python put arrays of bytes into pickles, old and new: what stands for them here.
 _KNOWN: dict[tuple[str, str], Any] = {
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy.core.numeric", "_frombuffer"): _from_buffer,
+    ("numpy.core.multiarray", "_reconstruct"): _Maker(_reconstruct),
+    ("numpy.core.numeric", "_frombuffer"): _Maker(_from_buffer),
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Type,
-    ("_codecs", "encode"): _encode,
+    ("_codecs", "encode"): _Maker(_encode),
 }
 
 
@@ -103,14 +135,23 @@ class _Plain(pickle.Unpickler):
         return known
 
 
-def _with_tensors(value: Any) -> Any:
-    """The same with every array as a tensor; what is neither that nor plain is refused."""
+def _with_tensors(value: Any, done: dict[int, Any]) -> Any:
+    """The same with every array as a tensor; what is neither that nor plain is refused.
+
+    done: what has been made of an object already, by its identity: it may stand in many places.
+    """
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    if id(value) not in done:
+        done[id(value)] = _made(value, done)
+    return done[id(value)]
+
+
+def _made(value: Any, done: dict[int, Any]) -> Any:
     if isinstance(value, _Array):
         return value.tensor()
     if isinstance(value, dict):
-        return {_with_tensors(key): _with_tensors(item) for key, item in value.items()}
+        return {_with_tensors(key, done): _with_tensors(item, done) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_with_tensors(item) for item in value)
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
+        return type(value)(_with_tensors(item, done) for item in value)
     raise pickle.UnpicklingError(f"a {type(value).__name__}")

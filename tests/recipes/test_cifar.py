@@ -117,17 +117,31 @@ def test_a_crafted_file_runs_no_code(tmp_path: Path, monkeypatch: Any, call: Any
     assert not (tmp_path / "run").exists()
 
 
+def laughs(depth: int) -> list:
+    """2^depth lists, in a few hundred bytes."""
+    value: list = []
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "Ran out of input"),
-        (of_python_2(*pictures(3), b"labels")[:-2000], "truncated"),
+        (b"", "exhausted before"),
+        (of_python_2(*pictures(3), b"labels")[:-2000], "only 7278 remain"),
         (pickle.dumps({"data": 3}), "expected a dict of an array `data`, N × 3072 bytes, and a list `labels`"),
         (pickle.dumps({"data": {1, 2}}), "a set"),
         (pickle.dumps({"data": numpy.zeros((2, 3072)), "labels": [0, 1]}, protocol=2), "not one of bytes"),
         (of_python_2(*pictures(3), b"labels").replace(b"\x02u1", b"\x02O8"), "not one of bytes"),
         (of_python_2(pictures(3)[0], [1, 2], b"labels"), "3 pictures, but 2 labels"),
         (of_python_2(pictures(3)[0], [1, 2, 10], b"labels"), r"labels 1\.\.10; expected 0\.\.9"),
+        (pickle.dumps({"data": numpy.zeros((1, 3072), "u1"), "labels": [10**30]}, protocol=2), "from 0 to 255"),
+        # a few bytes that would take all memory, the stack, or change what reads them
+        (b"\x80\x02]r\x00\xc2\xeb\x0b.", "a place that nothing before it needs"),
+        (b"\x80\x02})" + b"\x85" * 3_000_000 + b"K\x00s.", "more than 1000 tuples"),
+        (b"\x80\x02c_codecs\nencode\nN}X\x01\x00\x00\x00aK\x01s\x86b.", "a change of what makes"),
+        (pickle.dumps(laughs(40)), "expected a dict"),
     ],
     ids=lambda value: value if isinstance(value, str) else "file",
 )

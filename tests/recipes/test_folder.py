@@ -191,3 +191,11 @@ def test_windows_lie_inside_and_have_the_area_that_was_asked_for() -> None:
     assert WHOLE.training(100, 60) == (20.0, 0.0, 80.0, 60.0)  # such a window fits nowhere: the middle
     with pytest.raises(Refusal, match=r"window\.area=\[0\.0, 1\.0\]"):
         Windows(area=(0.0, 1.0))
+
+
+def test_a_picture_of_16_bits_keeps_its_greys(tmp_path: Path) -> None:
+    ramp = (torch.arange(64 * 64, dtype=torch.int32) * 16).to(torch.uint16).view(64, 64)
+    Image.frombytes("I;16", (64, 64), ramp.numpy().tobytes()).save(tmp_path / "deep.png")
+    for channels in (1, 3):
+        found = decode(tmp_path / "deep.png", 64, channels, lambda width, height: (0, 0, width, height))
+        assert (found[0].float() - ramp.float() / 257).abs().max() <= 1

@@ -28,9 +28,6 @@ from trainer.refusal import Refusal
 # What a data set's yaml says for models to interpolate. It is not passed to a Data that does not name it.
 FACTS = ("num_classes", "channels", "image_size", "vocab_size")
 
-# Functions of others that give a network and, in the versions that people have, do not say so.
-FACTORIES = ("timm.models._factory.create_model",)
-
 _PLAIN = (bool, int, float, str, list, tuple, type(None))  # of others nobody knows what == gives
 
 
@@ -135,7 +132,7 @@ def _group_target(node: DictConfig, kind: type, where: str, names: Names) -> Cal
         return target
     gives = signature.hints(target).get("return")
     # A function of the lab may leave out to say that it gives a network: many factories do.
-    if gives is None and not (kind is nn.Module and (names.beside(target) or name in FACTORIES)):
+    if gives is None and not (kind is nn.Module and names.beside(target)):
         raise Refusal(
             f"{where}: {name} is a function that does not say what it returns; write -> {wanted} behind its parameters"
         )

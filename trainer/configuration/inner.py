@@ -42,10 +42,12 @@ def refuse_inside(target: Any, names: Names, where: str) -> None:
 def _is_record(kind: type) -> bool:
     """Does making one only keep what it is given?
 
-    Dataclasses and named tuples have a constructor that Python wrote, and it stores. So do the configurations of
-    transformers, which were neither before its version 5.
+    Dataclasses and named tuples have a constructor that Python wrote, and it stores, unless they say what comes after
+    it. So do the configurations of transformers, which were neither before its version 5.
     """
-    written = vars(kind).get("__dataclass_params__")  # its own: a class that inherits may have any constructor
+    # its own, for a class that inherits may have any; and not one that it wrote itself
+    made = getattr(vars(kind).get("__init__"), "__code__", None)
+    generated = "__dataclass_params__" in vars(kind) and made is not None and made.co_filename == "<string>"
     named = issubclass(kind, tuple) and hasattr(kind, "_fields")
     configuration = any(base.__module__ == "transformers.configuration_utils" for base in kind.__mro__)
-    return (written is not None and written.init) or named or configuration
+    return (generated and not hasattr(kind, "__post_init__")) or named or configuration

@@ -34,7 +34,9 @@ def read(argv: Sequence[str]) -> Words:
     # Flags may stand between words, as in Hydra; what is unknown may be a key in the dress of one.
     parser, argv = _parser(), list(argv)
     found, unknown = parser.parse_known_intermixed_args(argv)
-    strange = tuple(_with_value(flag, argv, found.overrides, parser) for flag in unknown)
+    flags = [each for each in unknown if each.startswith("-")]  # of --epochs 3 the 3 is no flag, but its value
+    found.overrides += [each for each in unknown if each not in flags]
+    strange = tuple(_with_value(flag, argv, found.overrides, parser) for flag in flags)
     if found.multirun and (found.cfg or found.info):
         raise Refusal("--cfg and --info show one run: give each key one value, and leave out -m")
 

@@ -34,9 +34,12 @@ def parameter_groups(network: nn.Module, spare_vectors: bool, rules: Sequence[Ru
     # By three questions: which rule counts, does it decay, and are its gradients sparse, which no fused step takes?
     sparse = {embedding.weight for embedding in sparse_embeddings(network).values()}
     groups: dict[tuple[int, bool, bool], list[nn.Parameter]] = {(0, False, False): []}
-    for name, parameter in network.named_parameters():
+    names: dict[nn.Parameter, list[str]] = {}  # a tied weight has several
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for parameter, own in names.items():
         if parameter.requires_grad:
-            rule = next((at for at, rule in enumerate(rules, 1) if rule.counts_for(name)), 0)
+            rule = next((at for at, rule in enumerate(rules, 1) if any(map(rule.counts_for, own))), 0)
             spared = spare_vectors and parameter.dim() <= 1
             groups.setdefault((rule, spared, parameter in sparse), []).append(parameter)
     said: list[dict[str, Any]] = [{}, *(rule.words() for rule in rules)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from trainer.refusal import Refusal, nearest
@@ -14,21 +14,14 @@ BACKBONE = "backbone"  # a word for what the network itself says is its backbone
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Is this the name of what the pattern means? `*`, `?`, `[…]` stand within one level, as in parallelize_module."""
+    """Is this the name of what the pattern means? `*`, `?`, `[1-3]`, `[!a]` stand within one level (fnmatch)."""
     return bool(name) and pattern.count(".") == name.count(".") and within(pattern, name)
 
 
 def within(pattern: str, name: str) -> bool:
     """Does what has this name lie in what the pattern means, or is it that?"""
     levels, own = pattern.split("."), name.split(".")
-    return len(own) >= len(levels) and all(
-        re.fullmatch(_as_expression(level), word) for level, word in zip(levels, own, strict=False)
-    )
-
-
-def _as_expression(level: str) -> str:
-    """fnmatch's wildcards for one level of a name."""
-    return re.escape(level).replace(r"\*", ".*").replace(r"\?", ".").replace(r"\[", "[").replace(r"\]", "]")
+    return len(own) >= len(levels) and all(fnmatchcase(word, level) for level, word in zip(levels, own, strict=False))
 
 
 def spelled_out(network: nn.Module, pattern: str, where: str) -> tuple[str, ...]:

@@ -29,7 +29,8 @@ class Rule:
 
     def covers(self, network: nn.Module) -> int:
         """How many numbers of the network that learn it counts for."""
-        own = (one for name, one in network.named_parameters() if one.requires_grad and self.counts_for(name))
+        every = network.named_parameters(remove_duplicate=False)  # a tied weight by any of its names
+        own = {one for name, one in every if one.requires_grad and self.counts_for(name)}
         return sum(parameter.numel() for parameter in own)
 
     def words(self) -> dict[str, float]:

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, zeros
 from trainer.refusal import Refusal
 
 PREFIX = "optimizer/"
-APART = (PREFIX, "ema/", "scaler/")  # begin names in a checkpoint that are not the network's
+AVERAGE = "ema/"
+APART = (PREFIX, AVERAGE, "scaler/")  # begin names in a checkpoint that are not the network's
 
 
 def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -6,9 +6,10 @@ Nothing that a file names is called: safetensors, and torch's own format as far 
 from __future__ import annotations
 
 import json
+import math
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.state import APART
+from trainer.parallel.state import APART, AVERAGE
 from trainer.records.manifest import CorruptCheckpoint
-from trainer.records.resume import has_checkpoint, is_checkpoint
+from trainer.records.resume import has_checkpoint, is_checkpoint, read_config
 from trainer.records.shelf import committed, open_checkpoint, score
 from trainer.refusal import Refusal
 
@@ -40,6 +41,7 @@ class Weights:
 
     path: Path
     tensors: Mapping[str, Tensor]
+    why: str = ""  # these, where there were others
 
     @torch.no_grad()
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
@@ -48,25 +50,30 @@ class Weights:
             tensor.copy_(self.tensors[name])
 
 
+@dataclass(frozen=True)
 class CheckpointWeights(Weights):
     """Those of a checkpoint of our own, verified, whose files may each hold shards: only shapes are known before."""
+
+    averaged: Collection[str] = ()  # names of which the moving average is meant
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill these in place, whoever wrote which shard of them."""
         from trainer.records.tensor_files import read_into
 
-        read_into({name: tensor.detach() for name, tensor in tensors.items()}, self.path)
+        there = {AVERAGE + name if name in self.averaged else name: tensor for name, tensor in tensors.items()}
+        read_into({name: tensor.detach() for name, tensor in there.items()}, self.path)
 
 
 def open_weights(path: Path, best: str) -> Weights:
     """The weights that lie there: in a run's folder, a checkpoint, a file, or a folder of Hugging Face.
 
-    Of a run those of its best checkpoint by the figure `best` ("accuracy", "-loss"); of its newest where none has that
-    figure. Refusal where there are none, or where they cannot be read.
+    Of a run those of its best checkpoint, by the run's own `checkpoint.best`, else by the figure `best` ("accuracy",
+    "-loss"); where that is one of the moving average, the average's. Refusal where there are none, or where they cannot
+    be read.
     """
     try:
         if has_checkpoint(path):
-            return _of_checkpoint(_best_of(path / "checkpoints", best))
+            return _of_run(path, best)
         if is_checkpoint(path):
             return _of_checkpoint(path)
         return Weights(path, _of_folder(path) if path.is_dir() else _of_file(path))
@@ -76,17 +83,29 @@ def open_weights(path: Path, best: str) -> Weights:
         raise Refusal(f"{path.absolute()}: {error.strerror or error}") from error
 
 
-def _best_of(folder: Path, best: str) -> Path:
-    found = max(committed(folder), key=lambda one: (score(one.figures, best), one.step), default=None)
-    if found is None:
-        raise CorruptCheckpoint(f"none of the checkpoints in {folder} can be used")
-    return found.path
+def _of_run(path: Path, best: str) -> Weights:
+    # what the run itself went by: this one may look for another figure
+    config = path / "config.yaml"
+    own = read_config(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    best = own.get("checkpoint", {}).get("best") or best
+    found, figure = committed(path / "checkpoints"), best.removeprefix("-")
+    if not found:
+        raise CorruptCheckpoint(f"none of the checkpoints in {path / 'checkpoints'} can be used")
+    # of equal ones the earliest, as while it trained
+    chosen = max(reversed(found), key=lambda one: score(one.figures, best))
+    if score(chosen.figures, best) == -math.inf:
+        return _of_checkpoint(found[0].path, f" (the newest: none has {figure})")
+    why = f" (best {figure}: {chosen.figures[figure]:.4f})"
+    return _of_checkpoint(chosen.path, why, average=figure.startswith("ema_"))
 
 
-def _of_checkpoint(path: Path) -> Weights:
+def _of_checkpoint(path: Path, why: str = "", average: bool = False) -> Weights:
     found = open_checkpoint(path, Ranks())  # this process alone: every byte is compared with its sha256
     own = {name: tensor for name, tensor in found.tensors.items() if not name.startswith(APART)}
-    return CheckpointWeights(path, own)
+    averaged = [name for name in own if AVERAGE + name in found.tensors]
+    if averaged:
+        why += "; of the moving average" if average else "; the moving average beside them is left out"
+    return CheckpointWeights(path, own, why, averaged if average else ())
 
 
 def _of_folder(path: Path) -> dict[str, Tensor]:

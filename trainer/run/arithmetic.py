@@ -87,16 +87,17 @@ class Length:
         return f"{self.steps} steps, {epochs:.3g} epochs of {self.per_epoch} steps{tail}"
 
 
-def measure(samples: int, global_batch: int, epochs: int | None, steps: int | None) -> Length:
+def measure(samples: int, global_batch: int, epochs: int | None, steps: int | None, ranks: int = 1) -> Length:
     """How many steps that is, by whichever bound is reached first. Refusal where an epoch has no step.
 
-    samples: the length of an epoch's order.
+    samples: the length of an epoch's order; ranks: among which a global batch is dealt.
     """
     if samples == 0:
         raise Refusal("the training set is empty: 0 samples")
     if samples < global_batch:
         raise Refusal(
-            f"the training set has {samples} samples, loop.global_batch is {global_batch}; at most {samples} fits"
+            f"the training set has {samples} samples, loop.global_batch is {global_batch}; at most"
+            f" {samples // ranks * ranks or samples} fits"
         )
     per_epoch = samples // global_batch
     bounds = [bound for bound in (steps, None if epochs is None else epochs * per_epoch) if bound is not None]

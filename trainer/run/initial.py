@@ -64,7 +64,7 @@ class Initial:
             raise Refusal(_strangers(weights.path, there, network, replaced))
         extra = [there[name] for name in there if name not in own]
         self.lines = [
-            f"weights     {len(self._names)} tensors from {weights.path}{done}",
+            f"weights     {len(self._names)} tensors from {weights.path}{weights.why}{done}",
             *_line("of another shape, stay as built", replaced),
             *_line("not there, stay as built", missing),
             *_line("not of this network, left out", extra),

@@ -22,6 +22,7 @@ from trainer.data.order import size_of
 from trainer.devices import names
 from trainer.launch.launch import Launch
 from trainer.learning.frozen import trainable
+from trainer.parallel.state import AVERAGE
 from trainer.records.manifest import Found
 from trainer.run.preparation import Prepared
 from trainer.strategies.machine import Machine
@@ -77,7 +78,7 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
 
 def average_notes(decay: float | None, start: Found | None) -> list[str]:
     """What becomes of the weights' moving average where the checkpoint and this run are not of one mind about it."""
-    if start is None or (decay is None) == (not any(name.startswith("ema/") for name in start.tensors)):
+    if start is None or (decay is None) == (not any(name.startswith(AVERAGE) for name in start.tensors)):
         return []
     if decay is None:
         return ["note        the checkpoint's moving average is left behind: ema.decay=null"]

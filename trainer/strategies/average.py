@@ -11,8 +11,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainer.parallel.batch_norm import with_statistics
 from trainer.parallel.held import held
+from trainer.parallel.state import AVERAGE
 
-PREFIX = "ema/"  # of a tensor's name in a checkpoint
 FIGURES = "ema_"  # of a figure's name
 
 Views = Iterator[tuple[str, AbstractContextManager[None]]]
@@ -89,16 +89,16 @@ class Average(NoAverage):
 
     def state(self) -> dict[str, Tensor]:
         """The averages under their names; DTensors where the weights are."""
-        return {PREFIX + name: average for name, average in self._kept.items()}
+        return {AVERAGE + name: average for name, average in self._kept.items()}
 
     def empty(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Room for all averages, or none: of a checkpoint without them the average begins from its weights."""
-        wanted = {PREFIX + name: own for name, own in self._own.items()}
+        wanted = {AVERAGE + name: own for name, own in self._own.items()}
         return {name: torch.empty_like(own) for name, own in wanted.items()} if wanted.keys() <= stored.keys() else {}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take the averages over, where the checkpoint had any."""
-        self._kept = {name: state[PREFIX + name] for name in self._own if PREFIX + name in state}
+        self._kept = {name: state[AVERAGE + name] for name in self._own if AVERAGE + name in state}
 
     @contextmanager
     def _in_place(self, names: Collection[str]) -> Iterator[None]:
