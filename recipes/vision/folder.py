@@ -121,7 +121,8 @@ def _listed(folder: Path, classes: Sequence[str]) -> Files:
         own = sorted(os.path.join(at, file) for at, _, names in below for file in names)
         pictures = [(number, path) for path in own if path.lower().endswith(_ENDINGS)]
         if not pictures:
-            raise Refusal(f"{folder / name} has no pictures; expected files ending in {' '.join(_ENDINGS)}")
+            what = "has no pictures" if (folder / name).is_dir() else "is not there: a class of the training pictures"
+            raise Refusal(f"{folder / name} {what}; expected files ending in {' '.join(_ENDINGS)}")
         files += pictures
     return files
 

@@ -107,7 +107,7 @@ def _loaded(path: str, subset: str | None) -> dict[str, Any]:
     try:
         import datasets
     except ImportError as error:
-        raise Refusal("data=huggingface needs the package datasets: pip install 'trainer[hf]'") from error
+        raise Refusal("data=huggingface needs the package datasets: pip install -e '.[hf]'") from error
     place = Path(path).expanduser()
     try:
         if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():

@@ -23,7 +23,7 @@ def timm_model(name: str, num_classes: int, channels: int, image_size: int) -> n
     try:
         import timm  # here, because the import takes seconds
     except ImportError as error:
-        raise Refusal("model=timm needs the package timm: pip install 'trainer[timm]'") from error
+        raise Refusal("model=timm needs the package timm: pip install -e '.[timm]'") from error
 
     if not timm.is_model(name):
         near = nearest(name.split(".")[0], timm.list_models())

@@ -72,7 +72,7 @@ def _of_hydra(words: Words, overrides: list[Override], places: list[Path]) -> Di
     if wrong := [line(each) for each in overrides if each.is_sweep_override()]:
         raise Refusal(f"{wrong[0]}: one launcher starts all runs; choose one")
     if any("submitit" in line(each) for each in overrides) and find_spec("submitit") is None:
-        raise Refusal("hydra/launcher: submitit comes with pip install 'trainer[submitit]'")
+        raise Refusal("hydra/launcher: submitit comes with pip install -e '.[submitit]'")
     return load(words, [line(each) for each in overrides], places)
 
 
