@@ -68,9 +68,9 @@ def same_curves(processes: Processes, lab: str, place: Path, *words: str, divide
 @pytest.mark.parametrize(
     ("lab", "figures", "divided"),
     [
-        ("segmentation", {"mean_iou"}, ""),
+        pytest.param("segmentation", {"mean_iou"}, "", marks=pytest.mark.long),
         ("masked", {"accuracy"}, "loop.micro_batches=2"),  # of unequal weight
-        ("distillation", {"accuracy"}, "loop.micro_batches=2"),
+        pytest.param("distillation", {"accuracy"}, "loop.micro_batches=2", marks=pytest.mark.long),
         ("contrast", {"found"}, ""),  # with others a picture would have fewer to be found among
         ("gan", {"real_believed", "drawn_believed"}, "loop.micro_batches=2"),
     ],

@@ -61,6 +61,7 @@ def test_the_losses_of_a_script_with_ddp_are_those_of_a_run_with_ddp(root: Path,
     assert "122 tensors from" in screen
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="of several GPUs the script averages in another order")
 def test_the_losses_of_a_script_with_data_parallel_are_those_of_a_run_with_dp(root: Path, tmp_path: Path) -> None:
     script = [sys.executable, str(HERE / "tutorial_dp.py"), str(root), "script.json", "12"]

@@ -28,6 +28,7 @@ PRESETS = {
     "imagenet_resnet50_strong": (*SMALL, "ema.every=1"),
     "imagenet_vit_small": (*SMALL, "model.depth=2", "model.patch_size=8"),
 }
+QUICK = "cifar10_resnet18"  # the one that is tried without --long
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,9 @@ def train(launch: Launch, home: Path, *words: str) -> int:
     "strategy",
     ["ddp", pytest.param("dp", marks=pytest.mark.long), pytest.param("fsdp", marks=pytest.mark.long)],
 )
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset", [QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in PRESETS if name != QUICK)]
+)
 def test_a_preset_trains(home: Path, processes: Processes, preset: str, strategy: str) -> None:
     folder = home / f"{preset}-{strategy}"
     words = [f"experiment={preset}", *BRIEF, *PRESETS[preset], f"strategy={strategy}", f"run.dir={folder}"]
