@@ -11,7 +11,6 @@ from trainer.refusal import Refusal
 # nobody here can tell such a set from one that only moved.
 LEARNING = ("model", "task", "data", "seed", "optimizer", "schedule", "loop.global_batch", "precision", "tf32")
 
-
 ABSENT = "absent"  # where a key has no value
 
 

@@ -52,7 +52,7 @@ class Average(NoAverage):
     """
 
     def __init__(self, network: nn.Module, decay: float, every: int) -> None:
-        self._decay, self._every = decay, every
+        self._decay, self._every, self._move = decay, every, get_ema_multi_avg_fn(decay)
         self._statistics = _statistics(network)
         trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
         self._own: dict[str, Tensor] = {**trained, **self._statistics}  # the network's, by their names
@@ -69,7 +69,7 @@ class Average(NoAverage):
         # shards and copies alike: nothing travels, and what ranks have in common stays the same bits
         kept, own = ([held(one) for one in tensors.values()] for tensors in (self._kept, self._own))
         if not isinstance(skipped, Tensor):
-            get_ema_multi_avg_fn(self._decay)(kept, own, step)
+            self._move(kept, own, step)
             return
         # fp16: the device alone knows whether the step was left out, and nobody waits for its answer
         part = (1 - self._decay) * (1 - skipped)
