@@ -213,7 +213,7 @@ def test_fashion_mnist_from_debians_package():
 
 def test_without_the_package_of_hugging_face_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(Refusal, match=r"needs the package datasets: pip install 'trainer\[hf\]'"):
+    with pytest.raises(Refusal, match=r"needs the package datasets: pip install -e '\.\[hf\]'"):
         HuggingFaceImages(PLAIN, Windows(), path=str(tmp_path), image_size=8)
 
 
