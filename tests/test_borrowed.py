@@ -10,6 +10,7 @@ import pytest
 from tests.commands import SMALL, curve
 from tests.inside import product
 from tests.processes import Processes
+from tests.quick import quickly
 from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 
@@ -49,15 +50,14 @@ def answer(launch: Launch, place: Path, words: list[str]) -> Any:
         return str(refusal)
 
 
-# one that keeps numbers beside its moments, one that factors them, one that takes matrices alone
-FEW = [("NAdam", "fsdp"), ("Adafactor", "zero1"), ("Muon", "fsdp")]
+# one that keeps numbers beside its moments, one that factors them
+FEW = [("NAdam", "fsdp"), ("Adafactor", "zero1")]
 PLAIN = ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 ALL = [(name, strategy) for name in [*PLAIN, "Adafactor", "Muon"] for strategy in ("single", "ddp", "fsdp", "zero1")]
 UNABLE = [("Adafactor", "fsdp"), ("Rprop", "fsdp")]  # the second on torch 2.11 only
-MORE = [pytest.param(*one, marks=pytest.mark.long) for one in ALL if one not in [*FEW, *UNABLE]]
 
 
-@pytest.mark.parametrize(("name", "strategy"), [*FEW, *MORE])
+@pytest.mark.parametrize(("name", "strategy"), quickly([one for one in ALL if one not in UNABLE], *FEW))
 def test_an_optimizer_has_one_curve_and_goes_on_to_the_bit(
     tmp_path: Path, processes: Processes, name: str, strategy: str
 ) -> None:

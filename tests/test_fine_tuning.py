@@ -15,6 +15,7 @@ from recipes.vision.zoo import torchvision_model
 from tests.commands import TRANSFORMER, curve
 from tests.inside import here, product
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.test_initial import IMAGES, saved
 from trainer.learning.frozen import freeze, trainable
 from trainer.learning.optimizer import parameter_groups
@@ -105,7 +106,7 @@ SPREAD: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", SPREAD)
+@pytest.mark.parametrize("strategy", quickly(SPREAD, "ddp", "zero1", "tp", "fsdp", "pp"))
 def test_one_curve_under_every_strategy(processes: Processes, reference: Path, tmp_path: Path, strategy: str) -> None:
     size, more = SPREAD[strategy]
     assert product_of(size, tmp_path, strategy, *more, processes=processes) == [0] * size
@@ -119,7 +120,12 @@ FIRST, LAST = "model.freeze=[backbone]", "model.freeze=[blocks.2,blocks.3,norm,h
 
 
 @pytest.mark.parametrize(
-    ("schedule", "freeze"), [("1F1B", FIRST), ("1F1B", LAST), ("InterleavedZeroBubble", FIRST), ("ZBVZeroBubble", LAST)]
+    ("schedule", "freeze"),
+    quickly(
+        [("1F1B", FIRST), ("1F1B", LAST), ("InterleavedZeroBubble", FIRST), ("ZBVZeroBubble", LAST)],
+        ("1F1B", FIRST),
+        ("ZBVZeroBubble", LAST),
+    ),
 )
 def test_a_stage_may_be_frozen_as_a_whole(processes: Processes, tmp_path: Path, schedule: str, freeze: str) -> None:
     frozen = (freeze, "optimizer.groups=[]", "loop.micro_batches=4", "loop.steps=2", "model.depth=4")

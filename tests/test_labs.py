@@ -71,7 +71,8 @@ def same_curves(processes: Processes, lab: str, place: Path, *words: str, divide
         pytest.param("segmentation", {"mean_iou"}, "", marks=pytest.mark.long),
         ("masked", {"accuracy"}, "loop.micro_batches=2"),  # of unequal weight
         pytest.param("distillation", {"accuracy"}, "loop.micro_batches=2", marks=pytest.mark.long),
-        ("contrast", {"found"}, ""),  # with others a picture would have fewer to be found among
+        # with others a picture would have fewer to be found among
+        pytest.param("contrast", {"found"}, "", marks=pytest.mark.long),
         ("gan", {"real_believed", "drawn_believed"}, "loop.micro_batches=2"),
     ],
 )

@@ -192,6 +192,7 @@ def test_a_signal_stops_all_and_the_same_words_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_under_torchrun_each_has_processes_of_its_own(tmp_path: Path) -> None:
     words = ["-m", *WORDS, "loop.steps=2", "loop.global_batch=101,120", "strategy=ddp", "run.root=runs"]
     screen = finish(torchrun(2, *words), tmp_path, code=1)

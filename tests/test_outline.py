@@ -176,7 +176,7 @@ def test_the_command_line_builds_on_one_rank_and_sends(tmp_path: Path) -> None:
     words += " data.size=64 data.evaluation_size=0 optimizer.lr=0 loop.global_batch=4 loop.steps=1 seed=5 device=cpu"
     words += f" strategy=fsdp task._target_=memory.Watched trust=[memory] run.dir={tmp_path / 'run'}"
     environment = {"MEMORY_FIGURES": str(tmp_path), "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}"}
-    finish(torchrun(4, *words.split()), tmp_path, environment=environment)
+    finish(torchrun(2, *words.split()), tmp_path, environment=environment)
 
     seed_all(5)
     own = VisionTransformer(10, 3, 32, patch_size=8, width=768, heads=12, depth=4)
@@ -187,6 +187,6 @@ def test_the_command_line_builds_on_one_rank_and_sends(tmp_path: Path) -> None:
     checkpoints.read(found, begun)  # after a step of no length
     assert all(torch.equal(begun[name], value) for name, value in own.state_dict().items())
 
-    first, *others = [json.loads((tmp_path / str(rank)).read_text())[0] for rank in range(4)]  # bytes, when it stood
+    first, other = [json.loads((tmp_path / str(rank)).read_text())[0] for rank in range(2)]  # bytes, when it stood
     whole = sum(parameter.nbytes for parameter in own.parameters())
-    assert first - max(others) > whole / 2  # they all imported the same
+    assert first - other > whole / 2  # they all imported the same

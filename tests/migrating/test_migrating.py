@@ -50,6 +50,7 @@ def beside(script: list[str], words: list[str], root: Path, home: Path) -> None:
     assert lines(home / "run", "eval")[-1]["accuracy"] == pytest.approx(theirs["accuracy"])
 
 
+@pytest.mark.long
 def test_the_losses_of_a_script_with_ddp_are_those_of_a_run_with_ddp(root: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [*launcher, str(HERE / "tutorial_ddp.py"), str(root), "script.json", "20"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.strategies.toys import BATCH, STRATEGIES, Case, Net, Plain, ToyData, built, run
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
@@ -85,9 +86,7 @@ def test_every_run_begins_with_the_same_bits(train: Any, where: str) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize(
-    ("micro_batches", "task"), [(4, "weighted"), *(pytest.param(*one, marks=pytest.mark.long) for one in MORE)]
-)
+@pytest.mark.parametrize(("micro_batches", "task"), quickly([(4, "weighted"), *MORE], (4, "weighted")))
 def test_in_double_precision_every_curve_is_the_same_curve(
     train: Any, where: str, task: str, micro_batches: int
 ) -> None:

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from recipes.vision.vit import MLP, Block
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.strategies.toys import CLASSES, STRATEGIES, WIDTH, Plain, ToyData, built, make_optimizer, whole
 from trainer import Plan
 from trainer.data.reader import Loading
@@ -121,7 +122,8 @@ SPREAD = {
     "pp on 2": (2, Order("pp")),
     "fsdp_pp on 4": (4, Order("pp", {"pipe": 2, "shard": 2})),
 }
-everywhere = pytest.mark.parametrize("where", SPREAD)
+# on two ranks each is alone, on four with another
+TWO = [where for where, (size, _) in SPREAD.items() if size == 2]
 modes = pytest.mark.parametrize("mode", ["units", "operators"])
 _done: dict[str, list[dict[str, Any]]] = {}
 
@@ -186,14 +188,14 @@ def close(ranks: list[dict[str, Any]], references: list[dict[str, Any]], bound: 
             assert torch.allclose(torch.tensor(value), torch.tensor(reference["weights"][name]), 0, bound), name
 
 
-@everywhere
+@pytest.mark.parametrize("where", quickly(SPREAD, *TWO, "fsdp_pp on 4"))
 @modes
 def test_recomputing_leaves_the_curve_that_of_one_process(trained: Any, where: str, mode: str) -> None:
     size, case = SPREAD[where]
     close(trained(size, case.but(mode=mode)), trained(1, SINGLE), 1e-10)
 
 
-@everywhere
+@pytest.mark.parametrize("where", quickly(SPREAD, *TWO))
 def test_dropout_repeats_its_masks(trained: Any, where: str) -> None:
     size, case = SPREAD[where]
     case = case.but(network="dropout")
@@ -242,7 +244,7 @@ COMPILED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", COMPILED)
+@pytest.mark.parametrize("where", quickly(COMPILED, "fsdp on 2"))
 def test_compiled_it_is_the_same_curve(trained: Any, where: str) -> None:
     size, case = COMPILED[where]
     case = case.but(network="small", precision="fp32", steps=2)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from recipes.vision.resnet import resnet18
 from recipes.vision.vit import VisionTransformer
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.strategies import toys
 from trainer import Plan, Task
 from trainer.data.stream import Batch
@@ -328,13 +329,17 @@ def test_half_precision_travels_between_stages(train: Any, fields: dict[str, Any
 
 @pytest.mark.parametrize(
     ("size", "fields"),
-    [
-        (2, {}),
+    quickly(
+        [
+            (2, {}),
+            (2, {"schedule": "ZBVZeroBubble"}),
+            (4, {"pipe": 2, "replicate": 2, "schedule": "Interleaved1F1B"}),
+            (4, {"pipe": 2, "shard": 2}),
+            (4, {"pipe": 2, "tensor": 2}),
+        ],
         (2, {"schedule": "ZBVZeroBubble"}),
-        (4, {"pipe": 2, "replicate": 2, "schedule": "Interleaved1F1B"}),
         (4, {"pipe": 2, "shard": 2}),
-        (4, {"pipe": 2, "tensor": 2}),
-    ],
+    ),
 )
 def test_checkpoints_are_those_of_one_process(
     processes: Processes, size: int, fields: dict[str, Any], tmp_path: Path

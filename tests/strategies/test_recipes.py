@@ -12,6 +12,7 @@ from recipes.vision.classification import Classification
 from recipes.vision.resnet import resnet18
 from recipes.vision.vit import VisionTransformer
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.strategies.toys import STRATEGIES, built
 from trainer import Data
 from trainer.data.reader import Loading
@@ -79,7 +80,7 @@ def losses(
     return seen, norms
 
 
-@pytest.mark.parametrize("make", [own_transformer, torchvisions_transformer])
+@pytest.mark.parametrize("make", quickly([own_transformer, torchvisions_transformer], own_transformer))
 @pytest.mark.parametrize(
     ("size", "strategy", "fields"),
     [
@@ -103,13 +104,13 @@ def test_transformers_are_cut_exactly(
 @pytest.fixture(scope="module")
 def alone(processes: Processes) -> list[float]:
     """The losses of the residual network on one process."""
-    (reference,) = processes.run(1, losses, small_resnet, "single", {}, "fp32", 8)
+    (reference,) = processes.run(1, losses, small_resnet, "single", {}, "fp32", 4)
     return reference[0]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", quickly(["ddp", "zero1", "fsdp"], "ddp"))
 def test_a_residual_network_with_synchronised_statistics_learns_the_curve_of_one_process(
     processes: Processes, alone: list[float], strategy: str
 ) -> None:
-    for rank in processes.run(2, losses, small_resnet, strategy, {"sync_bn": True}, "fp32", 8):
+    for rank in processes.run(2, losses, small_resnet, strategy, {"sync_bn": True}, "fp32", 4):
         assert max(abs(a - b) for a, b in zip(rank[0], alone, strict=True)) < 1e-3
