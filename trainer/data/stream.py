@@ -26,6 +26,7 @@ class Batch(NamedTuple):
     indices: Tensor  # (B,) of the data set, on the CPU
     span: range  # samples of the global batch that all data ranks have of this micro-batch, dealt to them in turn
     total: int  # samples of the global batch
+    continues: bool = False  # is there a batch before it in its epoch or evaluation, whose rows it may go on from?
 
 
 class Stream:
@@ -45,8 +46,9 @@ class Stream:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """The steps of one epoch, each a list of micro-batches; `start`: samples of its order that are done already."""
         order = self._order(epoch)[start:]
-        for indices, inputs, targets in self._shares.read(epoch, order, self.global_batch):  # (B / ranks, …)
-            share = Batch(inputs, targets, indices, range(self.global_batch), self.global_batch)
+        read = self._shares.read(epoch, order, self.global_batch)
+        for done, (indices, inputs, targets) in enumerate(read):  # (B / ranks, …)
+            share = Batch(inputs, targets, indices, range(self.global_batch), self.global_batch, start + done > 0)
             yield [micro_batch(share, rows, span) for rows, span in self._cuts]
 
     def example(self) -> tuple[Any, Any]:
@@ -84,7 +86,7 @@ class EvaluationStream:
 
         cuts = cache(self._cuts)  # all batches but the last are alike
         for whole, (indices, inputs, targets) in zip(wholes, self._samples.read(0, lists, training=False), strict=True):
-            share = Batch(inputs, targets, indices, range(len(whole)), len(whole))
+            share = Batch(inputs, targets, indices, range(len(whole)), len(whole), whole.start > 0)
             for own, span in cuts(len(whole)):
                 yield micro_batch(share, own or range(1), span), len(own)
 
@@ -103,7 +105,7 @@ def micro_batch(share: Batch, own: range, span: range) -> Batch:
         return share  # a lone micro-batch is all of it
     size = share.indices.shape[0]
     inputs, targets = (rows(tree, own.start, own.stop, size) for tree in (share.inputs, share.targets))
-    return Batch(inputs, targets, share.indices[own.start : own.stop], span, share.total)
+    return Batch(inputs, targets, share.indices[own.start : own.stop], span, share.total, share.continues)
 
 
 def digest(indices: Tensor) -> Tensor:

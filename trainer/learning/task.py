@@ -23,6 +23,14 @@ class Task:
         """Compute the network's output for one micro-batch."""
         return network(inputs)
 
+    def carry(self, output: Any) -> dict[str, Tensor]:
+        """What passes to the next batch: of each row a state, by names; tensors (B, …). Default: nothing.
+
+        A task that writes this has a forward with one more argument, `carried=None`: row i of the global batch gets
+        what row i of the batch before has left, without its graph; None where an epoch or an evaluation begins.
+        """
+        return {}
+
     def loss(self, output: Any, target: Any) -> Tensor | dict[str, Tensor]:
         """The mean loss over the units of this micro-batch, finite where there are none; a dict's parts are summed."""
         raise NotImplementedError(f"{type(self).__name__} must say what its loss is: def loss(self, output, target)")
@@ -59,3 +67,8 @@ class Task:
         # The networks of others have no such method: any module will do.
         own = getattr(network, "plan", None)
         return own() if callable(own) else Plan()
+
+
+def carries(task: Task) -> bool:
+    """Does the task pass a state from batch to batch?"""
+    return type(task).carry is not Task.carry

@@ -13,7 +13,8 @@ from trainer.refusal import Refusal
 
 PREFIX = "optimizer/"
 AVERAGE = "ema/"
-APART = (PREFIX, AVERAGE, "scaler/")  # begin names in a checkpoint that are not the network's
+CARRIED = "carried/"
+APART = (PREFIX, AVERAGE, CARRIED, "scaler/")  # begin names in a checkpoint that are not the network's
 
 
 def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -104,7 +105,7 @@ def fits(own: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> None:
 
 def differences(own: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> list[str]:
     """How a checkpoint's network (name → what has a shape) is not the one with these shapes, a sentence a tensor."""
-    # what belongs to optimizer, average and scaler is compared when it is read
+    # what belongs to optimizer, average, scaler and batches is compared when it is read
     theirs = {name for name in stored if not name.startswith(APART)}
     other = [
         f"{name} is {tuple(stored[name].shape)} in the checkpoint, {tuple(own[name])} here"

@@ -22,7 +22,7 @@ from trainer.learning.frozen import freeze, refuse_frozen
 from trainer.learning.optimizer import refuse_step
 from trainer.learning.rule import Rule, understood
 from trainer.learning.schedule import Schedule
-from trainer.learning.task import Task
+from trainer.learning.task import Task, carries
 from trainer.parallel.outline import all_stored, is_outline, make_room
 from trainer.records.folder import RunFolder
 from trainer.records.log import Sink
@@ -106,6 +106,7 @@ def prepare(run: RunParts) -> Prepared:
     refuse_window(settings.profile, length.steps)
     run.schedule.check(length.steps, length.per_epoch)
     refuse_unmeasured(run, evaluation)
+    refuse_shuffled(run.task, run.data)
     # the network last of what is made, for it may be large; where ranks are to hold shards only its shapes are
     network, whole_because = run.strategy.outline(partial(seeded_network, run))
     refuse_frozen(network, settings.model.freeze)
@@ -168,6 +169,16 @@ def refuse_unmeasured(run: RunParts, evaluation: Any) -> None:
         raise Refusal(f"{what}: the data has no evaluation set to measure it on")
     for what in again if not run.settings.loop.eval_every else []:
         raise Refusal(f"{what} counts evaluations, and loop.eval_every=null leaves one, at the end; use 1ep, or steps")
+
+
+def refuse_shuffled(task: Task, data: Data) -> None:
+    """Refuse a state that would pass from one sample to another that has nothing to do with it."""
+    if carries(task) and type(data).order is Data.order:
+        raise Refusal(
+            f"{type(task).__name__} carries a state from batch to batch, and the samples of {type(data).__name__} are"
+            " shuffled: row i of a batch must go on where row i of the batch before ends. An order(self, epoch,"
+            " generator) of the data says so; docs/extending.md shows one"
+        )
 
 
 def decide_resume(run: Prepared) -> Verdict:

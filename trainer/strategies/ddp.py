@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import signature
@@ -17,7 +16,7 @@ from trainer.learning.task import Task
 from trainer.parallel.compiling import uncompiled
 from trainer.refusal import Refusal
 from trainer.strategies.joined import Joined
-from trainer.strategies.loss import Listing, restored
+from trainer.strategies.loss import Forward, Listing, restored
 from trainer.strategies.placed import Placed
 
 # Running statistics are averaged before they are used (Placed.settle), not overwritten by rank 0's in every forward.
@@ -50,7 +49,7 @@ class DDP(Joined):
 class _Placed(Placed):
     strategy: DDP
 
-    def _wrap(self) -> Callable[[Any, Any], Any]:
+    def _wrap(self) -> Forward:
         strategy = self.strategy
         if not any(parameter.requires_grad for parameter in self.network.parameters()):
             raise Refusal("strategy=ddp: the network has no trainable parameter, so no gradient to average")
@@ -81,7 +80,7 @@ class _Placed(Placed):
     def _sync(self, last: bool) -> Any:
         return nullcontext() if last else self._replica.no_sync()
 
-    def _rehearse(self, forward: Callable[[Any, Any], Any]) -> list[str]:
+    def _rehearse(self, forward: Forward) -> list[str]:
         """Collective if `forward` is: a step's backward that leaves no trace. The parameters that get no gradient."""
         self._mode(training=True)
         buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}

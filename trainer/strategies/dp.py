@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from trainer.data.tree import filled, tensors
 from trainer.learning.task import Task
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
+from trainer.strategies.loss import Forward
 from trainer.strategies.placed import Placed
 
 
@@ -49,7 +49,7 @@ class DP(Strategy):
         """The GPUs among which a micro-batch is dealt: torch's DataParallel copies between those of CUDA alone."""
         return list(range(torch.accelerator.device_count())) if self.machine.kind == "cuda" else []
 
-    def replicas(self, whole: nn.Module) -> Callable[[Any, Any], Any]:
+    def replicas(self, whole: nn.Module) -> Forward:
         """What deals a micro-batch out and gathers the outputs on the first device."""
         return Replicas(whole, device_ids=self.devices()) if len(self.devices()) > 1 else whole
 
@@ -74,11 +74,11 @@ class Replicas(nn.DataParallel):
 class _Placed(Placed):
     strategy: DP
 
-    def _wrap(self) -> Callable[[Any, Any], Any]:
+    def _wrap(self) -> Forward:
         replicas, others = self.strategy.replicas(self._called), self.strategy.devices()[1:]
 
-        def forward(inputs: Any, targets: Any) -> Any:
+        def forward(*given: Any) -> Any:
             seed_more_gpus(others)  # the first one's generator is seeded for every micro-batch, as on one device
-            return replicas(inputs, targets)
+            return replicas(*given)
 
         return forward

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +12,7 @@ from trainer.learning.task import Task
 from trainer.parallel.shard import Sharding, reshard, shard
 from trainer.parallel.units import units
 from trainer.strategies.joined import Meshed
-from trainer.strategies.loss import Listing, restored
+from trainer.strategies.loss import Forward, Listing, restored
 from trainer.strategies.placed import Placed
 from trainer.strategies.placed_tensor import PlacedTensor
 
@@ -65,12 +64,12 @@ class _Placed(PlacedTensor):
         self._root = shard(self._listing, self.network, names, own.mesh, how)
         self._fill(torch.device("cpu") if own.cpu_offload else own.device)
 
-    def _wrap(self) -> Callable[[Any, Any], Any]:
+    def _wrap(self) -> Forward:
         whole = restored(self._listing)
 
-        def forward(inputs: Any, targets: Any) -> Any:
+        def forward(*given: Any) -> Any:
             try:
-                return whole(inputs, targets)
+                return whole(*given)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     error.add_note(
@@ -85,7 +84,7 @@ class _Placed(PlacedTensor):
         self._root.set_requires_gradient_sync(last or self.strategy.sync_micro_batches)
         return super()._sync(last)
 
-    def _evaluate(self, inputs: Any, targets: Any, samples: int) -> dict[str, Tensor | float]:
-        sums = super()._evaluate(inputs, targets, samples)
+    def _evaluate(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
+        sums = super()._evaluate(batch, inputs, targets)
         reshard(self._listing)  # a forward without a backward leaves parameters gathered
         return sums

@@ -14,6 +14,8 @@ from trainer.learning.task import Task
 from trainer.parallel.buckets import wide
 from trainer.parallel.ranks import Ranks
 
+Forward = Callable[..., Any]  # (inputs, targets), and what was carried where something is → the network's output
+
 
 class TaskNetwork(nn.Module):
     """A network and how its task calls it, as one module: what a wrapper like DDP must wrap."""
@@ -39,17 +41,17 @@ class Listing(nn.Module):
         super().__init__()
         self.step = step
 
-    def forward(self, inputs: Any, targets: Any) -> tuple[list[Tensor], Any]:
+    def forward(self, *given: Any) -> tuple[list[Tensor], Any]:
         """What is there, and where it belongs."""
-        output = self.step(inputs, targets)
+        output = self.step(*given)
         return list(tensors(output)), changed(output, lambda _: torch.empty(0, device="meta"))
 
 
-def restored(listing: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def restored(listing: Forward) -> Forward:
     """The forward whose output a wrapped `Listing` has taken apart."""
 
-    def forward(inputs: Any, targets: Any) -> Any:
-        values, tree = listing(inputs, targets)
+    def forward(*given: Any) -> Any:
+        values, tree = listing(*given)
         return filled(tree, values)
 
     return forward
@@ -58,6 +60,11 @@ def restored(listing: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:
     """The one number to minimise: a loss, or the sum of its parts."""
     return torch.stack(list(loss.values())).sum() if isinstance(loss, dict) else loss
+
+
+def by_name(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+    """The loss to minimise, beside its parts if it has any."""
+    return {**(loss if isinstance(loss, dict) else {}), "loss": total_loss(loss)}
 
 
 def shares(task: Task, batches: list[Any], ranks: Ranks, device: torch.device) -> Callable[[int], Any]:
@@ -102,6 +109,11 @@ def evaluation_sums(task: Task, output: Any, targets: Any, samples: int) -> dict
     weight = _on(loss.device, weight) if isinstance(weight, Tensor) else weight
     sums: dict[str, Tensor | float] = {"loss": wide(loss) * weight, "weight": weight, "samples": samples}
     return {name: wide(value) for name, value in task.metrics(output, targets).items()} | sums
+
+
+def uncounted(sums: dict[str, Tensor | float]) -> dict[str, Tensor | float]:
+    """The sums over nothing, of the same names and shapes."""
+    return {name: torch.zeros_like(wide(value)) for name, value in sums.items()}
 
 
 def _on(device: torch.device, number: Tensor | float) -> Tensor:

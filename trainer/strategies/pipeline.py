@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from trainer.learning.task import Task
+from trainer.learning.task import Task, carries
 from trainer.parallel.mesh import described
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.schedules import KINDS, Layout, Name, runs_over_gloo, takes
@@ -80,6 +80,11 @@ class PP(Meshed):
         """Refuse a network that cannot be cut into so many stages, and fields that do not go together."""
         self._refuse_fields(world_size)
         self._refuse_backend()
+        if carries(task):
+            raise Refusal(
+                f"{type(task).__name__} carries a state from batch to batch, and the first stages would need what the"
+                " last one leaves; strategy=fsdp and strategy=ddp can"
+            )
         super().check(task, network, world_size)
         cut_stages(TaskNetwork(task, network), task.plan(network).cuts, self.layout(world_size).count)
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from trainer.data.seeds import mix, seed_torch
 from trainer.learning.task import Task
 from trainer.parallel.batch_norm import average_statistics, synchronised
-from trainer.parallel.buckets import wide
 from trainer.parallel.clip import clip_, global_norm
 from trainer.parallel.compiling import compile_network, uncompiled
 from trainer.parallel.gather import dealt, gathering_over
@@ -21,8 +20,9 @@ from trainer.parallel.recompute import recompute
 from trainer.parallel.state import empty_optimizer_state, fits, optimizer_tensors, restore_optimizer
 from trainer.parallel.units import called, units
 from trainer.strategies.average import Average, NoAverage
+from trainer.strategies.carried import what_is_carried
 from trainer.strategies.form import Form, check_gradients, refuse_extra_state
-from trainer.strategies.loss import TaskNetwork, add_share, evaluation_sums, shares, times, total_loss
+from trainer.strategies.loss import Forward, add_share, by_name, evaluation_sums, shares, times, uncounted
 from trainer.strategies.place import Place
 from trainer.strategies.scaler import NoScaler, Scaler
 from trainer.strategies.stopwatch import Stopwatch
@@ -36,7 +36,7 @@ class Placed:
     def __init__(self, strategy: Place, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
         self._machine, self._before_first_step = strategy.machine, True  # no step has been done
-        self.watch, self.average = Stopwatch(), NoAverage()
+        self.watch, self.average, self.carried = Stopwatch(), NoAverage(), what_is_carried(task, strategy)
         self.scaler = Scaler(strategy.device) if self._machine.resolved_precision == "fp16" else NoScaler()
         # types and kinds of layers first: all that follows looks at them
         network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
@@ -57,9 +57,9 @@ class Placed:
             if self._machine.compile:
                 compile_network(piece, own)
         # parameters get the form in which the optimizer sees them, then wrappers may take hold of them
-        self._called = TaskNetwork(task, self.network)
+        self._called = self.carried.called(task, self.network)
         self._shard(names)
-        self._forward: Callable[[Any, Any], Any] = self._wrap()
+        self._forward = self._wrap()
 
     # What a strategy says differently: of the network, then of a step, in the order of time.
 
@@ -84,7 +84,7 @@ class Placed:
     def _shard(self, names: list[str]) -> None:
         """Collective: spread parameters over the data ranks, these subtrees together; all have values afterwards."""
 
-    def _wrap(self) -> Callable[[Any, Any], Any]:
+    def _wrap(self) -> Forward:
         """What a forward must call: task and network themselves, or something around them."""
         return partial(self.task.forward, self.network)
 
@@ -116,8 +116,7 @@ class Placed:
         """
         self._mode(training=True)
         # a mean of micro-batches' means would be wrong where they weigh differently
-        share_of = shares(self.task, batches, self.strategy.data_group, self.strategy.device)
-        sums = self._learn(batches, step, share_of)
+        sums = self._learn(batches, step, shares(self.task, batches, self.strategy.data_group, self.strategy.device))
         self.watch.lap("forward and backward")
         self._finish_gradients()
         return sums
@@ -133,21 +132,19 @@ class Placed:
                 self._share_of_loss(self._forward, batch, partial(share_of, index), sums).backward()
         return sums
 
-    def _share_of_loss(
-        self, forward: Callable[[Any, Any], Any], batch: Any, share_of: Callable[[], Any], sums: dict[str, Tensor]
-    ) -> Tensor:
+    def _share_of_loss(self, forward: Forward, batch: Any, share: Callable[[], Any], sums: dict[str, Tensor]) -> Tensor:
         """A micro-batch's forward; returns what is to go backward, and adds to the losses of the step."""
-        losses = self._losses(forward, batch.inputs, batch.targets)
-        share = share_of()  # after the forward: the weights of all ranks have travelled while it computed
-        add_share(sums, losses, share)
+        losses = self._losses(self.carried.through(forward, batch, training=True), batch.inputs, batch.targets)
+        own = share()  # after the forward: the weights of all ranks have travelled while it computed
+        add_share(sums, losses, own)
         # DDP and its like divide the summed gradients by the number of data ranks: undo it here
-        return self.scaler.scale(times(losses["loss"], share * self.strategy.data_group.size))
+        return self.scaler.scale(times(losses["loss"], own * self.strategy.data_group.size))
 
-    def _losses(self, forward: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> dict[str, Tensor]:
+    def _losses(self, forward: Forward, inputs: Any, targets: Any) -> dict[str, Tensor]:
         with self._machine.autocast(self.strategy.device):
             inputs, targets = self._form.cast((inputs, targets))
             loss = self._whole(self.task.loss(forward(inputs, targets), targets))
-        return {**(loss if isinstance(loss, dict) else {}), "loss": total_loss(loss)}
+        return by_name(loss)
 
     def _mode(self, training: bool) -> None:
         if self.network.training != training:  # a walk through all modules
@@ -187,12 +184,13 @@ class Placed:
         rehearsing = uncompiled() if self._before_first_step else nullcontext()  # its batch may be of another size
         with rehearsing, self._computing(), dealt(batch.span), self._machine.autocast(self.strategy.device):
             inputs, targets = self._form.cast((batch.inputs, batch.targets))
-            sums = self._evaluate(inputs, targets, len(batch.indices))
-        return sums if valid else {name: torch.zeros_like(wide(value)) for name, value in sums.items()}
+            sums = self._evaluate(batch, inputs, targets)
+        return sums if valid else uncounted(sums)
 
-    def _evaluate(self, inputs: Any, targets: Any, samples: int) -> dict[str, Tensor | float]:
-        """The sums over so many samples, whether they count or not: on ranks that need each other all compute."""
-        return evaluation_sums(self.task, self._whole(self._forward(inputs, targets)), targets, samples)
+    def _evaluate(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
+        """The sums over a batch in its form, whether it counts or not: on ranks that need each other all compute."""
+        output = self.carried.through(self._forward, batch, training=False)(inputs, targets)
+        return evaluation_sums(self.task, self._whole(output), targets, len(batch.indices))
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
@@ -218,7 +216,7 @@ class Placed:
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What a checkpoint stores: flat, under the network's own names, DTensors where sharded."""
-        own = {**self.network.state_dict(), **self.average.state(), **self.scaler.state()}
+        own = {**self.network.state_dict(), **self.average.state(), **self.scaler.state(), **self.carried.state()}
         return own | optimizer_tensors(self.network, optimizer)
 
     def empty_state(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -229,7 +227,7 @@ class Placed:
         fits(self._shapes, stored)
         own = {**self.network.state_dict(), **self.scaler.state()}
         space = {name: torch.empty_like(value) for name, value in own.items() if name in stored}
-        space |= self.average.empty(stored)
+        space |= self.average.empty(stored) | self.carried.empty(stored)
         return space | empty_optimizer_state(self.network, optimizer, stored, self._shapes)
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
@@ -238,3 +236,4 @@ class Placed:
         restore_optimizer(self.network, optimizer, state)
         self.average.load(state)
         self.scaler.load(state)
+        self.carried.load(state)

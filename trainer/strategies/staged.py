@@ -101,11 +101,11 @@ class PlacedStages(PlacedTensor):
             schedule.step(target=torch.arange(len(batches)), return_outputs=False)
         return self._told("training", sums)
 
-    def _evaluate(self, inputs: Any, targets: Any, samples: int) -> dict[str, Tensor | float]:
+    def _evaluate(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         output, _ = self._flow(inputs, targets)
         sums: dict[str, Tensor | float] = {}
         if self._last in self._stages:
-            sums = evaluation_sums(self.task, self._whole(output), targets, samples)
+            sums = evaluation_sums(self.task, self._whole(output), targets, len(batch.indices))
         return {**self._told("evaluation", sums)}
 
     def _flow(self, inputs: Any, targets: Any) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:

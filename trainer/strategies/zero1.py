@@ -17,6 +17,7 @@ from trainer.parallel.clip import global_norm
 from trainer.parallel.owners import Delivery, owned_buckets, owners, send_from_owners
 from trainer.parallel.ranks import Group
 from trainer.strategies.joined import Joined
+from trainer.strategies.loss import Forward
 from trainer.strategies.placed import Groups, Placed
 
 
@@ -51,7 +52,7 @@ class Zero1(Joined):
 class _Placed(Placed):
     strategy: Zero1
 
-    def _wrap(self) -> Callable[[Any, Any], Any]:
+    def _wrap(self) -> Forward:
         # who owns what follows from sizes alone, so nothing is agreed; alone on one rank nothing travels
         ranks = self.strategy.owning
         trainable = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
