@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ import numpy
 import pytest
 import torch
 
-from tests.commands import curve, far, finish_all, lines, single, torchrun
+from tests.commands import SMALL, curve, far, finish_all, lines, single, torchrun
+from tests.inside import product
+from trainer.launch.launch import Launch
 
 pytestmark = pytest.mark.slow
 
@@ -68,3 +71,20 @@ def test_the_losses_of_a_script_with_data_parallel_are_those_of_a_run_with_dp(ro
     script = [sys.executable, str(HERE / "tutorial_dp.py"), str(root), "script.json", "12"]
     own = single(*SAME, "strategy=dp", "loop.steps=12", f"data.root={root}", "run.dir=run", "device=cpu")
     beside(script, own, root, tmp_path)
+
+
+def rows() -> list[tuple[str, ...]]:
+    """The words on the right of the page's table for those who come from a script, where they need no files."""
+    page = (HERE.parents[1] / "docs" / "recipes.md").read_text()
+    table = page.split("| in the script | here |")[1].split("\n\n")[0]
+    spans = [re.findall(r"`(\+?[a-z][\w.]*=[^`]+)`", line.split("|")[2]) for line in table.splitlines() if "|" in line]
+    words = [tuple(word for span in row for word in span.split()) for row in spans]
+    return [row for row in words if row and not re.search(r"FILE|runs/|compile", " ".join(row))]
+
+
+@pytest.mark.parametrize("words", rows(), ids=" ".join)
+def test_the_words_that_replace_a_script_train(tmp_path: Path, words: tuple[str, ...]) -> None:
+    last = {word.split("=")[0]: word for word in words}  # precision=bf16, precision=fp16: one of them
+    small = (*SMALL, "loop.steps=2", "loop.global_batch=120", "loop.eval_every=1", f"run.dir={tmp_path / 'run'}")
+    assert product(Launch(), tmp_path, [*small, *last.values()]) == 0
+    assert len(curve(tmp_path / "run")) == 2
