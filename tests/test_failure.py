@@ -117,6 +117,14 @@ def test_the_first_failing_rank_speaks_alone_and_last(tmp_path):
     assert "ValueError: no such sample: 7" in (tmp_path / "logs" / "rank-1.log").read_text()
 
 
+def test_of_bad_data_the_sentence_is_all_that_is_said(tmp_path):
+    fault = 'from trainer.refusal import BadData; raise BadData("3.jpg cannot be read")'
+    codes, screen = ranks(GROUP.replace("FAULT", fault), tmp_path)
+    assert (codes, screen) == ([1, 1], "rank 1 of 2 failed at step 17:\n3.jpg cannot be read\n")
+    assert status(tmp_path)["reason"] == "3.jpg cannot be read"
+    assert left_for_launcher(tmp_path, 1)["extraInfo"]["py_callstack"] == screen.rstrip()  # torchrun's last block
+
+
 def test_a_killed_rank_is_reported_by_the_others(tmp_path):
     codes, screen = ranks(GROUP.replace("FAULT", "os.kill(os.getpid(), signal.SIGKILL)"), tmp_path)
     assert codes == [1, -signal.SIGKILL]

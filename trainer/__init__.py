@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trainer.learning.task import Task as Task
     from trainer.parallel.gather import gather as gather
     from trainer.records.log import Sink as Sink
+    from trainer.refusal import BadData as BadData
     from trainer.refusal import Refusal as Refusal
     from trainer.strategies.base import Strategy as Strategy
     from trainer.strategies.joined import Joined as Joined
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 # Where each public name lives. They are imported when they are first asked for, so that the command line can refuse a
 # typo before it has paid for importing torch.
 _HOMES = {
+    "BadData": "trainer.refusal",
     "Data": "trainer.data.data",
     "Joined": "trainer.strategies.joined",
     "Placed": "trainer.strategies.placed",
@@ -33,7 +35,20 @@ _HOMES = {
     "Trainer": "trainer.trainer",
     "gather": "trainer.parallel.gather",
 }
-__all__ = ["Data", "Joined", "Placed", "Plan", "Refusal", "Schedule", "Sink", "Strategy", "Task", "Trainer", "gather"]
+__all__ = [
+    "BadData",
+    "Data",
+    "Joined",
+    "Placed",
+    "Plan",
+    "Refusal",
+    "Schedule",
+    "Sink",
+    "Strategy",
+    "Task",
+    "Trainer",
+    "gather",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The one exception for what cannot work: the command line ends with its sentence and exit code 2."""
+"""What ends a run with its sentence alone: a command that cannot work (exit code 2), a sample nobody can use (1)."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -6,6 +6,13 @@ from difflib import get_close_matches
 
 class Refusal(Exception):
     """The command or the configuration cannot work; the message says what, why and the nearest thing that does."""
+
+
+class BadData(Exception):
+    """A run meets a sample that it cannot train on; the message says which, what it is not, and what to do.
+
+    No traceback would say more: exit code 1 and this sentence, of whichever rank or decoding process met it first.
+    """
 
 
 def nearest(word: str, options: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from recipes.vision.augment import Augment
 from recipes.vision.decode import Window, Windows, decode
 from recipes.vision.pictures import Pictures
-from trainer.refusal import Refusal
+from trainer.refusal import BadData, Refusal
 
 _MOST = 100  # damaged pictures in a row; then nothing is there that could be read
 
@@ -80,8 +80,8 @@ class Decoded(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """(C, size, size) of uint8, and the label. Instead of a damaged one the next that can be read.
 
-        So what stands for it follows from the files alone, and is the same on every rank. ValueError where it is to
-        end the run, or where there is none.
+        So what stands for it follows from the files alone, and is the same on every rank. BadData where it is to end
+        the run, or where there is none.
         """
         for at in range(index, index + _MOST):
             at %= len(self.labels)
@@ -96,7 +96,7 @@ class Decoded(Dataset):
                 )
                 continue
             return picture, int(self.labels[at])
-        raise ValueError(f"{self.sources.name(index)} and the {_MOST - 1} pictures after it cannot be read")
+        raise BadData(f"{self.sources.name(index)} and the {_MOST - 1} pictures after it cannot be read")
 
     def replaced(self) -> list[str]:
         """The names of those that were damaged and replaced so far."""
@@ -107,8 +107,8 @@ class Strict:
     """A damaged picture ends the run."""
 
     def met(self, at: int, said: str) -> None:
-        """ValueError with what is wrong."""
-        raise ValueError(said)
+        """BadData with what is wrong."""
+        raise BadData(said)
 
     def seen(self) -> list[int]:
         """None was replaced."""

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 from trainer.data.data import Data
 from trainer.data.seeds import mix, seed_all
 from trainer.launch.signals import obey_parent_alone
+from trainer.refusal import BadData
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,11 @@ class _Items:
 
     def read(self, epoch: int, lists: Iterable[Tensor]) -> Iterator[tuple[Any, Any]]:
         self._lists.set(epoch, lists)
-        yield from self._loader
+        try:
+            yield from self._loader
+        except BadData as error:
+            # a worker process passes its whole traceback on as the message: the sentence is its last line
+            raise BadData(str(error).strip().splitlines()[-1].rpartition(f"{BadData.__name__}: ")[2]) from None
 
 
 def _begin_worker(number: int) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from trainer.launch.launch import Launch, say_goodbye, until
 from trainer.launch.screen import note, say
 from trainer.launch.status import mark_failed
-from trainer.refusal import Refusal
+from trainer.refusal import BadData, Refusal
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -70,16 +70,15 @@ def refuse(message: str, launch: Launch) -> NoReturn:
 def fail(
     error: BaseException, launch: Launch, folder: Path | None = None, step: int | None = None, remedy: str = ""
 ) -> NoReturn:
-    """Exit 1. The rank that failed first prints its own traceback; the others, whose errors follow, stay silent.
-
-    `remedy`: what to try, a line below the traceback.
-    """
+    """Exit 1. The rank that failed first prints its traceback and the `remedy`; others, which follow, stay silent."""
     _no_more_requests()
     # what follows asks a store and writes files, and either may hang by now
     end = threading.Timer(_END, os._exit, (1,))
     end.daemon = True
     end.start()
-    trace = f"{''.join(traceback.format_exception(error)).rstrip()}\n{remedy}".rstrip()
+    # where the sentence says all, a traceback would only hide it
+    said = str(error) if isinstance(error, BadData) else "".join(traceback.format_exception(error)).rstrip()
+    trace = f"{said}\n{remedy}".rstrip()
     with contextlib.suppress(OSError, RuntimeError):  # a full disk; a store that went with its launcher
         _account(error, launch, folder, step, trace)
     exit_process(1)
@@ -142,7 +141,7 @@ def _account(error: BaseException, launch: Launch, folder: Path | None, step: in
 
 
 def _reason(error: BaseException) -> str:
-    said = traceback.format_exception_only(error)[-1].strip()
+    said = str(error) if isinstance(error, BadData) else traceback.format_exception_only(error)[-1].strip()
     # what a worker process passes on begins with that process, and ends with the error itself
     return said.splitlines()[-1] if "Original Traceback" in said else said
 
