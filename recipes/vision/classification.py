@@ -9,7 +9,9 @@ from torch.nn import functional
 from recipes.vision.plans import torchvision_plan
 from trainer.learning.plan import Plan
 from trainer.learning.task import Task
-from trainer.refusal import Refusal
+from trainer.refusal import BadData, Refusal
+
+_IGNORED = -100  # a label that torch's cross entropy passes over
 
 
 class Classification(Task):
@@ -20,14 +22,31 @@ class Classification(Task):
 
     best = "accuracy"
 
-    def __init__(self, label_smoothing: float = 0.0) -> None:
+    def __init__(self, label_smoothing: float = 0.0, num_classes: int | None = None) -> None:
         if not 0 <= label_smoothing <= 1:
             raise Refusal(f"task.label_smoothing is {label_smoothing}; it is a part of the target, between 0 and 1")
         self.label_smoothing = label_smoothing
+        self._classes = num_classes or 0  # of the data, where it knows them
+        self._looked = False
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean cross entropy over the samples; 0 where there are none."""
-        total = functional.cross_entropy(output, target, reduction="sum", label_smoothing=self.label_smoothing)
+        """The mean cross entropy over the samples; 0 where there are none. BadData where a class has no output."""
+        outputs = output.shape[1]
+        if outputs < self._classes:
+            raise BadData(
+                f"the data has {self._classes} classes, and the network gives {outputs} outputs; it needs one for each:"
+                " num_classes: ${data.num_classes} in its yaml"
+            )
+        # An accelerator ends with an assert that names nothing. To ask for its numbers makes the host wait: once, in
+        # the evaluation that runs begin with.
+        if not self._looked and output.device.type != "cpu" and not torch.is_grad_enabled():
+            self._looked = True
+            _refuse_strange(target, outputs)
+        try:
+            total = functional.cross_entropy(output, target, reduction="sum", label_smoothing=self.label_smoothing)
+        except IndexError:  # the same on a CPU
+            _refuse_strange(target, outputs)
+            raise
         return total / max(target.shape[0], 1)
 
     def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
@@ -55,3 +74,12 @@ class Classification(Task):
     def plan(self, network: nn.Module) -> Plan:
         """What the network says itself, else the plan that is known for torchvision's networks."""
         return super().plan(network) if hasattr(network, "plan") else torchvision_plan(network)
+
+
+def _refuse_strange(target: Tensor, outputs: int) -> None:
+    """BadData where a label (B,) is none of those that the outputs stand for."""
+    wrong = (target >= outputs) | ((target < 0) & (target != _IGNORED))
+    if target.dim() == 1 and wrong.any():  # not of shares, which are numbers from 0 to 1
+        raise BadData(
+            f"a label is {int(target[wrong][0])}; the network gives {outputs} outputs, for labels from 0 to {outputs - 1}"
+        )

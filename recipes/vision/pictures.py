@@ -58,11 +58,23 @@ class Pictures(Data):
 
     @cached_property
     def _training(self) -> Any:
-        return self._read(training=True)
+        return self._labelled(training=True)
 
     @cached_property
     def _evaluation(self) -> Any:
-        return self._read(training=False)
+        return self._labelled(training=False)
+
+    def _labelled(self, training: bool) -> Any:
+        """One of the sets. Refusal where a label is no class: cross entropy would fail somewhere in the middle."""
+        dataset, most = self._read(training), self.num_classes - 1
+        low, high = (int(dataset.labels.min()), int(dataset.labels.max())) if len(dataset.labels) else (0, 0)
+        if not 0 <= low <= high <= most:
+            part = "training" if training else "evaluation"
+            raise Refusal(
+                f"labels of the {part} pictures go from {low} to {high}; with num_classes={self.num_classes} they are"
+                f" 0 to {most}"
+            )
+        return dataset
 
     def _read(self, training: bool) -> Any:
         raise NotImplementedError

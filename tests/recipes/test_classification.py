@@ -3,8 +3,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from recipes.vision.augment import Augment
 from recipes.vision.classification import Classification
+from recipes.vision.images import Images
+from recipes.vision.pictures import Pictures
+from tests.commands import SMALL
+from tests.inside import here
 from trainer.learning.plan import Plan
+from trainer.refusal import BadData, Refusal
 
 
 def outputs(batch=12, classes=4):
@@ -41,6 +47,39 @@ def test_the_loss_of_nothing_is_zero_and_has_a_gradient():
     loss = Classification(label_smoothing=0.1).loss(output, torch.zeros(0, dtype=torch.long))
     loss.backward()
     assert loss.item() == 0
+
+
+def test_a_network_with_too_few_outputs_is_told_so_at_the_first_step(tmp_path):
+    words = (*SMALL, "loop.steps=1", f"run.dir={tmp_path / 'run'}", "model.num_classes=7")
+    with pytest.raises(BadData, match=r"the data has 10 classes, and the network gives 7 outputs; .*num_classes: "):
+        here(*words)
+    # where nobody says how many classes there are, the first label without an output does
+    with pytest.raises(BadData, match=r"a label is [789]; the network gives 7 outputs, for labels from 0 to 6"):
+        here(*words, "task.num_classes=null")
+
+
+@pytest.mark.parametrize("label", [-1, 4])
+def test_a_label_without_an_output_is_named(label):
+    output, target = outputs()
+    target[5] = label
+    with pytest.raises(BadData, match=f"a label is {label}; the network gives 4 outputs, for labels from 0 to 3"):
+        Classification().loss(output, target)
+    target[5] = -100  # torch passes over it
+    assert Classification().loss(output, target).isfinite()
+
+
+class Strange(Pictures):
+    num_classes = 5
+
+    def _read(self, training):
+        return Images(torch.zeros(10, 1, 8, 8, dtype=torch.uint8), torch.arange(10))
+
+
+def test_labels_that_are_no_classes_are_refused_before_the_run():
+    with pytest.raises(
+        Refusal, match="labels of the training pictures go from 0 to 9; with num_classes=5 they are 0 to 4"
+    ):
+        Strange(Augment()).train()
 
 
 def test_figures_do_not_depend_on_the_batches():

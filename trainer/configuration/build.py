@@ -81,7 +81,8 @@ def check_all(cfg: DictConfig, kinds: Mapping[str, type], names: Names) -> set[s
             problems.append(str(refusal))
     if problems:
         raise Refusal("\n".join(problems))
-    return idle
+    # what a task is told of the data follows from the data's own keys
+    return idle | {f"task.{fact}" for fact in FACTS}
 
 
 def maker(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) -> Callable[[Any], Any]:
