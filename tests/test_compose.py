@@ -1,15 +1,18 @@
 """The command line: Hydra's grammar, typos and types in words, labs, and nothing that runs code or imports torch."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from trainer.configuration.bundle import root
+from trainer.configuration.choices import _ELSEWHERE
 from trainer.configuration.compose import compose
-from trainer.configuration.resolved import written
+from trainer.configuration.resolved import flat, written
 from trainer.configuration.settings import settings
 from trainer.configuration.words import read
 from trainer.refusal import Refusal
@@ -56,7 +59,15 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("lr=0.1", "lr", "optimizer.lr"),
     ("epochs=3", "epochs", "loop.epochs"),
     ("max_steps=3", "max_steps", "loop.steps"),
-    ("batch_size=64", "batch_size", "batch"),
+    ("batch_size=64", "batch_size", "did you mean loop.global_batch?"),
+    ("num_workers=2", "num_workers", "did you mean loader.workers?"),
+    ("trainer.max_epochs=3", "trainer.max_epochs", "did you mean loop.epochs?"),
+    ("accumulate_grad_batches=2", "accumulate_grad_batches", "did you mean loop.micro_batches?"),
+    ("gradient_clip_val=1", "gradient_clip_val", "did you mean loop.max_norm?"),
+    ("devices=2", "devices", "did you mean torchrun --nproc-per-node N?"),
+    ("fp16=true", "fp16", "did you mean precision=fp16?"),
+    ("--amp", "--amp", "write precision=fp16 or precision=bf16"),
+    ("--batch-size=3", "--batch_size", "write loop.global_batch=3"),
     ("loop.epchs=3", "loop.epchs", "loop.epochs"),
     ("loop.logevery=3", "loop.logevery", "loop.log_every"),
     ("loop={epochs:3,stepps:4}", "loop.stepps", "loop.steps"),
@@ -90,6 +101,8 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("model=[cnn,mlp]", "model=[cnn,mlp]", "not a list"),
     ("loop.steps=${nope}", "loop.steps", "nope"),
     ("loop.steps=???", "loop.steps", "must be given"),
+    ("data=imagefolder", "data.root", "must be given: the folder that holds train/CLASS/"),
+    ("model=net", "model=net", "yaml files of your own: --config-dir FOLDER"),
     ("optimizer.lr=0.1,0.2", "optimizer.lr", "add -m"),
     ("loop.epochs=[", "loop.epochs=[", "cannot be read"),
     ("word", "word", "KEY=VALUE"),
@@ -113,6 +126,13 @@ def test_all_mistakes_are_told_together() -> None:
     assert len(message.splitlines()) == 6
     many = refusal(*(f"nothing{index}=1" for index in range(30)))
     assert many.endswith("… and 20 more")
+
+
+def test_what_others_call_a_key_is_a_key_here() -> None:
+    known = flat(OmegaConf.to_container(compose(["data=imagefolder", "data.root=x", "strategy=ddp"])))
+    assert [key for key in _ELSEWHERE if not re.search("[= ]", key) and key not in known] == []
+    names = [name for theirs in _ELSEWHERE.values() for name in theirs.split()]
+    assert [name for name in names if name in known] == []
 
 
 @pytest.mark.parametrize(
@@ -184,6 +204,10 @@ class TestLab:
 
     def test_a_folder_that_is_not_there_is_named(self, lab: Path) -> None:
         assert "'conf'" in refusal("--config-dir", "lab/cnof", "model=unet")
+
+    def test_that_its_folder_was_not_named_is_seen(self, lab: Path) -> None:
+        assert "but there is lab/conf/model/unet.yaml; add --config-dir lab/conf" in refusal("model=unet")
+        assert "there is no such option. There are: " in refusal("--config-dir", "lab/conf", "model=zzz")
 
     def test_types_are_those_of_its_yaml(self, lab: Path) -> None:
         cd = ["--config-dir", "lab/conf", "model=unet"]

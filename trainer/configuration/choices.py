@@ -20,6 +20,49 @@ from trainer.refusal import Refusal, nearest
 LISTED = ("job", *GROUPS, "experiment")  # in config.yaml's defaults: +experiment=x can only mean experiment=x
 SINGLE = {"job", *GROUPS} - {"log"}  # groups of which one option is chosen
 
+# Our keys, and what they are called in Lightning, Accelerate, timm, Hugging Face's Trainer and scripts of many people.
+# With a value: what is a key there is one value of a key here.
+_ELSEWHERE = {
+    "loop.global_batch": "batch batch_size train_batch_size per_device_train_batch_size total_batch_size",
+    "loop.eval_batch": "eval_batch_size val_batch_size test_batch_size per_device_eval_batch_size",
+    "loop.micro_batches": "accumulate_grad_batches gradient_accumulation_steps grad_accum_steps accumulation_steps",
+    "loop.epochs": "epoch num_epochs max_epochs n_epochs num_train_epochs",
+    "loop.steps": "max_steps num_steps max_iters total_steps train_steps",
+    "loop.max_norm": "gradient_clip_val max_grad_norm clip_grad clip_grad_norm grad_clip clip_norm",
+    "loop.patience": "early_stopping early_stopping_patience",
+    "loop.log_every": "log_every_n_steps logging_steps log_interval print_freq",
+    "loop.eval_every": "val_check_interval check_val_every_n_epoch eval_steps eval_interval val_interval",
+    "loop.save_every": "save_steps save_interval every_n_epochs checkpoint_interval",
+    "checkpoint.keep": "save_top_k save_total_limit checkpoint_hist",
+    "checkpoint.best": "monitor metric_for_best_model eval_metric",
+    "run.resume": "ckpt_path resume_from resume_from_checkpoint",
+    "run.dir": "output_dir save_dir log_dir logging_dir",
+    "run.root": "default_root_dir project_dir output",
+    "run.name": "experiment_name run_name exp_name",
+    "loader.workers": "num_workers n_workers dataloader_num_workers",
+    "optimizer.lr": "learning_rate base_lr max_lr",
+    "optimizer.weight_decay": "wd",
+    "optimizer": "opt optim optimizer_name",
+    "schedule": "scheduler sched lr_scheduler lr_scheduler_type",
+    "schedule.warmup": "warmup_steps warmup_epochs num_warmup_steps lr_warmup_steps",
+    "model": "arch net network model_name",
+    "data": "dataset dataset_name",
+    "data.root": "data_dir data_path dataset_path dataset_dir",
+    "data.image_size": "img_size input_size resolution",
+    "task.label_smoothing": "smoothing label_smoothing_factor",
+    "ema.decay": "model_ema_decay ema_rate",
+    "strategy.sync_bn": "sync_batchnorm",
+    "strategy.activation_checkpointing": "gradient_checkpointing grad_checkpointing",
+    "seed": "random_seed seed_everything manual_seed",
+    "device": "accelerator",
+    "compile": "torch_compile torchcompile",
+    "precision": "mixed_precision dtype",
+    "precision=fp16": "fp16 amp use_amp half",
+    "precision=bf16": "bf16 amp use_amp bfloat16",
+    "init_from=pretrained": "pretrained",
+    "torchrun --nproc-per-node N": "devices gpus num_gpus n_gpus num_processes num_devices nproc nproc_per_node",
+}
+
 
 def options(group: str, places: Iterable[Path]) -> list[str]:
     """The options of a group; none where there is no such group."""
@@ -42,14 +85,14 @@ def assort(overrides: list[Override], places: list[Path], problems: list[str]) -
         elif not there_are or isinstance(each.value(), dict):
             changes.append(each)
         # A group may be taken away here; whether the framework can do without is seen once all is composed.
-        elif not each.is_delete() and (wrong := _no_option(each, there_are)):
+        elif not each.is_delete() and (wrong := _no_option(each, there_are, places)):
             problems.append(wrong)
         else:
             chosen.append(line(each).lstrip("+") if each.key_or_group in LISTED else line(each))
     return chosen, changes
 
 
-def _no_option(override: Override, there_are: list[str]) -> str:
+def _no_option(override: Override, there_are: list[str], places: list[Path]) -> str:
     """What is wrong with the choice of an option; empty: nothing."""
     group, value = override.key_or_group, override.value()
     listed = ", ".join(there_are[:30])
@@ -57,7 +100,17 @@ def _no_option(override: Override, there_are: list[str]) -> str:
         return f"{line(override)}: expected one of {listed}, not a list"
     for option in map(str, value if isinstance(value, list) else [value]):
         if option.removesuffix(".yaml") not in there_are:
-            return f"{group}={option}: there is no such option{nearest(option, there_are) or '.'} There are: {listed}"
+            own = "" if places[1:] else "; yaml files of your own: --config-dir FOLDER"
+            hint = f"{nearest(option, there_are) or '.'} There are: {listed}{own}"
+            return f"{group}={option}: there is no such option{_forgotten(f'{group}/{option}.yaml') or hint}"
+    return ""
+
+
+def _forgotten(file: str) -> str:
+    """The folder here that has this yaml file, and was not named."""
+    for folder in (Path("conf"), *sorted(Path().glob("*/conf"))):
+        if (folder / file).is_file():
+            return f", but there is {folder / file}; add --config-dir {folder}"
     return ""
 
 
@@ -65,7 +118,8 @@ def dashed(flag: str, known: Iterable[str]) -> str:
     """What to write instead of a key that was written like a flag: --lr=3 means optimizer.lr=3."""
     key, _, value = flag.partition("=")
     right = [key] if key in [*known] else nearest_paths(key, known)
-    hint = f"; write {' or '.join(f'{path}={value}' for path in right)}" if right else "; --help shows what there is"
+    words = [path if re.search("[= ]", path) else f"{path}={value}" for path in right]
+    hint = f"; write {' or '.join(words)}" if words else "; --help shows what there is"
     return f"--{key}: keys are written as KEY=VALUE, without dashes{hint}"
 
 
@@ -98,8 +152,11 @@ def unknown(path: str, known: Iterable[str]) -> str:
 
 
 def nearest_paths(path: str, known: Iterable[str]) -> list[str]:
-    """Up to three paths that are called nearly so, by their whole name or by its last part, the nearest first."""
+    """What other programs call so; else up to three paths of nearly this name, or last part, the nearest first."""
     above, _, last = path.rpartition(".")
+    elsewhere = [ours for ours, theirs in _ELSEWHERE.items() if last in theirs.split()]
+    if meant := [ours for ours in elsewhere if ours in known or re.search("[= ]", ours)]:
+        return meant
 
     def likeness(other: str) -> float:
         beside, _, end = other.rpartition(".")

@@ -47,7 +47,8 @@ def compose(argv: Sequence[str]) -> DictConfig:
         chosen, changes = assort(overrides, places, problems)
         cfg = load(words, chosen, places)
     with open_dict(cfg):
-        _refuse_hidden(cfg.pop("hydra"), places)
+        options = cfg.pop("hydra").runtime.choices
+        _refuse_hidden(options, places)
         _complete(cfg)
     values, unresolved = resolved(cfg)
     before = flat(values)
@@ -65,6 +66,7 @@ def compose(argv: Sequence[str]) -> DictConfig:
     lines, later = _judged(cfg, before | dict.fromkeys(unresolved))
     if words.flags and not problems and not lines:
         _answer(words, [*chosen, *map(_for_hydra, changes)])
+    later = {path: f"{said}{_behind(path, options, places)}" for path, said in later.items()}
     if problems := [*problems, *lines.values(), *later.values()]:
         more = [f"… and {len(problems) - LINES} more"] if len(problems) > LINES else []
         raise Refusal("\n".join(problems[:LINES] + more))
@@ -122,9 +124,19 @@ def _brief(error: BaseException) -> str:
     return sentence + (nearest(missing.split("/")[-1], there_are) if missing and there_are else "")
 
 
-def _refuse_hidden(own: DictConfig, places: list[Path]) -> None:
+def _behind(path: str, options: Mapping[str, str], places: list[Path]) -> str:
+    """What stands behind a key in its group's yaml where that leaves the value open (???); empty elsewhere."""
+    group, _, key = path.partition(".")
+    for file in (place / group / f"{options.get(group)}.yaml" for place in places):
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        if found := re.search(rf"^{re.escape(key)}: *\?\?\? +# *(.+)$", text, re.MULTILINE):
+            return f": {found[1]}"
+    return ""
+
+
+def _refuse_hidden(options: Mapping[str, str], places: list[Path]) -> None:
     """Hydra takes the first file of a name: say so where a lab has one that would silently not be read."""
-    for group, option in own.runtime.choices.items():
+    for group, option in options.items():
         for place in places[1:]:
             file = f"{group}/{option}.yaml"
             if (place / file).is_file() and any((other / file).is_file() for other in places[: places.index(place)]):
