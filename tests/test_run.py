@@ -33,7 +33,13 @@ def test_from_the_command_line_to_a_step_there_are_six_calls(tmp_path: Path) -> 
     assert (tmp_path / "calls").read_text() == "main fit fit train_step optimizer_step step"
 
 
-def test_what_is_refused_after_the_start_does_not_stay_running(tmp_path: Path) -> None:
+def test_a_start_that_is_refused_late_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"checkpoint\.best=makro: the task's figures are"):
+        here(*WORDS, f"run.root={tmp_path / 'runs'}", "checkpoint.best=makro")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_in_a_folder_that_was_there_it_does_not_stay_running(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"checkpoint\.best=makro: the task's figures are"):
         here(*WORDS, f"run.dir={tmp_path}", "checkpoint.best=makro")
     said = status(tmp_path)

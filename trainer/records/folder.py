@@ -28,8 +28,9 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 class RunFolder:
     """The folder of one run. The main rank writes to it and holds its lock; on other ranks the verbs do nothing."""
 
-    def __init__(self, path: Path, held: int | None = None):
+    def __init__(self, path: Path, held: int | None = None, made: bool = False):
         self.path, self._held = path, held
+        self._made = made  # by this start
         self._status: Status | None = None  # of this attempt, once it has begun
 
     @classmethod
@@ -104,6 +105,14 @@ class RunFolder:
         if self._status is not None:
             self._status.write(state, step, reason)
 
+    def take_back(self, step: int, reason: str) -> None:
+        """A start was refused: nothing stays of a folder that it made itself, another one says `failed`."""
+        if self._made and not has_checkpoint(self.path):
+            self.close()
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            self.report("failed", step, reason)
+
     def close(self) -> None:
         """Release the lock. A process that is killed releases it as well."""
         if self._held is not None:
@@ -148,6 +157,7 @@ def _unused(paths: Iterable[Path]) -> Path:
 
 def _enter(path: Path, fresh: bool) -> RunFolder:
     """Make, probe and lock the folder; `fresh`: after what lies there has moved aside."""
+    made = not path.exists()
     try:
         # first of all: whoever has the lock may rename and write here
         held = lock(path)
@@ -163,7 +173,7 @@ def _enter(path: Path, fresh: bool) -> RunFolder:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", error)
         raise Refusal(f"the run folder {path} cannot be written to: {reason}; give another run.dir") from None
-    return RunFolder(path, held)
+    return RunFolder(path, held, made)
 
 
 def _see(path: Path, wanted: str) -> None:
