@@ -40,7 +40,7 @@ def test_uneven_shares_are_named_only_where_they_would_do() -> None:
 
 def test_uneven_shares_differ_by_at_most_one_sample() -> None:
     assert str(deal(128, 3, 1, None, uneven=True)) == (
-        "42 to 43 samples × 1 micro-batches × 3 data ranks = global batch 128"
+        "42 to 43 samples × 1 micro-batch × 3 data ranks = global batch 128"
     )
     assert str(deal(128, 3, 4, None, uneven=True)) == (
         "10 to 11 samples × 4 micro-batches × 3 data ranks = global batch 128"
@@ -63,7 +63,7 @@ def test_the_size_of_an_uneven_micro_batch_is_the_most_that_one_has(ranks: int, 
     [
         (
             (2, 3, 1, None),
-            "2 / 3 data ranks / 1 micro-batches leaves some without a sample; nearest: loop.global_batch=3",
+            "2 / 3 data ranks / 1 micro-batch leaves some without a sample; nearest: loop.global_batch=3",
         ),
         ((10, 4, 3, None), "nearest: loop.global_batch=12; or loop.micro_batches=1 or 2"),
         ((50, 3, 1, 1), "loop.micro_batch 1 leaves .* loop.global_batch=48 or 51; or loop.micro_batch=2 or 3"),
@@ -113,4 +113,6 @@ def test_too_little_data_is_refused(samples: int, said: str) -> None:
     with pytest.raises(Refusal, match=said):
         measure(samples, 128, 1, None)
     with pytest.raises(Refusal, match=r"has 81 samples, .* at most 80 fits"):  # and can be dealt to two
-        measure(81, 128, 1, None, ranks=2)
+        measure(81, 128, 1, None, unit=2)
+    with pytest.raises(Refusal, match=r"; 4 are the fewest that can be dealt out"):
+        measure(3, 128, 1, None, unit=4)

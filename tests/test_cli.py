@@ -58,7 +58,7 @@ MISTAKES = [  # words, what the one message contains
     ("run.name=../../x", "run.name", "run.dir"),
     ("run.dir=/proc/nowhere/x", "/proc/nowhere/x", "run.dir"),
     ("run.resume=/nowhere", "/nowhere", "does not exist"),
-    ("loop.micro_batches=7", "128 / 1 data ranks / 7", "nearest"),
+    ("loop.micro_batches=7", "128 / 1 data rank / 7", "nearest"),
     ("data=synthetic_images data.size=0", "empty", "0 samples"),
     ("data=synthetic_images data.size=10", "10 samples", "128"),
     ("data.file=/nowhere/digits.csv.gz", "/nowhere/digits.csv.gz", ""),

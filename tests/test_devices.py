@@ -77,7 +77,7 @@ def test_auto_takes_what_torch_finds_and_the_curve_is_that_of_the_cpu(ran, tmp_p
         one, other = ([line[key] for line in lines(where, "eval")] for where in (place / "there", tmp_path / "here"))
         assert one == other
     facts = json.loads((place / "there" / "environment.json").read_text())
-    assert (facts["devices"], facts["gpus"]) == ("1 of 1 GPU(s), Nowhere 1", ["Nowhere 1"])
+    assert (facts["devices"], facts["gpus"]) == ("1 of 1 GPU, Nowhere 1", ["Nowhere 1"])
 
 
 def test_no_step_and_no_evaluation_waits_or_mixes(ran):

@@ -97,7 +97,7 @@ def test_every_rank_has_a_log_file_and_the_main_one_the_console(two):
     assert re.fullmatch(r"step time   [0-9.e+]+ m?s: (data|forward)( [a-z]+)* \d+ %, .+", spent)
     shares = [int(share) for share in re.findall(r"(\d+) %", spent)]
     assert 96 <= sum(shares) <= 104  # each is rounded
-    assert "60 samples × 1 micro-batches × 2 data ranks = global batch 120" in screen
+    assert "60 samples × 1 micro-batch × 2 data ranks = global batch 120" in screen
     assert "global batch 120" in (folder / "logs" / "rank-0.log").read_text()
     assert "Traceback" not in screen
     assert "Warning" not in screen

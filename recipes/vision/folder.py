@@ -19,6 +19,7 @@ from recipes.vision.decoded import DecodedPictures
 from trainer.refusal import Refusal
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision takes them
+_SHOWN = 5  # names of classes in a line
 _EVALUATION = ("val", "validation", "valid", "test")
 
 Files = list[tuple[int, str]]  # class numbers, paths
@@ -62,6 +63,12 @@ class ImageFolder(DecodedPictures):
     def evaluation(self) -> Any:
         """The pictures of `val`, or those held out; None where there are none."""
         return super().evaluation() if False in self._paths else None
+
+    def notes(self) -> list[str]:
+        """Which classes there are, and where the evaluation set comes from if there is no folder for it."""
+        names = ", ".join(self.classes[:_SHOWN]) + (", …" if len(self.classes) > _SHOWN else "")
+        held_out = f"; no folder val, so data.held_out={self._held_out:g} of each is for evaluation"
+        return [f"classes {names}{held_out if self._val is None else ''}"]
 
     @cached_property
     def _paths(self) -> dict[bool, Paths]:

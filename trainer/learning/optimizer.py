@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from trainer.counted import counted
 from trainer.learning.rule import Rule
 from trainer.refusal import Refusal
 
@@ -82,7 +83,9 @@ def refuse_step(network: nn.Module, make: Callable[[list[dict[str, Any]]], torch
             optimizer = make([{"params": [numbers]}])
             optimizer.step()
         except (RuntimeError, ValueError, Refusal) as error:
-            raise Refusal(f"optimizer: it cannot train {name}, which has {dims} dimension(s): {error}") from error
+            raise Refusal(
+                f"optimizer: it cannot train {name}, which has {counted(dims, 'dimension')}: {error}"
+            ) from error
         except TypeError as error:
             if "closure" not in str(error):
                 raise

@@ -23,7 +23,7 @@ from trainer.learning.plan import Plan
 from trainer.parallel.units import matched, matches
 from trainer.refusal import Refusal
 
-ELSE = "strategy=ddp (or dp, single) needs no plan"
+ELSE = "strategy=ddp and strategy=fsdp need no plan"
 
 
 def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.counted import counted
 from trainer.refusal import Refusal
 
 # A change under these keys changes what is learned. data.root is among them: for an image folder it is the data, and
@@ -60,8 +61,8 @@ def stopped_early(status: Mapping[str, Any] | None, stale: int, patience: int | 
     if not status or status["state"] != "completed" or patience is None or stale < patience:
         return None
     return (
-        f"this run is complete at step {status['step']:,}: {stale} evaluations in a row brought no better figure; a"
-        " larger loop.patience extends it, loop.patience=null takes it to the end"
+        f"this run is complete at step {status['step']:,}: {counted(stale, 'evaluation')} in a row brought no better"
+        " figure; a larger loop.patience extends it, loop.patience=null takes it to the end"
     )
 
 

@@ -119,11 +119,16 @@ def committed(folder: Path, rejected: Collection[Path] = ()) -> list[Manifest]:
 
 
 def surplus(checkpoints: list[Manifest], keep: int, best: str) -> list[Path]:
-    """Those that may go: all but the newest `keep` and the best one, the earliest among equals."""
+    """Those that may go: all but the newest `keep` and the best one."""
+    stays = winner(checkpoints, best)
+    return [one.path for one in checkpoints[keep:] if one is not stays]
+
+
+def winner(checkpoints: list[Manifest], best: str) -> Manifest | None:
+    """The best of them, given the newest first; of equals the earliest; None where none has that figure."""
     # a draw is not won by who came later: `is_best` has not called that one better either
     ranked = [one for one in reversed(checkpoints) if score(one.figures, best) > -math.inf]
-    winner = max(ranked, key=lambda one: score(one.figures, best), default=None)
-    return [one.path for one in checkpoints[keep:] if one is not winner]
+    return max(ranked, key=lambda one: score(one.figures, best), default=None)
 
 
 def score(figures: dict[str, float] | None, best: str) -> float:

@@ -6,7 +6,6 @@ Nothing that a file names is called: safetensors, and torch's own format as far 
 from __future__ import annotations
 
 import json
-import math
 import re
 import zipfile
 from collections.abc import Collection, Mapping
@@ -21,7 +20,7 @@ from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import APART, AVERAGE
 from trainer.records.manifest import CorruptCheckpoint
 from trainer.records.resume import has_checkpoint, is_checkpoint, read_config
-from trainer.records.shelf import committed, open_checkpoint, score
+from trainer.records.shelf import committed, open_checkpoint, winner
 from trainer.refusal import Refusal
 
 # Under which of these a training script keeps the network's own tensors, beside its optimizer's and others.
@@ -91,9 +90,8 @@ def _of_run(path: Path, best: str) -> Weights:
     found, figure = committed(path / "checkpoints"), best.removeprefix("-")
     if not found:
         raise CorruptCheckpoint(f"none of the checkpoints in {path / 'checkpoints'} can be used")
-    # of equal ones the earliest, as while it trained
-    chosen = max(reversed(found), key=lambda one: score(one.figures, best))
-    if score(chosen.figures, best) == -math.inf:
+    chosen = winner(found, best)
+    if chosen is None:
         return _of_checkpoint(found[0].path, f" (the newest: none has {figure})")
     why = f" (best {figure}: {chosen.figures[figure]:.4f})"
     return _of_checkpoint(chosen.path, why, average=figure.startswith("ema_"))

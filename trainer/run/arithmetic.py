@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from trainer.counted import counted
 from trainer.refusal import Refusal
 
 
@@ -27,8 +28,9 @@ class Batches:
         return -(-self.total // (self.micro_batches * self.ranks))
 
     def __str__(self) -> str:
-        samples = str(self.largest) if self.largest == self.smallest else f"{self.smallest} to {self.largest}"
-        dealt = f"{samples} samples × {self.micro_batches} micro-batches × {self.ranks} data ranks"
+        samples = f"{self.smallest} to " if self.largest != self.smallest else ""
+        samples += counted(self.largest, "sample")
+        dealt = f"{samples} × {counted(self.micro_batches, 'micro-batch')} × {counted(self.ranks, 'data rank')}"
         return f"{dealt} = global batch {self.total}"
 
 
@@ -55,8 +57,8 @@ def deal(global_batch: int, ranks: int, micro_batches: int, local: int | None, u
     fitting = [number for number in range(1, global_batch // ranks + 1) if dealt(number, uneven)]
     fitting = sorted(sorted(fitting, key=lambda number: abs(number - wanted))[:2])
     raise Refusal(
-        f"loop.global_batch {global_batch} / {ranks} data ranks / "
-        + (f"{wanted} micro-batches" if local is None else f"{key} {wanted}")
+        f"loop.global_batch {global_batch} / {counted(ranks, 'data rank')} / "
+        + (counted(wanted, "micro-batch") if local is None else f"{key} {wanted}")
         + f" {'leaves some without a sample' if uneven else 'is not whole'}; nearest: {nearest}"
         + (f"; or {key}={' or '.join(map(str, fitting))}" if fitting else "")
         + ("; or loop.uneven=true" if dealt(wanted, uneven=True) else "")
@@ -83,22 +85,23 @@ class Length:
 
     def __str__(self) -> str:
         epochs = self.steps / self.per_epoch
-        tail = f"; each epoch leaves out {self.left_out} samples, not always the same ones" if self.left_out else ""
-        return f"{self.steps} steps, {epochs:.3g} epochs of {self.per_epoch} steps{tail}"
+        left_out = counted(self.left_out, "sample")
+        tail = f"; each epoch leaves out {left_out}, not always the same ones" if self.left_out else ""
+        length = f"{epochs:.3g} epoch{'' if epochs == 1 else 's'} of {counted(self.per_epoch, 'step')}"
+        return f"{counted(self.steps, 'step')}, {length}{tail}"
 
 
-def measure(samples: int, global_batch: int, epochs: int | None, steps: int | None, ranks: int = 1) -> Length:
+def measure(samples: int, global_batch: int, epochs: int | None, steps: int | None, unit: int = 1) -> Length:
     """How many steps that is, by whichever bound is reached first. Refusal where an epoch has no step.
 
-    samples: the length of an epoch's order; ranks: among which a global batch is dealt.
+    samples: the length of an epoch's order; unit: of which a global batch is a multiple.
     """
     if samples == 0:
         raise Refusal("the training set is empty: 0 samples")
     if samples < global_batch:
-        raise Refusal(
-            f"the training set has {samples} samples, loop.global_batch is {global_batch}; at most"
-            f" {samples // ranks * ranks or samples} fits"
-        )
+        most = samples // unit * unit
+        fits = f"at most {most} fits" if most else f"{unit} are the fewest that can be dealt out"
+        raise Refusal(f"the training set has {counted(samples, 'sample')}, loop.global_batch is {global_batch}; {fits}")
     per_epoch = samples // global_batch
     bounds = [bound for bound in (steps, None if epochs is None else epochs * per_epoch) if bound is not None]
     return Length(min(bounds), per_epoch, samples % global_batch)

@@ -72,7 +72,9 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         make_optimizer=make_optimizer,
         spare_vectors=any(spares_vectors(kind, amount, chosen.optimizer.decay) for amount in decays),
         sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
-        open_folder=partial(RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, label(cfg)),
+        open_folder=partial(
+            RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, label(cfg, strategy)
+        ),
         data=data,
         make_network=lambda: build(cfg.model, nn.Module, "model", names),
     )
@@ -116,6 +118,6 @@ def make_machine(chosen: Settings, launch: Launch) -> Machine:
     )
 
 
-def label(cfg: DictConfig) -> str:
+def label(cfg: DictConfig, strategy: Strategy) -> str:
     """What a generated name says about a run: its network and how it is spread."""
-    return "_".join(str(cfg[group]._target_).rsplit(".", 1)[-1].lower() for group in ("model", "strategy"))
+    return f"{str(cfg.model._target_).rsplit('.', 1)[-1].lower()}_{strategy.name}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from trainer.counted import counted
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream
 from trainer.launch import failure, screen
@@ -26,7 +27,7 @@ from trainer.refusal import Refusal
 from trainer.run.determinism import way_out
 from trainer.run.memory import evaluation_batch, give_back_freed_memory, keep_freed_memory, remedy
 from trainer.run.preparation import Prepared, RunParts, Verdict, build_values, decide_resume, prepare
-from trainer.run.report import describe, end_lines, replaced_lines, start_lines
+from trainer.run.report import best_lines, describe, end_lines, replaced_lines, start_lines
 from trainer.trainer import Progress, Trainer
 
 
@@ -72,8 +73,8 @@ def accounted(run: Prepared, progress: Progress, log: Log) -> Iterator[None]:
     except Exception as error:
         with suppress(Exception):  # a full disk must not hide the cause
             log.close()
-        if isinstance(error, Refusal):  # a sentence and exit 2, as before the group; but the folder says `running` now
-            folder.report("failed", progress.step, str(error))
+        if isinstance(error, Refusal):  # a sentence and exit 2, as before the group
+            folder.take_back(progress.step, str(error))
             raise
         failure.fail(error, launch, folder.path, progress.step or None, remedy(error, run) or way_out(error))
 
@@ -176,7 +177,7 @@ def end(run: Prepared, trainer: Trainer, stop: StopRequest, done: bool) -> int:
     # all ranks; each hears what any was asked: one may have heard of it a second before the others do
     asked = [] if done else run.strategy.world.all_gather_values(stop.reason)
     why = next(filter(None, asked), f"run.stop_after={run.settings.run.stop_after or 0:g} s")
-    early = f"{trainer.progress.stale} evaluations in a row brought no better figure: loop.patience"
+    early = f"{counted(trainer.progress.stale, 'evaluation')} in a row brought no better figure: loop.patience"
     ended = early if step < trainer.steps else None
     reason = ended if done else "another machine left the run" if lost else why
     run.folder.report("completed" if done else "preempted", step, reason)
@@ -184,8 +185,9 @@ def end(run: Prepared, trainer: Trainer, stop: StopRequest, done: bool) -> int:
     replaced = run.strategy.world.all_gather_values(run.data.replaced())
     # where the time went, now that all steps are done and no line is under way
     spent = trainer.placed.watch.line(ahead=run.strategy.device.type != "cpu")
+    best = best_lines(trainer.checkpoints) if done else []
     last = end_lines(run, trainer.figures, step, done, ended)
-    for line in (spent, *trainer.profile.close(), *replaced_lines(replaced), *last):
+    for line in (spent, *trainer.profile.close(), *replaced_lines(replaced), *best, *last):
         log.say(line)
     log.close()
     return failure.exit_code(done, launch, lost)

@@ -11,6 +11,7 @@ from traceback import walk_tb
 from typing import Any
 
 from trainer.configuration.settings import Loop
+from trainer.counted import counted
 from trainer.data.order import size_of
 from trainer.evaluation import evaluate, rehearse
 from trainer.launch.failure import chain
@@ -75,7 +76,8 @@ def _in_evaluation(run: Prepared) -> str:
     ranks, count = run.batches.ranks, run.batches.micro_batches
     whole, samples = evaluation_batch(run.settings.loop), size_of(run.evaluation)
     largest = min(-(-whole // (ranks * count)), -(-samples // ranks))  # samples of a rank in one forward
-    said = f"{largest} samples at once (evaluation batch {whole} / {ranks} data ranks / {count} micro-batches)"
+    dealt = f"{counted(ranks, 'data rank')} / {counted(count, 'micro-batch')}"
+    said = f"{counted(largest, 'sample')} at once (evaluation batch {whole} / {dealt})"
     remedy = f"Try loop.eval_batch={largest // 2 * ranks * count}." if largest > 1 else f"There is no less; {_SPREAD}."
     return f"The device's memory ran out in an evaluation, with {said}. {remedy}"
 

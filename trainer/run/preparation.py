@@ -102,7 +102,8 @@ def prepare(run: RunParts) -> Prepared:
     # one process of a machine first: it may download, and the others find it done
     training, evaluation = first_on_node(launch, "data", lambda: read_data(run))
     order = Order(run.data, training, settings.seed)
-    length = measure(order.length, loop.global_batch, loop.epochs, loop.steps, ranks)
+    unit = ranks if loop.uneven else ranks * (loop.micro_batch or loop.micro_batches)
+    length = measure(order.length, loop.global_batch, loop.epochs, loop.steps, unit)
     refuse_window(settings.profile, length.steps)
     run.schedule.check(length.steps, length.per_epoch)
     refuse_unmeasured(run, evaluation)

@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 
+from trainer.counted import counted
 from trainer.data.order import size_of
 from trainer.devices import names
 from trainer.launch.launch import Launch
 from trainer.learning.frozen import trainable
 from trainer.parallel.state import AVERAGE
+from trainer.records.checkpoint import Checkpoints
 from trainer.records.manifest import Found
+from trainer.records.shelf import committed, winner
 from trainer.run.preparation import Prepared
 from trainer.strategies.machine import Machine
 
@@ -57,16 +60,17 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
     strategy, machine = run.strategy, run.machine
     count, learn = sum(parameter.numel() for parameter in run.network.parameters()), trainable(run.network)
     frozen = f", of which {learn:,} are trained" if learn < count else ""
-    samples = size_of(run.evaluation) if run.evaluation is not None else 0
+    evaluated = counted(size_of(run.evaluation), "sample") if run.evaluation is not None else ""
     return [
         f"run folder  {run.folder.path}",
-        f"strategy    {strategy.name} on {strategy.world.size} process(es); {devices(machine)}",
+        f"strategy    {strategy.name} on {counted(strategy.world.size, 'process')}; {devices(machine)}",
         f"precision   {arithmetic(machine)}",
         f"network     {type(run.network).__name__}, {count:,} parameters{frozen}",
         *[f"optimizer   {rule}; {rule.covers(run.network):,} parameters" for rule in run.rules],
+        f"data        {found(run)}",
+        f"evaluation  {evaluated or 'none: the data has no evaluation set'}",
         f"batch       {run.batches}",
         f"length      {run.length}; schedule {run.schedule.label}",
-        f"evaluation  {samples} samples" if samples else "evaluation  none: the data has no evaluation set",
         *run.initial.lines,
         *([f"note        built whole on every rank first: {run.whole_because}"] if run.whole_because else []),
         *[f"note        {note}" for note in (*run.data.notes(), *strategy.notes(run.network))],
@@ -74,6 +78,13 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
         *(["note        init_from counts only where a run begins"] if start and run.settings.init_from else []),
         *average_notes(run.settings.ema.decay, start),
     ]
+
+
+def found(run: Prepared) -> str:
+    """How much there is to train on, and in how many classes where the data knows."""
+    samples = run.length.per_epoch * run.batches.total + run.length.left_out
+    classes = getattr(run.data, "num_classes", None)
+    return counted(samples, "sample") + (f" in {counted(classes, 'class')}" if isinstance(classes, int) else "")
 
 
 def average_notes(decay: float | None, start: Found | None) -> list[str]:
@@ -89,10 +100,11 @@ def devices(machine: Machine) -> str:
     """The devices in use of those that this machine has, and how to use them all."""
     used = machine.launch.local_world_size
     if not machine.on_gpu:
-        return f"cpu, {used} process(es) of {torch.get_num_threads()} thread(s) on {os.cpu_count()} cores"
+        threads, cores = counted(torch.get_num_threads(), "thread"), counted(os.cpu_count() or 1, "core")
+        return f"cpu, {counted(used, 'process')} of {threads} on {cores}"
     seen = names()
     more = f"; all of them: torchrun --standalone --nproc-per-node {len(seen)} -m trainer strategy=ddp …"
-    return f"{used} of {len(seen)} GPU(s), {seen[0]}{more if used < len(seen) else ''}"
+    return f"{used} of {counted(len(seen), 'GPU')}, {seen[0]}{more if used < len(seen) else ''}"
 
 
 def arithmetic(machine: Machine) -> str:
@@ -111,7 +123,7 @@ def replaced_lines(of_ranks: Sequence[Sequence[str]]) -> list[str]:
     if not every:
         return []
     names = ", ".join(every[:_SHOWN]) + (f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else "")
-    return [f"replaced    {len(every)} sample(s) that could not be read, others in their place: {names}"]
+    return [f"replaced    {counted(len(every), 'sample')} that could not be read, others in their place: {names}"]
 
 
 def end_lines(
@@ -132,6 +144,14 @@ def end_lines(
             else []
         ),
     ]
+
+
+def best_lines(checkpoints: Checkpoints) -> list[str]:
+    """Which checkpoint is the best, and by which figure; nothing where none has one."""
+    chosen, figure = winner(committed(checkpoints.folder), checkpoints.best), checkpoints.best.removeprefix("-")
+    if chosen is None:
+        return []
+    return [f"best        {figure} {chosen.figures[figure]:.4f} at step {chosen.step}: {shlex.quote(str(chosen.path))}"]
 
 
 def command(run: Prepared) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from trainer.counted import counted
 from trainer.learning.task import Task
 from trainer.parallel.batch_norm import batch_norms
 from trainer.refusal import Refusal
@@ -58,11 +59,11 @@ class Strategy(Place):
         notes = []
         # layers whose effect depends on how samples are dealt to ranks and micro-batches: with them no two curves agree
         if norms := 0 if self.sync_bn else len(batch_norms(network)):
-            notes.append(
-                f"{norms} BatchNorm layers: the curve depends on data ranks and micro-batches (strategy.sync_bn=true)"
-            )
+            layers = counted(norms, "BatchNorm layer")
+            notes.append(f"{layers}: the curve depends on data ranks and micro-batches (strategy.sync_bn=true)")
         if drops := sum(isinstance(module, _DropoutNd) and module.p > 0 for module in network.modules()):
-            notes.append(f"{drops} dropout layers: the curve depends on data ranks and micro-batches, repeatably")
+            layers = counted(drops, "dropout layer")
+            notes.append(f"{layers}: the curve depends on data ranks and micro-batches, repeatably")
         return notes
 
     def votes(self) -> Votes:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.counted import counted
 from trainer.data.seeds import seed_more_gpus
 from trainer.data.tree import filled, tensors
 from trainer.learning.task import Task
@@ -42,7 +43,9 @@ class DP(Strategy):
         count = len(self.devices())
         line = f"dp: each micro-batch is dealt out to {count} GPUs"
         if count < 2:
-            line = f"dp: {count} CUDA GPU(s) visible, nothing to deal out; on {self.device} like strategy=single"
+            line = (
+                f"dp: {counted(count, 'CUDA GPU')} visible, nothing to deal out; on {self.device} like strategy=single"
+            )
         return [line, *super().notes(network)]
 
     def devices(self) -> list[int]:

@@ -60,6 +60,14 @@ class Joined(Strategy):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         leave_group(self.world, clean=error is None)
 
+    def notes(self, network: nn.Module) -> list[str]:
+        """What a user should know; of a process that nobody launched, how there would be two."""
+        # no launcher left an address; where there are GPUs the run says anyway how all of them are used
+        alone = not self.machine.launch.address and not self.machine.on_gpu
+        two = "torchrun --standalone --nproc-per-node 2 -m trainer …"
+        forgotten = [f"{self.name} has one process, so it shares nothing; with two: {two}"] if alone else []
+        return [*forgotten, *super().notes(network)]
+
     def votes(self) -> Votes:
         """What the ranks of one loop ask each other in its steps."""
         return VotesApart(self)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from trainer.counted import counted
 from trainer.devices import accelerator, claims_bf16, widest
 from trainer.launch.launch import Launch
 from trainer.parallel.ranks import backend_of, refuse_backend
@@ -62,7 +63,7 @@ class Machine:
         if self.on_gpu and backend_of(self.kind, self.backend) != "gloo" and processes > count:
             trial = "; to share a GPU for a trial: distributed.backend=gloo" if self.kind == "cuda" else ""
             raise Refusal(
-                f"{processes} processes on this machine, but {count} GPU(s): one process a GPU; start with"
+                f"{processes} processes on this machine, but {counted(count, 'GPU')}: one process a GPU; start with"
                 f" --nproc-per-node {count}, or use device=cpu{trial}"
             )
 

@@ -49,7 +49,10 @@ class PP(Meshed):
         """How many ranks along each axis. Refusal where they do not multiply to the processes, or make no pipeline."""
         degrees = super().degrees(world_size)
         if degrees["pipe"] < 2:
-            raise Refusal(f"a pipeline has 2 ranks or more, here {described(degrees)}; strategy=ddp or fsdp needs none")
+            raise Refusal(
+                f"a pipeline has 2 ranks or more, here {described(degrees)}; start 2 processes or more, or use"
+                " strategy=ddp or fsdp"
+            )
         return degrees
 
     def layout(self, world_size: int) -> Layout:
