@@ -80,6 +80,5 @@ def _refuse_strange(target: Tensor, outputs: int) -> None:
     """BadData where a label (B,) is none of those that the outputs stand for."""
     wrong = (target >= outputs) | ((target < 0) & (target != _IGNORED))
     if target.dim() == 1 and wrong.any():  # not of shares, which are numbers from 0 to 1
-        raise BadData(
-            f"a label is {int(target[wrong][0])}; the network gives {outputs} outputs, for labels from 0 to {outputs - 1}"
-        )
+        label = int(target[wrong][0])
+        raise BadData(f"a label is {label}; the network gives {outputs} outputs, for labels from 0 to {outputs - 1}")
