@@ -146,14 +146,14 @@ class Scale(nn.Module):
 
 
 class Sums(Task):
-    def __init__(self, rows_first: bool = True):
-        self.rows_first = rows_first
+    def __init__(self, shape: str = "right"):
+        self.shape = shape
 
     def forward(self, network, inputs, targets, carried=None):
         return network(inputs if carried is None else inputs + carried["sum"])
 
     def carry(self, output):
-        return {"sum": output if self.rows_first else output[None]}
+        return {"sum": {"right": output, "turned": output[None], "nested": (output,)}[self.shape]}
 
     def loss(self, output, target):
         return output.mean()
@@ -175,7 +175,7 @@ def home(tmp_path: Path) -> Path:
     files = {"task.py": SUMS, "conf/model/scale.yaml": "_target_: sumslab.task.Scale\n"}
     files |= {"conf/data/numbers.yaml": "_target_: sumslab.task.Numbers\n"}
     files |= {"conf/data/strangers.yaml": "_target_: sumslab.task.Strangers\n"}
-    files |= {"conf/task/sums.yaml": "_target_: sumslab.task.Sums\nrows_first: true\n"}
+    files |= {"conf/task/sums.yaml": "_target_: sumslab.task.Sums\nshape: right\n"}
     for name, text in files.items():
         (tmp_path / "sumslab" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "sumslab" / name).write_text(text)
@@ -210,6 +210,7 @@ def test_strangers_are_handed_nothing(home: Path) -> None:
     assert not (home / "run").exists()
 
 
-def test_a_state_whose_rows_do_not_come_first_is_an_error(home: Path) -> None:
-    said = add_up(Launch(), home, "run.dir=run", "strategy=single", "task.rows_first=false")
-    assert "Sums.carry: sum has shape (1, 5) for 5 samples; samples come first" in said
+@pytest.mark.parametrize(("shape", "said"), [("turned", "of shape (1, 5)"), ("nested", "a tuple")])
+def test_a_state_is_tensors_whose_rows_come_first(home: Path, shape: str, said: str) -> None:
+    error = add_up(Launch(), home, f"run.dir={shape}", "strategy=single", f"task.shape={shape}")
+    assert f"Sums.carry: sum is {said} and must be a tensor with the 5 samples first" in error

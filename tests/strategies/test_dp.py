@@ -85,12 +85,15 @@ def test_trees_of_every_kind_are_dealt_out_and_gathered(monkeypatch: pytest.Monk
     monkeypatch.setattr(nn.DataParallel, "scatter", chunks)
     monkeypatch.setattr(nn.DataParallel, "gather", lambda self, lists, _: [torch.cat(x) for x in zip(*lists)])  # noqa: B905
     replicas, whole = Replicas(nn.Identity()), Some(torch.arange(6), {"y": torch.arange(6) * 2})
-    parts, _ = replicas.scatter((whole, torch.ones(6)), {}, [0, 1])
-    assert [(batch.x.tolist(), batch.more["y"].tolist(), len(target)) for batch, target in parts] == [
-        ([0, 1, 2], [0, 2, 4], 3),
-        ([3, 4, 5], [6, 8, 10], 3),
+    parts, _ = replicas.scatter((whole, torch.ones(6), {"carried": torch.arange(6)}, None), {}, [0, 1])
+    assert [
+        (batch.x.tolist(), batch.more["y"].tolist(), len(target), memory["carried"].tolist(), nothing)
+        for batch, target, memory, nothing in parts
+    ] == [
+        ([0, 1, 2], [0, 2, 4], 3, [0, 1, 2], None),
+        ([3, 4, 5], [6, 8, 10], 3, [3, 4, 5], None),
     ]
-    again = replicas.gather([batch for batch, _ in parts], 0)
+    again = replicas.gather([batch for batch, *_ in parts], 0)
     assert (again.x.tolist(), again.more["y"].tolist()) == (whole.x.tolist(), whole.more["y"].tolist())
 
 

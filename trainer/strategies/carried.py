@@ -94,15 +94,16 @@ class Carried(NothingCarried):
 
     def _cut_off(self, output: Any, rows: int) -> State:
         """What the task keeps of an output: gradients end here, and nothing of it is left on other ranks."""
-        state = {name: x.detach() for name, x in self._task.carry(output).items()}
+        state = self._task.carry(output)
         for name, x in state.items():
-            if x.shape[:1] != (rows,):
+            if not isinstance(x, Tensor) or x.shape[:1] != (rows,):
                 raise ValueError(
-                    f"{type(self._task).__name__}.carry: {name} has shape {tuple(x.shape)} for {rows} samples; samples"
-                    f" come first, as in ({rows}, …): x.transpose(0, 1) of what an LSTM gives"
+                    f"{type(self._task).__name__}.carry: {name} is {_told(x)} and must be a tensor with the {rows} "
+                    'samples first; of an LSTM\'s memory that is {"h": h.transpose(0, 1), "c": c.transpose(0, 1)}'
                 )
         # rows in order, as they come out of a checkpoint: another order in memory could round otherwise
-        return {name: (x.full_tensor() if isinstance(x, DTensor) else x).contiguous() for name, x in state.items()}
+        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
+        return {name: x.detach().contiguous() for name, x in whole.items()}
 
     def state(self) -> dict[str, Tensor]:
         """Collective: the rows of the whole global batch, in their own order."""
@@ -124,6 +125,10 @@ class Carried(NothingCarried):
         # (total, …) → every ranks-th row from this rank's on, as samples are dealt
         own = {name.removeprefix(CARRIED): x[ranks.rank :: ranks.size] for name, x in whole.items()}
         self._read = {name: x.to(self._place.device).contiguous() for name, x in own.items()}
+
+
+def _told(x: Any) -> str:
+    return f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
 def what_is_carried(task: Task, place: Place) -> NothingCarried:
