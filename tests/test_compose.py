@@ -76,6 +76,8 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("checkpoint.kep=1", "checkpoint.kep", "checkpoint.keep"),
     ("+loop.epcohs=3", "loop.epcohs", "loop.epochs"),
     ("optimizer.rho=2", "optimizer.rho", "If AdamW has a parameter rho, write +optimizer.rho=2"),
+    ("data.root=x", "data.root", "It is a key of data=cifar10 or cifar100 or fashion_mnist or imagefolder"),
+    ("strategy.tensor=2", "strategy.tensor", "It is a key of strategy=ddp_pp or ddp_tp or "),
     ("--lr=3", "--lr", "write optimizer.lr=3"),
     ("--global-batch=3", "--global_batch", "write loop.global_batch=3"),
     ("--optimizer.lr=3", "--optimizer.lr", "write optimizer.lr=3"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.commands import SMALL, finish, single, status
 from tests.inside import here
+from trainer.__main__ import understood
+from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 
 WORDS = (*SMALL, "strategy=single", "schedule=constant", "loop.global_batch=120", "loop.steps=1")
@@ -31,6 +34,26 @@ def test_from_the_command_line_to_a_step_there_are_six_calls(tmp_path: Path) -> 
     words = (*WORDS, "device=cpu", "log=[]", "trust=[lab]", "optimizer._target_=lab.Traced", "run.dir=run")
     finish(single(*words, "optimizer=sgd"), tmp_path)
     assert (tmp_path / "calls").read_text() == "main fit fit train_step optimizer_step step"
+
+
+def test_a_run_says_what_it_found_that_it_is_alone_and_where_its_best_checkpoint_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (*SMALL, "strategy=ddp", "loop.steps=2", "loop.eval_every=1", "log=[console]", f"run.root={tmp_path}")
+    assert here(*words) == 0
+    said = capsys.readouterr().out
+    assert "data        1,437 samples in 10 classes\nevaluation  360 samples\n" in said
+    assert "note        ddp has one process, so it shares nothing; with two: torchrun --standalone" in said
+    (found,) = re.findall(r"^best        accuracy 0\.\d{4} at step [12]: (.+)$", said, re.MULTILINE)
+    assert (Path(found) / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize(("strategy", "name"), [("auto", "single"), ("mesh", "fsdp")])
+def test_a_name_says_what_a_strategy_came_to(tmp_path: Path, strategy: str, name: str) -> None:
+    words = [*SMALL, f"strategy={strategy}", f"run.root={tmp_path}"]
+    understood(words, Launch()).open_folder(lambda _: None)
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.endswith(f"_mlp_{name}")
 
 
 def test_a_start_that_is_refused_late_leaves_no_folder(tmp_path: Path) -> None:

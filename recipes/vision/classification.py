@@ -34,8 +34,8 @@ class Classification(Task):
         outputs = output.shape[1]
         if outputs < self._classes:
             raise BadData(
-                f"the data has {self._classes} classes, and the network gives {outputs} outputs; it needs one for each:"
-                " num_classes: ${data.num_classes} in its yaml"
+                f"the data has {self._classes} classes, and the network's output is {outputs} wide: too few; its yaml"
+                " takes num_classes: ${data.num_classes}"
             )
         # An accelerator ends with an assert that names nothing. To ask for its numbers makes the host wait: once, in
         # the evaluation that runs begin with.
@@ -81,4 +81,4 @@ def _refuse_strange(target: Tensor, outputs: int) -> None:
     wrong = (target >= outputs) | ((target < 0) & (target != _IGNORED))
     if target.dim() == 1 and wrong.any():  # not of shares, which are numbers from 0 to 1
         label = int(target[wrong][0])
-        raise BadData(f"a label is {label}; the network gives {outputs} outputs, for labels from 0 to {outputs - 1}")
+        raise BadData(f"a label is {label}; the network's output is {outputs} wide, for labels from 0 to {outputs - 1}")

@@ -51,10 +51,10 @@ def test_the_loss_of_nothing_is_zero_and_has_a_gradient():
 
 def test_a_network_with_too_few_outputs_is_told_so_at_the_first_step(tmp_path):
     words = (*SMALL, "loop.steps=1", f"run.dir={tmp_path / 'run'}", "model.num_classes=7")
-    with pytest.raises(BadData, match=r"the data has 10 classes, and the network gives 7 outputs; .*num_classes: "):
+    with pytest.raises(BadData, match=r"the data has 10 classes, and the network\'s output is 7 wide: .*num_classes: "):
         here(*words)
     # where nobody says how many classes there are, the first label without an output does
-    with pytest.raises(BadData, match=r"a label is [789]; the network gives 7 outputs, for labels from 0 to 6"):
+    with pytest.raises(BadData, match=r"a label is [789]; the network's output is 7 wide, for labels from 0 to 6"):
         here(*words, "task.num_classes=null")
 
 
@@ -62,7 +62,7 @@ def test_a_network_with_too_few_outputs_is_told_so_at_the_first_step(tmp_path):
 def test_a_label_without_an_output_is_named(label):
     output, target = outputs()
     target[5] = label
-    with pytest.raises(BadData, match=f"a label is {label}; the network gives 4 outputs, for labels from 0 to 3"):
+    with pytest.raises(BadData, match=f"a label is {label}; the network's output is 4 wide, for labels from 0 to 3"):
         Classification().loss(output, target)
     target[5] = -100  # torch passes over it
     assert Classification().loss(output, target).isfinite()

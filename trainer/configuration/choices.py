@@ -123,7 +123,7 @@ def dashed(flag: str, known: Iterable[str]) -> str:
     return f"--{key}: keys are written as KEY=VALUE, without dashes{hint}"
 
 
-def misnamed(override: Override, known: Mapping[str, Any]) -> list[str]:
+def misnamed(override: Override, known: Mapping[str, Any], places: list[Path]) -> list[str]:
     """What is wrong with the key of a word, given everything in the composed configuration by its path."""
     path = re.sub(r"\[['\"]?([^]'\"]*)['\"]?\]", r".\1", override.key_or_group)  # optimizer[betas][0]
     # What the word says about itself: ++ takes anything, + wants a new key, ~ one that is there.
@@ -138,11 +138,20 @@ def misnamed(override: Override, known: Mapping[str, Any]) -> list[str]:
     inside = flat(value, f"{path}.") if isinstance(value, dict) and not override.is_add() else {}
     found = [unknown(each, known) for each in (path, *inside) if each not in known]
 
-    # How to give a target a key that its yaml does not show; whether it takes it, its signature says later.
+    # strategy.tensor=2 with strategy=auto: another option of the group has the key
     above, _, name = path.rpartition(".")
-    if path not in known and not override.is_delete() and (target := known.get(f"{above}._target_")):
+    those = [option for option in options(above, places) if _has(above, option, name, places)]
+    if path not in known and those:
+        found[0] += f" It is a key of {above}={' or '.join(those[:4])}"
+    # How to give a target a key that its yaml does not show; whether it takes it, its signature says later.
+    elif path not in known and not override.is_delete() and (target := known.get(f"{above}._target_")):
         found[0] += f" If {str(target).rpartition('.')[2]} has a parameter {name}, write +{line(override)}"
     return found
+
+
+def _has(group: str, option: str, key: str, places: list[Path]) -> bool:
+    files = [file for place in places if (file := place / group / f"{option}.yaml").is_file()]
+    return any(re.search(rf"^{re.escape(key)}:", file.read_text(encoding="utf-8"), re.MULTILINE) for file in files)
 
 
 def unknown(path: str, known: Iterable[str]) -> str:

@@ -58,7 +58,7 @@ def compose(argv: Sequence[str]) -> DictConfig:
 
     # Words that change a key follow, where the key exists: composing a second time would double the time of a start.
     for change in changes:
-        problems += (wrong := misnamed(change, before))
+        problems += (wrong := misnamed(change, before, places))
         if not wrong:
             _apply(change, cfg)
 
