@@ -130,6 +130,36 @@ def test_every_form_gives_the_same_values(form: str, tmp_path: Path) -> None:
     assert initial.lines == [f"weights     {len(state)} tensors from {tmp_path / form}{done}"]
 
 
+class Echoes(nn.Module):
+    """A network whose parts are called what wrappers put in front of names; all its tensors have one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        for name in ("module", "_orig_mod"):
+            self.add_module(name, nn.PReLU(3))
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "net."])
+def test_a_part_that_is_called_as_a_wrapper_is_keeps_its_name(tmp_path: Path, prefix: str) -> None:
+    state = {name: torch.randn(3) for name in Echoes().state_dict()}
+    save_file(under(prefix, state), tmp_path / "net.safetensors")
+    initial, network = Initial(str(tmp_path / "net.safetensors"), "-loss"), Echoes()
+    initial.look(network)
+    initial.fill(network)
+    assert equal(network.state_dict(), state)
+
+
+def test_a_tensor_that_only_the_file_has_takes_nobodys_place(tmp_path: Path) -> None:
+    given = {"weight": torch.randn(3), "module.weight": torch.randn(3), "my_orig_mod.weight": torch.randn(3)}
+    torch.save(given, tmp_path / "net.pt")
+    initial, network = Initial(str(tmp_path / "net.pt"), "-loss"), nn.PReLU(3)
+    initial.look(network)
+    initial.fill(network)
+    assert torch.equal(network.weight, given["weight"])
+    assert initial.lines[1] == "weights     2 not of this network, left out: module.weight, my_orig_mod.weight"
+
+
 def test_a_part_of_the_network_may_be_all_that_a_file_has(tmp_path: Path) -> None:
     state = Net().state_dict()
     save_file(state, tmp_path / "net.safetensors")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -49,7 +48,7 @@ class Initial:
 
     def _compare(self, weights: Weights, network: nn.Module) -> None:
         own, stored = dict(named_tensors(network)), set(network.state_dict())
-        there, done = plain_names(weights.tensors, own)
+        there, done = plain_names(weights.tensors, own.keys())
         shapes = {name: weights.tensors[other].shape for name, other in there.items()}
         self._names = {name: there[name] for name in own if name in there and shapes[name] == own[name].shape}
         # a tensor with several names (tied weights) needs one of them
@@ -71,20 +70,41 @@ class Initial:
         ]
 
 
-def plain_names(names: Iterable[str], own: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+def plain_names(names: Iterable[str], own: Collection[str]) -> tuple[dict[str, str], str]:
     """A file's names as the network has them → as they stand in the file; and what was done to them, in words.
 
-    Wrappers leave words in front: DataParallel and DDP `module.`, torch.compile `_orig_mod.`. Beside these, one of the
-    two may be a part of the other: Lightning's `model.` holds the network, a task's `backbone.` what the file has.
+    Wrappers add words: DataParallel and DDP `module.` in front, torch.compile `_orig_mod` anywhere. Beside these, one
+    of the two may be a part of the other: Lightning's `model.` holds the network, a task's `backbone.` what the file
+    has.
     """
-    whole = {name if name in own else name.replace("_orig_mod.", "").removeprefix("module."): name for name in names}
-    ways = {"": whole}
-    for word in _first_words(whole):
-        ways[f", its {word}.*"] = {name.removeprefix(f"{word}."): there for name, there in whole.items()}
-    for word in _first_words(own):
-        ways[f", as {word}.*"] = {f"{word}.{name}": there for name, there in whole.items()}
-    done = max(ways, key=lambda way: len(ways[way].keys() & own.keys()))  # of equals the first: nothing
-    return ways[done], done
+    # all names are read in one way: one by one, a part that is really called `module` would pass for a wrapper
+    wholes = [{name: name for name in names}]
+    wholes += [_renamed(whole, _uncompiled) for whole in wholes]
+    wholes += [_renamed(whole, _without("module")) for whole in wholes]
+    ways = [("", whole) for whole in wholes]
+    for whole in wholes:
+        ways += [(f", its {word}.*", _renamed(whole, _without(word))) for word in _first_words(whole)]
+        ways += [(f", as {word}.*", _renamed(whole, _below(word))) for word in _first_words(own)]
+    done, found = max(ways, key=lambda way: len(way[1].keys() & own))  # of equals the first: the least is done
+    return found, done
+
+
+def _renamed(whole: Mapping[str, str], new: Callable[[str], str]) -> dict[str, str]:
+    """The same with other names; nothing where two would have one name, as then some were not meant."""
+    renamed = {new(name): there for name, there in whole.items()}
+    return renamed if len(renamed) == len(whole) else {}
+
+
+def _uncompiled(name: str) -> str:
+    return ".".join(word for word in name.split(".") if word != "_orig_mod")
+
+
+def _without(word: str) -> Callable[[str], str]:
+    return lambda name: name.removeprefix(f"{word}.")
+
+
+def _below(word: str) -> Callable[[str], str]:
+    return lambda name: f"{word}.{name}"
 
 
 def _first_words(names: Iterable[str]) -> Iterable[str]:
