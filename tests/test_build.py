@@ -210,10 +210,9 @@ class TestWhatIsBuilt:
     @pytest.mark.parametrize(
         ("target", "said"),
         [
-            (
-                "torch.package.PackageImporter",
-                "no Module, Task, Data, Dataset, ParallelStyle, transform or dataclass; if",
-            ),
+            ("torch.package.PackageImporter", "no Module, Task, Data, ParallelStyle, transform or dataclass"),
+            ("torch.distributed.nn.RemoteModule", "that keeps to itself; if you know what it does"),
+            ("torchvision.datasets.CIFAR10", "trust=[torchvision]"),
             ("torch.package.PackageImporter", "trust=[torch]"),
             ("torch.distributed.checkpoint.FileSystemWriter", "trust=[torch]"),
             ("torch.nn.init.zeros_", "it is a function; a class may be that is a Module"),
@@ -221,8 +220,13 @@ class TestWhatIsBuilt:
     )
     def test_what_others_may_not_be_says_what_to_write(self, names: Names, target: str, said: str) -> None:
         message = refusal(node("biolab.net.Net", width=1, norm={"_target_": target}), nn.Module, "model", names)
-        assert message.startswith("model.norm: torch.")
+        assert message.startswith("model.norm: torch")
         assert said in message
+
+    def test_data_sets_that_hold_what_they_are_given(self, names: Names) -> None:
+        parts = {"_target_": "torch.utils.data.ConcatDataset", "datasets": [[1, 2], [3]]}
+        given = build(node("biolab.net.Net", width=1, norm=parts), nn.Module, "model", names).given
+        assert list(given["norm"]) == [1, 2, 3]
 
     def test_what_the_command_line_trusts_may_be_inside(self, names: Names) -> None:
         trusting = replace(names, trust=("torch",))
@@ -467,6 +471,7 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("torch.utils.tensorboard.SummaryWriter", {"log_dir": "{canary}"}),
     ("torch.utils.cpp_extension.subprocess.run", {"_args_": [["touch", "{canary}"]]}),
     ("torch.nn.Module.__init__.__globals__", {}),
+    ("torchvision.datasets.CIFAR10", {"root": "{canary}", "download": True}),
     ("torchvision.datasets.utils.download_url", {"url": "file:///etc/hosts", "root": "{folder}"}),
     ("biolab.net.os.system", {"command": "touch {canary}"}),
     ("biolab.net.system", {"command": "touch {canary}"}),

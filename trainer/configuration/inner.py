@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.utils.data import Dataset
 
 from trainer.configuration.names import Names, real_name
 from trainer.data.data import Data
@@ -14,9 +13,10 @@ from trainer.learning.task import Task
 from trainer.refusal import Refusal
 
 # What a configuration is for, from packages that were not written for this. torchvision's older transforms are plain
-# classes, which is why their module is named.
-KINDS = (nn.Module, Task, Data, Dataset, ParallelStyle)
-MODULES = ("torchvision.transforms.", "trainer.learning.schedule", "recipes.")
+# classes, which is why their module is named; of data sets only those are here that hold what they are given.
+KINDS = (nn.Module, Task, Data, ParallelStyle)
+MODULES = ("torchvision.transforms.", "torch.utils.data.dataset", "trainer.learning.schedule", "recipes.")
+ELSEWHERE = "torch.distributed.nn."  # networks that are made on other machines
 
 
 def refuse_inside(target: Any, names: Names, where: str) -> None:
@@ -24,7 +24,8 @@ def refuse_inside(target: Any, names: Names, where: str) -> None:
 
     Of a lab everything may be called, of packages that the command line trusts every class, of others the classes of
     some kinds and records: a public class is not harmless for that. Making one of torch's may start a process
-    (SubprocessHandler of torch.distributed.elastic) or write to a path (PackageExporter, SummaryWriter).
+    (SubprocessHandler of torch.distributed.elastic) or write to a path (PackageExporter, SummaryWriter,
+    every data set of torchvision's that downloads).
     """
     if names.beside(target):
         return
@@ -32,11 +33,13 @@ def refuse_inside(target: Any, names: Names, where: str) -> None:
     if not isinstance(target, type):
         remedy = f"a class may be that is a {kinds}, or a function of your lab that calls this one"
         raise Refusal(f"{where}: {real_name(target)} may not be called here: it is a function; {remedy}")
-    known = issubclass(target, KINDS) or target.__module__.startswith(MODULES) or _is_record(target)
+    of_kind = issubclass(target, KINDS) and not target.__module__.startswith(ELSEWHERE)
+    known = of_kind or target.__module__.startswith(MODULES) or _is_record(target)
     if not known and not names.trusted(target):
         package = target.__module__.split(".")[0]
         remedy = f"if you know what it does, name its package on the command line: trust=[{package}]"
-        raise Refusal(f"{where}: {real_name(target)} may not be called here: it is no {kinds}; {remedy}")
+        why = f"it is no {kinds} that keeps to itself"
+        raise Refusal(f"{where}: {real_name(target)} may not be called here: {why}; {remedy}")
 
 
 def _is_record(kind: type) -> bool:
