@@ -46,6 +46,13 @@ def test_a_run_ends_where_nothing_became_better_and_says_what_extends_it(
     assert status(folder)["reason"] is None
 
 
+def test_the_last_step_has_its_line_where_only_a_clock_asks_for_evaluations(tmp_path: Path) -> None:
+    words = ["loop.eval_every=0.001s", "loop.steps=1000000", "loop.log_every=1000000", "loop.patience=2"]
+    folder = run(tmp_path, "run", *words)
+    assert steps(folder, "train") == [status(folder)["step"]] == steps(folder, "eval")[2:]
+    assert "grad_norm" in lines(folder, "train")[0]
+
+
 def test_another_folder_counts_from_its_own_beginning(tmp_path: Path) -> None:
     run(tmp_path, "first", "loop.steps=20", "loop.patience=1")
     second = run(tmp_path, "second", "loop.steps=20", "loop.patience=1", "run.resume=first")

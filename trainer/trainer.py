@@ -125,9 +125,9 @@ class Trainer:
         step, epoch = self.progress.step, self.progress.epoch
         # counted first: whether this step ends its epoch or the run decides what is due after it
         ended = self._advance()
-        # the last step has a line, and an evaluation may be about to make this one the last
-        may_end = self.progress.stale + 1 >= self.patience and self.eval_due.now(step + 1, ended, clock=False)
-        log_now = self.finished or may_end or self.log_due.now(step + 1, ended, self._log_clock)
+        # one more evaluation may make this step the last, which has a line; whether there is one is known at its end
+        may_end = self.progress.stale + 1 >= self.patience
+        log_now = self.finished or self.log_due.now(step + 1, ended, self._log_clock)
         rate = self._set_rate(step, epoch)
         # what is given to the device here keeps it busy; the host is back at once and does what follows meanwhile
         parts = self.placed.forward_backward(batches, step)
@@ -139,26 +139,25 @@ class Trainer:
         self._write_pending()
         watch.lap("log")
         # a norm that nobody clips by is a pass over all gradients, so it is taken for a line alone: clipped to infinity
-        limit = self.max_norm if self.max_norm is not None or not log_now else math.inf
+        limit = self.max_norm if self.max_norm is not None or not (log_now or may_end) else math.inf
         norm = self.placed.optimizer_step(self.optimizer, limit)
         self.placed.after_step(step + 1)
-        watch.lap("optimizer")
         # losses are added up where they are; only a line, one step from now, brings them to the host
         self._meter.add(parts)
         if step == 0:
             self.log.images("inputs", batches[0].inputs, step)
-        if log_now:
+        watch.lap("optimizer")
+        # read as late as can be, when the answer has long been there
+        self._stopped, self._log_clock, eval_clock, save_clock = self._votes.read()
+        watch.lap("communication")
+        eval_now = self.evaluation is not None and (self.finished or self.eval_due.now(step + 1, ended, eval_clock))
+        if log_now or (may_end and eval_now):
             known = {"step": step + 1, "epoch": epoch, "lr": rate, "samples": self.progress.samples}
             self._pending = self._meter.line(batches, norm, known)
             self.log_due.restart()
         watch.lap("log")
-        # read as late as can be, when the answer has long been there
-        self._stopped, self._log_clock, eval_clock, save_clock = self._votes.read()
-        watch.lap("communication")
         # an evaluation before a save: the checkpoint says how good it is, and the best one stays
-        figures = None
-        if self.evaluation is not None and (self.finished or self.eval_due.now(step + 1, ended, eval_clock)):
-            figures = self.evaluate(epoch)
+        figures = self.evaluate(epoch) if eval_now else None
         save_now = self.finished or self._stopped or self.save_due.now(step + 1, ended, save_clock)
         if save_now or self.checkpoints.is_best(figures):
             self.save(figures)
