@@ -90,6 +90,18 @@ def test_a_run_that_goes_on_goes_on_with_it_to_the_bit_and_says_where_there_is_n
     assert curve(whole)[:8] == curve(parts)
 
 
+def test_it_goes_on_where_other_parameters_are_frozen(tmp_path: Path) -> None:
+    words = ["ema.decay=0.5", "loop.save_every=1", "checkpoint.keep=9"]
+    folder = run(tmp_path, "run", *words, "loop.steps=3", "model.freeze=['1']")
+    assert set(averages(folder, 3)) == {"3.weight", "3.bias", "5.weight", "5.bias"}
+    run(tmp_path, "run", *words, "loop.steps=4", "run.accept_changes=true")
+    # what did not move until then is its own average
+    before, weights, after = averages(folder, 3), stored(folder, 3), stored(folder, 4)
+    assert len(averages(folder, 4)) == 6
+    for name, average in averages(folder, 4).items():
+        assert torch.equal(average, torch.lerp(before.get(name, weights[name]), after[name], 0.5)), name
+
+
 def test_a_step_that_was_left_out_moves_nothing() -> None:
     network = nn.Linear(2, 2)
     average = Average(network, 0.5, 1)

@@ -92,13 +92,17 @@ class Average(NoAverage):
         return {AVERAGE + name: average for name, average in self._kept.items()}
 
     def empty(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Room for all averages, or none: of a checkpoint without them the average begins from its weights."""
+        """Room for the averages that are stored; where there are none, the average begins from the weights."""
         wanted = {AVERAGE + name: own for name, own in self._own.items()}
-        return {name: torch.empty_like(own) for name, own in wanted.items()} if wanted.keys() <= stored.keys() else {}
+        return {name: torch.empty_like(own) for name, own in wanted.items() if name in stored}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take the averages over, where the checkpoint had any."""
-        self._kept = {name: state[AVERAGE + name] for name in self._own if AVERAGE + name in state}
+        """Take the averages over, where the checkpoint had any.
+
+        What has none among others was frozen until now: it never moved, so it is its own average.
+        """
+        if there := {name: state[AVERAGE + name] for name in self._own if AVERAGE + name in state}:
+            self._kept = {n: there[n] if n in there else own.detach().clone() for n, own in self._own.items()}
 
     @contextmanager
     def _in_place(self, names: Collection[str]) -> Iterator[None]:
