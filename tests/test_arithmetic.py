@@ -89,8 +89,8 @@ def test_parts_of_a_step_differ_by_at_most_one_larger_first() -> None:
 
 def test_the_next_number_of_micro_batches_halves_nothing_that_is_one() -> None:
     assert more_micro_batches(Batches(64, micro_batches=1, ranks=4)) == 2
-    assert more_micro_batches(Batches(5, micro_batches=1, ranks=1)) == 5
-    assert more_micro_batches(Batches(8, micro_batches=8, ranks=1)) is None
+    assert more_micro_batches(Batches(5, micro_batches=1, unit=1)) == 5
+    assert more_micro_batches(Batches(8, micro_batches=8, unit=1)) is None
 
 
 def test_with_uneven_shares_the_next_number_need_not_divide() -> None:
@@ -102,16 +102,16 @@ def test_with_uneven_shares_the_next_number_need_not_divide() -> None:
 
 
 def test_the_length_is_the_bound_that_is_reached_first() -> None:
-    assert measure(1437, 128, 10, None).steps == 110
-    assert measure(1437, 128, 10, 50).steps == 50
-    assert measure(1437, 128, None, 500).steps == 500
-    assert measure(1437, 128, 1, None).left_out == 29
+    assert measure(1437, 128, 10, None, unit=1).steps == 110
+    assert measure(1437, 128, 10, 50, unit=1).steps == 50
+    assert measure(1437, 128, None, 500, unit=1).steps == 500
+    assert measure(1437, 128, 1, None, unit=1).left_out == 29
 
 
 @pytest.mark.parametrize(("samples", "said"), [(0, "empty"), (100, "100 samples")])
 def test_too_little_data_is_refused(samples: int, said: str) -> None:
     with pytest.raises(Refusal, match=said):
-        measure(samples, 128, 1, None)
+        measure(samples, 128, 1, None, unit=1)
     with pytest.raises(Refusal, match=r"has 81 samples, .* at most 80 fits"):  # and can be dealt to two
         measure(81, 128, 1, None, unit=2)
     with pytest.raises(Refusal, match=r"; 4 are the fewest that can be dealt out"):

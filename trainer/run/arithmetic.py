@@ -91,7 +91,7 @@ class Length:
         return f"{counted(self.steps, 'step')}, {length}{tail}"
 
 
-def measure(samples: int, global_batch: int, epochs: int | None, steps: int | None, unit: int = 1) -> Length:
+def measure(samples: int, global_batch: int, epochs: int | None, steps: int | None, unit: int) -> Length:
     """How many steps that is, by whichever bound is reached first. Refusal where an epoch has no step.
 
     samples: the length of an epoch's order; unit: of which a global batch is a multiple.
