@@ -21,6 +21,7 @@ from trainer.refusal import Refusal
 _SIDE = 32
 _MOST = 256  # classes: the binary release has a byte for them
 _PIXELS = 3 * _SIDE * _SIDE  # bytes of a picture: red, green and blue, each row after row
+_LARGEST = 1 << 30  # bytes of a file that is read, for all of it is in memory then; the published ones have a seventh
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,8 @@ class CIFAR10(Pictures):
 
     def _checked(self, file: Path, md5: str) -> tuple[Tensor, Tensor]:
         """What one file holds. A note where it is not the published one; Refusal where it is none of this set."""
+        if (size := file.stat().st_size) > _LARGEST:
+            raise Refusal(f"{file} has {size:,} bytes; a file of {self.name} is read up to {_LARGEST:,}")
         pixels, labels = self._release.read(file)
         if len(pixels) != len(labels):
             raise Refusal(f"{file} holds {len(pixels)} pictures, but {len(labels)} labels; expected as many")
@@ -163,9 +166,8 @@ class CIFAR10(Pictures):
     def _download(cls, cache: Path) -> None:
         from torchvision import datasets  # here, because the import takes seconds
 
-        getattr(datasets, cls.__name__)(
-            str(cache), download=True
-        )  # the pickles; the other release is for those who have it
+        # the pickles; the other release is for those who have it
+        getattr(datasets, cls.__name__)(str(cache), download=True)
 
 
 class CIFAR100(CIFAR10):

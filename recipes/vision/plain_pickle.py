@@ -16,6 +16,7 @@ from torch import Tensor
 from trainer.refusal import Refusal
 
 _TUPLES = 1000  # a published file has about ten
+_OPCODES = 10_000_000  # of the published ones the largest has less than a million
 
 
 def read_plain(path: Path) -> Any:
@@ -44,6 +45,8 @@ def _refuse_bombs(content: bytes) -> None:
     for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
             raise pickle.UnpicklingError("a place that nothing before it needs")  # memory up to there would be taken
+        if count > _OPCODES:  # each of them may make an object that is a hundred times as large
+            raise pickle.UnpicklingError(f"more than {_OPCODES:,} operations")
         tuples += opcode.name.startswith("TUPLE")
         if tuples > _TUPLES:
             raise pickle.UnpicklingError(f"more than {_TUPLES} tuples")  # one within the other they overrun the stack

@@ -142,6 +142,7 @@ def laughs(depth: int) -> list:
         (b"\x80\x02})" + b"\x85" * 3_000_000 + b"K\x00s.", "more than 1000 tuples"),
         (b"\x80\x02c_codecs\nencode\nN}X\x01\x00\x00\x00aK\x01s\x86b.", "a change of what makes"),
         (pickle.dumps(laughs(40)), "expected a dict"),
+        (b"\x80\x02(" + b"]" * 11_000_000 + b"l.", "more than 10,000,000 operations"),
     ],
     ids=lambda value: value if isinstance(value, str) else "file",
 )
@@ -151,6 +152,14 @@ def test_a_file_that_is_none_of_the_set_is_refused(tmp_path: Path, content: byte
     with pytest.raises(Refusal, match=words) as refusal:
         CIFAR10(Augment(), root=str(tmp_path)).train()
     assert str(file) in str(refusal.value)
+
+
+@pytest.mark.parametrize("form", ["py2", "bin"])
+def test_a_file_that_is_too_large_for_any_of_the_set_is_not_read(tmp_path: Path, form: str) -> None:
+    file = next((write_ten(tmp_path, form) / f"cifar-10-batches-{form.replace('py2', 'py')}").glob("test_batch*"))
+    os.truncate(file, 50 << 30)  # 50 GiB of nothing
+    with pytest.raises(Refusal, match=r"test_batch.* has 53,687,091,200 bytes; .* is read up to 1,073,741,824"):
+        CIFAR10(Augment(), root=str(tmp_path)).evaluation()
 
 
 def test_plain_data_is_read_as_it_is(tmp_path: Path) -> None:
