@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from trainer import Data
 from trainer.data.order import Order, size_of
 from trainer.data.reader import Loading, Seeded, reading
+from trainer.data.slice import Slice as Dealt
 from trainer.data.stream import EvaluationStream, Stream, digest
 from trainer.parallel.ranks import Ranks
 from trainer.refusal import Refusal
@@ -112,18 +113,18 @@ def test_unequal_shares_are_the_same_samples_in_every_micro_batch(kind: type, si
 
 
 class PairedData(NumberData):
-    def mix(self, inputs: Any, targets: Any, next_inputs: Any, next_targets: Any, random: Any) -> Any:
+    def mix(self, inputs: Any, targets: Any, others: Any, other_targets: Any, random: Any) -> Any:
         draw = random.uniform(len(targets), 1)
-        return {"x": torch.cat((inputs["x"], next_inputs["x"], draw), 1)}, torch.stack((targets, next_targets), 1)
+        return {"x": torch.cat((inputs["x"], others["x"], draw), 1)}, torch.stack((targets, other_targets), 1)
 
 
 @pytest.mark.parametrize("kind", [Numbers, InMemory])
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_the_partner_of_a_sample_is_the_next_of_the_global_batch(kind: type, size: int, slices: int) -> None:
+def test_the_partner_of_a_sample_is_half_a_global_batch_away(kind: type, size: int, slices: int) -> None:
     data = PairedData(kind(50))
     order = Order(data, data.dataset, 5)(1)[:48].view(4, 12)
-    partner = dict(zip(order.flatten().tolist(), order.roll(-1, 1).flatten().tolist(), strict=True))
+    partner = dict(zip(order.flatten().tolist(), order.roll(-6, 1).flatten().tolist(), strict=True))
     plain = {i: x for step in read(stream(NumberData(kind(50)), kind(50)), 1) for i, x in step}  # augmented, not mixed
 
     def mixed(rank: int, ranks: int, cuts: int) -> dict[int, list[float]]:
@@ -141,6 +142,16 @@ def test_the_partner_of_a_sample_is_the_next_of_the_global_batch(kind: type, siz
     assert {i: x for part in shared for i, x in part.items()} == alone
     assert sum(map(len, shared)) == 48
     assert all(len(stream(data, data.dataset, rank, size).example()[1][0]) == 2 for rank in range(size))
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "read"), [(12, 1, [12]), (12, 2, [6, 6]), (12, 3, [4] * 3), (12, 4, [6] * 4), (5, 2, [4, 3])]
+)
+def test_partners_are_read_once_where_ranks_have_as_many_samples_an_even_number(
+    batch: int, ranks: int, read: list[int]
+) -> None:
+    slices = [Dealt(rank, ranks, torch.device("cpu"), 0) for rank in range(ranks)]
+    assert [len(own.pairs(batch)[0]) for own in slices] == read
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 5), (5, 3), (5, 1), (2, 7)])

@@ -87,10 +87,10 @@ class Augment:
         return self.mixup > 0 or self.cutmix > 0
 
     def mix(
-        self, images: Tensor, targets: Tensor, next_images: Tensor, next_targets: Tensor, random: Random, classes: int
+        self, images: Tensor, targets: Tensor, others: Tensor, other_targets: Tensor, random: Random, classes: int
     ) -> tuple[Tensor, Tensor]:
-        """Mix augmented images with the next ones of the global batch; targets become shares of so many classes."""
-        return mix(images, targets, next_images, next_targets, random, self.mixup, self.cutmix, classes)
+        """Mix augmented images with their partners; targets become shares of so many classes."""
+        return mix(images, targets, others, other_targets, random, self.mixup, self.cutmix, classes)
 
 
 def resized(images: Tensor, size: int) -> Tensor:

@@ -28,7 +28,7 @@ class Pictures(Data):
         if not 0 <= balance <= 1:
             raise Refusal(f"data.balance is {balance}; it is 0 (classes as they come) to 1 (all equally often)")
         self._augment, self._repeat, self._balance = augment, repeat, balance
-        # no method, where nothing is mixed: partners of samples are read only where there is one
+        # no method, where nothing is mixed: samples have partners only where there is one
         self.mix = self._mixed if augment.mixes else None
 
     def train(self) -> Any:
@@ -49,8 +49,8 @@ class Pictures(Data):
             return torch.randperm(len(self._training), generator=generator)
         return sampled(self._training.labels, self._repeat, self._balance, generator)
 
-    def _mixed(self, inputs: Any, targets: Any, next_inputs: Any, next_targets: Any, random: Random) -> tuple[Any, Any]:
-        return self._augment.mix(inputs, targets, next_inputs, next_targets, random, self.num_classes)
+    def _mixed(self, inputs: Any, targets: Any, others: Any, other_targets: Any, random: Random) -> tuple[Any, Any]:
+        return self._augment.mix(inputs, targets, others, other_targets, random, self.num_classes)
 
     @property
     def _several(self) -> bool:

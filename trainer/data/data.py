@@ -21,8 +21,8 @@ class Data:
     `TensorDataset` that nobody collates differently the rows are taken at once.
     """
 
-    # mix(inputs, targets, next_inputs, next_targets, random) → (inputs, targets): changes each augmented training
-    # sample by the next one of the global batch (mixup). A method, or None: then partners are not even read.
+    # mix(inputs, targets, other_inputs, other_targets, random) → (inputs, targets): changes each augmented training
+    # sample by the one half a global batch further on (mixup). A method, or None: then nobody has a partner.
     mix: Callable[[Any, Any, Any, Any, Random], tuple[Any, Any]] | None = None
 
     def train(self) -> Dataset:

@@ -47,10 +47,10 @@ class Shares:
 
 
 class MixedShares(Shares):
-    """The same, each sample mixed with its partner: the next one of the global batch, the last one's is the first.
+    """The same, each sample mixed with its partner: the one half a global batch further on.
 
-    Where other ranks hold the partners, they are read and augmented here once more. So nothing need be sent, and a
-    sample is the same whatever the number of ranks.
+    As a rule this rank holds it too. Where another one does, it is read and augmented here once more. So nothing need
+    be sent, and a sample is the same whatever the number of ranks.
     """
 
     def read(self, epoch: int, order: Tensor, global_batch: int) -> Iterator[Share]:
@@ -64,8 +64,8 @@ class MixedShares(Shares):
             own = indices[:count]
             random = Random(mix(self._own.seed, _MIXING), epoch, moved(own, self._own.device))
             inputs, targets = rows(both, 0, count, size)
-            next_inputs, next_targets = picked(both, partners, size)
-            yield own, *self._data.mix(inputs, targets, next_inputs, next_targets, random)
+            others, other_targets = picked(both, partners, size)
+            yield own, *self._data.mix(inputs, targets, others, other_targets, random)
 
 
 def shares(data: Data, samples: Samples, own: Slice) -> Shares:

@@ -34,17 +34,18 @@ class Slice:
         return list(order[:whole].view(-1, global_batch)[:, columns].unbind())
 
     def pairs(self, global_batch: int) -> tuple[Tensor, Tensor]:
-        """Where in a global batch this rank's samples are, then those next to them that are other ranks'.
+        """Where in a global batch this rank's samples are, then those of their partners that are other ranks'.
 
-        And which of all these is the next one of each of this rank's samples; the last one's is the first of the batch.
+        And which of all these is the partner of each of this rank's samples: the one half a batch further on, from the
+        end on at the beginning. It is this rank's own where all ranks have as many samples, an even number.
         """
         own = torch.arange(self.rank, global_batch, self.ranks)
-        following = (own + 1) % global_batch
-        needed = torch.cat((own, following[following % self.ranks != self.rank]))
+        partners = (own + global_batch // 2) % global_batch
+        needed = torch.cat((own, partners[partners % self.ranks != self.rank]))
         # position → place among those needed
         place = torch.empty(global_batch, dtype=torch.int64)
         place[needed] = torch.arange(len(needed))
-        return needed, place[following]
+        return needed, place[partners]
 
     def rows(self, span: range) -> range:
         """Which rows of this rank's share lie in a span of the global batch: row j is sample j · ranks + rank of it."""

@@ -1,4 +1,4 @@
-"""Mixup and cutmix: each image with the one after it in the global batch, and targets that say how much of each."""
+"""Mixup and cutmix: each image with a partner, and targets that say how much of each."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _FINE = 1 << 16  # steps of the integral that gives them
 def mix(
     images: Tensor,
     targets: Tensor,
-    next_images: Tensor,
-    next_targets: Tensor,
+    others: Tensor,
+    other_targets: Tensor,
     random: Random,
     mixup: float,
     cutmix: float,
@@ -40,9 +40,9 @@ def mix(
 
     # how much of the own image each pixel shows: all or nothing, or the same everywhere
     share = torch.where(which[:, None, None, None], (~box).float(), own[:, None, None, None])
-    mixed = images * share + next_images * (1 - share)
-    soft, next_soft = shares(targets, classes), shares(next_targets, classes)
-    return mixed, soft * own[:, None] + next_soft * (1 - own)[:, None]
+    mixed = images * share + others * (1 - share)
+    soft, other_soft = shares(targets, classes), shares(other_targets, classes)
+    return mixed, soft * own[:, None] + other_soft * (1 - own)[:, None]
 
 
 def shares(targets: Tensor, classes: int) -> Tensor:
