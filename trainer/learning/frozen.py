@@ -11,7 +11,8 @@ from torch import nn
 from trainer.learning.pattern import spelled_out, within
 from trainer.refusal import Refusal
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # what has running statistics
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # that know the samples of their own process alone
+NORMS = (*BATCH_NORMS, nn.SyncBatchNorm)  # what has running statistics
 
 
 class Still(nn.Module):

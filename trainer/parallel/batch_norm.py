@@ -14,12 +14,10 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from trainer.learning.frozen import Still
+from trainer.learning.frozen import BATCH_NORMS, Still
 from trainer.parallel.buckets import average
 from trainer.parallel.ranks import Group, Ranks
 from trainer.refusal import Refusal
-
-BATCH_NORMS = {nn.BatchNorm1d: (2,), nn.BatchNorm2d: (2, 2, 2), nn.BatchNorm3d: (2, 2, 2, 2)}  # an input, without C
 
 
 def batch_norms(network: nn.Module) -> list[_BatchNorm]:
@@ -28,7 +26,7 @@ def batch_norms(network: nn.Module) -> list[_BatchNorm]:
 
 
 def _stands_alone(module: nn.Module) -> TypeGuard[_BatchNorm]:
-    return isinstance(module, tuple(BATCH_NORMS)) and not isinstance(module, (Synchronised, Still))
+    return isinstance(module, BATCH_NORMS) and not isinstance(module, (Synchronised, Still))
 
 
 def with_statistics(network: nn.Module) -> list[_BatchNorm]:
@@ -65,7 +63,7 @@ def refuse_own_statistics(network: nn.Module) -> None:
 
 
 def _asks_torch(layer: _BatchNorm) -> bool:
-    batch, *places = next(shape for kind, shape in BATCH_NORMS.items() if isinstance(layer, kind))
+    axes = next(count for kind, count in zip(BATCH_NORMS, (0, 2, 3), strict=True) if isinstance(layer, kind))
     asked = False
 
     def unchanged(x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -74,7 +72,8 @@ def _asks_torch(layer: _BatchNorm) -> bool:
         return x
 
     with _Instead(unchanged), suppress(Exception):
-        deepcopy(layer).to("meta").train()(torch.empty(batch, layer.num_features, *places, device="meta"))
+        x = torch.empty(2, layer.num_features, *[2] * axes, device="meta")  # (B, C, ...)
+        deepcopy(layer).to("meta").train()(x)
     return asked
 
 
