@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +63,10 @@ def _middle(width: float, height: float, wide: float, high: float) -> Box:
 def decode(source: Any, size: int, channels: int, window: Window) -> Tensor:
     """The window of a picture as (channels, size, size) of uint8. `source`: a path, or an open file.
 
+    Windows are cut out of the picture as it is stored, then it is turned as viewers show it (EXIF's orientation).
     Whatever is wrong with the file raises what PIL raises for it.
     """
-    from PIL import Image  # here, because only data sets of files need it
+    from PIL import Image, ImageOps  # here, because only data sets of files need it
 
     with Image.open(source) as picture:
         width, height = picture.size
@@ -80,6 +82,9 @@ def decode(source: Any, size: int, channels: int, window: Window) -> Tensor:
         image = shallow.convert(_MODES[channels])
         box = left * shrunk, top * shrunk, min(right * shrunk, image.width), min(bottom * shrunk, image.height)
         square = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+        # upright by what the camera noted, as viewers do it: of a square that is cheap; a damaged note turns nothing
+        with suppress(Exception):
+            square = ImageOps.exif_transpose(square)
     # (size, size, channels) as it lies in memory
     pixels = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(size, size, channels)
     return pixels.permute(2, 0, 1).contiguous()

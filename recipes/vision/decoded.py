@@ -31,7 +31,8 @@ class Sources(Protocol):
 class DecodedPictures(Pictures):
     """Pictures (C, image_size, image_size) out of compressed ones: random windows in training, else central squares.
 
-    What derives from it says `_sources(training)`.
+    An evaluation may have another size (Touvron et al. 2019: a window of the whole picture shows things smaller). What
+    derives from it says `_sources(training)`.
     """
 
     def __init__(
@@ -39,15 +40,18 @@ class DecodedPictures(Pictures):
         augment: Augment,
         window: Windows,
         image_size: int,
+        eval_image_size: int | None,
         channels: Literal[1, 3],
         on_bad: Literal["error", "skip"],
         repeat: int,
         balance: float,
     ) -> None:
         super().__init__(augment, repeat, balance)
-        if image_size < 1:
-            raise Refusal(f"data.image_size is {image_size}; it is a number of pixels, 1 or more")
+        for name, size in (("image_size", image_size), ("eval_image_size", eval_image_size)):
+            if size is not None and size < 1:
+                raise Refusal(f"data.{name} is {size}; it is a number of pixels, 1 or more")
         self._windows, self.image_size, self._channels, self._on_bad = window, image_size, channels, on_bad
+        self._eval_size = image_size if eval_image_size is None else eval_image_size
         self._parts: list[Decoded] = []  # that have been made
 
     def replaced(self) -> list[str]:
@@ -58,7 +62,8 @@ class DecodedPictures(Pictures):
         sources = self._sources(training)
         damaged = Lenient(len(sources.labels)) if self._on_bad == "skip" else Strict()
         window = self._windows.training if training else self._windows.evaluation
-        self._parts.append(Decoded(sources, window, self.image_size, self._channels, damaged))
+        size = self.image_size if training else self._eval_size
+        self._parts.append(Decoded(sources, window, size, self._channels, damaged))
         return self._parts[-1]
 
     def _sources(self, training: bool) -> Sources:

@@ -43,8 +43,9 @@ class ImageFolder(DecodedPictures):
         on_bad: Literal["error", "skip"] = "error",
         repeat: int = 1,
         balance: float = 0.0,
+        eval_image_size: int | None = None,
     ) -> None:
-        super().__init__(augment, window, image_size, channels, on_bad, repeat, balance)
+        super().__init__(augment, window, image_size, eval_image_size, channels, on_bad, repeat, balance)
         if not 0 <= held_out < 1:
             raise Refusal(f"data.held_out is {held_out}; it is a part of the pictures, 0 or more and below 1")
         self._held_out = held_out

@@ -38,8 +38,9 @@ class HuggingFaceImages(DecodedPictures):
         on_bad: Literal["error", "skip"] = "error",
         repeat: int = 1,
         balance: float = 0.0,
+        eval_image_size: int | None = None,
     ) -> None:
-        super().__init__(augment, window, image_size, channels, on_bad, repeat, balance)
+        super().__init__(augment, window, image_size, eval_image_size, channels, on_bad, repeat, balance)
         names = {True: train} if evaluation is None else {True: train, False: evaluation}
         splits = _chosen(path, _loaded(path, subset), names, image, label)
         self._rows = {training: Rows(splits[name], f"{path} {name}", image, label) for training, name in names.items()}

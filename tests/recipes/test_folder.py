@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from PIL import Image
+from PIL import Image, ImageOps
 
 from recipes.vision.augment import Augment
 from recipes.vision.decode import Windows, decode
@@ -75,6 +75,13 @@ def test_one_curve_whoever_decodes(place: Path, processes: Processes) -> None:
     # the number of classes, which nobody typed, is known from the folder
     said = yaml.safe_load((place / "alone" / "config.yaml").read_text())
     assert (said["data"]["num_classes"], said["model"]["num_classes"]) == (3, 3)
+
+
+def test_an_evaluation_may_have_a_size_of_its_own(place: Path) -> None:
+    larger = data(place / "whole", eval_image_size=24)
+    assert (larger.train()[0][0].shape, larger.evaluation()[0][0].shape) == ((3, 16, 16), (3, 24, 24))
+    with pytest.raises(Refusal, match=r"data\.eval_image_size is 0"):
+        data(place / "whole", eval_image_size=0)
 
 
 def test_a_damaged_file_ends_the_run_with_its_path(place: Path) -> None:
@@ -200,3 +207,24 @@ def test_a_picture_of_16_bits_keeps_its_greys(tmp_path: Path) -> None:
     for channels in (1, 3):
         found = decode(tmp_path / "deep.png", 64, channels, lambda width, height: (0, 0, width, height))
         assert (found[0].float() - ramp.float() / 257).abs().max() <= 1
+
+
+@pytest.mark.parametrize("ending", ["jpg", "png", "tif"])
+def test_a_picture_stands_as_a_viewer_shows_it(tmp_path: Path, ending: str) -> None:
+    whole = picture(5, width=48, height=48)
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        whole.save(path := tmp_path / f"{orientation}.{ending}", exif=exif)
+        with Image.open(path) as stored:
+            expected = ImageOps.exif_transpose(stored).convert("RGB").tobytes()
+        found = decode(path, 48, 3, lambda width, height: (0, 0, width, height))
+        assert found.permute(1, 2, 0).contiguous().numpy().tobytes() == expected
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_a_picture_whose_note_is_damaged_stands_as_it_is_stored(tmp_path: Path) -> None:
+    picture(5).save(tmp_path / "plain.jpg")
+    picture(5).save(tmp_path / "odd.jpg", exif=b"Exif\x00\x00MM\x00*damaged")
+    plain, odd = (decode(tmp_path / f"{name}.jpg", 16, 3, WHOLE.evaluation) for name in ("plain", "odd"))
+    assert torch.equal(plain, odd)

@@ -25,7 +25,7 @@ PRESETS = {
     "cifar10_resnet18": ("data.image_size=64", "data.root=."),
     "cifar10_resnet50": ("data.root=.",),
     "imagenet_resnet50": SMALL,
-    "imagenet_resnet50_strong": (*SMALL, "ema.every=1"),
+    "imagenet_resnet50_strong": (*SMALL, "data.eval_image_size=40", "ema.every=1"),
     "imagenet_vit_small": (*SMALL, "model.depth=2", "model.patch_size=8"),
 }
 QUICK = "cifar10_resnet18"  # the one that is tried without --long
