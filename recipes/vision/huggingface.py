@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
+from recipes.splits import class_count, labels, numbered, splits
 from recipes.vision.augment import Augment
 from recipes.vision.decode import Windows
 from recipes.vision.decoded import DecodedPictures
-from trainer.refusal import Refusal, nearest
+from trainer.refusal import Refusal
 
 
 class HuggingFaceImages(DecodedPictures):
@@ -41,13 +38,14 @@ class HuggingFaceImages(DecodedPictures):
         eval_image_size: int | None = None,
     ) -> None:
         super().__init__(augment, window, image_size, eval_image_size, channels, on_bad, repeat, balance)
-        names = {True: train} if evaluation is None else {True: train, False: evaluation}
-        splits = _chosen(path, _loaded(path, subset), names, image, label)
-        self._rows = {training: Rows(splits[name], f"{path} {name}", image, label) for training, name in names.items()}
-        found = max(rows.classes for rows in self._rows.values())
-        self.num_classes = found if num_classes is None else num_classes
-        if self.num_classes < found:
-            raise Refusal(f"data.num_classes={num_classes}, but the column {label} of {path} has {found} classes")
+        found = splits(path, subset, train, evaluation, {"data.image": image, "data.label": label})
+        for split in found.values():
+            _refuse_other_columns(split, image, path)
+        names = {True: train, False: evaluation}
+        ready = numbered(found, label).items()
+        self._rows = {at: Rows(split, f"{path} {names[at]}", image, label) for at, split in ready}
+        classes = max(rows.classes for rows in self._rows.values())
+        self.num_classes = class_count(num_classes, classes, f"the column {label} of {path}")
 
     def evaluation(self) -> Any:
         """The pictures of the split for evaluation; None where none was named."""
@@ -61,13 +59,11 @@ class Rows:
     """The pictures of a column, still compressed, and the labels of another one."""
 
     def __init__(self, split: Any, name: str, image: str, label: str) -> None:
-        from datasets import ClassLabel, Image
+        from datasets import Image
 
         # compressed as they are: decoding is for the worker processes
         self._split, self._image, self._name = split.cast_column(image, Image(decode=False)), image, name
-        self.labels = torch.tensor(split.with_format("numpy")[label][:], dtype=torch.int64)  # (N,)
-        kind = split.features[label]
-        self.classes = kind.num_classes if isinstance(kind, ClassLabel) else int(self.labels.max()) + 1
+        self.labels, self.classes = labels(split, label)
 
     def source(self, at: int) -> Any:
         """The picture's bytes, or its path."""
@@ -79,43 +75,8 @@ class Rows:
         return f"{self._name}[{at}]"
 
 
-def _chosen(path: str, splits: Any, names: Mapping[bool, str], image: str, label: str) -> Any:
-    """The splits of these names, their labels as numbers. Refusal where a split or a column is not there."""
-    from datasets import DatasetDict, Image
+def _refuse_other_columns(split: Any, image: str, path: str) -> None:
+    from datasets import Image
 
-    keys = {True: "data.train", False: "data.evaluation"}
-    for training, name in names.items():
-        if name not in splits:
-            raise Refusal(_missing(f"{keys[training]}={name}: {path} has no such split", name, splits))
-    for name in names.values():
-        columns = splits[name].features
-        for key, column in (("data.image", image), ("data.label", label)):
-            if column not in columns:
-                raise Refusal(_missing(f"{key}={column}: split {name} of {path} has no such column", column, columns))
-        if not isinstance(columns[image], Image):
-            raise Refusal(f"data.image={image}: this column of {path} holds no pictures: {columns[image]}")
-    chosen = DatasetDict({name: splits[name] for name in names.values()})
-    # words as labels become numbers by their order, in all splits together
-    return chosen.class_encode_column(label) if chosen[names[True]].features[label].dtype == "string" else chosen
-
-
-def _missing(said: str, name: str, there: Collection[str]) -> str:
-    return f"{said}; it has {', '.join(there)}{nearest(name, there)}"
-
-
-def _loaded(path: str, subset: str | None) -> dict[str, Any]:
-    """The splits of a data set by name. Refusal where the package or the data set is not there."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise Refusal("data=huggingface needs the package datasets: pip install -e '.[hf]'") from error
-    place = Path(path).expanduser()
-    try:
-        if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
-            found = datasets.load_from_disk(str(place))
-        else:
-            found = datasets.load_dataset(str(place) if place.is_dir() else path, subset)
-    except Exception as error:  # of a hub, a network, a format: all of them say that there is no such data set here
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Refusal(f"data.path={path} cannot be loaded as a data set: {reason}") from error
-    return dict(found) if isinstance(found, dict) else {"train": found}
+    if not isinstance(split.features[image], Image):
+        raise Refusal(f"data.image={image}: this column of {path} holds no pictures: {split.features[image]}")
