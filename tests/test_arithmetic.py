@@ -89,8 +89,8 @@ def test_parts_of_a_step_differ_by_at_most_one_larger_first() -> None:
 
 def test_the_next_number_of_micro_batches_halves_nothing_that_is_one() -> None:
     assert more_micro_batches(Batches(64, micro_batches=1, ranks=4)) == 2
-    assert more_micro_batches(Batches(5, micro_batches=1, unit=1)) == 5
-    assert more_micro_batches(Batches(8, micro_batches=8, unit=1)) is None
+    assert more_micro_batches(Batches(5, micro_batches=1, ranks=1)) == 5
+    assert more_micro_batches(Batches(8, micro_batches=8, ranks=1)) is None
 
 
 def test_with_uneven_shares_the_next_number_need_not_divide() -> None:
