@@ -148,6 +148,7 @@ def test_what_others_call_a_key_is_a_key_here() -> None:
         ["log=console"],
         ["experiment=null"],
         ["run.name=2024", "loop.steps=1e4"],
+        ["data=imagefolder", "data.root=~/my pictures"],
         ["loop.epochs=${seed}", "seed=3"],
         [],
     ],

@@ -43,6 +43,7 @@ def test_a_run_says_what_it_found_that_it_is_alone_and_where_its_best_checkpoint
     assert here(*words) == 0
     said = capsys.readouterr().out
     assert "data        1,437 samples in 10 classes\nevaluation  360 samples\n" in said
+    assert "note        the run ends before schedule.warmup does" in said  # 2 of 20 steps
     assert "note        ddp has one process, so it shares nothing; with two: torchrun --standalone" in said
     (found,) = re.findall(r"^best        accuracy 0\.\d{4} at step [12]: (.+)$", said, re.MULTILINE)
     assert (Path(found) / "manifest.json").is_file()

@@ -108,7 +108,8 @@ def parse(words: Sequence[str], sweeps: bool = False) -> tuple[list[Override], l
     for word in words:
         brief = word if len(word) <= 60 else word[:57] + "..."
         try:
-            override = parser.parse_override(word)
+            # shells leave data.root=~/pictures as it is, and Hydra's grammar has no such sign
+            override = parser.parse_override(re.sub(r"^([^=]+=)(~[^,'\"]*)$", r"\1'\2'", word))
         except HydraException:
             hint = "write KEY=VALUE" if "=" not in word else "quote values with spaces or signs: \"KEY='a b'\""
             problems.append(f"{brief}: this cannot be read; {hint}")

@@ -60,6 +60,7 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
     strategy, machine = run.strategy, run.machine
     count, learn = sum(parameter.numel() for parameter in run.network.parameters()), trainable(run.network)
     frozen = f", of which {learn:,} are trained" if learn < count else ""
+    never_full = run.schedule.warmup > run.length.steps
     evaluated = counted(size_of(run.evaluation), "sample") if run.evaluation is not None else ""
     return [
         f"run folder  {run.folder.path}",
@@ -71,6 +72,7 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
         f"evaluation  {evaluated or 'none: the data has no evaluation set'}",
         f"batch       {run.batches}",
         f"length      {run.length}; schedule {run.schedule.label}",
+        *(["note        the run ends before schedule.warmup does: never at the full rate"] if never_full else []),
         *run.initial.lines,
         *([f"note        built whole on every rank first: {run.whole_because}"] if run.whole_because else []),
         *[f"note        {note}" for note in (*run.data.notes(), *strategy.notes(run.network))],
