@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,42 +34,59 @@ _WHITE = 255
 ) = range(1, 14)  # 0: as it is
 
 
-def trivial(images: Tensor, random: Random, full_scale: float = 255.0) -> Tensor:
-    """TrivialAugment (Müller, Hutter 2021) in its wide space. (B, C, H, W), uint8 or float; the result is float32.
+class _Drawn(NamedTuple):
+    """What the images of a batch have drawn, (B,) int64 each."""
 
-    Every way is computed for every image and one is kept: to sort images by their ways the host would have to wait for
-    the device.
-    """
+    way: Tensor
+    strength: Tensor  # 0 to _STRENGTHS - 1
+    sign: Tensor  # -1 or 1
+
+    @property
+    def amount(self) -> Tensor:
+        """The strength as a part of the largest, (B,)."""
+        return self.strength.float() / (_STRENGTHS - 1)
+
+    def takes(self, *ways: int) -> Tensor:
+        """(B, 1, 1, 1): which images take one of these ways."""
+        return torch.stack([self.way == one for one in ways]).any(0)[:, None, None, None]
+
+
+def trivial(images: Tensor, random: Random, full_scale: float = 255.0) -> Tensor:
+    """TrivialAugment (Müller, Hutter 2021) in its wide space. (B, C, H, W), uint8 or float; the result is float32."""
     batch = images.shape[0]
     way, strength = random.integers(0, 14, batch), random.integers(0, _STRENGTHS, batch)
-    sign = (random.integers(0, 2, batch) * 2 - 1).float()
-    amount = strength.float() / (_STRENGTHS - 1)
+    drawn = _Drawn(way, strength, random.integers(0, 2, batch) * 2 - 1)
     x = images.float() * (_WHITE / full_scale)
-
-    def at(*ways: int) -> Tensor:
-        """(B, 1, 1, 1): which images take one of these ways."""
-        return torch.stack([way == one for one in ways]).any(0)[:, None, None, None]
-
-    moved = _moved(x, way, sign * amount, strength, sign)
-    blended = _blended(x, at, (1 + sign * amount * _BLEND)[:, None, None, None])
-    levels = _levels(x.round(), at, amount[:, None, None, None])
-    x = torch.where(at(_SHEAR_X, _SHEAR_Y, _MOVE_X, _MOVE_Y, _TURN), moved, x)
-    x = torch.where(at(_BRIGHTNESS, _COLOUR, _CONTRAST, _SHARPNESS), blended, x)
-    x = torch.where(at(_POSTERIZE, _SOLARIZE, _STRETCH, _EQUALIZE), levels, x)
+    # each image has one way, so what one change makes of it no other one sees
+    x = _where(drawn.takes(_SHEAR_X, _SHEAR_Y, _MOVE_X, _MOVE_Y, _TURN), _moved, x, drawn)
+    x = _where(drawn.takes(_BRIGHTNESS, _COLOUR, _CONTRAST, _SHARPNESS), _blended, x, drawn)
+    x = _where(drawn.takes(_POSTERIZE, _SOLARIZE, _STRETCH, _EQUALIZE), _levels, x, drawn)
     return x * (full_scale / _WHITE)
 
 
-def _moved(x: Tensor, way: Tensor, signed: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
+def _where(taken: Tensor, change: Callable[[Tensor, _Drawn], Tensor], x: Tensor, drawn: _Drawn) -> Tensor:
+    """The images, those that take it changed.
+
+    Elsewhere than on the host the change is computed for all of them: to sort them the host would wait for the device.
+    """
+    if x.device.type != "cpu":
+        return torch.where(taken, change(x, drawn), x)
+    rows = taken.flatten().nonzero().flatten()
+    return x.index_copy(0, rows, change(x[rows], _Drawn(*(one[rows] for one in drawn))))
+
+
+def _moved(x: Tensor, drawn: _Drawn) -> Tensor:
     """Sheared, shifted or turned about the middle."""
+    signed = drawn.sign * drawn.amount
     one, none = torch.ones_like(signed), torch.zeros_like(signed)
     # sine and cosine out of a table: a device's own may differ in their last bit
-    cosine, sine = _turns(x.device)[:, strength]
-    turned = way == _TURN
-    cosine, sine = torch.where(turned, cosine, one), torch.where(turned, sine * sign, none)
-    slope_x = torch.where(way == _SHEAR_X, signed * _SLOPE, none)
-    slope_y = torch.where(way == _SHEAR_Y, signed * _SLOPE, none)
-    right = torch.where(way == _MOVE_X, signed * _PIXELS, none)
-    down = torch.where(way == _MOVE_Y, signed * _PIXELS, none)
+    cosine, sine = _turns(x.device)[:, drawn.strength]
+    turned = drawn.way == _TURN
+    cosine, sine = torch.where(turned, cosine, one), torch.where(turned, sine * drawn.sign, none)
+    slope_x = torch.where(drawn.way == _SHEAR_X, signed * _SLOPE, none)
+    slope_y = torch.where(drawn.way == _SHEAR_Y, signed * _SLOPE, none)
+    right = torch.where(drawn.way == _MOVE_X, signed * _PIXELS, none)
+    down = torch.where(drawn.way == _MOVE_Y, signed * _PIXELS, none)
     return sampled(x, (cosine, slope_x - sine, right), (slope_y + sine, cosine, down))
 
 
@@ -80,11 +98,13 @@ def _turns(device: torch.device) -> Tensor:
         return torch.tensor([list(map(math.cos, angles)), list(map(math.sin, angles))]).to(device)
 
 
-def _blended(x: Tensor, at: Callable[..., Tensor], factor: Tensor) -> Tensor:
+def _blended(x: Tensor, drawn: _Drawn) -> Tensor:
     """Moved away from black, from grey, from the mean grey, or from a blurred image, or towards it."""
+    factor = (1 + drawn.sign * drawn.amount * _BLEND)[:, None, None, None]
     greys = grey(x)
-    other = torch.where(at(_CONTRAST), mean(greys, _WHITE), torch.where(at(_COLOUR), greys, torch.zeros_like(x)))
-    other = torch.where(at(_SHARPNESS), _blurred(x), other)
+    other = torch.where(drawn.takes(_COLOUR), greys, torch.zeros_like(x))
+    other = torch.where(drawn.takes(_CONTRAST), mean(greys, _WHITE), other)
+    other = torch.where(drawn.takes(_SHARPNESS), _blurred(x), other)
     return away_from(other, x, factor).clamp_(0, _WHITE)
 
 
@@ -100,16 +120,17 @@ def _blurred(x: Tensor) -> Tensor:
     return blurred
 
 
-def _levels(x: Tensor, at: Callable[..., Tensor], amount: Tensor) -> Tensor:
+def _levels(x: Tensor, drawn: _Drawn) -> Tensor:
     """Grey values mapped to others: fewer of them, the bright ones turned over, stretched, or equally frequent."""
+    x, amount = x.round(), drawn.amount[:, None, None, None]
     step = torch.ones_like(amount, dtype=torch.int64) << (amount * 6).round().long()  # 8 to 2 bits remain
     posterized = (x / step).floor() * step
     solarized = torch.where(x >= _WHITE * (1 - amount), _WHITE - x, x)
     low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)  # of each channel
     stretched = torch.where(high > low, (x - low) * (_WHITE / (high - low).clamp(min=1)), x)
-    x = torch.where(at(_EQUALIZE), _equalized(x), x)
-    x = torch.where(at(_STRETCH), stretched, x)
-    return torch.where(at(_POSTERIZE), posterized, torch.where(at(_SOLARIZE), solarized, x))
+    result = torch.where(drawn.takes(_EQUALIZE), _equalized(x), stretched)
+    result = torch.where(drawn.takes(_SOLARIZE), solarized, result)
+    return torch.where(drawn.takes(_POSTERIZE), posterized, result)
 
 
 def _equalized(x: Tensor) -> Tensor:
