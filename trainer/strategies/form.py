@@ -26,7 +26,11 @@ class Form:
     def lay_out(self, network: nn.Module) -> None:
         """Bring the weights of convolutions into the layout of their inputs, in place."""
         for parameter in network.parameters():
-            parameter.data = self._laid_out(parameter.data)  # of a convolution: (out, in, height, width)
+            if self._channels_last and parameter.dim() == 4:  # of a convolution: (out, in, height, width)
+                # as their gradients come: `contiguous` would leave the stride of a dimension of 1 as it is, and DDP
+                # would warn of two layouts
+                laid_out = torch.empty_like(parameter.data, memory_format=torch.channels_last)
+                parameter.data = laid_out.copy_(parameter.data)
 
     def cast(self, tree: Any) -> Any:
         """A batch in this form: images (B, C, H, W) with the channels last."""
