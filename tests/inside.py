@@ -15,7 +15,6 @@ from trainer.configuration.words import read
 from trainer.launch import failure
 from trainer.launch.launch import Launch
 from trainer.records import lock
-from trainer.run.fit import fit
 from trainer.run.sweep import run_all
 
 
@@ -27,7 +26,10 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
         # the one would end the process; the other keep for all tests what the largest network has freed
         with patch.object(failure, "fail", _raised), patch("trainer.run.fit.keep_freed_memory"):
             words = ["device=cpu", "log=[]", *words]
-            return run_all(words, launch) if read(words).multirun else fit(understood(words, launch))
+            if read(words).multirun:
+                return run_all(words, launch)
+            run = understood(words, launch)
+            return run.job(run)
     finally:
         os.chdir(before)
         logging.getLogger().handlers[:] = handlers

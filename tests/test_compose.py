@@ -55,7 +55,7 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("log=[console,tensorbord]", "log=tensorbord", "'tensorboard'"),
     ("schedule=cosin", "schedule=cosin", "'cosine'"),
     ("data=digit", "data=digit", "'digits'"),
-    ("job=evaluate", "job=evaluate", "fit"),
+    ("job=evaluat", "job=evaluat", "'evaluate'"),
     ("lr=0.1", "lr", "optimizer.lr"),
     ("epochs=3", "epochs", "loop.epochs"),
     ("max_steps=3", "max_steps", "loop.steps"),

@@ -32,9 +32,7 @@ def main() -> None:
             code = run_all(words, launch)
         else:
             run = understood(words, launch)
-            from trainer.run.fit import fit  # with torch: only when the words are right
-
-            code = fit(run)
+            code = run.job(run)
     except Refusal as refusal:
         failure.refuse(str(refusal), launch)
     except BrokenPipeError:  # of --help and its like: whoever read it has gone

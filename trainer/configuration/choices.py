@@ -17,8 +17,8 @@ from trainer.configuration.values import converted, fits, in_steps, shown
 from trainer.configuration.words import line
 from trainer.refusal import Refusal, nearest
 
-LISTED = ("job", *GROUPS, "experiment")  # in config.yaml's defaults: +experiment=x can only mean experiment=x
-SINGLE = {"job", *GROUPS} - {"log"}  # groups of which one option is chosen
+LISTED = (*GROUPS, "experiment")  # in config.yaml's defaults: +experiment=x can only mean experiment=x
+SINGLE = {*GROUPS} - {"log"}  # groups of which one option is chosen
 
 # Our keys, and what they are called in Lightning, Accelerate, timm, Hugging Face's Trainer and scripts of many people.
 # With a value: what is a key there is one value of a key here.

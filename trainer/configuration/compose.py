@@ -24,6 +24,7 @@ from trainer.configuration.bundle import root
 from trainer.configuration.choices import assort, dashed, misnamed, mistyped, unread
 from trainer.configuration.resolved import as_written, flat, resolved
 from trainer.configuration.settings import BESIDE, GROUPS, examine
+from trainer.configuration.trained import of_run, opens_a_run
 from trainer.configuration.words import Words, line, parse, read
 from trainer.refusal import Refusal, nearest
 
@@ -49,6 +50,8 @@ def compose(argv: Sequence[str]) -> DictConfig:
     with open_dict(cfg):
         options = cfg.pop("hydra").runtime.choices
         _refuse_hidden(options, places)
+        if opens_a_run(cfg):
+            of_run(cfg, chosen, changes)
         _complete(cfg)
     values, unresolved = resolved(cfg)
     before = flat(values)

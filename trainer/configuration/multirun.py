@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from trainer.configuration.choices import options
 from trainer.configuration.compose import compose, composing, load, quoted
+from trainer.configuration.trained import opens_a_run
 from trainer.configuration.words import Words, line, parse, read
 from trainer.refusal import Refusal
 
@@ -143,6 +144,8 @@ def _checked(jobs: list[Job]) -> DictConfig:
             problems += str(refusal).splitlines()
     if problems:
         raise Refusal("\n".join(dict.fromkeys(problems)))
+    if opens_a_run(composed[0]):
+        raise Refusal("-m trains several runs in one folder; a job that opens a run takes one run.dir: leave out -m")
     return composed[0]
 
 

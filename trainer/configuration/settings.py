@@ -31,7 +31,7 @@ from trainer.learning.rule import Rule
 from trainer.refusal import Refusal
 
 # Groups whose keys belong to what their `_target_` names; `experiment` is a group too, but leaves no key of its own.
-GROUPS = ("strategy", "model", "task", "data", "optimizer", "schedule", "log")
+GROUPS = ("job", "strategy", "model", "task", "data", "optimizer", "schedule", "log")
 
 EPOCHS = 10  # where neither loop.epochs nor loop.steps is given
 
@@ -44,13 +44,6 @@ Rhythm = Annotated[tuple[Every, ...], Written(rhythm)]
 Word = Annotated[str, Written(word)]
 
 # Defaults live in conf/config.yaml, once; here only those of keys that a configuration may lack.
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the program is to do."""
-
-    name: Literal["fit"]
 
 
 @dataclass(frozen=True)
@@ -140,7 +133,6 @@ class BesideOptimizer:
 class Settings:
     """The framework keys of one run, each of its type."""
 
-    job: Job
     run: Run
     loop: Loop
     ema: Ema

@@ -70,8 +70,15 @@ class EvaluationStream:
     ) -> None:
         self.size = size_of(dataset)
         self._own, self._global_batch = own, global_batch
-        self._most = -(-global_batch // micro_batches)  # samples of all data ranks in one forward
+        self.most = -(-global_batch // micro_batches)  # samples of all data ranks in one forward
         self._samples = Samples(data, dataset, own, loading)
+
+    def example(self) -> tuple[Any, Any]:
+        """A sample or two, as (inputs, targets) on the device, as many on every rank: enough to see a step."""
+        batch, _ = next(self.batches(1))
+        least = max(1, min(2, min(self.size, self.most) // self._own.ranks))  # samples that every rank has of it
+        size = len(batch.indices)
+        return rows(batch.inputs, 0, least, size), rows(batch.targets, 0, least, size)
 
     def batches(self, most: int | None = None) -> Iterator[tuple[Batch, int]]:
         """Micro-batches of each batch, and how many of their samples count; as many of them on every rank.
@@ -95,7 +102,7 @@ class EvaluationStream:
 
         Cut first and dealt then, as in training: a micro-batch holds the same whatever the number of ranks.
         """
-        cut = [range(total)[start : start + self._most] for start in range(0, total, self._most)]
+        cut = [range(total)[start : start + self.most] for start in range(0, total, self.most)]
         return [(self._own.rows(span), span) for span in cut]
 
 

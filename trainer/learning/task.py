@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.data.tree import first_tensor
+from trainer.data.tree import by_name, first_tensor
 from trainer.learning.plan import Plan
 
 
@@ -58,6 +58,14 @@ class Task:
             name: total for name, total in totals.items() if name not in ("weight", "samples") and total.numel() == 1
         }
         return {name: float(total.double() / (totals["weight"] or 1)) for name, total in sums.items()}
+
+    def predict(self, output: Any) -> dict[str, Tensor]:
+        """What is to be kept of a network's answer, by names; the first dimension of each is the samples.
+
+        The default is the answer itself: `output`; of a dict, a dataclass or a tuple its tensors, as `output.NAME`.
+        """
+        samples = first_tensor(output).shape[0]
+        return {name: tensor for name, tensor in by_name(output, "output") if tensor.shape[:1] == (samples,)}
 
     def after_step(self, network: nn.Module, step: int) -> None:
         """Change the network in place after an optimizer step: elementwise, on what this rank holds, no gradient."""

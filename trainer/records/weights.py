@@ -74,7 +74,7 @@ def open_weights(path: Path, best: str) -> Weights:
         if has_checkpoint(path):
             return _of_run(path, best)
         if is_checkpoint(path):
-            return _of_checkpoint(path)
+            return of_checkpoint(path)
         return Weights(path, _of_folder(path) if path.is_dir() else _of_file(path))
     except CorruptCheckpoint as error:
         raise Refusal(str(error)) from error
@@ -92,12 +92,13 @@ def _of_run(path: Path, best: str) -> Weights:
         raise CorruptCheckpoint(f"none of the checkpoints in {path / 'checkpoints'} can be used")
     chosen = winner(found, best)
     if chosen is None:
-        return _of_checkpoint(found[0].path, f" (the newest: none has {figure})")
+        return of_checkpoint(found[0].path, f" (the newest: none has {figure})")
     why = f" (best {figure}: {chosen.figures[figure]:.4f})"
-    return _of_checkpoint(chosen.path, why, average=figure.startswith("ema_"))
+    return of_checkpoint(chosen.path, why, average=figure.startswith("ema_"))
 
 
-def _of_checkpoint(path: Path, why: str = "", average: bool = False) -> Weights:
+def of_checkpoint(path: Path, why: str = "", average: bool = False) -> Weights:
+    """The network's own tensors of one checkpoint; with `average` the moving averages of those that have one."""
     found = open_checkpoint(path, Ranks())  # this process alone: every byte is compared with its sha256
     own = {name: tensor for name, tensor in found.tensors.items() if not name.startswith(APART)}
     averaged = [name for name in own if AVERAGE + name in found.tensors]

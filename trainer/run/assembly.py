@@ -28,11 +28,11 @@ from trainer.learning.task import Task
 from trainer.learning.torch_schedule import TorchSchedule
 from trainer.records.folder import RunFolder
 from trainer.records.log import Sink
-from trainer.run.preparation import RunParts
+from trainer.run.preparation import Job, RunParts
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 
-KINDS = {"strategy": Strategy, "model": nn.Module, "task": Task, "schedule": Schedule, "data": Data}
+KINDS = {"job": Job, "strategy": Strategy, "model": nn.Module, "task": Task, "schedule": Schedule, "data": Data}
 
 
 def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch: Launch) -> RunParts:
@@ -61,6 +61,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     data = build(cfg.data, Data, "data", names)
     cfg = with_facts(cfg, {name: getattr(data, name, None) for name in FACTS})
     return RunParts(
+        job=build(cfg.job, Job, "job", names),
         settings=chosen,
         words=list(words),
         configuration=written(cfg),

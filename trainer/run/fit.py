@@ -26,13 +26,21 @@ from trainer.records.shelf import newest_in, open_checkpoint
 from trainer.refusal import Refusal
 from trainer.run.determinism import way_out
 from trainer.run.memory import evaluation_batch, give_back_freed_memory, keep_freed_memory, remedy
-from trainer.run.preparation import Prepared, RunParts, Verdict, build_values, decide_resume, prepare
+from trainer.run.preparation import Job, Prepared, RunParts, Verdict, build_values, decide_resume, prepare
 from trainer.run.report import best_lines, describe, end_lines, replaced_lines, start_lines
 from trainer.trainer import Progress, Trainer
 
 
+class Fit(Job):
+    """Train, evaluate and save until the end of the run."""
+
+    def __call__(self, run: RunParts) -> int:
+        """Train; the exit code. Refusal, before any process group, where it cannot work."""
+        return fit(run)
+
+
 def fit(parts: RunParts) -> int:
-    """Train; the exit code. Refusal, before any process group, where it cannot work."""
+    """Train; the exit code."""
     # data, sums, network, and the folder last: what cannot work is refused while nothing has been made
     run, progress = prepare(parts), Progress()
     launch, folder = run.machine.launch, run.folder.path

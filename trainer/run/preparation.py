@@ -46,10 +46,19 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 
 
+class Job:
+    """What is to be done with the parts of a run; the group `job` names it, and its keys are the constructor's."""
+
+    def __call__(self, run: RunParts) -> int:
+        """Do it; the exit code. Refusal, before any process group, where it cannot be done."""
+        raise NotImplementedError
+
+
 @dataclass
 class RunParts:
     """What a run is made of, as the configuration names it."""
 
+    job: Job
     settings: Settings
     words: list[str]  # of the command line
     configuration: str  # yaml, without secrets

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from trainer.configuration.words import read
 from trainer.counted import counted
 from trainer.data.order import size_of
 from trainer.devices import names
@@ -145,7 +146,18 @@ def end_lines(
             if (run.folder.path / "tensorboard").is_dir()
             else []
         ),
+        f"next        {jobs_command(run)}",
     ]
+
+
+def jobs_command(run: Prepared) -> str:
+    """What is typed for the figures again, for answers in a file, for a file of the network, on one process."""
+    words = read(run.words)
+    labs = [part for lab in words.folders for part in ("--config-dir", str(lab))]
+    trusted = [word for word in words.overrides if word.startswith("trust=")]
+    spread = ["strategy=single"] if run.machine.launch.world_size > 1 else []
+    own = shlex.join([*labs, f"run.dir={quoted(run.folder.path.absolute())}", *trusted, *spread])
+    return f"python -m trainer {own} job=evaluate   (or job=predict, job=export)"
 
 
 def best_lines(checkpoints: Checkpoints) -> list[str]:

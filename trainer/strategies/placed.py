@@ -224,16 +224,24 @@ class Placed:
 
         Refusal where the checkpoint's names or shapes are not this network's.
         """
+        scaler = {name: torch.empty_like(value) for name, value in self.scaler.state().items() if name in stored}
+        memory = empty_optimizer_state(self.network, optimizer, stored, self._shapes)
+        return self.empty_weights(stored) | self.carried.empty(stored) | scaler | memory
+
+    def empty_weights(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The same for the network and its average alone."""
         fits(self._shapes, stored)
-        own = {**self.network.state_dict(), **self.scaler.state()}
-        space = {name: torch.empty_like(value) for name, value in own.items() if name in stored}
-        space |= self.average.empty(stored) | self.carried.empty(stored)
-        return space | empty_optimizer_state(self.network, optimizer, stored, self._shapes)
+        space = {name: torch.empty_like(value) for name, value in self.network.state_dict().items()}
+        return space | self.average.empty(stored)
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
         """Take over a state, whichever strategy wrote it."""
-        self.network.load_state_dict({name: state[name] for name in self.network.state_dict()})
+        self.load_weights(state)
         restore_optimizer(self.network, optimizer, state)
-        self.average.load(state)
         self.scaler.load(state)
         self.carried.load(state)
+
+    def load_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the network's values and their average."""
+        self.network.load_state_dict({name: state[name] for name in self.network.state_dict()})
+        self.average.load(state)

@@ -1,0 +1,35 @@
+"""The job `evaluate`: the figures of a trained run, again, with any strategy and any number of processes."""
+
+from __future__ import annotations
+
+import json
+
+from trainer.evaluation import evaluate
+from trainer.launch import failure
+from trainer.run.opened import Split, Which, opened, run_folder
+from trainer.run.preparation import Job, RunParts
+
+
+class Evaluate(Job):
+    """Print a checkpoint's figures over a whole set, and append them to `evaluate/metrics.jsonl`."""
+
+    def __init__(self, split: Split = "evaluation", checkpoint: Which = "best") -> None:
+        self.split, self.checkpoint = split, checkpoint
+
+    def __call__(self, run: RunParts) -> int:
+        """Evaluate; the exit code."""
+        launch = run.machine.launch
+        with opened(run, "evaluate", self.split, self.checkpoint) as job:
+            figures = evaluate(run.strategy, job.placed, run.task, job.stream, lambda: job.stop.raised)
+            if figures is not None and launch.is_main:
+                step = job.found.step
+                about = {"kind": "eval", "step": step, "epoch": job.epoch, "samples": job.stream.size}
+                line = {**about, **figures, "checkpoint": step, "split": self.split}
+                with (job.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")  # in one call, as others may read meanwhile
+                print(f"checkpoint  step {step} of {run_folder(run)}")
+                print(f"samples     {job.stream.size} ({self.split})")
+                for name, value in figures.items():
+                    print(f"{name:<11} {value:.6g}")
+                print(f"written     {job.folder / 'metrics.jsonl'}")
+        return failure.exit_code(figures is not None, launch)

@@ -1,0 +1,143 @@
+"""The job `export`: a trained network in one file that loads without this framework."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from trainer.data.reader import Loading
+from trainer.data.slice import Slice
+from trainer.data.stream import EvaluationStream
+from trainer.data.tree import changed
+from trainer.parallel.state import fits
+from trainer.records.weights import of_checkpoint
+from trainer.refusal import Refusal
+from trainer.run.opened import Which, as_average, chosen, run_folder, samples_of
+from trainer.run.preparation import Job, RunParts, seeded_network
+
+Format = Literal["safetensors", "pt", "pt2", "onnx"]
+
+
+class Export(Job):
+    """Write the network of a checkpoint under its own names: weights alone, or code and weights.
+
+    The main rank does it by itself, on the CPU: the others have nothing to do.
+    """
+
+    def __init__(
+        self,
+        format: Format = "safetensors",
+        checkpoint: Which = "best",
+        weights: Literal["plain", "ema"] | None = None,
+        out: str | None = None,
+    ) -> None:
+        self.format, self.checkpoint, self.weights, self.out = format, checkpoint, weights, out
+
+    def __call__(self, run: RunParts) -> int:
+        """Export; the exit code."""
+        if not run.machine.launch.is_main:
+            return 0
+        average = as_average(run, self.weights)
+        path = Path(self.out or run_folder(run) / "export" / f"model.{self.format}").expanduser()
+        if path.suffix != f".{self.format}":
+            raise Refusal(f"job.out={self.out}: job.format={self.format} wants a name that ends in .{self.format}")
+        found = chosen(run, self.checkpoint)
+        network = _trained(run, found.path, average)
+        write = _WRITERS[self.format]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}")
+        write(run, network, draft)
+        draft.replace(path)
+        which = "moving average" if average else "weights"
+        print(f"checkpoint  step {found.step} of {run_folder(run)}, its {which}")
+        print(f"written     {path}: {type(network).__name__}, {path.stat().st_size:,} bytes")
+        return 0
+
+
+def _trained(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
+    """The plain network in this process's memory, with the values of a checkpoint."""
+    network = seeded_network(run)
+    network = network.double() if run.machine.resolved_precision == "fp64" else network
+    own = network.state_dict()
+    weights = of_checkpoint(checkpoint, average=average)
+    fits({name: value.shape for name, value in own.items()}, weights.tensors)
+    weights.read_into(own)
+    return network.eval()
+
+
+def _safetensors(run: RunParts, network: nn.Module, path: Path) -> None:
+    from safetensors.torch import save
+
+    # every name has its values: load_state_dict wants those of tied weights, too, which the format keeps apart
+    path.write_bytes(save({name: value.clone().contiguous() for name, value in network.state_dict().items()}))
+
+
+def _pt(run: RunParts, network: nn.Module, path: Path) -> None:
+    torch.save({name: value.contiguous() for name, value in network.state_dict().items()}, path)
+
+
+def _pt2(run: RunParts, network: nn.Module, path: Path) -> None:
+    args, kwargs = _called_with(run, network)
+    torch.export.save(
+        torch.export.export(network, args, kwargs, dynamic_shapes=_any_batch(network, args, kwargs)), path
+    )
+
+
+def _onnx(run: RunParts, network: nn.Module, path: Path) -> None:
+    try:
+        import onnxscript  # noqa: F401 (torch's exporter needs it, and says so in a long traceback)
+    except ImportError as error:
+        raise Refusal("job.format=onnx needs the package onnxscript: pip install -e '.[onnx]'") from error
+    args, kwargs = _called_with(run, network)
+    shapes = _any_batch(network, args, kwargs)
+    torch.onnx.export(
+        network, args, path, kwargs=kwargs, dynamo=True, dynamic_shapes=shapes, external_data=False, verbose=False
+    )
+
+
+_WRITERS: dict[str, Callable[[RunParts, nn.Module, Path], None]] = {
+    "safetensors": _safetensors,
+    "pt": _pt,
+    "pt2": _pt2,
+    "onnx": _onnx,
+}
+
+
+class _Called(Exception):
+    """Carries what a network is called with."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args_given, self.kwargs_given = args, kwargs
+
+
+def _called_with(run: RunParts, network: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the task calls the network with for two samples of the set, as they come out of the data's augment."""
+
+    def tell(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Called(args, kwargs)
+
+    alone = Slice(0, 1, torch.device("cpu"), run.settings.seed)
+    samples = samples_of(run, "evaluation")
+    inputs, targets = EvaluationStream(run.data, samples, alone, 2, 1, Loading(workers=0)).example()
+    hook = network.register_forward_pre_hook(tell, with_kwargs=True)
+    try:
+        run.task.forward(network, inputs, targets)
+    except _Called as call:
+        return call.args_given, call.kwargs_given
+    finally:
+        hook.remove()
+    raise Refusal(f"{type(run.task).__name__}.forward does not call the network: there is nothing to export")
+
+
+def _any_batch(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By the names of the forward's parameters: every tensor's first dimension may have any size.
+
+    Where the network fixes that size, so does torch, without an error.
+    """
+    given = inspect.signature(network.forward).bind(*args, **kwargs).arguments
+    return changed(dict(given), lambda _: {0: torch.export.Dim.AUTO})

@@ -1,0 +1,142 @@
+"""A run that was trained, opened again: its network, with the weights of a checkpoint, in any place.
+
+Nothing above the job's own folder is written: the run may be training meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.data.order import size_of
+from trainer.data.reader import Loading
+from trainer.data.stream import EvaluationStream
+from trainer.launch import screen
+from trainer.launch.agreement import decided_by_main, first_on_node
+from trainer.launch.signals import StopRequest
+from trainer.parallel.outline import all_stored, is_outline
+from trainer.records.manifest import CorruptCheckpoint, Found, Manifest
+from trainer.records.shelf import committed, open_checkpoint, together, winner
+from trainer.refusal import Refusal
+from trainer.run.memory import evaluation_batch
+from trainer.run.preparation import RunParts, read_data, seeded_network
+from trainer.strategies.placed import Placed
+
+Split = Literal["evaluation", "train"]
+Which = Literal["best", "last"] | int  # or the step of one
+
+_TRIES = 3  # a run that goes on may remove a checkpoint while it is read
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a job works with."""
+
+    placed: Placed
+    stream: EvaluationStream
+    found: Found  # the checkpoint
+    folder: Path  # the job's own
+    stop: StopRequest
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the checkpoint's last step belongs to."""
+        progress = self.found.state["progress"]
+        return progress["epoch"] - (progress["position"] == 0 and progress["step"] > 0)
+
+
+@contextmanager
+def opened(run: RunParts, job: str, split: Split, which: Which) -> Iterator[Opened]:
+    """Collective: join, place the network and give it its weights. Refusal, before any group, where that cannot be."""
+    launch, strategy, folder = run.machine.launch, run.strategy, run_folder(run)
+    strategy.data_ranks(launch.world_size)
+    samples = samples_of(run, split)
+    network, _ = strategy.outline(partial(seeded_network, run))
+    strategy.check(run.task, network, launch.world_size)
+    decided_by_main(launch, "checkpoint", lambda: chosen(run, which).step)  # is there one?
+
+    # below the job's own folder, as the run's lie below the run's
+    out = folder / job
+    screen.redirect(launch.rank, out)
+    with StopRequest(launch) as stop, strategy:
+        stream = evaluation_stream(run, samples)
+        if launch.is_main and is_outline(network) and not all_stored(network):
+            network = seeded_network(run)  # some of its values are in no checkpoint
+        placed = strategy.build(run.task, network, stream.example())
+        placed.keep_average(run.settings.ema.decay, run.settings.ema.every)
+        yield Opened(placed, stream, give_weights(run, placed, which), out, stop)
+
+
+def run_folder(run: RunParts) -> Path:
+    """The folder of the run that is opened."""
+    return Path(str(run.settings.run.dir))
+
+
+def samples_of(run: RunParts, split: Split) -> Any:
+    """The set that is meant; Refusal where there is none."""
+    training, evaluation = first_on_node(run.machine.launch, "data", lambda: read_data(run))
+    samples = evaluation if split == "evaluation" else training
+    if samples is None or not size_of(samples):
+        raise Refusal("job.split=evaluation: the data has no evaluation set; there is job.split=train")
+    return samples
+
+
+def evaluation_stream(run: RunParts, samples: Any) -> EvaluationStream:
+    """These samples in their order, in batches as the run evaluates them."""
+    loop, loading = run.settings.loop, Loading(**vars(run.settings.loader))
+    return EvaluationStream(run.data, samples, run.strategy.slice, evaluation_batch(loop), loop.micro_batches, loading)
+
+
+def chosen(run: RunParts, which: Which) -> Manifest:
+    """The checkpoint that is meant; Refusal with those that there are."""
+    path = run_folder(run) / "checkpoints"
+    found = committed(path)
+    if not found:
+        raise Refusal(f"{path} holds no checkpoint that was written to the end")
+    if which == "best":
+        return winner(found, best_figure(run)) or found[0]
+    steps = {one.step: one for one in found}
+    if which != "last" and which not in steps:
+        raise Refusal(
+            f"job.checkpoint={which}: there are best, last and the steps {', '.join(map(str, sorted(steps)))}"
+        )
+    return found[0] if which == "last" else steps[which]
+
+
+def best_figure(run: RunParts) -> str:
+    """What marks the best checkpoint: the run's word, else the task's."""
+    return run.settings.checkpoint.best or run.task.best
+
+
+def give_weights(run: RunParts, placed: Placed, which: Which) -> Found:
+    """Collective: read the network's values, and their average; the checkpoint that they are of."""
+    from trainer.records.tensor_files import read_into
+
+    ranks = run.strategy.world
+    for left in reversed(range(_TRIES)):
+        # the main rank's choice is everybody's; each try looks anew
+        path = Path(ranks.all_gather_values(str(chosen(run, which).path) if ranks.is_main else "")[0])
+        try:
+            found = open_checkpoint(path, ranks)
+            tensors = placed.empty_weights(found.tensors)
+            together(ranks, partial(read_into, tensors, found.path), CorruptCheckpoint)
+        except CorruptCheckpoint:
+            there = ranks.all_gather_values(path.exists())[0]  # all ranks; whether it is gone, as the main one sees it
+            if there or not left:
+                raise
+        else:
+            placed.load_weights(tensors)
+            return found
+    raise AssertionError  # not reached
+
+
+def as_average(run: RunParts, weights: Literal["plain", "ema"] | None) -> bool:
+    """Is the moving average meant: by word, or because the best checkpoint is the one with the best average?"""
+    asked = weights == "ema" or (weights is None and best_figure(run).removeprefix("-").startswith("ema_"))
+    if asked and run.settings.ema.decay is None:
+        raise Refusal("job.weights=ema: the run kept no moving average (ema.decay=null); there is job.weights=plain")
+    return asked

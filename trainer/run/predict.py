@@ -1,0 +1,110 @@
+"""The job `predict`: what a trained network answers to each sample of a set, in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainer.data.stream import Batch
+from trainer.launch.durable import replace_file
+from trainer.learning.task import Task
+from trainer.parallel.buckets import wide
+from trainer.refusal import Refusal
+from trainer.run.opened import Opened, Split, Which, as_average, opened, run_folder
+from trainer.run.preparation import Job, RunParts
+
+
+class Predict(Job):
+    """Write `Task.predict` of every sample, in the order of the set, once, whatever the number of ranks."""
+
+    def __init__(
+        self,
+        split: Split = "evaluation",
+        checkpoint: Which = "best",
+        weights: Literal["plain", "ema"] | None = None,
+        out: str | None = None,
+    ) -> None:
+        self.split, self.checkpoint, self.weights, self.out = split, checkpoint, weights, out
+
+    def __call__(self, run: RunParts) -> int:
+        """Predict; the exit code."""
+        average = as_average(run, self.weights)
+        path = Path(self.out or run_folder(run) / "predict" / "predictions.safetensors").expanduser()
+        if path.suffix != ".safetensors":
+            raise Refusal(
+                f"job.out={self.out}: predictions are a file of tensors; give a name that ends in .safetensors"
+            )
+        with opened(run, "predict", self.split, self.checkpoint) as job:
+            views = dict(job.placed.average.views())
+            with views["ema_" if average else ""], torch.no_grad():
+                pieces = list(_answers(run, job))
+            if run.machine.launch.is_main:
+                write(path, pieces)
+                shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in pieces[0].items())
+                print(f"checkpoint  step {job.found.step} of {run_folder(run)}")
+                print(f"written     {path}: {job.stream.size} samples ({self.split}), for each {shapes}")
+        return 0
+
+
+class _Answers(Task):
+    """A task of which an evaluation adds up answers: each rank puts its samples' rows among zeros, the sum has all.
+
+    So predictions travel as sums do, under every strategy, also one whose ranks do not all hold the output.
+    """
+
+    def __init__(self, task: Task, most: int) -> None:
+        self._task, self._most = task, most  # samples of all data ranks in one forward
+
+    def expect(self, batch: Batch, first: int) -> None:
+        """Which rows of a micro-batch come next; first: the number of its first sample."""
+        # a rank without a sample of its own computes one that does not count: it may lie anywhere
+        self._rows = (batch.indices - first).clamp(0, self._most - 1)  # (B,)
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        return torch.zeros(())
+
+    def weight(self, target: Any) -> int:
+        return 1
+
+    def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
+        answers = self._task.predict(output)
+        for name, answer in answers.items():
+            if answer.shape[:1] != self._rows.shape:
+                raise ValueError(
+                    f"Task.predict gave {name} of shape {tuple(answer.shape)} for {len(self._rows)} samples; the first"
+                    " dimension must be the samples"
+                )
+        return {f"answer/{name}": self._among_zeros(wide(answer)) for name, answer in answers.items()}
+
+    def _among_zeros(self, answer: Tensor) -> Tensor:
+        whole = answer.new_zeros((self._most, *answer.shape[1:]))  # as large for every micro-batch: shapes travel once
+        return whole.index_copy(0, self._rows.to(whole.device), answer)
+
+
+def _answers(run: RunParts, job: Opened) -> Iterator[dict[str, Tensor]]:
+    """Collective: of each micro-batch what the network answers, in the order of the set, on the CPU."""
+    answers = job.placed.task = _Answers(run.task, job.stream.most)
+    first, real = 0, torch.float64 if run.machine.resolved_precision == "fp64" else torch.float32
+    for batch, valid in job.stream.batches():
+        answers.expect(batch, first)
+        # the data ranks; every row once, among the zeros of the others
+        totals = run.strategy.totals(job.placed.evaluate(batch, valid)).read()
+        named = {name.removeprefix("answer/"): value for name, value in totals.items() if name.startswith("answer/")}
+        rows = {name: value[: len(batch.span)] for name, value in named.items()}
+        if run.machine.launch.is_main:
+            yield {name: value.to(real) if value.is_floating_point() else value for name, value in rows.items()}
+        first += len(batch.span)
+
+
+def write(path: Path, pieces: list[dict[str, Tensor]]) -> None:
+    """One safetensors file of all pieces, and the number of each sample as `index`; whole, or not there."""
+    from safetensors.torch import save
+
+    named = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+    samples = len(next(iter(named.values())))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, save({"index": torch.arange(samples), **named}))
