@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from recipes.vision.cnn import CNN
 from recipes.vision.mlp import MLP
 from recipes.vision.resnet import resnet18, resnet50
 from recipes.vision.vit import VisionTransformer
-from tests.strategies.toys import WIDTH, Asserting, Stubborn
+from tests.strategies.toys import CLASSES, WIDTH, Asserting, Stubborn, Unread
 from trainer.parallel.held import named_tensors
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.stages import Stages
@@ -58,7 +58,7 @@ class Chain(nn.Sequential):
         super().__init__(*(layers or [nn.Linear(6, 6) for _ in range(4)]))
 
 
-def run(stages: list[fx.GraphModule], inputs: Any) -> Any:
+def run(stages: Sequence[nn.Module], inputs: Any) -> Any:
     """The stages one after the other, each with what the one before handed on."""
     handed: Any = ()
     for stage in stages:
@@ -66,7 +66,7 @@ def run(stages: list[fx.GraphModule], inputs: Any) -> Any:
     return handed
 
 
-def cut(network: nn.Module, count: int, cuts: tuple[str, ...] = (), example: Any = None) -> list[fx.GraphModule]:
+def cut(network: nn.Module, count: int, cuts: tuple[str, ...] = (), example: Any = None) -> Any:
     return cut_stages(Step(network), cuts, count, example)
 
 
@@ -212,6 +212,184 @@ def test_what_follows_from_the_length_of_a_batch_is_made_by_every_stage() -> Non
     assert "wrap" not in torch.arange.__qualname__
 
 
+class Holder(nn.Module):
+    """A network of one's own around somebody else's."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.whole, self.last = whole, nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.whole(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "count", "cuts"),
+    [
+        (Unread, 2, ()),
+        (Unread, 4, ()),
+        (lambda: Holder(Unread()), 3, ()),  # the heavy part of it cannot be read
+        (Unread, 3, ("blocks.1", "head")),
+    ],
+)
+def test_a_forward_that_cannot_be_read_is_run_by_every_stage(
+    make: Callable[[], nn.Module], count: int, cuts: tuple[str, ...]
+) -> None:
+    network, inputs = make(), {"x": torch.randn(3, WIDTH)}
+    assert not cut(network, count, cuts)  # names alone
+    stages = cut(network, count, cuts, (inputs, torch.zeros(3)))
+    expected = gradients(network, lambda: network(inputs["x"]))
+    assert gradients(network, lambda: run(stages, inputs)) == expected
+    for size in (3, 5, 3):  # other values, another size, without gradients
+        inputs = {"x": torch.randn(size, WIDTH)}
+        with torch.no_grad():
+            assert torch.equal(run(stages, inputs), network(inputs["x"]))
+    own = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert sorted(own) == sorted(name for name, _ in network.named_parameters())  # each in one stage
+    assert {name for stage in stages for name in stage.state_dict()} == set(network.state_dict())
+    assert {id(one) for stage in stages for one in stage.parameters()} == {id(one) for one in network.parameters()}
+    here = {
+        name: module
+        for stage in stages
+        for name, module in stage.named_modules()
+        if name and type(module) is not nn.Module
+    }
+    for mode in (False, True):  # the network's own train() has the last word
+        wanted = {name: module.training for name, module in network.train(mode).named_modules() if name in here}
+        for stage in stages:
+            stage.train(not mode).train(mode)
+        assert {name: module.training for name, module in here.items()} == wanted
+
+
+def gradients(network: nn.Module, forward: Callable[[], Tensor]) -> dict[str, Any]:
+    """What a forward gives the parameters of a network; their gradients are gone afterwards."""
+    network.zero_grad()
+    forward().square().sum().backward()
+    return {name: one.grad.tolist() for name, one in network.named_parameters() if one.grad is not None}
+
+
+class Otherwise(Unread):
+    """The same network, put to work in another way."""
+
+    def __init__(self, way: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, x)
+
+
+def skipping(net: Any, x: Tensor) -> Tensor:
+    first = net.begin(x)
+    return net.end(net.through(first, x) + first)
+
+
+def around(net: Any, x: Tensor) -> Tensor:
+    kept: list[Tensor] = []
+    handle = net.blocks[2].norm.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+    hidden = net.through(net.begin(x), x)
+    handle.remove()
+    return net.end(hidden + kept[0])
+
+
+def guided(net: Any, x: Tensor) -> Tensor:
+    hidden = net.begin(x)
+    mask = torch.softmax(net.spare.weight.sum() * torch.ones(len(x[0]), len(x[0])), -1)
+    for block in net.blocks:
+        hidden, _ = block(hidden, mask=mask)
+    return net.end(hidden)
+
+
+def deciding(net: Any, x: Tensor) -> Tensor:
+    hidden = net.begin(x)
+    return net.end(net.through(hidden if hidden.sum() > 0 else -hidden, x))
+
+
+def chancing(net: Any, x: Tensor) -> Tensor:
+    return net.end(net.through(net.begin(x * (torch.rand(len(x), 1) > 0.1)), x))
+
+
+def writing(net: Any, x: Tensor) -> Tensor:
+    return net.end(net.through(net.begin(x.mul_(2)), x))
+
+
+def freezing(net: Any, x: Tensor) -> Tensor:
+    net.embed.requires_grad_(False)
+    y = net.end(net.through(net.begin(x), x))
+    net.embed.requires_grad_(True)
+    return y
+
+
+def tied() -> nn.Module:
+    network = Unread()
+    network.blocks[3].norm = network.norm
+    network.blocks[0].norm = network.norm
+    return network
+
+
+UNCUT: dict[str, tuple[nn.Module, tuple[str, ...], str]] = {
+    "is tied": (
+        tied(),
+        (),
+        r"blocks\.0\.norm\.weight.* and norm\.weight are one parameter, .* 0 and 1 need: .*tie_word",
+    ),
+    "skips": (Otherwise(skipping), (), r"is needed by stages 0 and 1: what is made with it passes blocks\.2 by"),
+    "skips a stage": (
+        Otherwise(around),
+        ("blocks.2", "blocks.3"),
+        r"stage 2 needs what blocks\.2 is given, which passe",
+    ),
+    "is guided": (Otherwise(guided), (), r"blocks\.2 is given 2 values that gradients go back through, and one can be"),
+    "detaches": (Otherwise(lambda n, x: n.end(n.through(n.begin(x).detach(), x))), ("blocks.0",), "is given 0 values"),
+    "runs twice": (
+        Otherwise(lambda n, x: n.end(n.through(n.through(n.begin(x), x), x))),
+        (),
+        r"blocks\.2 .* a second time",
+    ),
+    "stands still": (Otherwise(lambda n, x: n.end(n.begin(x))), (), r"blocks\.2 is never called by the forward"),
+    "is out of order": (Unread(), ("head", "blocks.1"), r"blocks\.1 is called .* before another cut"),
+    "decides": (Otherwise(deciding), (), "cannot be run without the values of its weights .DataDependent"),
+    "takes chances": (Otherwise(chancing), (), "draws random numbers by itself"),
+    "writes": (Otherwise(writing), (), "changes the batch in place"),
+    "freezes": (Otherwise(freezing), (), "freezes parameters for a while"),
+    "has nothing there": (
+        Otherwise(lambda n, x: n.end(n.blocks[0].dropout(n.begin(x)))),
+        ("blocks.0.dropout", "norm"),
+        "stage 1 of 3 would have no parameter",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNCUT)
+def test_what_is_run_and_cannot_be_cut_is_refused_in_words(case: str) -> None:
+    network, cuts, words = UNCUT[case]
+    with pytest.raises(Refusal, match=words):
+        cut(network, len(cuts) + 1 if cuts else 2, cuts, ({"x": torch.randn(3, WIDTH)}, torch.zeros(3)))
+    assert all(parameter.requires_grad for parameter in network.parameters())
+
+
+def recalling(net: Any, x: Tensor) -> Tensor:
+    first = net.begin(x)
+    return net.end(net.through(first, x) + first.detach())
+
+
+def masking(net: Any, x: Tensor) -> Tensor:
+    hidden = net.begin(x)
+    mask = torch.softmax(hidden.detach() @ hidden.detach().mT, -1)
+    for block in net.blocks:
+        hidden, _ = block(hidden, mask=mask)
+    return net.end(hidden)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it, unless warnings are errors
+@pytest.mark.parametrize(("way", "where"), [(recalling, "a part of"), (masking, "blocks.2 needs")])
+def test_what_passes_a_cut_without_a_gradient_is_no_silent_nonsense(way: Callable[..., Tensor], where: str) -> None:
+    inputs = {"x": torch.randn(3, WIDTH)}
+    stages = cut(Otherwise(way), 2, (), (inputs, torch.zeros(3)))
+    with pytest.raises(RuntimeError, match=f"{where}.* what only an earlier stage knows"):
+        run(stages, inputs)
+
+
 class Deciding(Chain):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.sum() > 0 else x
@@ -278,18 +456,6 @@ class Freezing(Chain):
         return super().forward(x)
 
 
-class Wrapped(nn.Module):
-    """Somebody's network, which does too much to be followed, in a network of one's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.whole = Typed()
-        self.whole.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.whole(x) if isinstance(x, Tensor) else x
-
-
 class Tied(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +472,7 @@ REFUSED = {
     "depends on values": (Deciding(), 2, (), r"Deciding cannot .*\(.*control flow\); .*; strategy=fsdp"),
     "asks how long a tensor is": (Measuring(), 2, (), r"it asks for the len\(\) of a value; x\.shape\[0\]"),
     "freezes a layer for one call": (Freezing(), 2, (), r"while parameters are frozen by requires_grad_\(\)"),
-    "has blocks": (Wrapped(), 2, (), r"for block in network\.whole\.blocks: x = block\(x\)"),
+    "has too few blocks": (Unread(), 5, (), r"its forward .* \(.*\); nor does it repeat 5 blocks .* the plan's cuts"),
     "depends on values by a name": (Stubborn(), 2, (), "control flow"),
     "depends on the mode": (Moody(), 2, (), "in training than in evaluation, or something random"),
     "freezes a tensor": (Making(), 2, (), "makes a tensor of its own.*a buffer can hold it"),

@@ -29,6 +29,10 @@ PRIVATE = {
     "torch.distributed.distributed_c10d._set_pg_timeout": "trainer/parallel/ranks.py",
     # Weak references of LSTMs and their like to their weights, which keep these from being swapped; in 2.11 to 2.15.
     "torch.nn.LSTM(1, 1)._flat_weight_refs": "trainer/parallel/outline.py",
+    # Tensors that have a shape and no values, and lie on any device: torch's pages describe them, under this name.
+    "torch._subclasses": "trainer/parallel/pipeline/trial.py",
+    # Was a tensor written to? The public way is to copy and compare it, where what is no number equals nothing.
+    "torch.zeros(1)._version": "trainer/parallel/pipeline/trial.py",
     # What a tensor is a view of, which it keeps alive; torch's page on views describes it.
     "torch.Tensor._base": "trainer/parallel/outline.py",
 }
@@ -109,6 +113,16 @@ def test_the_launcher_takes_what_it_is_given() -> None:
     assert callable(ChildFailedError.get_first_failure)
     assert issubclass(SignalException, Exception)
     assert callable(elastic_launch)
+
+
+def test_a_modules_tensors_lie_in_these_tables() -> None:
+    """trainer/parallel/pipeline/running.py: two modules share them, so that a parameter is replaced in both."""
+    from trainer.parallel.pipeline.running import TABLES
+
+    module = torch.nn.Linear(2, 2)
+    assert set(TABLES) < vars(module).keys()
+    module.weight = other = torch.nn.Parameter(torch.zeros(2, 2))
+    assert vars(module)["_parameters"]["weight"] is other
 
 
 def test_torchrun_exports_the_names_that_are_read() -> None:

@@ -80,11 +80,20 @@ class Images(nn.Module):
         return self.network(inputs["image"])
 
 
+class Unreadable(toys.Unread):
+    """Blocks in a forward that no graph can be made of."""
+
+    def forward(self, inputs: Any) -> Tensor:
+        return super().forward(inputs["x"])
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "skips": Skips,
     "dropout": lambda: Skips(0.4),
     "indices": Indices,
     "resnet": lambda: Images(resnet18(4, 3, 8)),
+    "unread": Unreadable,
+    "unread, dropout": lambda: Unreadable(dropout=0.4),
     "vit": lambda: Images(VisionTransformer(4, 3, 8, patch_size=4, width=24, heads=4)),
 }
 
@@ -276,6 +285,24 @@ def test_a_vision_transformer_is_the_same_in_any_number_of_stages(
     same(train(size, run), train(1, run.alone())[0])
 
 
+@pytest.mark.parametrize(
+    ("size", "fields"),
+    quickly(
+        [
+            (2, {}),
+            (4, {"pipe": 2, "replicate": 2, "schedule": "Interleaved1F1B", "activation_checkpointing": "units"}),
+            (4, {"pipe": 2, "shard": 2, "reshard_after_forward": True}),
+            (4, {"pipe": 2, "tensor": 2, "schedule": "ZBVZeroBubble"}),
+        ],
+        (4, {"pipe": 2, "replicate": 2, "schedule": "Interleaved1F1B", "activation_checkpointing": "units"}),
+        (4, {"pipe": 2, "shard": 2, "reshard_after_forward": True}),
+    ),
+)
+def test_a_forward_that_cannot_be_read_is_cut_between_its_blocks(train: Any, size: int, fields: dict[str, Any]) -> None:
+    run = Run(fields, network="unread")
+    same(train(size, run), train(1, run.alone())[0])
+
+
 def test_a_convolutional_network_keeps_its_statistics_by_micro_batch(train: Any) -> None:
     run = Run({"schedule": "ZBVZeroBubble"}, network="resnet", micro_batches=2, steps=2)
     same(train(2, run), train(1, run.alone())[0], within=1e-8)  # ReLU's kinks and small batches enlarge rounding
@@ -296,32 +323,42 @@ def test_recomputing_changes_nothing(train: Any, schedule: str, mode: str) -> No
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"schedule": "ZBVZeroBubble"}, {"schedule": "Interleaved1F1B", "activation_checkpointing": "units"}]
+    ("fields", "network"),
+    [
+        ({}, "dropout"),
+        ({"schedule": "ZBVZeroBubble"}, "dropout"),
+        ({"schedule": "Interleaved1F1B", "activation_checkpointing": "units"}, "dropout"),
+        ({"activation_checkpointing": "units"}, "unread, dropout"),
+    ],
 )
-def test_dropout_follows_from_numbers(processes: Processes, fields: dict[str, Any]) -> None:
+def test_dropout_follows_from_numbers(processes: Processes, fields: dict[str, Any], network: str) -> None:
     skip_what_is_refused(fields)
-    run = Run(fields, network="dropout", precision="fp32")
+    run = Run(fields, network=network, precision="fp32")
     once, again = processes.run(2, learn, run), processes.run(2, learn, run)
     for one, other in zip(once, again, strict=True):
         assert {name: value.tobytes() for name, value in one.pop("weights").items()} == {
             name: value.tobytes() for name, value in other.pop("weights").items()
         }
         assert one == other
-    plain = Run({**fields, "activation_checkpointing": "none"}, network="dropout", precision="fp32")
+    plain = Run({**fields, "activation_checkpointing": "none"}, network=network, precision="fp32")
     assert [rank["sums"] for rank in processes.run(2, learn, plain)] == [rank["sums"] for rank in once]
 
 
 @pytest.mark.parametrize(
-    ("fields", "precision"),
+    ("fields", "precision", "network"),
     [
-        ({}, "bf16"),
-        ({}, "fp16"),
-        ({"pipe": 2, "shard": 2}, "bf16"),
-        ({"pipe": 2, "shard": 2, "param_dtype": "bf16"}, "fp32"),
+        ({}, "bf16", "skips"),
+        ({}, "fp16", "skips"),
+        ({"pipe": 2, "shard": 2}, "bf16", "skips"),
+        ({"pipe": 2, "shard": 2, "param_dtype": "bf16"}, "fp32", "skips"),
+        pytest.param({}, "bf16", "unread", marks=pytest.mark.long),
+        ({"pipe": 2, "shard": 2, "param_dtype": "bf16"}, "fp32", "unread"),
     ],
 )
-def test_half_precision_travels_between_stages(train: Any, fields: dict[str, Any], precision: str) -> None:
-    run = Run(fields, precision=precision)
+def test_half_precision_travels_between_stages(
+    train: Any, fields: dict[str, Any], precision: str, network: str
+) -> None:
+    run = Run(fields, network=network, precision=precision)
     (alone,), ranks = train(1, run.alone()), train(4 if "shard" in fields else 2, run)
     for rank in ranks:
         assert [s["loss"] for s in rank["sums"]] == pytest.approx([s["loss"] for s in alone["sums"]], abs=5e-3)

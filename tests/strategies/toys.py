@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +82,61 @@ class Stubborn(Net):
         large = bool(x.sum() > 0)
         assert self.up is not self.down
         return super().forward(x if large else -x)
+
+
+class Block(nn.Module):
+    """What a transformer repeats, but for its attention: a mask says who sees whom."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.down, self.dropout = nn.Linear(2 * width, width), nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor, *, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden + self.dropout(self.down(F.gelu(self.up(mask @ self.norm(hidden))))), mask
+
+
+class Unread(nn.Module):
+    """What no graph can be made of, as people write it: a len(), a type that is asked for, a train() of its own."""
+
+    def __init__(self, depth: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Linear(1, 8)
+        self.place = nn.Parameter(torch.linspace(-1, 1, 8))
+        self.blocks = nn.ModuleList(Block(8, dropout) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, CLASSES)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+        self.spare = nn.Linear(3, 3)  # nobody calls it
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.blocks[-1].eval()  # as those do that keep a part frozen
+        return self
+
+    def begin(self, x: Tensor) -> Tensor:
+        """(B, WIDTH) to (B, WIDTH, 8)."""
+        return self.embed(x[..., None]) + self.place
+
+    def through(self, hidden: Tensor, x: Tensor) -> Tensor:
+        size = len(hidden[0])
+        mask = (
+            hidden.new_ones(size, size).tril() * (x > -1)[:, None] / size
+        )  # (B, WIDTH, WIDTH), of every batch another
+        for block in self.blocks:
+            hidden, mask = block(hidden, mask=mask) if isinstance(hidden, Tensor) else (hidden, mask)
+        return hidden
+
+    def end(self, hidden: Tensor) -> Tensor:
+        return self.head(self.norm(hidden[:, -1] * self.scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.through(self.begin(x), x))
+
+    def plan(self) -> Plan:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        return Plan(tensor={"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
 
 
 class Routed(Net):

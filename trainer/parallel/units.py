@@ -90,6 +90,14 @@ def called(network: nn.Module, names: list[str]) -> list[str]:
     return [name for name in names if name in modules and type(modules[name]) is not nn.Module]
 
 
+def blocks(parent: nn.Module) -> list[nn.Module]:
+    """What repeats in a list: those of its modules that hold modules and whose class occurs more than once."""
+    if not isinstance(parent, LISTS):
+        return []
+    kinds = Counter(type(child) for child in parent.children())
+    return [child for child in parent.children() if kinds[type(child)] > 1 and any(True for _ in child.children())]
+
+
 @dataclass(frozen=True)
 class _Search:
     """Finding units by size."""
@@ -99,9 +107,9 @@ class _Search:
 
     def below(self, prefix: str, parent: nn.Module, blocks_only: bool) -> Iterator[str]:
         """The units inside a module. `blocks_only`: nothing but repeated blocks may be taken out of it."""
-        blocks = _blocks(parent)
+        repeating = blocks(parent)
         for word, child in parent.named_children():
-            name, size, repeated = f"{prefix}{word}", _size(child), child in blocks
+            name, size, repeated = f"{prefix}{word}", _size(child), child in repeating
             if not size:
                 continue
             # what cannot be a unit by itself may hold some
@@ -114,7 +122,7 @@ class _Search:
     def _belongs_together(self, module: nn.Module, size: int, repeated: bool) -> bool:
         """Is it better not taken apart?"""
         # where blocks repeat inside, these are the natural units, unless all of it is small
-        if any(_blocks(inner) for inner in module.modules()):
+        if any(blocks(inner) for inner in module.modules()):
             return type(module) not in LISTS and size <= (LARGE if repeated else SMALL) * self.total
         return repeated or size <= SMALL * self.total or _is_sealed(module) or _is_one_layer(module)
 
@@ -151,14 +159,6 @@ def _is_one_layer(module: nn.Module) -> bool:
     """Is it a layer, perhaps with some trimmings, so that nothing is gained by taking it apart?"""
     layers = [_size(child) for child in module.children() if not any(True for _ in child.children())]
     return max(layers, default=_size(module)) > 0.75 * _size(module)
-
-
-def _blocks(parent: nn.Module) -> list[nn.Module]:
-    """What repeats in a list: those of its modules that hold modules and whose class occurs more than once."""
-    if not isinstance(parent, LISTS):
-        return []
-    kinds = Counter(type(child) for child in parent.children())
-    return [child for child in parent.children() if kinds[type(child)] > 1 and any(True for _ in child.children())]
 
 
 def _size(module: nn.Module) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from trainer.data.seeds import mix, seed_torch
 from trainer.data.tree import floats_as, tensors
@@ -32,7 +32,7 @@ class Stage(nn.Module):
 
     turn: Callable[..., Any]
 
-    def __init__(self, number: int, body: fx.GraphModule) -> None:
+    def __init__(self, number: int, body: nn.Module) -> None:
         super().__init__()
         self.number, self.body = number, body
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.data.tree import changed
+from trainer.parallel.held import named_tensors
 from trainer.parallel.pipeline.trace import ROOT, Flow, Untraceable, trace
+from trainer.parallel.pipeline.trial import cloned
+from trainer.parallel.units import blocks
 
 Weights = dict[str, float]  # name of a module or parameter → its share of the network, in bytes and arithmetic
 
@@ -20,8 +22,9 @@ def equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
     """The first module of each stage after the first, so that the heaviest stage is as light as can be.
 
     Cuts where one value is handed on come first, and modules are left whole as long as that serves. Shorter than asked
-    for where there are fewer places to cut. Untraceable where the forward cannot be followed at all. example: (inputs,
-    targets), of which only shapes are looked at, on the meta device.
+    for where there are fewer places to cut. Untraceable where the forward cannot be followed; into what outweighs a
+    stage, where there are blocks to cut between. example: (inputs, targets), of which only shapes are looked at, on the
+    meta device.
     """
     network = step.get_submodule(ROOT)
     weight = _weights(step, example)
@@ -30,7 +33,10 @@ def equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
     names: list[str] = []
     # what is heavy must be opened to be shared out; everything is, only where that was not enough
     for wanted in (heavy | lists, set(weight)):
-        flow = Flow(_opened(step, wanted), network)
+        graph, closed = _opened(step, wanted)
+        if (whole := sorted(heavy & closed.keys())) and between_blocks(network, count):
+            raise Untraceable(f"that of {whole[0]} not: {closed[whole[0]]}")
+        flow = Flow(graph, network)
         # one value is the least that can travel; with skip connections there may be no such cut
         for most in (1, len(flow.nodes)):
             starts = [start for start in _starts(flow) if len(flow.handed(flow.at[start])) <= most]
@@ -39,6 +45,20 @@ def equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
                 return chosen
             names = max(names, chosen, key=len)
     return names
+
+
+def between_blocks(network: nn.Module, count: int) -> list[str]:
+    """The first block of each stage after the first, about as many blocks to each; none where there are too few.
+
+    The blocks are those that the network repeats in a list, of several lists in the one with the most bytes.
+    """
+    lists = {name: blocks(module) for name, module in network.named_modules()}
+    weight = {name: sum(map(_bytes, found)) for name, found in lists.items()}
+    name = max(weight, key=weight.__getitem__)
+    words = [word for word, child in network.get_submodule(name).named_children() if child in lists[name]]
+    if len(words) < count:
+        return []
+    return [f"{name}.{words[len(words) * stage // count]}".strip(".") for stage in range(1, count)]
 
 
 def _weights(step: nn.Module, example: Any) -> Weights:
@@ -56,27 +76,27 @@ def _weights(step: nn.Module, example: Any) -> Weights:
     return {name: share + work.get(name, 0) / max(work.get("", 0), 1) for name, share in weight.items()}
 
 
-def _opened(step: nn.Module, wanted: set[str]) -> fx.Graph:
-    """A trace that looks into every module that is wanted, as far as their forwards can be followed."""
+def _opened(step: nn.Module, wanted: set[str]) -> tuple[fx.Graph, dict[str, str]]:
+    """A trace that looks into every module that is wanted; and those whose forwards cannot be followed, with why."""
     network = step.get_submodule(ROOT)
     opened: set[str] = set()
-    closed: set[str] = set()
+    closed: dict[str, str] = {}
     graph = trace(step, opened)
     # one level at a time: what a module calls is seen only when it has been opened
     while True:
         names = [
             name
             for name in dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "call_module")
-            if name in wanted - closed and any(True for _ in network.get_submodule(name).children())
+            if name in wanted - closed.keys() and any(True for _ in network.get_submodule(name).children())
         ]
         if not names:
-            return graph
+            return graph, closed
         for name in names:
             try:
                 graph = trace(step, opened | {name})
                 opened.add(name)
-            except Untraceable:
-                closed.add(name)  # it stays a single call, and nothing is lost but a place to cut
+            except Untraceable as error:
+                closed[name] = str(error)  # it stays a single call, and nothing is lost but a place to cut
 
 
 def _starts(flow: Flow) -> list[fx.Node]:
@@ -135,10 +155,11 @@ def _work(step: nn.Module, example: Any) -> dict[str, int]:
     def shapes(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="meta")
 
-    state = {name: shapes(tensor.detach()) for name, tensor in [*step.named_parameters(), *step.named_buffers()]}
+    state = {tensor: shapes(tensor.detach()) for _, tensor in named_tensors(step)}
     try:
+        # a copy: of a module with two names torch's functional_call would not put everything back
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            functional_call(step, state, changed(example, shapes))
+            cloned(step, state)(*changed(example, shapes))
     except Exception:  # a forward that needs values; the bytes alone must do
         return {}
     prefix = f"{type(step).__name__}.{ROOT}"

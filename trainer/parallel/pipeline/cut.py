@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from trainer.parallel.held import named_tensors
-from trainer.parallel.pipeline.balance import equal_cuts
+from trainer.parallel.pipeline.balance import between_blocks, equal_cuts
+from trainer.parallel.pipeline.running import running_stages
 from trainer.parallel.pipeline.trace import ROOT, Flow, Untraceable, attribute, trace, writes
+from trainer.parallel.pipeline.trial import Uncut
 from trainer.parallel.units import enclosing, matched
 from trainer.refusal import Refusal, nearest
 
@@ -17,43 +20,48 @@ ELSE = "strategy=fsdp and strategy=ddp need no cutting"
 BATCH = 2  # arguments of every stage before what is handed on: inputs, targets
 
 
-def cut_stages(step: nn.Module, cuts: tuple[str, ...], count: int, example: Any = None) -> list[fx.GraphModule]:
+def cut_stages(step: nn.Module, cuts: tuple[str, ...], count: int, example: Any = None) -> Sequence[nn.Module]:
     """The stages of a network, in order; parameters, buffers and modules are the network's own, under its names.
 
     step: the module that is called with (inputs, targets) and calls its `network`. Every stage is called with those,
     and what the stage before handed on; it returns a tuple to hand on, the last one the step's output.
 
     `cuts`: the first module of each stage after the first; where they are not as many as `count` asks for, the network
-    is cut into about equal parts, weighed with an `example`. Refusal where it cannot be cut so.
+    is cut into about equal parts, weighed with an `example`. A forward that cannot be read as a graph is cut between
+    blocks and run by every stage; without an example to run it with, only their names are looked at, and there are no
+    stages. Refusal where the network cannot be cut so.
     """
     network = step.get_submodule(ROOT)
-    kind = type(network).__name__
+    planned = list(cuts) if len(cuts) == count - 1 else []
+    for name in planned:
+        matched(network, name, "the plan's cut", f"; {ELSE}")
     try:
-        names = list(cuts) if len(cuts) == count - 1 else _equal(step, count, example)
-        for name in names:
-            matched(network, name, "the plan's cut", f"; {ELSE}")
-        flow = Flow(trace(step, {above for name in names for above in enclosing(name)}), network)
-        ends = _ends(flow, names)
+        return _graphs(step, planned or _equal(step, count, example), count)
     except Untraceable as error:
+        why = str(error)
+    names = planned or between_blocks(network, count)
+    said = f"{type(network).__name__} cannot be cut into stages:"
+    if not names:
         raise Refusal(
-            f"{kind} cannot be cut into stages: its forward cannot be followed ({error}); {_in_parts(network)}; {ELSE}"
-        ) from error
-    # stages are ranges of the flow; what is refused here would hang or train wrongly later
-    bounds = [0, *ends, len(flow.nodes)]
+            f"{said} its forward cannot be followed ({why}); nor does it repeat {count} blocks in a list, between which"
+            f" it could be cut all the same: name the first module of each stage in the plan's cuts; {ELSE}"
+        )
+    try:
+        return running_stages(step, names, example) if example is not None else []
+    except Uncut as error:
+        raise Refusal(f"{said} {error}; {ELSE}") from error
+
+
+def _graphs(step: nn.Module, names: list[str], count: int) -> list[fx.GraphModule]:
+    """The stages as ranges of a graph of calls. Untraceable where the forward is none."""
+    network = step.get_submodule(ROOT)
+    flow = Flow(trace(step, {above for name in names for above in enclosing(name)}), network)
+    # what is refused here would hang or train wrongly later
+    bounds = [0, *_ends(flow, names), len(flow.nodes)]
     _refuse_stages(network, flow, bounds)
     stages = [_stage(network, flow, bounds, index) for index in range(count)]
     _keep_state(network, stages)
     return stages
-
-
-def _in_parts(network: nn.Module) -> str:
-    """What to write for a network whose forward cannot be followed, by the name of its longest list of blocks."""
-    lists = [(len(module), name) for name, module in network.named_modules() if isinstance(module, nn.ModuleList)]
-    name = f"network.{max(lists)[1]}" if lists else "blocks"
-    return (
-        "what can is a network of your own whose forward calls the parts of this one in order, as"
-        f" `for block in {name}: x = block(x)`; what they do inside is theirs"
-    )
 
 
 def _equal(step: nn.Module, count: int, example: Any) -> list[str]:
