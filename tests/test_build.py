@@ -521,6 +521,9 @@ class TestTrust:
             target, nn.Module, "model", Names(trust=("unittest",))
         )  # known, but of no kind
 
+    def test_a_name_without_its_lab_is_told_the_whole_one(self, names: Names) -> None:
+        assert "write biolab.net.Net" in refusal(node("net.Net"), nn.Module, "model", names)
+
     def test_trust_does_not_reach_through_a_package(self) -> None:
         names = Names(trust=("shutil",))
         assert "is really posix.system" in refusal(node("shutil.os.system"), nn.Module, "model", names)

@@ -48,6 +48,8 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("modle=cnn", "modle", "model"),
     ("strateg=ddp", "strateg", "strategy"),
     ("model=cmn", "model=cmn", "'cnn'"),
+    ("optimizer=SGD", "optimizer=SGD", "'sgd'"),
+    ("model.freeze=backbone", "model.freeze=backbone", "expected a list, like [backbone]"),
     ("model=resnet51", "model=resnet51", "'resnet50'"),
     ("strategy=dpd", "strategy=dpd", "'ddp'"),
     ("strategy=dpp", "strategy=dpp", "There are: auto, ddp, "),

@@ -17,5 +17,7 @@ class BadData(Exception):
 
 def nearest(word: str, options: Iterable[str]) -> str:
     """Say which of the options a mistyped word probably meant; empty where none is near."""
-    close = get_close_matches(word, list(options), n=2, cutoff=0.5)
+    known = list(options)
+    same = [option for option in known if option.lower() == word.lower()]
+    close = same or get_close_matches(word, known, n=2, cutoff=0.5)
     return f"; did you mean {' or '.join(repr(name) for name in close)}?" if close else ""

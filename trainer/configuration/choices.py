@@ -142,9 +142,9 @@ def misnamed(override: Override, known: Mapping[str, Any], places: list[Path]) -
     above, _, name = path.rpartition(".")
     those = [option for option in options(above, places) if _has(above, option, name, places)]
     if path not in known and those:
-        found[0] += f" It is a key of {above}={' or '.join(those[:4])}"
+        found[0] += f" It is a key of {above}={' or '.join(those[:4])}."
     # How to give a target a key that its yaml does not show; whether it takes it, its signature says later.
-    elif path not in known and not override.is_delete() and (target := known.get(f"{above}._target_")):
+    if path not in known and not override.is_delete() and (target := known.get(f"{above}._target_")):
         found[0] += f" If {str(target).rpartition('.')[2]} has a parameter {name}, write +{line(override)}"
     return found
 
@@ -222,6 +222,6 @@ def mistyped(found: Mapping[str, Any], before: Mapping[str, Any], written: Mappi
         try:
             converted(value, kind)
         except Refusal as expected:
-            like = f", like {shown(wanted)}" if isinstance(wanted, list) else ""
+            like = f", like {shown(wanted) if wanted else f'[{value}]'}" if isinstance(wanted, list) else ""
             wrong[path] = f"{quoted_from(written, path)}: expected {expected}{like}{in_steps(value)}"
     return wrong

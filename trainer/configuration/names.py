@@ -32,7 +32,7 @@ class Names:
             raise Refusal(f"{where}: {shown(name)} is not the name of a class or function, like lab.net.Net")
         # By its name alone, before anything is imported: importing runs code.
         if not self._permits(name):
-            raise Refusal(f"{where}: {name} may not be called from a configuration{self._remedy(name.split('.')[0])}")
+            raise Refusal(f"{where}: {name} may not be called from a configuration{self._remedy(name)}")
         if any(part.startswith("_") for part in name.split(".")):
             raise Refusal(f"{where}: {name} is private; name a public class or function")
         found = _walk(name, where)
@@ -53,11 +53,14 @@ class Names:
         """Does it come from a package that the command line names?"""
         return str(getattr(target, "__module__", "")).split(".")[0] in self.trust
 
-    def _remedy(self, first: str) -> str:
+    def _remedy(self, name: str) -> str:
+        first = name.split(".")[0]
         # A lab is named like the folder that holds it, which is importable from the folder above.
-        for folder in self.folders:
-            if folder.parent.name == first:
-                return f": {first} is not importable here; start in {folder.parent.parent}"
+        for lab in (folder.parent for folder in self.folders):
+            if lab.name == first:
+                return f": {first} is not importable here; start in {lab.parent}"
+            if (lab / f"{first}.py").is_file():
+                return f"; {first}.py lies in {lab}: write {lab.name}.{name}"
         return f"; names come from {', '.join(PACKAGES)}, from beside a --config-dir, or from trust=[{first}]"
 
     def _permits(self, name: str) -> bool:
