@@ -210,6 +210,13 @@ class TestLab:
     def test_a_folder_that_is_not_there_is_named(self, lab: Path) -> None:
         assert "'conf'" in refusal("--config-dir", "lab/cnof", "model=unet")
 
+    def test_a_fact_that_its_data_does_not_say_is_named(self, lab: Path) -> None:
+        put(lab, "data/points", "_target_: lab.data.Points\nchannels: 1\nimage_size: 8\n")
+        said = refusal("--config-dir", "lab/conf", "data=points", "model=cnn")
+        assert said.startswith(
+            "model.num_classes=${data.num_classes}: the yaml of data says no num_classes; add it there"
+        )
+
     def test_that_its_folder_was_not_named_is_seen(self, lab: Path) -> None:
         assert "but there is lab/conf/model/unet.yaml; add --config-dir lab/conf" in refusal("model=unet")
         assert "there is no such option. There are: " in refusal("--config-dir", "lab/conf", "model=zzz")

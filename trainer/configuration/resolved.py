@@ -91,4 +91,8 @@ def _reason(written: Any, error: OmegaConfBaseException) -> str:
     reason = str(error).splitlines()[0].split("raised while resolving interpolation: ")[-1].strip("\"'")
     # An interpolation may be put together from the environment: only names that stand in it literally are repeated.
     known = all(name in str(written) for name in re.findall(r"'([^']*)'", reason))
-    return reason if known else "this interpolation cannot be resolved"
+    if not known:
+        return "this interpolation cannot be resolved"
+    # what networks ask most often, and a data set of one's own need not say
+    fact = re.search(r"key 'data\.(\w+)' not found", reason)
+    return f"the yaml of data says no {fact[1]}; add it there, or give a value here" if fact else reason
