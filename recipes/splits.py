@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.refusal import Refusal, nearest
+from trainer.refusal import Refusal, first_line, nearest
 
 
 def splits(
@@ -77,6 +77,5 @@ def _loaded(path: str, subset: str | None) -> dict[str, Any]:
         else:
             found = datasets.load_dataset(str(place) if place.is_dir() else path, subset)
     except Exception as error:  # of a hub, a network, a format: all of them say that there is no such data set here
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Refusal(f"data.path={path} cannot be loaded as a data set: {reason}") from error
+        raise Refusal(f"data.path={path} cannot be loaded as a data set: {first_line(error)}") from error
     return dict(found) if isinstance(found, dict) else {"train": found}

@@ -15,6 +15,11 @@ class BadData(Exception):
     """
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, as far as one line goes; of one that says nothing its kind."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def nearest(word: str, options: Iterable[str]) -> str:
     """Say which of the options a mistyped word probably meant; empty where none is near."""
     known = list(options)

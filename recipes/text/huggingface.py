@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from recipes.splits import class_count, labels, numbered, splits
 from trainer.data.data import Data
-from trainer.refusal import Refusal
+from trainer.refusal import Refusal, first_line
 
 _IGNORED = -100  # the target that a cross entropy of torch's leaves out
 
@@ -99,8 +99,7 @@ class Tokenizer:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(name)
         except Exception as error:  # of a hub, a network, a format: all of them say that there is none of this name
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise Refusal(f"data.tokenizer={name} cannot be loaded: {reason}") from error
+            raise Refusal(f"data.tokenizer={name} cannot be loaded: {first_line(error)}") from error
         # some know no padding, as their networks never saw any: behind the text any token will do, the mask hides it
         self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
         self.vocab_size, self._length = len(self._tokenizer), length

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.refusal import Refusal
+from trainer.refusal import Refusal, first_line
 
 _TUPLES = 1000  # a published file has about ten
 _OPCODES = 10_000_000  # of the published ones the largest has less than a million
@@ -32,10 +32,9 @@ def read_plain(path: Path) -> Any:
     except OSError as error:
         raise Refusal(f"{path} cannot be read ({error.strerror})") from error
     except Exception as error:  # a made-up file may fail in any way
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Refusal(
-            f"{path} is damaged, or holds more than arrays, bytes, numbers, lists and dicts ({reason}); nothing that it"
-            f" asks for was run"
+            f"{path} is damaged, or holds more than arrays, bytes, numbers, lists and dicts ({first_line(error)});"
+            " nothing that it asks for was run"
         ) from error
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from recipes.vision.backbone import marked
 from recipes.vision.published import from_hub
 from recipes.vision.zoo import try_on_shapes
-from trainer.refusal import Refusal, nearest
+from trainer.refusal import Refusal, first_line, nearest
 
 
 def timm_model(name: str, num_classes: int, channels: int, image_size: int) -> nn.Module:
@@ -39,7 +39,7 @@ def timm_model(name: str, num_classes: int, channels: int, image_size: int) -> n
         network = timm.create_model(name, num_classes=num_classes, in_chans=channels, **size)
         try_on_shapes(network, channels, image_size)
     except (RuntimeError, ValueError, AssertionError, TypeError, ZeroDivisionError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0].strip(" .")
+        reason = first_line(error).strip(" .")
         images = f"images of {channels} × {image_size} × {image_size}"
         raise Refusal(f"timm's {name} cannot take {images} ({reason}); other sizes may work") from error
     if config is not None and config.has_weights:
@@ -61,11 +61,10 @@ def _published(config: Any) -> Path:
     try:
         return Path(hf_hub_download(config.hf_hub_id, file))
     except Exception as error:  # whatever a download that failed raises, of which there is no one base
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise Refusal(
-            f"{file} of {config.hf_hub_id} cannot be downloaded ({reason}); download it elsewhere (hf download"
-            f" {config.hf_hub_id}) and give its path: init_from=/…/{file}; or put Hugging Face's cache of there into"
-            f" {constants.HF_HUB_CACHE}"
+            f"{file} of {config.hf_hub_id} cannot be downloaded ({first_line(error)}); download it elsewhere (hf"
+            f" download {config.hf_hub_id}) and give its path: init_from=/…/{file}; or put Hugging Face's cache of"
+            f" there into {constants.HF_HUB_CACHE}"
         ) from error
 
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from recipes.vision.backbone import marked
 from recipes.vision.published import offer
-from trainer.refusal import Refusal, nearest
+from trainer.refusal import Refusal, first_line, nearest
 
 
 def torchvision_model(
@@ -33,7 +33,7 @@ def torchvision_model(
         try_on_shapes(network, channels, image_size)
     except (RuntimeError, ValueError, AssertionError, ZeroDivisionError) as error:
         images = f"images of {channels} × {image_size} × {image_size}"
-        reason = (str(error).splitlines() or [type(error).__name__])[0].strip(" .")
+        reason = first_line(error).strip(" .")
         raise Refusal(
             f"torchvision's {name} cannot take {images} ({reason}); larger ones, model=cnn or model=resnet18 would work"
         ) from error

@@ -26,7 +26,7 @@ from trainer.configuration.resolved import as_written, flat, resolved
 from trainer.configuration.settings import BESIDE, GROUPS, examine
 from trainer.configuration.trained import of_run, opens_a_run
 from trainer.configuration.words import Words, line, parse, read
-from trainer.refusal import Refusal, nearest
+from trainer.refusal import Refusal, first_line, nearest
 
 LINES = 10  # of problems that are shown at once
 
@@ -122,9 +122,8 @@ def _brief(error: BaseException) -> str:
         error = error.__cause__
     if isinstance(error, yaml.YAMLError):  # several lines, with the file and the place in it
         return f"this is not valid YAML: {' '.join(str(error).split())}"
-    sentence = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     missing, there_are = getattr(error, "missing_cfg_file", None), getattr(error, "options", None)
-    return sentence + (nearest(missing.split("/")[-1], there_are) if missing and there_are else "")
+    return first_line(error) + (nearest(missing.split("/")[-1], there_are) if missing and there_are else "")
 
 
 def _behind(path: str, options: Mapping[str, str], places: list[Path]) -> str:
@@ -173,7 +172,7 @@ def _apply(change: Override, cfg: DictConfig) -> None:
             # with a + a key may be new
             OmegaConf.update(cfg, key, value, merge=True, force_add=change.is_add() or change.is_force_add())
     except OmegaConfBaseException as error:
-        raise Refusal(f"{line(change)}: {str(error).splitlines()[0]}") from error
+        raise Refusal(f"{line(change)}: {first_line(error)}") from error
 
 
 def _answer(words: Words, overrides: Sequence[str]) -> NoReturn:

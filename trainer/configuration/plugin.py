@@ -21,7 +21,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from trainer.refusal import Refusal
+from trainer.refusal import Refusal, first_line
 
 
 def submit(cfg: DictConfig, jobs: Sequence[Sequence[str]], folder: Path) -> list[int]:
@@ -38,7 +38,7 @@ def submit(cfg: DictConfig, jobs: Sequence[Sequence[str]], folder: Path) -> list
         context = HydraContext(config_loader=cast(ConfigLoader, Whole()), callbacks=Callbacks(None))
         launcher = Plugins.instance().instantiate_launcher(context, run_words, cfg)
     except (ImportError, RuntimeError) as error:
-        raise Refusal(f"hydra/launcher: {str(error).splitlines()[0]}") from error
+        raise Refusal(f"hydra/launcher: {first_line(error)}") from error
     # It returns when the last job has ended, with what run_words returned in each.
     returned = launcher.launch(cast(Any, [list(words) for words in jobs]), initial_job_idx=0)
     return [int(cast(Any, one.return_value)) for one in returned]

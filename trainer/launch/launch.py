@@ -23,7 +23,7 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
-from trainer.refusal import Refusal
+from trainer.refusal import Refusal, first_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -75,7 +75,7 @@ class Launch:
             try:
                 _rounds[self] = (_call if self.is_main else _answer)(self, seconds)
             except RuntimeError as error:  # the launcher went with its store; a file that is none of a store's
-                raise Refusal(f"cannot meet at {self.address}: {str(error).splitlines()[0]}") from error
+                raise Refusal(f"cannot meet at {self.address}: {first_line(error)}") from error
         return _rounds[self]
 
     def lasting_store(self) -> Store | None:
@@ -113,7 +113,7 @@ def connected(launch: Launch) -> Store:
         )
     except RuntimeError as error:  # DistNetworkError: port taken, host unknown, nobody answers
         what = "serve" if serves else "reach"
-        raise Refusal(f"cannot {what} the store at {launch.address}: {str(error).splitlines()[0]}") from error
+        raise Refusal(f"cannot {what} the store at {launch.address}: {first_line(error)}") from error
 
 
 def say_goodbye() -> None:

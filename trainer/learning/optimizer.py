@@ -14,6 +14,9 @@ from trainer.counted import counted
 from trainer.learning.rule import Rule
 from trainer.refusal import Refusal
 
+Groups = list[dict[str, Any]]  # of parameters, as torch.optim takes them
+Make = Callable[[Groups], torch.optim.Optimizer]
+
 
 def spares_vectors(kind: Any, weight_decay: float | None, decay: str) -> bool:
     """Must biases and norms (vectors) be kept from a decay? Not where `decay` is "all", nor where nothing decays.
@@ -26,7 +29,7 @@ def spares_vectors(kind: Any, weight_decay: float | None, decay: str) -> bool:
     return decay == "weights" and own is not None and amount != 0
 
 
-def parameter_groups(network: nn.Module, spare_vectors: bool, rules: Sequence[Rule] = ()) -> list[dict[str, Any]]:
+def parameter_groups(network: nn.Module, spare_vectors: bool, rules: Sequence[Rule] = ()) -> Groups:
     """The trainable parameters, in as few groups as can be: each is a call of its own in every step.
 
     The first group has the optimizer's own rate, which is the one that is logged; it may be empty. Of the rules the
@@ -67,7 +70,7 @@ def sparse_embeddings(network: nn.Module) -> dict[str, nn.Embedding | nn.Embeddi
     }
 
 
-def refuse_step(network: nn.Module, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
+def refuse_step(network: nn.Module, make: Make) -> None:
     """Refuse parameters that the optimizer cannot step, and memory that no checkpoint can keep.
 
     A step over a few numbers tells, one for each number of dimensions: Muon takes matrices alone, SparseAdam nothing
@@ -101,7 +104,7 @@ def refuse_step(network: nn.Module, make: Callable[[list[dict[str, Any]]], torch
                 )
 
 
-def refuse_sparse_step(network: nn.Module, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
+def refuse_sparse_step(network: nn.Module, make: Make) -> None:
     """Refuse sparse gradients that the optimizer cannot take: one step of it over one number tells."""
     for name in sparse_embeddings(network):
         # Which optimizers take them, and with which options, changes with torch: try it on a table of one number.
@@ -119,7 +122,7 @@ def refuse_sparse_step(network: nn.Module, make: Callable[[list[dict[str, Any]]]
 
 def no_fused_step(
     optimizer: torch.optim.Optimizer,
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    make: Make,
     device: torch.device,
     wanted: bool | None,
 ) -> str:

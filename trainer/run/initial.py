@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from trainer.counted import named
 from trainer.parallel.held import named_tensors
 from trainer.records.weights import Weights, open_weights
 from trainer.refusal import Refusal
@@ -131,16 +132,11 @@ def _place(source: str, network: nn.Module) -> Path:
 def _strangers(path: Path, there: Collection[str], network: nn.Module, replaced: Sequence[str]) -> str:
     kind, own = type(network).__name__, network.state_dict()
     if replaced:
-        return f"no tensor of {path} has the shape that {kind} has for it: {_shown(replaced)}"
+        return f"no tensor of {path} has the shape that {kind} has for it: {named(replaced, _SHOWN)}"
     if not there:
         return f"{path} holds no tensor by name"
-    return f"no name in {path} is one of {kind}'s; there: {_shown(there)}; here: {_shown(own)}"
+    return f"no name in {path} is one of {kind}'s; there: {named(there, _SHOWN)}; here: {named(own, _SHOWN)}"
 
 
 def _line(what: str, names: Sequence[str]) -> list[str]:
-    return [f"weights     {len(names)} {what}: {_shown(names)}"] if names else []
-
-
-def _shown(names: Iterable[str]) -> str:
-    every = list(names)
-    return ", ".join(every[:_SHOWN]) + (f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else "")
+    return [f"weights     {len(names)} {what}: {named(names, _SHOWN)}"] if names else []

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from trainer.configuration.settings import Settings
 from trainer.data.data import Data
@@ -19,7 +18,7 @@ from trainer.data.seeds import seed_all
 from trainer.launch.agreement import first_on_node
 from trainer.launch.status import read_status
 from trainer.learning.frozen import freeze, refuse_frozen
-from trainer.learning.optimizer import refuse_step
+from trainer.learning.optimizer import Make, refuse_step
 from trainer.learning.rule import Rule, understood
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task, carries
@@ -69,7 +68,7 @@ class RunParts:
     data: Data
     schedule: Schedule
     make_network: Callable[[], nn.Module]
-    make_optimizer: Callable[[list[dict[str, Any]]], Optimizer]
+    make_optimizer: Make
     spare_vectors: bool  # biases and norms are not decayed
     sinks: list[Sink]
     open_folder: Callable[[Callable[[Path | None], None]], RunFolder]  # makes, locks it; before, a look at what begins

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from trainer.configuration.words import read
-from trainer.counted import counted
+from trainer.counted import counted, named
 from trainer.data.order import size_of
 from trainer.devices import names
 from trainer.launch.launch import Launch
@@ -125,8 +125,8 @@ def replaced_lines(of_ranks: Sequence[Sequence[str]]) -> list[str]:
     every = sorted(set(chain.from_iterable(of_ranks)))
     if not every:
         return []
-    names = ", ".join(every[:_SHOWN]) + (f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else "")
-    return [f"replaced    {counted(len(every), 'sample')} that could not be read, others in their place: {names}"]
+    which = named(every, _SHOWN)
+    return [f"replaced    {counted(len(every), 'sample')} that could not be read, others in their place: {which}"]
 
 
 def end_lines(

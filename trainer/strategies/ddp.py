@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.counted import named
 from trainer.learning.task import Task
 from trainer.parallel.compiling import uncompiled
 from trainer.refusal import Refusal
@@ -56,8 +57,9 @@ class _Placed(Placed):
         # DDP would only fail in the second step, and not name them
         unused = [] if strategy.find_unused_parameters or strategy.static_graph else self._rehearse(self._called)
         if unused:
-            shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
-            raise Refusal(f"these parameters get no gradient: {shown}; set strategy.find_unused_parameters=true")
+            raise Refusal(
+                f"these parameters get no gradient: {named(unused, 8)}; set strategy.find_unused_parameters=true"
+            )
         self._replica = DistributedDataParallel(
             Listing(self._called),
             process_group=strategy.world.group,

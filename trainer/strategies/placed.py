@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.seeds import mix, seed_torch
+from trainer.learning.optimizer import Groups, Make
 from trainer.learning.task import Task
 from trainer.parallel.batch_norm import average_statistics, synchronised
 from trainer.parallel.clip import clip_, global_norm
@@ -26,8 +27,6 @@ from trainer.strategies.loss import Forward, add_share, by_name, evaluation_sums
 from trainer.strategies.place import Place
 from trainer.strategies.scaler import NoScaler, Scaler
 from trainer.strategies.stopwatch import Stopwatch
-
-Groups = list[dict[str, Any]]  # of parameters, as torch.optim takes them
 
 
 class Placed:
@@ -206,7 +205,7 @@ class Placed:
 
     # Optimizer and state.
 
-    def optimizer(self, make: Callable[[Groups], torch.optim.Optimizer], groups: Groups) -> torch.optim.Optimizer:
+    def optimizer(self, make: Make, groups: Groups) -> torch.optim.Optimizer:
         """Build the optimizer over what this rank owns."""
         return make(groups)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from trainer.data.tree import changed
+from trainer.learning.optimizer import Groups, Make
 from trainer.learning.plan import Plan
 from trainer.learning.task import Task
 from trainer.parallel.buckets import average_gradients
@@ -25,7 +26,7 @@ from trainer.parallel.shared import Shared, refuse_drift, share_buffers
 from trainer.parallel.tensor import Masks, redistribute_gradients
 from trainer.refusal import Refusal
 from trainer.strategies.joined import Meshed
-from trainer.strategies.placed import Groups, Placed
+from trainer.strategies.placed import Placed
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW)  # whose fused step knows DTensors, on torch 2.11 to 2.15
 
@@ -93,7 +94,7 @@ class PlacedTensor(Placed):
     def _whole(self, output: Any) -> Any:
         return changed(output, lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
 
-    def optimizer(self, make: Callable[[Groups], torch.optim.Optimizer], groups: Groups) -> torch.optim.Optimizer:
+    def optimizer(self, make: Make, groups: Groups) -> torch.optim.Optimizer:
         """Build the optimizer; split and whole parameters in groups of their own, for its kernels take no mixture."""
         unmixed = [one for group in groups for one in _unmixed(group)]
         optimizer = make(unmixed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from trainer.learning.optimizer import Groups, Make
 from trainer.learning.task import Task
 from trainer.parallel.buckets import wide
 from trainer.parallel.clip import global_norm
@@ -18,7 +18,7 @@ from trainer.parallel.owners import Delivery, owned_buckets, owners, send_from_o
 from trainer.parallel.ranks import Group
 from trainer.strategies.joined import Joined
 from trainer.strategies.loss import Forward
-from trainer.strategies.placed import Groups, Placed
+from trainer.strategies.placed import Placed
 
 
 @dataclass
@@ -83,7 +83,7 @@ class _Placed(Placed):
         send_from_owners(self._buckets, self.strategy.owning)
         return norm
 
-    def optimizer(self, make: Callable[[Groups], torch.optim.Optimizer], groups: Groups) -> torch.optim.Optimizer:
+    def optimizer(self, make: Make, groups: Groups) -> torch.optim.Optimizer:
         """Build the optimizer over what this rank owns, with every group, also where none of it is this rank's.
 
         Frozen parameters have no owner.

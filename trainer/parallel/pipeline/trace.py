@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from trainer.devices import kinds
+from trainer.refusal import first_line
 
 ROOT = "network"  # the attribute under which the traced module holds the network
 
@@ -134,7 +135,7 @@ def _traced(step: nn.Module, opened: set[str]) -> fx.Graph:
     try:
         graph = _Tracer(step, opened).trace(step)
     except Exception as error:  # whatever a forward does with a stand-in for a tensor
-        raise Untraceable((str(error).splitlines() or [type(error).__name__])[0].strip(" .")) from error
+        raise Untraceable(first_line(error).strip(" .")) from error
     # from names in the step to names in the network; what lies outside of it fx has made from a tensor of the forward
     for node in graph.nodes:
         node.meta.pop("is_wrapped", None)  # a stage's code would have torch.arange wrapped for good
