@@ -120,6 +120,7 @@ def test_a_step_that_was_left_out_moves_nothing() -> None:
         (["ema.decay=1"], "ema.decay=1: expected a number from 0 on and below 1"),
         (["ema.every=0"], "ema.every=0"),
         (["checkpoint.best=ema_accuracy"], "those of a moving average come with ema.decay=0.999"),
+        (["checkpoint.best=ema_acuracy", "ema.decay=0.9"], "did you mean 'ema_accuracy'"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, words: Any, said: str) -> None:

@@ -30,8 +30,8 @@ def rehearse(
         figures |= _figures(task, strategy.totals(sums).read(), prefix)
     for key, name in wanted.items():
         if (bare := name.removeprefix("-")) not in figures:
-            hint = "; those of a moving average come with ema.decay=0.999" if bare.startswith("ema_") else ""
-            hint = hint or nearest(bare, figures)
+            averaged = bare.startswith("ema_") and not any(each.startswith("ema_") for each in figures)
+            hint = "; those of a moving average come with ema.decay=0.999" if averaged else nearest(bare, figures)
             raise Refusal(f"{key}={name}: the task's figures are {', '.join(figures)}{hint}")
 
 
