@@ -58,8 +58,14 @@ class DecodedPictures(Pictures):
         """The damaged pictures that others stand for."""
         return [name for part in self._parts for name in part.replaced()]
 
+    def plain_train(self) -> Decoded:
+        """The training pictures, each once, in the windows of an evaluation."""
+        return self._decoded(self._sources(training=True), training=False)
+
     def _read(self, training: bool) -> Decoded:
-        sources = self._sources(training)
+        return self._decoded(self._sources(training), training)
+
+    def _decoded(self, sources: Sources, training: bool) -> Decoded:
         damaged = Lenient(len(sources.labels)) if self._on_bad == "skip" else Strict()
         window = self._windows.training if training else self._windows.evaluation
         size = self.image_size if training else self._eval_size

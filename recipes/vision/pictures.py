@@ -39,6 +39,10 @@ class Pictures(Data):
         """The evaluation pictures."""
         return self._evaluation
 
+    def plain_train(self) -> Any:
+        """The training pictures, each once."""
+        return self._training
+
     def augment(self, inputs: Tensor, targets: Tensor, random: Random, training: bool) -> tuple[Any, Any]:
         """Small changes of the pictures while training; normalisation always."""
         return self._augment(inputs, random, training), targets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -82,6 +83,15 @@ def test_an_evaluation_may_have_a_size_of_its_own(place: Path) -> None:
     assert (larger.train()[0][0].shape, larger.evaluation()[0][0].shape) == ((3, 16, 16), (3, 24, 24))
     with pytest.raises(Refusal, match=r"data\.eval_image_size is 0"):
         data(place / "whole", eval_image_size=0)
+
+
+def test_a_job_looks_at_each_training_picture_once_and_plainly(place: Path) -> None:
+    words = [f"data.root={place / 'whole'}", *WORDS, *SHORT, "data.repeat=2", "run.dir=seen"]
+    assert product(Launch(), place, words) == 0
+    assert product(Launch(), place, ["run.dir=seen", "job=evaluate", "job.split=train"]) == 0
+    assert json.loads((place / "seen/evaluate/metrics.jsonl").read_text())["samples"] == 48
+    plain = data(place / "whole", Windows(), repeat=2, eval_image_size=20).plain_train()
+    assert torch.equal(plain[7][0], decode(plain.sources.source(7), 20, 3, Windows().evaluation))
 
 
 def test_a_damaged_file_ends_the_run_with_its_path(place: Path) -> None:

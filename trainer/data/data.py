@@ -33,6 +33,10 @@ class Data:
         """The evaluation set; None: nothing is evaluated."""
         return None
 
+    def plain_train(self) -> Dataset:
+        """The training set as an evaluation reads sets: each sample once, nothing of it drawn; default: `train`."""
+        return self.train()
+
     def collate(self, items: list[Any]) -> Any:
         """Make one batch of the items of a data set."""
         return default_collate(items)

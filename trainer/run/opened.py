@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from trainer.data.order import size_of
 from trainer.data.reader import Loading
+from trainer.data.seeds import seed_all
 from trainer.data.stream import EvaluationStream
 from trainer.launch import screen
 from trainer.launch.agreement import decided_by_main, first_on_node
@@ -78,8 +79,13 @@ def run_folder(run: RunParts) -> Path:
 
 def samples_of(run: RunParts, split: Split) -> Any:
     """The set that is meant; Refusal where there is none."""
-    training, evaluation = first_on_node(run.machine.launch, "data", lambda: read_data(run))
-    samples = evaluation if split == "evaluation" else training
+
+    def plain() -> Any:
+        seed_all(run.settings.seed)  # as where the run has read it
+        return run.data.plain_train()
+
+    read = plain if split == "train" else lambda: read_data(run)[1]
+    samples = first_on_node(run.machine.launch, "data", read)
     if samples is None or not size_of(samples):
         raise Refusal("job.split=evaluation: the data has no evaluation set; there is job.split=train")
     return samples
