@@ -1,4 +1,4 @@
-"""What of a classifier is its backbone: said to whom asks the network."""
+"""Which parts of a classifier are its backbone: what the network answers who asks it."""
 
 from __future__ import annotations
 

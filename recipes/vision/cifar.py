@@ -81,7 +81,7 @@ class Binary(Release):
 class CIFAR10(Pictures):
     """CIFAR-10 (3, 32, 32) from its files: in `root`, else downloaded once. In memory, as bytes."""
 
-    name, num_classes = "CIFAR-10", 10
+    name, archive, num_classes = "CIFAR-10", "cifar-10-python.tar.gz", 10
     releases: ClassVar[tuple[Release, ...]] = (
         Pickled(
             "cifar-10-batches-py",
@@ -111,26 +111,14 @@ class CIFAR10(Pictures):
             raise Refusal(f"data.image_size is {image_size}; it is a number of pixels, 1 or more")
         self.image_size = image_size
         self._others: list[Path] = []  # files that are not the published ones
-        folders = " or ".join(release.folder for release in self.releases)
-        archive = f"{self.releases[0].folder.removesuffix('-batches-py').removesuffix('-python')}-python.tar.gz"
-        remedy = (
-            f"unpack {archive} (https://www.cs.toronto.edu/~kriz/{archive}) in a FOLDER, so that there is"
-            f" FOLDER/{self.releases[0].folder}, and say data.root=FOLDER"
-        )
         if root is None:
-            place = cached(self.name, self.releases[0].files, self._download, remedy)
+            self._place = cached(self.name, self.releases[0].files, self._download, self._remedy())
         else:
-            place = Path(root).expanduser()
-        # the first release that is there; of a folder that lacks files they are named
-        found = [release for release in self.releases if (place / release.folder).is_dir()]
-        if not found:
-            inside = place.name in [release.folder for release in self.releases]
-            meant = f"say the folder above it: data.root={place.absolute().parent}"
-            raise Refusal(f"{place} holds no folder {folders}; {meant if inside else remedy}")
-        self._release, self._place = found[0], place
-        missing = [str(file) for file in self._release.files if not (place / file).is_file()]
+            self._place = Path(root).expanduser()
+        self._release = self._found()
+        missing = [str(file) for file in self._release.files if not (self._place / file).is_file()]
         if missing:
-            raise Refusal(f"{place} lacks {', '.join(missing)}: unpack the archive of {self.name} anew")
+            raise Refusal(f"{self._place} lacks {', '.join(missing)}: unpack the archive of {self.name} anew")
 
     def augment(self, inputs: Tensor, targets: Tensor, random: Random, training: bool) -> tuple[Any, Any]:
         """Small changes while training; normalisation always, and the size that the network shall see."""
@@ -140,6 +128,22 @@ class CIFAR10(Pictures):
     def notes(self) -> list[str]:
         """Which files are not the published ones."""
         return [f"{file} is not the published file: its md5 is another one" for file in self._others]
+
+    def _found(self) -> Release:
+        """The first release that is there."""
+        folders = [release.folder for release in self.releases]
+        found = [release for release in self.releases if (self._place / release.folder).is_dir()]
+        if not found:
+            above = f"say the folder above it: data.root={self._place.absolute().parent}"
+            remedy = above if self._place.name in folders else self._remedy()
+            raise Refusal(f"{self._place} holds no folder {' or '.join(folders)}; {remedy}")
+        return found[0]
+
+    def _remedy(self) -> str:
+        return (
+            f"unpack {self.archive} (https://www.cs.toronto.edu/~kriz/{self.archive}) in a FOLDER, so that there is"
+            f" FOLDER/{self.releases[0].folder}, and say data.root=FOLDER"
+        )
 
     def _read(self, training: bool) -> Images:
         """All files of a part, one after the other."""
@@ -173,7 +177,7 @@ class CIFAR10(Pictures):
 class CIFAR100(CIFAR10):
     """CIFAR-100 (3, 32, 32), its 100 fine labels, from its files: in `root`, else downloaded once."""
 
-    name, num_classes = "CIFAR-100", 100
+    name, archive, num_classes = "CIFAR-100", "cifar-100-python.tar.gz", 100
     releases: ClassVar[tuple[Release, ...]] = (
         Pickled(
             "cifar-100-python",

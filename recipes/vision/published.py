@@ -1,4 +1,4 @@
-"""Weights that torchvision publishes for a network: said to whom asks the network for them."""
+"""Weights that torchvision publishes for a network, and the network that knows where they lie."""
 
 from __future__ import annotations
 

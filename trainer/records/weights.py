@@ -40,7 +40,7 @@ class Weights:
 
     path: Path
     tensors: Mapping[str, Tensor]
-    why: str = ""  # these, where there were others
+    why: str = ""  # why these, where there were others
 
     @torch.no_grad()
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:

@@ -80,8 +80,8 @@ def plain_names(names: Iterable[str], own: Collection[str]) -> tuple[dict[str, s
     """
     # all names are read in one way: one by one, a part that is really called `module` would pass for a wrapper
     wholes = [{name: name for name in names}]
-    wholes += [_renamed(whole, _uncompiled) for whole in wholes]
-    wholes += [_renamed(whole, _without("module")) for whole in wholes]
+    for change in (_uncompiled, _without("module")):
+        wholes += [other for whole in wholes if (other := _renamed(whole, change)) not in wholes]
     ways = [("", whole) for whole in wholes]
     for whole in wholes:
         ways += [(f", its {word}.*", _renamed(whole, _without(word))) for word in _first_words(whole)]
