@@ -82,7 +82,10 @@ def rows() -> list[tuple[str, ...]]:
     return [row for row in words if row and not re.search(r"FILE|runs/|compile", " ".join(row))]
 
 
-@pytest.mark.parametrize("words", rows(), ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(row, id=" ".join(row), marks=pytest.mark.long if at % 5 else ()) for at, row in enumerate(rows())],
+)
 def test_the_words_that_replace_a_script_train(tmp_path: Path, words: tuple[str, ...]) -> None:
     last = {word.split("=")[0]: word for word in words}  # precision=bf16, precision=fp16: one of them
     small = (*SMALL, "loop.steps=2", "loop.global_batch=120", "loop.eval_every=1", f"run.dir={tmp_path / 'run'}")
