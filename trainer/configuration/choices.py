@@ -137,14 +137,16 @@ def misnamed(override: Override, known: Mapping[str, Any], places: list[Path]) -
     value = override.value()
     inside = flat(value, f"{path}.") if isinstance(value, dict) and not override.is_add() else {}
     found = [unknown(each, known) for each in (path, *inside) if each not in known]
+    if path in known:
+        return found
 
     # strategy.tensor=2 with strategy=auto: another option of the group has the key
     above, _, name = path.rpartition(".")
-    those = [option for option in options(above, places) if _has(above, option, name, places)]
-    if path not in known and those:
+    those = [option for option in options(above, places) if _has(above, option, name, places)] if above else []
+    if those:
         found[0] += f" It is a key of {above}={' or '.join(those[:4])}."
     # How to give a target a key that its yaml does not show; whether it takes it, its signature says later.
-    if path not in known and not override.is_delete() and (target := known.get(f"{above}._target_")):
+    if not override.is_delete() and (target := known.get(f"{above}._target_")):
         found[0] += f" If {str(target).rpartition('.')[2]} has a parameter {name}, write +{line(override)}"
     return found
 
