@@ -239,6 +239,7 @@ def test_tied_embeddings_are_refused_with_the_key_that_unties_them(processes: Pr
     for said in processes.run(2, train_words, home, *words):
         assert "transformer.wte.weight and lm_head.weight are one parameter" in said
         assert "tie_word_embeddings: false" in said
+    assert not (home / "tied").exists()  # before there was a group
 
 
 class Taught(Net):

@@ -67,7 +67,7 @@ def run(stages: Sequence[nn.Module], inputs: Any) -> Any:
 
 
 def cut(network: nn.Module, count: int, cuts: tuple[str, ...] = (), example: Any = None) -> Any:
-    return cut_stages(Step(network), cuts, count, example)
+    return list(cut_stages(Step(network), cuts, count, example).values())
 
 
 RECIPES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

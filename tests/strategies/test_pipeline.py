@@ -445,6 +445,7 @@ def test_what_a_pipeline_cannot_do_is_refused_before_any_group(case: str) -> Non
         strategy.data_ranks(wrong.world)
         strategy.refuse_shares(wrong.world, wrong.share, wrong.micro_batches, wrong.uneven)
         strategy.check(Weighted(), Skips(), wrong.world)
+        strategy.refuse_forward(Weighted(), Skips(), wrong.world, lambda: None)
 
 
 def test_what_torch_can_run_is_not_refused(train: Any) -> None:

@@ -14,7 +14,10 @@ from torch import nn
 from trainer.configuration.settings import Settings
 from trainer.data.data import Data
 from trainer.data.order import Order, size_of
+from trainer.data.reader import Loading
 from trainer.data.seeds import seed_all
+from trainer.data.slice import Slice
+from trainer.data.stream import Stream
 from trainer.launch.agreement import first_on_node
 from trainer.launch.status import read_status
 from trainer.learning.frozen import freeze, refuse_frozen
@@ -121,6 +124,7 @@ def prepare(run: RunParts) -> Prepared:
     refuse_frozen(network, settings.model.freeze)
     rules = understood(network, settings.optimizer.groups)
     run.strategy.check(run.task, network, launch.world_size)
+    run.strategy.refuse_forward(run.task, network, launch.world_size, partial(host_example, run, training))
     refuse_step(network, run.make_optimizer)
     # a run that cannot work leaves no folder behind: what it would begin with is looked at before
     initial = Initial(settings.init_from, settings.checkpoint.best or run.task.best)
@@ -159,6 +163,12 @@ def build_values(run: Prepared, resuming: bool) -> None:
     elif is_outline(run.network) and not (resuming and all_stored(run.network)):
         run.network = seeded_network(run)
     run.initial.fill(run.network)  # of a run that goes on from a checkpoint nothing
+
+
+def host_example(run: RunParts, training: Any) -> tuple[Any, Any]:
+    """A small batch as (inputs, targets), for who must see one before any rank knows its device and its share."""
+    own, loop = Slice(0, 1, torch.device("cpu"), run.settings.seed), run.settings.loop
+    return Stream(run.data, training, own, loop.global_batch, 1, Loading(workers=0)).example()
 
 
 def read_data(run: RunParts) -> tuple[Any, Any]:

@@ -52,6 +52,9 @@ class Strategy(Place):
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse a network that this strategy cannot spread."""
 
+    def refuse_forward(self, task: Task, network: nn.Module, world_size: int, example: Callable[[], Any]) -> None:
+        """Refuse a network for what its forward does. `example` makes one small (inputs, targets), on the host."""
+
     # Inside.
 
     def notes(self, network: nn.Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -80,7 +81,7 @@ class PP(Meshed):
             )
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
-        """Refuse a network that cannot be cut into so many stages, and fields that do not go together."""
+        """Refuse fields that do not go together."""
         self._refuse_fields(world_size)
         self._refuse_backend()
         if carries(task):
@@ -89,7 +90,12 @@ class PP(Meshed):
                 " last one leaves; strategy=fsdp and strategy=ddp can"
             )
         super().check(task, network, world_size)
-        cut_stages(TaskNetwork(task, network), task.plan(network).cuts, self.layout(world_size).count)
+
+    def refuse_forward(self, task: Task, network: nn.Module, world_size: int, example: Callable[[], Any]) -> None:
+        """Refuse a network that cannot be cut into so many stages."""
+        step, cuts, count = TaskNetwork(task, network), task.plan(network).cuts, self.layout(world_size).count
+        if not cut_stages(step, cuts, count):  # most forwards can be read without a batch
+            cut_stages(step, cuts, count, example(), held=())
 
     def notes(self, network: nn.Module) -> list[str]:
         """Say which ranks do what, and what a user should know about this network here."""

@@ -72,8 +72,9 @@ class PlacedStages(PlacedTensor):
         whole, rank = self.network, self._pipeline.rank
         example = self._form.cast(self.example)
         # every rank cuts the outline of the whole network, and keeps what is its own
-        bodies = cut_stages(TaskNetwork(self.task, whole), self._plan.cuts, self._layout.count, example)
-        self._stages = {number: Stage(number, bodies[number]) for number in self._layout.held_by(rank)}
+        step, held = TaskNetwork(self.task, whole), self._layout.held_by(rank)
+        bodies = cut_stages(step, self._plan.cuts, self._layout.count, example, held)
+        self._stages = {number: Stage(number, body) for number, body in bodies.items()}
         own: list[nn.Module] = [stage.body for stage in self._stages.values()]
         self.network = Stages(own, [name for name, _ in whole.named_modules()])
         for body in own:  # of the plan, what lies in this stage: a key that fits nothing would be refused

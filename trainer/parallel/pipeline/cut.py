@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
@@ -20,8 +20,10 @@ ELSE = "strategy=fsdp and strategy=ddp need no cutting"
 BATCH = 2  # arguments of every stage before what is handed on: inputs, targets
 
 
-def cut_stages(step: nn.Module, cuts: tuple[str, ...], count: int, example: Any = None) -> Sequence[nn.Module]:
-    """The stages of a network, in order; parameters, buffers and modules are the network's own, under its names.
+def cut_stages(
+    step: nn.Module, cuts: tuple[str, ...], count: int, example: Any = None, held: Collection[int] | None = None
+) -> dict[int, nn.Module]:
+    """The stages of a network by their numbers; parameters, buffers and modules are its own, under its names.
 
     step: the module that is called with (inputs, targets) and calls its `network`. Every stage is called with those,
     and what the stage before handed on; it returns a tuple to hand on, the last one the step's output.
@@ -29,14 +31,15 @@ def cut_stages(step: nn.Module, cuts: tuple[str, ...], count: int, example: Any 
     `cuts`: the first module of each stage after the first; where they are not as many as `count` asks for, the network
     is cut into about equal parts, weighed with an `example`. A forward that cannot be read as a graph is cut between
     blocks and run by every stage; without an example to run it with, only their names are looked at, and there are no
-    stages. Refusal where the network cannot be cut so.
+    stages. held: the stages that are wanted; None: all. Refusal where the network cannot be cut so.
     """
     network = step.get_submodule(ROOT)
     planned = list(cuts) if len(cuts) == count - 1 else []
     for name in planned:
         matched(network, name, "the plan's cut", f"; {ELSE}")
     try:
-        return _graphs(step, planned or _equal(step, count, example), count)
+        graphs = _graphs(step, planned or _equal(step, count, example), count)
+        return {number: graphs[number] for number in (range(count) if held is None else held)}
     except Untraceable as error:
         why = str(error)
     names = planned or between_blocks(network, count)
@@ -47,7 +50,7 @@ def cut_stages(step: nn.Module, cuts: tuple[str, ...], count: int, example: Any 
             f" it could be cut all the same: name the first module of each stage in the plan's cuts; {ELSE}"
         )
     try:
-        return running_stages(step, names, example) if example is not None else []
+        return {} if example is None else running_stages(step, names, example, range(count) if held is None else held)
     except Uncut as error:
         raise Refusal(f"{said} {error}; {ELSE}") from error
 

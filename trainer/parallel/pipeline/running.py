@@ -18,14 +18,14 @@ Kind = Literal["own", "elsewhere", "opened"]  # of this stage; of others; what r
 TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # where a module keeps its tensors
 
 
-def running_stages(step: nn.Module, cuts: list[str], example: Any) -> list[nn.Module]:
-    """The stages of a network, each with what it needs of it. Uncut where the network cannot be cut so.
+def running_stages(step: nn.Module, cuts: list[str], example: Any, held: Collection[int]) -> dict[int, nn.Module]:
+    """These stages of a network, each with what it needs of it. Uncut where the network cannot be cut so.
 
     cuts: the first module of each stage after the first. example: (inputs, targets), for a forward on shapes.
     """
     trial = Trial(step, cuts, example)
     device = first_tensor(example).device
-    return [RunningStage(step, cuts, trial, number, device) for number in range(len(cuts) + 1)]
+    return {number: RunningStage(step, cuts, trial, number, device) for number in held}
 
 
 class _Leaving(BaseException):
