@@ -20,6 +20,7 @@ from trainer.refusal import Refusal
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision takes them
 _SHOWN = 5  # names of classes in a line
+_PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")  # what people call parts of a set
 _EVALUATION = ("val", "validation", "valid", "test")
 
 Files = list[tuple[int, str]]  # class numbers, paths
@@ -114,6 +115,9 @@ def _classes(folder: Path) -> list[str]:
         raise Refusal(f"data.root: {folder} cannot be read ({error.strerror}); {_wanted()}") from error
     if not found:
         raise Refusal(f"data.root: {folder} has no folders of classes; {_wanted()}")
+    parts = [name for name in found if name.lower() in _PARTS]
+    if len(parts) > 1:  # one of them may be a class
+        raise Refusal(f"data.root: {' and '.join(parts)} in {folder} are no classes; {_wanted()}")
     return found
 
 

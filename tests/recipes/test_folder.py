@@ -165,6 +165,10 @@ def test_classes_are_numbered_by_name_and_val_has_no_others(tmp_path: Path) -> N
     [
         (lambda root: None, r"data\.root: .* cannot be read .*; expected ROOT/train/CLASS"),
         (lambda root: root.mkdir(), "has no folders of classes"),
+        (
+            lambda root: write(root, {"Train": 1, "Test": 1}),
+            r"data\.root: Test and Train in .* are no classes; expected",
+        ),
         (lambda root: (root / "ant").mkdir(parents=True), "ant has no pictures; expected files ending in .jpg"),
     ],
 )
