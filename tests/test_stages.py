@@ -223,6 +223,25 @@ class Holder(nn.Module):
         return self.last(self.whole(x))
 
 
+class Otherwise(Unread):
+    """The same network, put to work in another way."""
+
+    def __init__(self, way: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, x)
+
+
+def guided(net: Any, x: Tensor) -> Tensor:
+    hidden = net.begin(x)
+    mask = torch.softmax(net.spare.weight.sum() * torch.ones(len(x[0]), len(x[0])), -1)
+    for block in net.blocks:
+        hidden, _ = block(hidden, mask=mask)
+    return net.end(hidden)
+
+
 @pytest.mark.parametrize(
     ("make", "count", "cuts"),
     [
@@ -230,6 +249,7 @@ class Holder(nn.Module):
         (Unread, 4, ()),
         (lambda: Holder(Unread()), 3, ()),  # the heavy part of it cannot be read
         (Unread, 3, ("blocks.1", "head")),
+        (lambda: Otherwise(guided), 3, ()),  # several values go from block to block
     ],
 )
 def test_a_forward_that_cannot_be_read_is_run_by_every_stage(
@@ -268,17 +288,6 @@ def gradients(network: nn.Module, forward: Callable[[], Tensor]) -> dict[str, An
     return {name: one.grad.tolist() for name, one in network.named_parameters() if one.grad is not None}
 
 
-class Otherwise(Unread):
-    """The same network, put to work in another way."""
-
-    def __init__(self, way: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.way = way
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.way(self, x)
-
-
 def skipping(net: Any, x: Tensor) -> Tensor:
     first = net.begin(x)
     return net.end(net.through(first, x) + first)
@@ -292,12 +301,8 @@ def around(net: Any, x: Tensor) -> Tensor:
     return net.end(hidden + kept[0])
 
 
-def guided(net: Any, x: Tensor) -> Tensor:
-    hidden = net.begin(x)
-    mask = torch.softmax(net.spare.weight.sum() * torch.ones(len(x[0]), len(x[0])), -1)
-    for block in net.blocks:
-        hidden, _ = block(hidden, mask=mask)
-    return net.end(hidden)
+def listing(net: Any, x: Tensor) -> Tensor:
+    return net.end(net.blocks[0](net.begin(x), mask=[net.spare.weight])[0])
 
 
 def deciding(net: Any, x: Tensor) -> Tensor:
@@ -339,8 +344,12 @@ UNCUT: dict[str, tuple[nn.Module, tuple[str, ...], str]] = {
         ("blocks.2", "blocks.3"),
         r"stage 2 needs what blocks\.2 is given, which passe",
     ),
-    "is guided": (Otherwise(guided), (), r"blocks\.2 is given 2 values that gradients go back through, and one can be"),
-    "detaches": (Otherwise(lambda n, x: n.end(n.through(n.begin(x).detach(), x))), ("blocks.0",), "is given 0 values"),
+    "is guided by a list": (Otherwise(listing), ("blocks.0",), r"blocks\.0 is given values inside of others"),
+    "detaches": (
+        Otherwise(lambda n, x: n.end(n.through(n.begin(x).detach(), x))),
+        ("blocks.0",),
+        "is given nothing that gradients go",
+    ),
     "runs twice": (
         Otherwise(lambda n, x: n.end(n.through(n.through(n.begin(x), x), x))),
         (),
@@ -382,7 +391,7 @@ def masking(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it, unless warnings are errors
-@pytest.mark.parametrize(("way", "where"), [(recalling, "a part of"), (masking, "blocks.2 needs")])
+@pytest.mark.parametrize(("way", "where"), [(recalling, "a stage hands on"), (masking, "blocks.2 is given")])
 def test_what_passes_a_cut_without_a_gradient_is_no_silent_nonsense(way: Callable[..., Tensor], where: str) -> None:
     inputs = {"x": torch.randn(3, WIDTH)}
     stages = cut(Otherwise(way), 2, (), (inputs, torch.zeros(3)))

@@ -87,12 +87,27 @@ class Unreadable(toys.Unread):
         return super().forward(inputs["x"])
 
 
+class Guided(Unreadable):
+    """Something learned goes to every block, beside what goes from block to block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guide = nn.Parameter(torch.linspace(0, 0.1, 12))
+
+    def through(self, hidden: Tensor, x: Tensor) -> Tensor:
+        mask = torch.softmax(x[:, :, None] * self.guide, -1)  # (B, 12, 12)
+        for block in self.blocks:
+            hidden, _ = block(hidden, mask=mask)
+        return hidden
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "skips": Skips,
     "dropout": lambda: Skips(0.4),
     "indices": Indices,
     "resnet": lambda: Images(resnet18(4, 3, 8)),
     "unread": Unreadable,
+    "guided": Guided,
     "unread, dropout": lambda: Unreadable(dropout=0.4),
     "vit": lambda: Images(VisionTransformer(4, 3, 8, patch_size=4, width=24, heads=4)),
 }
@@ -285,21 +300,24 @@ def test_a_vision_transformer_is_the_same_in_any_number_of_stages(
     same(train(size, run), train(1, run.alone())[0])
 
 
+FOUR = {"pipe": 2, "replicate": 2, "schedule": "Interleaved1F1B", "activation_checkpointing": "units"}
+
+
 @pytest.mark.parametrize(
-    ("size", "fields"),
-    quickly(
-        [
-            (2, {}),
-            (4, {"pipe": 2, "replicate": 2, "schedule": "Interleaved1F1B", "activation_checkpointing": "units"}),
-            (4, {"pipe": 2, "shard": 2, "reshard_after_forward": True}),
-            (4, {"pipe": 2, "tensor": 2, "schedule": "ZBVZeroBubble"}),
-        ],
-        (4, {"pipe": 2, "replicate": 2, "schedule": "Interleaved1F1B", "activation_checkpointing": "units"}),
-        (4, {"pipe": 2, "shard": 2, "reshard_after_forward": True}),
-    ),
+    ("size", "fields", "network"),
+    [
+        (4, FOUR, "guided"),
+        (4, {"pipe": 2, "shard": 2, "reshard_after_forward": True}, "unread"),
+        pytest.param(2, {}, "unread", marks=pytest.mark.long),
+        pytest.param(4, FOUR, "unread", marks=pytest.mark.long),
+        pytest.param(4, {"pipe": 2, "tensor": 2, "schedule": "ZBVZeroBubble"}, "unread", marks=pytest.mark.long),
+        pytest.param(4, {"pipe": 2, "shard": 2}, "guided", marks=pytest.mark.long),
+    ],
 )
-def test_a_forward_that_cannot_be_read_is_cut_between_its_blocks(train: Any, size: int, fields: dict[str, Any]) -> None:
-    run = Run(fields, network="unread")
+def test_a_forward_that_cannot_be_read_is_cut_between_its_blocks(
+    train: Any, size: int, fields: dict[str, Any], network: str
+) -> None:
+    run = Run(fields, network=network)
     same(train(size, run), train(1, run.alone())[0])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.data.tree import first_tensor, tensors
 from trainer.parallel.pipeline.trace import ROOT
-from trainer.parallel.pipeline.trial import Place, Trial, argument, cloned, has_values, shapes, with_argument
+from trainer.parallel.pipeline.trial import Place, Stead, Trial, argument, beside, cloned, has_values, shapes
 from trainer.parallel.units import enclosing
 
 Kind = Literal["own", "elsewhere", "opened"]  # of this stage; of others; what runs between
@@ -31,8 +31,8 @@ def running_stages(step: nn.Module, cuts: list[str], example: Any, held: Collect
 class _Leaving(BaseException):
     """Ends a forward where the next stage begins. No Exception, which a network's own code might catch."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.values = values
 
 
 class RunningStage(nn.Module):
@@ -51,12 +51,13 @@ class RunningStage(nn.Module):
         network = step.get_submodule(ROOT)
         ends = cuts[max(number - 1, 0) : number + 1]  # where the stage begins, and where the next one does
         kinds = _kinds(network, trial.owner, number, ends)
-        first = ends[0] if number else None
+        first, opens = (ends[0], beside(network, ends[0])) if number else ("", [])
+        doors = [name for name in opens if kinds[name] != "elsewhere"]
         # a copy of the network's modules, in which the stage's own are themselves, and all tensors of others shapes
         instead: dict[Any, Any] = {**shapes(network, device)}
         for name, kind in kinds.items():
             module = network.get_submodule(name)
-            if kind == "own" and name != first:
+            if kind == "own" and name not in doors:
                 instead[module] = module
             elif kind == "opened":  # masks and tables that lie between blocks every stage has
                 instead |= {buffer: buffer for buffer in module.buffers(recurse=False)}
@@ -67,16 +68,17 @@ class RunningStage(nn.Module):
             if kind == "elsewhere":
                 module = inner.get_submodule(name)
                 vars(module)["forward"] = partial(_skip, module.forward, {})
-        # in place of its first module the copy has a door to it, in place of the next stage's the way out
+        # in place of its first module, and of what stands beside it, the copy has doors to them
         self._doors: list[tuple[nn.Module, nn.Module]] = []
-        if first is not None:
-            door = inner.get_submodule(first)
-            if kinds[first] == "own":
-                self._doors.append((door, network.get_submodule(first)))
-            entered = self._doors[0][1] if self._doors else door.forward
-            vars(door)["forward"] = partial(self._enter, entered, first, trial.places[number - 1])
+        for name in doors:
+            door, own = inner.get_submodule(name), network.get_submodule(name)
+            self._doors += [(door, own)] if kinds[name] == "own" else []
+            given = trial.places[number - 1] if name == first else []
+            vars(door)["forward"] = partial(self._enter, own if kinds[name] == "own" else door.forward, name, given)
+        # and in place of the next stage's first module the way out
         if number < len(cuts):
-            vars(inner.get_submodule(cuts[number]))["forward"] = partial(_leave, trial.places[number])
+            vars(inner.get_submodule(cuts[number]))["forward"] = partial(self._leave, trial.places[number])
+        self._stead = Stead()
         self._received: tuple[Tensor, ...] = ()
         vars(self)["_step"] = copy
         self._hold(network, inner, kinds)
@@ -106,25 +108,34 @@ class RunningStage(nn.Module):
 
     def forward(self, inputs: Any, targets: Any, *received: Tensor) -> Any:
         """What the stage hands on, as a tuple; of the last one the step's output."""
-        self._received = received
+        self._received, self._stead = received, Stead()
         try:
             output = self._step(inputs, targets)
         except _Leaving as leaving:
-            output = (leaving.value,)
+            output = leaving.values
             leaving.__traceback__ = None  # its frames hold activations
         finally:
-            self._received = ()
+            self._received, self._stead = (), Stead()
         if not all(has_values(tensor) for tensor in tensors(output)):
-            raise RuntimeError("a part of what a stage computes needs what only an earlier stage knows")
+            raise RuntimeError(
+                "what a stage hands on needs what only an earlier stage knows and has not handed on: a value without a"
+                " gradient, or hidden states of earlier blocks in the network's output"
+            )
         return output
 
-    def _enter(self, entered: Callable[..., Any], name: str, place: Place, *args: Any, **kwargs: Any) -> Any:
-        """The stage's first module is called: with what was received."""
-        unknown = [tensor for tensor in tensors((args, kwargs)) if not has_values(tensor)]
-        if len(unknown) != 1 or unknown[0] is not argument(place, args, kwargs):
-            raise RuntimeError(f"{name} needs more of what only an earlier stage knows than what is handed on")
-        args, kwargs = with_argument(place, self._received[0], args, kwargs)
-        return entered(*args, **kwargs)
+    def _enter(self, own: Callable[..., Any], name: str, places: list[Place], *args: Any, **kwargs: Any) -> Any:
+        """The stage's first module is called, or one beside it: with what was received, in the place of shapes."""
+        for place, value in zip(places, self._received if places else (), strict=True):
+            self._stead.put(argument(place, args, kwargs), value)
+        args, kwargs = self._stead.into(args, kwargs)
+        if places and not all(has_values(tensor) for tensor in tensors((args, kwargs))):
+            raise RuntimeError(f"{name} is given what only an earlier stage knows and has not handed on")
+        return own(*args, **kwargs)
+
+    def _leave(self, places: list[Place], *args: Any, **kwargs: Any) -> Any:
+        """The next stage's first module is called: what it is given is what is handed on."""
+        args, kwargs = self._stead.into(args, kwargs)
+        raise _Leaving(tuple(argument(place, args, kwargs) for place in places))
 
     def train(self, mode: bool = True) -> RunningStage:
         """As the network's own train() does it."""
@@ -154,11 +165,6 @@ def _kinds(network: nn.Module, owner: dict[nn.Parameter, int], number: int, ends
         else:
             kinds[name] = "own" if number in stages else "elsewhere"
     return kinds
-
-
-def _leave(place: Place, *args: Any, **kwargs: Any) -> Any:
-    """The next stage's first module is called: what it is given is what is handed on."""
-    raise _Leaving(argument(place, args, kwargs))
 
 
 def _skip(forward: Callable[..., Any], known: dict[Any, Any], *args: Any, **kwargs: Any) -> Any:

@@ -68,24 +68,43 @@ def argument(place: Place, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return args[place] if place < len(args) else None
 
 
-def with_argument(place: Place, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call with another one at a place."""
-    if isinstance(place, str):
-        return args, {**kwargs, place: value}
-    return (*args[:place], value, *args[place + 1 :]), kwargs
+class Stead(dict[Tensor, Tensor]):
+    """What was handed on, by what a stage's forward has in its place: there it goes on to hold it in its variables."""
+
+    def put(self, value: Tensor, instead: Tensor) -> None:
+        """From now on `instead` takes the place of a value, and of what that was put for."""
+        for before, now in self.items():
+            if now is value:
+                self[before] = instead
+        self[value] = instead
+
+    def into(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, with what was handed on where it belongs."""
+        known = tuple(self._known(value) for value in args)
+        return known, {name: self._known(value) for name, value in kwargs.items()}
+
+    def _known(self, value: Any) -> Any:
+        return self.get(value, value) if isinstance(value, Tensor) else value
+
+
+def beside(network: nn.Module, cut: str) -> list[str]:
+    """A cut module and what stands in the same list or module."""
+    above = cut.rpartition(".")[0]
+    return [f"{above}.{word}".strip(".") for word, _ in network.get_submodule(above).named_children()]
 
 
 class Trial:
     """One forward of the whole network, in which every stage after the first begins with a value of its own.
 
     So of each stage autograd keeps a graph by itself. What it reaches is what the stage needs, and nothing can pass by
-    a cut unseen. `places`: of each cut, which argument is handed on. `owner`: parameter → its stage.
+    a cut unseen. `places`: of each cut, which arguments are handed on. `owner`: parameter → its stage.
     """
 
     def __init__(self, step: nn.Module, cuts: list[str], example: Any) -> None:
         self._network, self._cuts = step.get_submodule(ROOT), cuts
-        self.places: list[Place] = []
-        self._begins: list[Tensor] = []  # the value that each stage after the first begins with
+        self.places: list[list[Place]] = []
+        self._begins: list[list[Tensor]] = []  # the values that each stage after the first begins with
+        self._stead = Stead()
         self._reached: list[set[Tensor]] = []  # by each stage's graph, where it begins
         own = shapes(self._network, torch.device("cpu"))
         # frozen ones, too: it is asked who needs them
@@ -93,9 +112,9 @@ class Trial:
         for shape in self._parameters:
             shape.requires_grad_()
         copy = cloned(step, own)
-        for name in cuts:
+        for name in dict.fromkeys(name for cut in cuts for name in beside(self._network, cut)):
             module = copy.get_submodule(f"{ROOT}.{name}")
-            vars(module)["forward"] = partial(self._begin, name, module.forward)
+            vars(module)["forward"] = partial(self._call, name, module.forward)
         self._run(copy, changed(example, lambda tensor: tensor.detach().cpu().clone()))
         self.owner = self._owners()
 
@@ -118,21 +137,27 @@ class Trial:
                 "its forward draws random numbers by itself (dropped layers, masks), and stages would draw others"
             )
 
-    def _begin(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """A cut module is called: what it is given ends one stage, and a value without a past begins the next."""
+    def _call(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """A block is called. A cut one's arguments end one stage, and values without a past begin the next."""
+        args, kwargs = self._stead.into(args, kwargs)
+        if name not in self._cuts:
+            return forward(*args, **kwargs)
         number = len(self.places)
         if self._cuts[number : number + 1] != [name]:
             raise Uncut(f"{name} is called a second time, or before another cut that stands before it")
-        learned = sum(tensor.requires_grad for tensor in tensors((args, kwargs)))
         given: Iterator[tuple[Place, Any]] = chain(enumerate(args), kwargs.items())
-        places = [place for place, value in given if isinstance(value, Tensor) and value.requires_grad]
-        if learned != 1 or not places:
-            raise Uncut(f"{name} is given {learned} values that gradients go back through, and one can be handed on")
-        value = argument(places[0], args, kwargs)
-        self._end([value])
-        self.places.append(places[0])
-        self._begins.append(value.detach().requires_grad_())
-        args, kwargs = with_argument(places[0], self._begins[-1], args, kwargs)
+        learned = {value: place for place, value in given if isinstance(value, Tensor) and value.requires_grad}
+        every = {tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad}
+        if not every:
+            raise Uncut(f"{name} is given nothing that gradients go back through")
+        if every > learned.keys():
+            raise Uncut(f"{name} is given values inside of others; to be handed on they must be arguments themselves")
+        self._end(learned)
+        self.places.append(list(learned.values()))
+        self._begins.append([value.detach().requires_grad_() for value in learned])
+        for value, begin in zip(learned, self._begins[-1], strict=True):
+            self._stead.put(value, begin)
+        args, kwargs = self._stead.into(args, kwargs)
         return forward(*args, **kwargs)
 
     def _end(self, values: Iterable[Tensor]) -> None:
@@ -145,11 +170,11 @@ class Trial:
         owner: dict[nn.Parameter, int] = {}
         for number, reached in enumerate(self._reached):
             # a leaf that is neither belongs to the batch: some networks ask for its gradient
-            begins = [at for at, begin in enumerate(self._begins, 1) if begin in reached]
-            if others := [at for at in begins if at != number]:
-                raise Uncut(f"stage {number} needs what {self._cuts[others[0] - 1]} is given, which passes it by")
-            if number and not begins:
-                raise Uncut(f"nothing of what {self._cuts[number - 1]} is given flows on")
+            for at, begins in enumerate(self._begins, 1):
+                if at != number and not reached.isdisjoint(begins):
+                    raise Uncut(f"stage {number} needs what {self._cuts[at - 1]} is given, which passes it by")
+                if at == number and not reached.issuperset(begins):
+                    raise Uncut(f"not all of what {self._cuts[at - 1]} is given flows on")
             for parameter in (one for shape, one in self._parameters.items() if shape in reached):
                 if owner.setdefault(parameter, number) != number:
                     raise Uncut(self._shared(parameter, owner[parameter], number))
@@ -164,7 +189,7 @@ class Trial:
         if len(names) > 1:
             return (
                 f"{' and '.join(names)} are one parameter, which stages {one} and {other} need: each wants its own"
-                " (in a configuration of transformers: tie_word_embeddings: false)"
+                " (of transformers most configurations take tie_word_embeddings: false)"
             )
         cut = self._cuts[other - 1]
         return f"{names[0]} is needed by stages {one} and {other}: what is made with it passes {cut} by"
@@ -180,8 +205,9 @@ class Trial:
 
 def _leaves(values: Iterable[Tensor]) -> Iterator[Tensor]:
     """Where the graph begins that autograd has made of these values."""
-    ahead = [value.grad_fn for value in values]
-    seen = set()
+    every = [value for value in values if value.requires_grad]
+    yield from (value for value in every if value.grad_fn is None)
+    ahead, seen = [value.grad_fn for value in every], set()
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:
