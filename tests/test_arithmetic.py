@@ -5,8 +5,8 @@ import pytest
 from trainer.configuration.compose import compose
 from trainer.configuration.settings import settings
 from trainer.data.slice import spans
+from trainer.jobs.arithmetic import Batches, deal, measure, more_micro_batches
 from trainer.refusal import Refusal
-from trainer.run.arithmetic import Batches, deal, measure, more_micro_batches
 
 
 def test_a_global_batch_is_dealt_to_ranks_and_micro_batches() -> None:

@@ -20,7 +20,7 @@ def configuration(**changes: Any) -> DictConfig:
     assert isinstance(cfg, DictConfig)
     for name in ("defaults", "hydra"):
         del cfg[name]
-    cfg.job = {"_target_": "trainer.run.fit.Fit"}
+    cfg.job = {"_target_": "trainer.jobs.fit.Fit"}
     for key, value in changes.items():
         OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
     return cfg

@@ -16,12 +16,12 @@ from tests.commands import TRANSFORMER, curve, lines
 from tests.inside import here, product
 from tests.processes import Processes
 from tests.strategies.toys import Net
+from trainer.jobs.initial import Initial
 from trainer.launch.launch import Launch
 from trainer.parallel.outline import outline
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint import Checkpoints
 from trainer.refusal import Refusal
-from trainer.run.initial import Initial
 
 IMAGES = ("data=synthetic_images", "data.size=32", "data.evaluation_size=0", "data.image_size=8")
 WORDS = (*IMAGES, "loop.global_batch=8", "loop.log_every=1", "schedule=constant", "loop.steps=1")

@@ -17,10 +17,10 @@ from recipes.vision.digits import Digits
 from tests.commands import TRANSFORMER, finish, lines, single
 from tests.inside import here, product
 from tests.processes import Processes
-from trainer.__main__ import understood
+from trainer.door import understood
+from trainer.jobs.opened import evaluation_stream, samples_of
 from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
-from trainer.run.opened import evaluation_stream, samples_of
 
 USE = """
 import sys

@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import SMALL, finish, single, status
 from tests.inside import here
-from trainer.__main__ import understood
+from trainer.door import understood
 from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 
@@ -33,7 +33,7 @@ def test_from_the_command_line_to_a_step_there_are_six_calls(tmp_path: Path) -> 
     (tmp_path / "lab.py").write_text(LAB)
     words = (*WORDS, "device=cpu", "log=[]", "trust=[lab]", "optimizer._target_=lab.Traced", "run.dir=run")
     finish(single(*words, "optimizer=sgd"), tmp_path)
-    assert (tmp_path / "calls").read_text() == "main fit fit train_step optimizer_step step"
+    assert (tmp_path / "calls").read_text() == "main __call__ fit train_step optimizer_step step"
 
 
 def test_a_run_says_what_it_found_that_it_is_alone_and_where_its_best_checkpoint_is(
@@ -44,7 +44,7 @@ def test_a_run_says_what_it_found_that_it_is_alone_and_where_its_best_checkpoint
     said = capsys.readouterr().out
     assert "data        1,437 samples in 10 classes\nevaluation  360 samples\n" in said
     assert "note        the run ends before schedule.warmup does" in said  # 2 of 20 steps
-    assert "note        ddp has one process, so it shares nothing; with two: torchrun --standalone" in said
+    assert "note        ddp has one process, so it shares nothing; with two: processes=2" in said
     (found,) = re.findall(r"^best        accuracy 0\.\d{4} at step [12]: (.+)$", said, re.MULTILINE)
     assert (Path(found) / "manifest.json").is_file()
 

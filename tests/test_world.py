@@ -13,11 +13,11 @@ import torch.distributed as dist
 from tests.commands import SMALL
 from tests.inside import here
 from trainer.configuration.compose import compose
+from trainer.jobs.assembly import assemble
 from trainer.launch.launch import Launch
 from trainer.parallel.ranks import Group, join_group, leave_group, set_timeouts
 from trainer.records.checkpoint import Checkpoints
 from trainer.refusal import Refusal
-from trainer.run.assembly import assemble
 from trainer.strategies.machine import Machine
 from trainer.strategies.placed import Placed
 

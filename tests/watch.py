@@ -20,7 +20,7 @@ READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select"
 
 # What a run does, in order of time.
 PHASES = (
-    "trainer.run.fit.make_trainer",
+    "trainer.jobs.fit.make_trainer",
     "trainer.trainer.Trainer.begin",
     "trainer.trainer.Trainer.train_step",
     "trainer.trainer.Trainer.evaluate",

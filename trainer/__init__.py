@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.data.data import Data as Data
+    from trainer.door import Result as Result
+    from trainer.door import run as run
     from trainer.learning.plan import Plan as Plan
     from trainer.learning.schedule import Schedule as Schedule
     from trainer.learning.task import Task as Task
@@ -28,26 +30,29 @@ _HOMES = {
     "Placed": "trainer.strategies.placed",
     "Plan": "trainer.learning.plan",
     "Refusal": "trainer.refusal",
+    "Result": "trainer.door",
     "Schedule": "trainer.learning.schedule",
     "Sink": "trainer.records.log",
     "Strategy": "trainer.strategies.base",
     "Task": "trainer.learning.task",
     "Trainer": "trainer.trainer",
     "gather": "trainer.parallel.gather",
+    "run": "trainer.door",
 }
 __all__ = [
-    "BadData",
     "Data",
     "Joined",
     "Placed",
     "Plan",
     "Refusal",
+    "Result",
     "Schedule",
     "Sink",
     "Strategy",
     "Task",
     "Trainer",
     "gather",
+    "run",
 ]
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from trainer.configuration import bundle
 from trainer.configuration.compose import compose
 from trainer.configuration.words import read
-from trainer.launch import failure
+from trainer.door import understood, wanted
+from trainer.launch import failure, local
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import launched
 from trainer.refusal import Refusal
-
-if TYPE_CHECKING:
-    from trainer.run.preparation import RunParts
 
 
 def main() -> None:
@@ -27,28 +24,24 @@ def main() -> None:
     try:
         launch = launched()
         if read(words).multirun:
-            from trainer.run.sweep import run_all
+            from trainer.jobs.sweep import run_all
 
             code = run_all(words, launch)
+        elif (count := wanted(cfg := compose(words), launch)) > 1:
+            with TemporaryDirectory(prefix="trainer-") as scratch:
+                code = local.start(words, count, Path(scratch))
         else:
-            run = understood(words, launch)
+            run = understood(words, launch, cfg)
             code = run.job(run)
     except Refusal as refusal:
         failure.refuse(str(refusal), launch)
     except BrokenPipeError:  # of --help and its like: whoever read it has gone
         failure.exit_process(1)
+    except failure.Failed as failed:
+        failure.fail(failed.__cause__ or failed, launch, failed.folder, failed.step, failed.remedy)
     except Exception as error:
         failure.fail(error, launch)
     failure.exit_process(code)
-
-
-def understood(words: Sequence[str], launch: Launch) -> RunParts:
-    """What a run is made of. Typos are refused before torch is imported, which takes seconds."""
-    cfg = compose(words)
-    bundle.make_importable()
-    from trainer.run.assembly import assemble  # from here on with torch
-
-    return assemble(cfg, words, read(words).folders, launch)
 
 
 if __name__ == "__main__":

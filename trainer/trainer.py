@@ -47,17 +47,17 @@ class Trainer:
     optimizer: Optimizer
     schedule: Schedule
     stream: Stream
-    evaluation: EvaluationStream | None
     checkpoints: Checkpoints
-    log: Log
-    report: Callable[[str, int], None]  # how far a run is (running, at this step), where others can read it
-    stop: Callable[[], bool]  # has somebody asked this process to stop?
     steps: int  # where training ends
     horizon: int  # where the schedule ends
-    max_norm: float | None  # clip gradients to this global norm; None: never
-    log_due: Due
-    eval_due: Due
-    save_due: Due
+    evaluation: EvaluationStream | None = None
+    log: Log = field(default_factory=lambda: Log([]))
+    report: Callable[[str, int], None] = lambda state, step: None  # how far a run is, where others can read it
+    stop: Callable[[], bool] = lambda: False  # has somebody asked this process to stop?
+    max_norm: float | None = None  # clip gradients to this global norm; None: never
+    log_due: Due = field(default_factory=lambda: Due([]))
+    eval_due: Due = field(default_factory=lambda: Due([]))
+    save_due: Due = field(default_factory=lambda: Due([]))
     facts: dict[str, Any] = field(default_factory=dict)  # go into every checkpoint, beside the progress
     patience: float = math.inf  # evaluations in a row without a better one, after which training ends
     stop_after: float | None = None  # seconds; then as if somebody had asked to stop

@@ -147,6 +147,7 @@ class Settings:
     compile: bool
     profile: Annotated[tuple[int, int] | None, Written(window)]  # first and last step
     init_from: Word | None  # pretrained, or where weights lie
+    processes: Count | Literal["auto"] | None  # that this command starts
     trust: Annotated[tuple[str, ...], Written(packages)]
     model: BesideModel = BesideModel()
     optimizer: BesideOptimizer = BesideOptimizer()

@@ -15,7 +15,7 @@ from trainer.configuration.settings import GROUPS
 from trainer.refusal import Refusal
 
 # What is never taken over: what is to be done, where, with whose code, and sinks, which are for what is trained.
-_OWN = ("job", "run", "trust", "log")
+_OWN = ("job", "run", "processes", "trust", "log")
 
 
 def opens_a_run(cfg: DictConfig) -> bool:

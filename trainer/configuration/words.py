@@ -53,6 +53,13 @@ def read(argv: Sequence[str]) -> Words:
     )
 
 
+def code_words(argv: Sequence[str]) -> list[str]:
+    """Those words of a command line that say whose code may be named: folders of labs, and trusted packages."""
+    words = read(argv)
+    labs = [part for lab in words.folders for part in ("--config-dir", str(lab))]
+    return [*labs, *(word for word in words.overrides if word.startswith("trust="))]
+
+
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Refusal(f"{message}; --help shows what there is")

@@ -17,6 +17,8 @@ from trainer.data.shares import Samples, shares
 from trainer.data.slice import Slice, spans
 from trainer.data.tree import rows
 
+_HERE = Loading(workers=0)  # in this process
+
 
 class Batch(NamedTuple):
     """Samples on the device, and which ones they are."""
@@ -33,7 +35,7 @@ class Stream:
     """The training data, as every rank sees its own share of the same global batches."""
 
     def __init__(
-        self, data: Data, dataset: Any, own: Slice, global_batch: int, micro_batches: int, loading: Loading
+        self, data: Data, dataset: Any, own: Slice, global_batch: int, micro_batches: int = 1, loading: Loading = _HERE
     ) -> None:
         self._own, self._order = own, Order(data, dataset, own.seed)
         self._shares = shares(data, Samples(data, dataset, own, loading), own)

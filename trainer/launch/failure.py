@@ -54,6 +54,14 @@ class Failure:
     reason: str
 
 
+class Failed(Exception):
+    """A run failed inside; the cause is the error itself. Carries what an account of it needs."""
+
+    def __init__(self, folder: Path, step: int | None, remedy: str) -> None:
+        super().__init__(f"a run failed: {folder}")
+        self.folder, self.step, self.remedy = folder, step, remedy
+
+
 def refuse(message: str, launch: Launch) -> NoReturn:
     """Exit 2 with one sentence: printed once, by one rank, not again by a restarted attempt. Needs no torch.
 
@@ -125,7 +133,7 @@ def _account(error: BaseException, launch: Launch, folder: Path | None, step: in
     # what may be an echo waits for the one that it is an echo of: that one's account is the better one
     first = until(lambda: claimed(store), _PATIENCE) if peer is not None else None
     if first is None:
-        first = claim(store, launch, peer or _reason(error))
+        first = claim(store, launch, peer or reason(error))
     if first.rank == launch.rank:
         _speak(first, launch, folder, step, trace, peer or "")
         if store is not None:
@@ -140,7 +148,8 @@ def _account(error: BaseException, launch: Launch, folder: Path | None, step: in
     until(lambda: store is None or store.check(["failure-told"]) or None, _PATIENCE)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """An error in one line."""
     said = str(error) if isinstance(error, BadData) else traceback.format_exception_only(error)[-1].strip()
     # what a worker process passes on begins with that process, and ends with the error itself
     return said.splitlines()[-1] if "Original Traceback" in said else said

@@ -53,6 +53,7 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch:
         _whole(said, "LOCAL_WORLD_SIZE", world_size),
         attempt,
         run_id=said.get("TORCHELASTIC_RUN_ID", ""),
+        local=said.get("TRAINER_PARENT") == str(os.getppid()),
         address=f"{host}:{_whole(said, 'MASTER_PORT')}" if host and port else "",  # init_method may say it instead
         hosted=said.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )

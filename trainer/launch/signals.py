@@ -42,7 +42,8 @@ class StopRequest:
         self._launch, self._folder = launch or Launch(), folder
         self._store: Store | None = None
         self._interrupted, self._terminated = math.inf, False  # when first by SIGINT; ever by SIGTERM
-        self._parent = os.getppid() if self._launch.restarts else None  # the launcher; a killed one signals nobody
+        # the launcher: one that is killed signals nobody
+        self._parent = os.getppid() if self._launch.restarts or self._launch.local else None
 
     def __enter__(self) -> StopRequest:
         """Listen from now on. Only the main thread can; in others (notebooks) nothing is ever raised."""

@@ -62,6 +62,12 @@ def unlock(descriptor: int) -> None:
     os.close(descriptor)
 
 
+def unlock_all() -> None:
+    """Give back every folder that this process has."""
+    for descriptor in list(_held):
+        unlock(descriptor)
+
+
 def _taken(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,8 +82,7 @@ def _taken(descriptor: int) -> bool:
 
 def _forget() -> None:
     """In a forked child: a decoding process that outlives its parent must not keep the lock."""
-    while _held:
-        os.close(_held.pop())
+    unlock_all()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -80,7 +80,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     keys = sorted(before.keys() | now.keys())
     every = (Change(key, before.get(key, ABSENT), now.get(key, ABSENT)) for key in keys)
     # where a run lies, and what is done with it, is no part of what it is
-    return [one for one in every if one.old != one.new and not f"{one.key}.".startswith(("run.", "job."))]
+    return [one for one in every if one.old != one.new and not f"{one.key}.".startswith(("run.", "job.", "processes."))]
 
 
 def _target(section: Any) -> str | None:

@@ -64,8 +64,7 @@ class Joined(Strategy):
         """What a user should know; of a process that nobody launched, how there would be two."""
         # no launcher left an address; where there are GPUs the run says anyway how all of them are used
         alone = not self.machine.launch.address and not self.machine.on_gpu
-        two = "torchrun --standalone --nproc-per-node 2 -m trainer …"
-        forgotten = [f"{self.name} has one process, so it shares nothing; with two: {two}"] if alone else []
+        forgotten = [f"{self.name} has one process, so it shares nothing; with two: processes=2"] if alone else []
         return [*forgotten, *super().notes(network)]
 
     def votes(self) -> Votes:

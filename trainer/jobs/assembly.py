@@ -20,6 +20,7 @@ from trainer.configuration.names import Names
 from trainer.configuration.resolved import written
 from trainer.configuration.settings import Settings, settings
 from trainer.data.data import Data
+from trainer.jobs.preparation import Job, RunParts
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import meeting_at
 from trainer.learning.optimizer import fused_words, refuse_rules, spares_vectors
@@ -28,7 +29,6 @@ from trainer.learning.task import Task
 from trainer.learning.torch_schedule import TorchSchedule
 from trainer.records.folder import RunFolder
 from trainer.records.log import Sink
-from trainer.run.preparation import Job, RunParts
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 

@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from trainer.configuration.words import read
+from trainer.configuration.words import code_words
 from trainer.counted import counted, named
 from trainer.data.order import size_of
 from trainer.devices import names
+from trainer.jobs.preparation import Prepared
 from trainer.launch.launch import Launch
 from trainer.learning.frozen import trainable
 from trainer.parallel.state import AVERAGE
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.manifest import Found
 from trainer.records.shelf import committed, winner
-from trainer.run.preparation import Prepared
 from trainer.strategies.machine import Machine
 
 _SHOWN = 5  # names in a line
@@ -106,7 +106,7 @@ def devices(machine: Machine) -> str:
         threads, cores = counted(torch.get_num_threads(), "thread"), counted(os.cpu_count() or 1, "core")
         return f"cpu, {counted(used, 'process')} of {threads} on {cores}"
     seen = names()
-    more = f"; all of them: torchrun --standalone --nproc-per-node {len(seen)} -m trainer strategy=ddp …"
+    more = "; all of them: processes=auto strategy=ddp"
     return f"{used} of {counted(len(seen), 'GPU')}, {seen[0]}{more if used < len(seen) else ''}"
 
 
@@ -152,11 +152,8 @@ def end_lines(
 
 def jobs_command(run: Prepared) -> str:
     """What is typed for the figures again, for answers in a file, for a file of the network, on one process."""
-    words = read(run.words)
-    labs = [part for lab in words.folders for part in ("--config-dir", str(lab))]
-    trusted = [word for word in words.overrides if word.startswith("trust=")]
     spread = ["strategy=single"] if run.machine.launch.world_size > 1 else []
-    own = shlex.join([*labs, f"run.dir={quoted(run.folder.path.absolute())}", *trusted, *spread])
+    own = shlex.join([*code_words(run.words), f"run.dir={quoted(run.folder.path.absolute())}", *spread])
     return f"python -m trainer {own} job=evaluate   (or job=predict, job=export)"
 
 
@@ -180,7 +177,7 @@ def command(run: Prepared) -> str:
 
 def launcher(launch: Launch) -> str:
     """What stood before `-m trainer`, as far as a process can know: not how machines find each other."""
-    if launch.world_size == 1:
+    if launch.world_size == 1 or launch.local:
         return "python"
     if not launch.restarts:
         return "<srun, mpirun … as before> python"

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from trainer.data.stream import Batch
+from trainer.jobs.opened import Opened, Split, Which, as_average, opened, run_folder
+from trainer.jobs.preparation import Job, RunParts
 from trainer.launch.durable import replace_file
 from trainer.learning.task import Task
 from trainer.parallel.buckets import wide
 from trainer.refusal import Refusal
-from trainer.run.opened import Opened, Split, Which, as_average, opened, run_folder
-from trainer.run.preparation import Job, RunParts
 
 
 class Predict(Job):

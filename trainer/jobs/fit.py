@@ -10,6 +10,10 @@ from dataclasses import replace
 from trainer.counted import counted
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream
+from trainer.jobs.determinism import way_out
+from trainer.jobs.memory import evaluation_batch, give_back_freed_memory, keep_freed_memory, remedy
+from trainer.jobs.preparation import Job, Prepared, RunParts, Verdict, build_values, decide_resume, prepare
+from trainer.jobs.report import best_lines, describe, end_lines, replaced_lines, start_lines
 from trainer.launch import failure, screen
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.signals import StopRequest, left_behind
@@ -24,58 +28,49 @@ from trainer.records.profile import NoProfile, Profile
 from trainer.records.resume import is_checkpoint, read_config, start_path
 from trainer.records.shelf import newest_in, open_checkpoint
 from trainer.refusal import Refusal
-from trainer.run.determinism import way_out
-from trainer.run.memory import evaluation_batch, give_back_freed_memory, keep_freed_memory, remedy
-from trainer.run.preparation import Job, Prepared, RunParts, Verdict, build_values, decide_resume, prepare
-from trainer.run.report import best_lines, describe, end_lines, replaced_lines, start_lines
 from trainer.trainer import Progress, Trainer
 
 
 class Fit(Job):
     """Train, evaluate and save until the end of the run."""
 
-    def __call__(self, run: RunParts) -> int:
+    def __call__(self, parts: RunParts) -> int:
         """Train; the exit code. Refusal, before any process group, where it cannot work."""
-        return fit(run)
-
-
-def fit(parts: RunParts) -> int:
-    """Train; the exit code."""
-    # data, sums, network, and the folder last: what cannot work is refused while nothing has been made
-    run, progress = prepare(parts), Progress()
-    launch, folder = run.machine.launch, run.folder.path
-    # before any value lies on a device: what was allocated under other rules stays where it is
-    if is_outline(run.network):
-        give_back_freed_memory()
-    else:
-        keep_freed_memory()
-    # one process compares with what lies in the folder and all follow: each for itself could see another moment of it
-    verdict = Verdict(*decided_by_main(launch, "resume", lambda: decide_resume(run)))
-    if verdict.complete:
-        if launch.is_main:
-            print(f"{folder}: {verdict.complete}")
-        return 0
-    run.machine = run.strategy.machine = replace(run.machine, precision=verdict.precision)
-    screen.redirect(launch.rank, folder)
-    log = Log([Figures(), LogFile(), *run.sinks] if launch.is_main else [])
-    # join: from now on ranks wait for each other, so one that fails ends all, with one account of why; and a request to
-    # stop must be kept until the loop can hear it
-    with accounted(run, progress, log), StopRequest(launch, folder) as stop, run.strategy:
-        checkpoints = make_checkpoints(run)
-        start = checkpoints.newest() or start_from(run)
-        # the folder's own words change only now, when it is sure that there is something to go on from
-        begin(run, start, verdict.changed, log)
-        # values after the checkpoint was found: a network that is read back is not built first
-        build_values(run, resuming=start is not None)
-        trainer = make_trainer(run, checkpoints, log, stop, progress)
-        done = trainer.fit(start)
-        return end(run, trainer, stop, done)  # inside: who was left behind is asked of the others
+        # data, sums, network, and the folder last: what cannot work is refused while nothing has been made
+        run, progress = prepare(parts), Progress()
+        launch, folder = run.machine.launch, run.folder.path
+        # before any value lies on a device: what was allocated under other rules stays where it is
+        if is_outline(run.network):
+            give_back_freed_memory()
+        else:
+            keep_freed_memory()
+        # one process compares with what lies in the folder and all follow: each for itself could see another moment
+        verdict = Verdict(*decided_by_main(launch, "resume", lambda: decide_resume(run)))
+        if verdict.complete:
+            if launch.is_main:
+                print(f"{folder}: {verdict.complete}")
+            return 0
+        run.machine = run.strategy.machine = replace(run.machine, precision=verdict.precision)
+        screen.redirect(launch.rank, folder)
+        log = Log([Figures(), LogFile(), *run.sinks] if launch.is_main else [])
+        # join: from now on ranks wait for each other, so one that fails ends all, with one account of why; and a
+        # request to stop must be kept until the loop can hear it
+        with accounted(run, progress, log), StopRequest(launch, folder) as stop, run.strategy:
+            checkpoints = make_checkpoints(run)
+            start = checkpoints.newest() or start_from(run)
+            # the folder's own words change only now, when it is sure that there is something to go on from
+            begin(run, start, verdict.changed, log)
+            # values after the checkpoint was found: a network that is read back is not built first
+            build_values(run, resuming=start is not None)
+            trainer = make_trainer(run, checkpoints, log, stop, progress)
+            done = trainer.fit(start)
+            return end(run, trainer, stop, done)  # inside: who was left behind is asked of the others
 
 
 @contextmanager
 def accounted(run: Prepared, progress: Progress, log: Log) -> Iterator[None]:
-    """Where something fails inside, the run's files say so, and the process ends with an account of it."""
-    launch, folder = run.machine.launch, run.folder
+    """Where something fails inside, the run's files say so. Failed then, with what an account of it needs."""
+    folder = run.folder
     try:
         yield
     except Exception as error:
@@ -84,7 +79,7 @@ def accounted(run: Prepared, progress: Progress, log: Log) -> Iterator[None]:
         if isinstance(error, Refusal):  # a sentence and exit 2, as before the group
             folder.take_back(progress.step, str(error))
             raise
-        failure.fail(error, launch, folder.path, progress.step or None, remedy(error, run) or way_out(error))
+        raise failure.Failed(folder.path, progress.step or None, remedy(error, run) or way_out(error)) from error
 
 
 def make_checkpoints(run: Prepared) -> Checkpoints:

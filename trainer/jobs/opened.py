@@ -16,6 +16,8 @@ from trainer.data.order import size_of
 from trainer.data.reader import Loading
 from trainer.data.seeds import seed_all
 from trainer.data.stream import EvaluationStream
+from trainer.jobs.memory import evaluation_batch
+from trainer.jobs.preparation import RunParts, read_data, seeded_network
 from trainer.launch import screen
 from trainer.launch.agreement import decided_by_main, first_on_node
 from trainer.launch.signals import StopRequest
@@ -23,8 +25,6 @@ from trainer.parallel.outline import all_stored, is_outline
 from trainer.records.manifest import CorruptCheckpoint, Found, Manifest
 from trainer.records.shelf import committed, open_checkpoint, together, winner
 from trainer.refusal import Refusal
-from trainer.run.memory import evaluation_batch
-from trainer.run.preparation import RunParts, read_data, seeded_network
 from trainer.strategies.placed import Placed
 
 Split = Literal["evaluation", "train"]

@@ -12,12 +12,12 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from trainer.configuration.settings import Loop
+from trainer.jobs.arithmetic import Length
 from trainer.parallel.state import differences
 from trainer.records.manifest import CorruptCheckpoint, Found, check_sizes, read_manifest
 from trainer.records.resume import Change, changes, is_checkpoint, read_config
 from trainer.records.shelf import candidates, look_into
 from trainer.refusal import Refusal
-from trainer.run.arithmetic import Length
 
 _MOST = 6  # lines of a kind in a refusal
 

@@ -23,7 +23,8 @@ from trainer.launch.agreement import decided_by_main
 from trainer.launch.failure import STOPPED, exit_code
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import meeting_at
-from trainer.launch.signals import REQUESTS, StopRequest
+from trainer.launch.local import meaning
+from trainer.launch.signals import StopRequest
 from trainer.launch.status import read_status
 from trainer.records.folder import choose
 from trainer.refusal import Refusal
@@ -145,16 +146,6 @@ def run_child(words: Sequence[str], number: int, launch: Launch, request: StopRe
             shutil.copyfile(account, file)
     codes, stop = _told(code, number, launch, request.raised)
     return meaning(codes, stop), stop
-
-
-def meaning(codes: list[int], stop: bool) -> int:
-    """The exit code of a job from those of its ranks."""
-    bad = [code for code in codes if code not in (0, STOPPED)]
-    if not bad:
-        return codes[0]  # the main rank knows whether it was stopped
-    if stop and all(-code in REQUESTS for code in bad):
-        return STOPPED  # before there was anything to save
-    return 2 if 2 in bad else 1
 
 
 def _environment(launch: Launch, number: int, ending: Path) -> dict[str, str]:

@@ -18,6 +18,10 @@ from trainer.data.reader import Loading
 from trainer.data.seeds import seed_all
 from trainer.data.slice import Slice
 from trainer.data.stream import Stream
+from trainer.jobs.arithmetic import Batches, Length, deal, measure
+from trainer.jobs.determinism import be_deterministic
+from trainer.jobs.initial import Initial
+from trainer.jobs.start import refuse_own, refuse_start, stale
 from trainer.launch.agreement import first_on_node
 from trainer.launch.status import read_status
 from trainer.learning.frozen import freeze, refuse_frozen
@@ -40,10 +44,6 @@ from trainer.records.resume import (
     stopped_early,
 )
 from trainer.refusal import Refusal
-from trainer.run.arithmetic import Batches, Length, deal, measure
-from trainer.run.determinism import be_deterministic
-from trainer.run.initial import Initial
-from trainer.run.start import refuse_own, refuse_start, stale
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 
@@ -51,7 +51,7 @@ from trainer.strategies.machine import Machine
 class Job:
     """What is to be done with the parts of a run; the group `job` names it, and its keys are the constructor's."""
 
-    def __call__(self, run: RunParts) -> int:
+    def __call__(self, parts: RunParts) -> int:
         """Do it; the exit code. Refusal, before any process group, where it cannot be done."""
         raise NotImplementedError
 

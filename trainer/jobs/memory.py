@@ -14,10 +14,10 @@ from trainer.configuration.settings import Loop
 from trainer.counted import counted
 from trainer.data.order import size_of
 from trainer.evaluation import evaluate, rehearse
+from trainer.jobs.arithmetic import more_micro_batches
+from trainer.jobs.preparation import Prepared
 from trainer.launch.failure import chain
 from trainer.refusal import Refusal
-from trainer.run.arithmetic import more_micro_batches
-from trainer.run.preparation import Prepared
 from trainer.trainer import Trainer
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD

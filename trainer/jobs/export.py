@@ -14,11 +14,11 @@ from trainer.data.reader import Loading
 from trainer.data.slice import Slice
 from trainer.data.stream import EvaluationStream
 from trainer.data.tree import changed
+from trainer.jobs.opened import Which, as_average, chosen, run_folder, samples_of
+from trainer.jobs.preparation import Job, RunParts, seeded_network
 from trainer.parallel.state import fits
 from trainer.records.weights import of_checkpoint
 from trainer.refusal import Refusal
-from trainer.run.opened import Which, as_average, chosen, run_folder, samples_of
-from trainer.run.preparation import Job, RunParts, seeded_network
 
 Format = Literal["safetensors", "pt", "pt2", "onnx"]
 
@@ -47,7 +47,7 @@ class Export(Job):
         if path.suffix != f".{self.format}":
             raise Refusal(f"job.out={self.out}: job.format={self.format} wants a name that ends in .{self.format}")
         found = chosen(run, self.checkpoint)
-        network = _trained(run, found.path, average)
+        network = trained(run, found.path, average)
         write = _WRITERS[self.format]
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}")
@@ -59,7 +59,7 @@ class Export(Job):
         return 0
 
 
-def _trained(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
+def trained(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
     """The plain network in this process's memory, with the values of a checkpoint."""
     network = seeded_network(run)
     network = network.double() if run.machine.resolved_precision == "fp64" else network

@@ -1,0 +1,127 @@
+"""Several processes of one run on this machine, started by the command itself (`processes=N`), without a launcher.
+
+They find each other as torchrun's processes do. Who started them waits, hands on requests to stop, and ends with the
+run's own exit code. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.launch.failure import STOPPED
+from trainer.launch.signals import REQUESTS
+
+_LOOK = 0.1  # seconds between two looks at the processes
+_ACCOUNT = 10.0  # seconds that the others have to notice that one has failed, and to say so
+_GRACE = 20.0  # seconds more until those are killed that did not end when they were asked to
+
+
+def start(words: Sequence[str], count: int, scratch: Path) -> int:
+    """Run the words in so many processes and wait for all; the run's exit code.
+
+    scratch: an empty folder; where a rank is refused or fails its account is then in `<rank>/error.json`.
+    """
+    command, port = [sys.executable, "-m", "trainer", *words], _free_port()
+    children: list[subprocess.Popen[bytes]] = []
+    with _handed_on(children) as asked:
+        for rank in range(count):
+            # in a session of its own: a terminal's Ctrl-C comes here alone, and is handed on once
+            environment = _environment(rank, count, port, scratch)
+            children.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        try:
+            return meaning(_ended(children), bool(asked))
+        finally:
+            for child in children:
+                child.kill()  # does nothing to those that have ended
+
+
+def meaning(codes: Sequence[int], stop: bool) -> int:
+    """The exit code of a run from those of its processes; stop: somebody asked it to stop."""
+    bad = [code for code in codes if code not in (0, STOPPED)]
+    if not bad:
+        return codes[0]  # the main rank knows whether it was stopped
+    if stop and all(-code in REQUESTS for code in bad):
+        return STOPPED  # before there was anything to save
+    return 2 if 2 in bad else 1
+
+
+def account(scratch: Path) -> str:
+    """What the rank that failed first has left about it; empty where none has."""
+    import json
+
+    said = [json.loads(path.read_text(encoding="utf-8"))["message"] for path in scratch.glob("*/error.json")]
+    first = min(said, key=lambda one: int(one["extraInfo"]["timestamp"]), default={"message": ""})
+    return first["message"]
+
+
+def _environment(rank: int, count: int, port: int, scratch: Path) -> dict[str, str]:
+    """What torchrun would export for this rank."""
+    file = scratch / str(rank) / "error.json"
+    file.parent.mkdir()
+    threads = max(1, (os.cpu_count() or 1) // count)
+    return {
+        "OMP_NUM_THREADS": str(threads),  # more threads than cores wait for each other
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_ERROR_FILE": str(file),
+        "TRAINER_PARENT": str(os.getpid()),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@contextmanager
+def _handed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Inside, requests to stop go to all children, and into the list; only the main thread can hear them."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def hand_on(number: int, _: object) -> None:
+        asked.append(number)
+        for child in children:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in REQUESTS}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """The exit codes of all; where one has failed the others have a while to notice it by themselves."""
+    failed, asked = None, False
+    while any(child.poll() is None for child in children):
+        if failed is None and any(child.poll() not in (None, 0, STOPPED) for child in children):
+            failed = time.monotonic()
+        late = time.monotonic() - failed if failed is not None else 0.0
+        if late > _ACCOUNT and not asked:
+            asked = True
+            for child in children:
+                child.terminate()
+        if late > _ACCOUNT + _GRACE:
+            for child in children:
+                child.kill()
+        time.sleep(_LOOK)
+    return [child.wait() for child in children]
