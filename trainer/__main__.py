@@ -13,6 +13,7 @@ from trainer.door import understood, wanted
 from trainer.launch import failure, local
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import launched
+from trainer.launch.screen import say
 from trainer.refusal import Refusal
 
 
@@ -35,6 +36,9 @@ def main() -> None:
             code = run.job(run)
     except Refusal as refusal:
         failure.refuse(str(refusal), launch)
+    except KeyboardInterrupt:  # before there was a run that could hear it
+        say("interrupted before the run began")
+        failure.exit_process(failure.exit_code(False, launch))
     except BrokenPipeError:  # of --help and its like: whoever read it has gone
         failure.exit_process(1)
     except failure.Failed as failed:

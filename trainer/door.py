@@ -61,14 +61,15 @@ def run(words: Sequence[str] = (), config_dir: str | Path | None = None, process
     one does it. Refusal where it cannot work, and the error itself where something fails; of several processes
     RuntimeError with what the first failing rank said. Ctrl-C stops and saves. Nothing here ends the process.
     """
+    # the arguments are words, too: whatever is wrong with them is said as on the command line
     labs = [] if config_dir is None else ["--config-dir", str(config_dir)]
-    asked = [*labs, *map(str, words)]
+    asked = [*labs, *map(str, words), *([] if processes == 1 else [f"processes={processes}"])]
     if read(asked).multirun:
         raise Refusal("trainer.run does one run; call it for each, or use python -m trainer -m")
     with importable():
         cfg, launch = compose(asked), launched()
-        count = processes if processes != 1 else wanted(cfg, launch)
-        # chosen here, as what the run has left is looked for afterwards
+        count = wanted(cfg, launch)
+        # the folder is chosen here, because what the run has left is looked for in it afterwards
         folder = run_folder(cfg, launch)
         asked.append(f"run.dir={quoted(str(folder))}")
         if count > 1:
@@ -88,9 +89,11 @@ def understood(words: Sequence[str], launch: Launch, cfg: DictConfig | None = No
 
 
 def wanted(cfg: DictConfig, launch: Launch) -> int:
-    """How many processes this one is to start, by the key `processes`; 1: it does the run itself. Refusal where another
-    launcher has started it.
+    """How many processes this one is to start, by the key `processes`; 1: it does the run itself.
+
+    Refusal where a launcher has started it.
     """
+    # one that was started for this very key is not to start others
     if cfg.processes is None or launch.local:
         return 1
     if launch.world_size > 1 or launch.restarts:
@@ -141,6 +144,7 @@ def _within(words: Sequence[str], launch: Launch) -> None:
     from trainer.records.lock import unlock_all
 
     handlers, strict = logging.getLogger().handlers[:], torch.are_deterministic_algorithms_enabled()
+    # what the command line leaves to the end of its process is put back here, whatever happens
     try:
         parts = understood(words, launch)
         parts.job(parts)

@@ -19,6 +19,7 @@ class Evaluate(Job):
     def __call__(self, run: RunParts) -> int:
         """Evaluate; the exit code."""
         launch = run.machine.launch
+        # as the loop evaluates: the same batches, cut in the same way, so that one process gives the same bits
         with opened(run, "evaluate", self.split, self.checkpoint) as job:
             figures = evaluate(run.strategy, job.placed, run.task, job.stream, lambda: job.stop.raised)
             if figures is not None and launch.is_main:
@@ -27,9 +28,13 @@ class Evaluate(Job):
                 line = {**about, **figures, "checkpoint": step, "split": self.split}
                 with (job.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")  # in one call, as others may read meanwhile
-                print(f"checkpoint  step {step} of {run_folder(run)}")
-                print(f"samples     {job.stream.size} ({self.split})")
-                for name, value in figures.items():
-                    print(f"{name:<11} {value:.6g}")
-                print(f"written     {job.folder / 'metrics.jsonl'}")
+                # for people the same in lines, one below the other
+                said = {
+                    "checkpoint": f"step {step} of {run_folder(run)}",
+                    "samples": f"{job.stream.size} ({self.split})",
+                }
+                said |= {name: f"{value:.6g}" for name, value in figures.items()}
+                said |= {"written": str(job.folder / "metrics.jsonl")}
+                width = max(11, *map(len, said))
+                print("\n".join(f"{name:<{width}} {value}" for name, value in said.items()))
         return failure.exit_code(figures is not None, launch)

@@ -42,6 +42,7 @@ class Export(Job):
         """Export; the exit code."""
         if not run.machine.launch.is_main:
             return 0
+        # what was asked for is looked at first: building a network and tracing it takes a while
         average = as_average(run, self.weights)
         path = Path(self.out or run_folder(run) / "export" / f"model.{self.format}").expanduser()
         if path.suffix != f".{self.format}":
@@ -49,6 +50,7 @@ class Export(Job):
         found = chosen(run, self.checkpoint)
         network = trained(run, found.path, average)
         write = _WRITERS[self.format]
+        # under another name until it is whole: a file that is there can be used
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}")
         write(run, network, draft)
@@ -64,6 +66,7 @@ def trained(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
     network = seeded_network(run)
     network = network.double() if run.machine.resolved_precision == "fp64" else network
     own = network.state_dict()
+    # verified byte by byte; nothing is matched by guesses here, every name and shape must be the network's own
     weights = of_checkpoint(checkpoint, average=average)
     fits({name: value.shape for name, value in own.items()}, weights.tensors)
     weights.read_into(own)
@@ -121,6 +124,7 @@ def _called_with(run: RunParts, network: nn.Module) -> tuple[tuple[Any, ...], di
     def tell(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _Called(args, kwargs)
 
+    # two samples of this process alone: the network's own call shows what there is to trace, whatever the task does
     alone = Slice(0, 1, torch.device("cpu"), run.settings.seed)
     samples = samples_of(run, "evaluation")
     inputs, targets = EvaluationStream(run.data, samples, alone, 2, 1, Loading(workers=0)).example()

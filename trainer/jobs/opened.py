@@ -16,8 +16,9 @@ from trainer.data.order import size_of
 from trainer.data.reader import Loading
 from trainer.data.seeds import seed_all
 from trainer.data.stream import EvaluationStream
+from trainer.jobs.determinism import be_deterministic
 from trainer.jobs.memory import evaluation_batch
-from trainer.jobs.preparation import RunParts, read_data, seeded_network
+from trainer.jobs.preparation import RunParts, host_example, read_data, seeded_network
 from trainer.launch import screen
 from trainer.launch.agreement import decided_by_main, first_on_node
 from trainer.launch.signals import StopRequest
@@ -30,6 +31,7 @@ from trainer.strategies.placed import Placed
 Split = Literal["evaluation", "train"]
 Which = Literal["best", "last"] | int  # or the step of one
 
+OF_AVERAGE = "ema_"  # begins the name of its figures
 _TRIES = 3  # a run that goes on may remove a checkpoint while it is read
 
 
@@ -54,10 +56,14 @@ class Opened:
 def opened(run: RunParts, job: str, split: Split, which: Which) -> Iterator[Opened]:
     """Collective: join, place the network and give it its weights. Refusal, before any group, where that cannot be."""
     launch, strategy, folder = run.machine.launch, run.strategy, run_folder(run)
+    if run.settings.loop.deterministic:
+        be_deterministic()
+    # as a run is prepared, but for all that only training needs
     strategy.data_ranks(launch.world_size)
     samples = samples_of(run, split)
     network, _ = strategy.outline(partial(seeded_network, run))
     strategy.check(run.task, network, launch.world_size)
+    strategy.refuse_forward(run.task, network, launch.world_size, partial(host_example, run, samples))
     decided_by_main(launch, "checkpoint", lambda: chosen(run, which).step)  # is there one?
 
     # below the job's own folder, as the run's lie below the run's
@@ -68,6 +74,7 @@ def opened(run: RunParts, job: str, split: Split, which: Which) -> Iterator[Open
         if launch.is_main and is_outline(network) and not all_stored(network):
             network = seeded_network(run)  # some of its values are in no checkpoint
         placed = strategy.build(run.task, network, stream.example())
+        # the average as well: its figures are the run's own, and it may be what was asked for
         placed.keep_average(run.settings.ema.decay, run.settings.ema.every)
         yield Opened(placed, stream, give_weights(run, placed, which), out, stop)
 
@@ -142,7 +149,7 @@ def give_weights(run: RunParts, placed: Placed, which: Which) -> Found:
 
 def as_average(run: RunParts, weights: Literal["plain", "ema"] | None) -> bool:
     """Is the moving average meant: by word, or because the best checkpoint is the one with the best average?"""
-    asked = weights == "ema" or (weights is None and best_figure(run).removeprefix("-").startswith("ema_"))
+    asked = weights == "ema" or (weights is None and best_figure(run).removeprefix("-").startswith(OF_AVERAGE))
     if asked and run.settings.ema.decay is None:
         raise Refusal("job.weights=ema: the run kept no moving average (ema.decay=null); there is job.weights=plain")
     return asked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,8 +9,9 @@ import torch
 from torch import Tensor
 
 from trainer.data.stream import Batch
-from trainer.jobs.opened import Opened, Split, Which, as_average, opened, run_folder
+from trainer.jobs.opened import OF_AVERAGE, Opened, Split, Which, as_average, opened, run_folder
 from trainer.jobs.preparation import Job, RunParts
+from trainer.launch import failure
 from trainer.launch.durable import replace_file
 from trainer.learning.task import Task
 from trainer.parallel.buckets import wide
@@ -39,15 +39,16 @@ class Predict(Job):
                 f"job.out={self.out}: predictions are a file of tensors; give a name that ends in .safetensors"
             )
         with opened(run, "predict", self.split, self.checkpoint) as job:
+            # in the view the network holds the weights that were asked for
             views = dict(job.placed.average.views())
-            with views["ema_" if average else ""], torch.no_grad():
-                pieces = list(_answers(run, job))
-            if run.machine.launch.is_main:
+            with views[OF_AVERAGE if average else ""], torch.no_grad():
+                pieces = _answers(run, job)
+            if pieces and run.machine.launch.is_main:
                 write(path, pieces)
                 shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in pieces[0].items())
                 print(f"checkpoint  step {job.found.step} of {run_folder(run)}")
                 print(f"written     {path}: {job.stream.size} samples ({self.split}), for each {shapes}")
-        return 0
+        return failure.exit_code(pieces is not None, run.machine.launch)
 
 
 class _Answers(Task):
@@ -85,19 +86,30 @@ class _Answers(Task):
         return whole.index_copy(0, self._rows.to(whole.device), answer)
 
 
-def _answers(run: RunParts, job: Opened) -> Iterator[dict[str, Tensor]]:
-    """Collective: of each micro-batch what the network answers, in the order of the set, on the CPU."""
+def _answers(run: RunParts, job: Opened) -> list[dict[str, Tensor]] | None:
+    """Collective: of each micro-batch what the network answers, in the order of the set, on the main rank's CPU.
+
+    None where a rank was asked to stop.
+    """
+    pieces: list[dict[str, Tensor]] = []
     answers = job.placed.task = _Answers(run.task, job.stream.most)
+    # sums travel in the widest type; what is kept is as exact as the run
     first, real = 0, torch.float64 if run.machine.resolved_precision == "fp64" else torch.float32
+    votes = run.strategy.votes()
     for batch, valid in job.stream.batches():
+        votes.ask(job.stop.raised)
         answers.expect(batch, first)
         # the data ranks; every row once, among the zeros of the others
         totals = run.strategy.totals(job.placed.evaluate(batch, valid)).read()
         named = {name.removeprefix("answer/"): value for name, value in totals.items() if name.startswith("answer/")}
         rows = {name: value[: len(batch.span)] for name, value in named.items()}
+        # the other ranks let go of it: the whole set need not fit into each of them
         if run.machine.launch.is_main:
-            yield {name: value.to(real) if value.is_floating_point() else value for name, value in rows.items()}
+            pieces.append({name: x.to(real) if x.is_floating_point() else x for name, x in rows.items()})
         first += len(batch.span)
+        if any(votes.read()):
+            return None
+    return pieces
 
 
 def write(path: Path, pieces: list[dict[str, Tensor]]) -> None:
