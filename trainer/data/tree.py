@@ -24,12 +24,12 @@ def tensors(tree: Any) -> Iterator[Tensor]:
         yield from tensors([value for _, value in _named(tree)])
 
 
-def by_name(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def named(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a tree with its place there: `name` itself, `name.KEY` in a dict, `name.0` in a list."""
     if isinstance(tree, Tensor):
         yield name, tree
     for key, value in enumerate(tree) if isinstance(tree, (list, tuple)) else _named(tree):
-        yield from by_name(value, f"{name}.{key}")
+        yield from named(value, f"{name}.{key}")
 
 
 def first_tensor(tree: Any) -> Tensor:

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from trainer.launch.failure import chain
+from trainer.launch.echo import chain
 
 
 def be_deterministic() -> None:

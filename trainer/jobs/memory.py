@@ -16,7 +16,7 @@ from trainer.data.order import size_of
 from trainer.evaluation import evaluate, rehearse
 from trainer.jobs.arithmetic import more_micro_batches
 from trainer.jobs.preparation import Prepared
-from trainer.launch.failure import chain
+from trainer.launch.echo import chain
 from trainer.refusal import Refusal
 from trainer.trainer import Trainer
 

@@ -6,19 +6,18 @@ import contextlib
 import json
 import logging
 import os
-import re
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from trainer.launch.echo import about_peer
 from trainer.launch.launch import Launch, say_goodbye, until
 from trainer.launch.screen import note, say
 from trainer.launch.status import mark_failed
@@ -31,18 +30,6 @@ STOPPED = 75  # stopped as asked and saved: run the same command again
 _PATIENCE = 2.0  # seconds a rank waits to learn whether another failed before it
 _MAIN_PATIENCE = 5.0  # seconds another rank gives the main one to print a refusal; their imports take differently long
 _END = 10.0  # seconds after which a failed process is gone, whatever holds it up
-
-# What a rank sees when the fault is another's: gloo's, NCCL's and the store's words for a connection that broke, and
-# what they say about that other one, in case it never says anything itself.
-_ECHOES = {
-    r"connection (was )?(closed|reset)|closed by peer|broken pipe|remote process exited": (
-        "Another process of the run disappeared without a word: killed from outside, or for want of memory."
-    ),
-    r"socket timeout|timed out( waiting|!)|timeout[\s\S]*NCCL|(NCCL|ProcessGroup)[\s\S]*(timed out|timeout)": (
-        "Another process of the run stopped answering: it hangs, or does something else than this one."
-    ),
-    r"connection refused|socket closed|connectFullMesh|pair closure|NCCL|ProcessGroup|failed to (send|recv)": "",
-}
 
 
 @dataclass(frozen=True)
@@ -129,7 +116,7 @@ def _clear_launcher_folders() -> None:
 def _account(error: BaseException, launch: Launch, folder: Path | None, step: int | None, trace: str) -> None:
     """Find out who failed first, and speak or be silent accordingly."""
     store = _store(launch)
-    peer = _about_peer(error) if launch.world_size > 1 else None
+    peer = about_peer(error) if launch.world_size > 1 else None
     # what may be an echo waits for the one that it is an echo of: that one's account is the better one
     first = until(lambda: claimed(store), _PATIENCE) if peer is not None else None
     if first is None:
@@ -173,21 +160,6 @@ def _speak(first: Failure, launch: Launch, folder: Path | None, step: int | None
     _leave_for_launcher(first.reason, text, first.time + (5 if peer else 0))
     if folder is not None:
         mark_failed(folder, first.reason, None if peer else launch.rank)
-
-
-def _about_peer(error: BaseException) -> str | None:
-    """What an error says about another rank, empty if nothing certain; None where it is this one's own."""
-    texts = [str(one) for one in chain(error) if isinstance(one, RuntimeError | OSError)]
-    found = (said for pattern, said in _ECHOES.items() if re.search(pattern, "\n".join(texts), re.IGNORECASE))
-    return next(found, None)
-
-
-def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it followed from."""
-    one: BaseException | None = error
-    while one is not None:
-        yield one
-        one = one.__cause__ or one.__context__
 
 
 def _no_more_requests() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.data.tree import by_name, first_tensor
+from trainer.data.tree import first_tensor, named
 from trainer.learning.plan import Plan
 
 
@@ -65,7 +65,7 @@ class Task:
         The default is the answer itself: `output`; of a dict, a dataclass or a tuple its tensors, as `output.NAME`.
         """
         samples = first_tensor(output).shape[0]
-        return {name: tensor for name, tensor in by_name(output, "output") if tensor.shape[:1] == (samples,)}
+        return {name: tensor for name, tensor in named(output, "output") if tensor.shape[:1] == (samples,)}
 
     def after_step(self, network: nn.Module, step: int) -> None:
         """Change the network in place after an optimizer step: elementwise, on what this rank holds, no gradient."""

@@ -223,9 +223,9 @@ class Placed:
 
         Refusal where the checkpoint's names or shapes are not this network's.
         """
-        scaler = {name: torch.empty_like(value) for name, value in self.scaler.state().items() if name in stored}
-        memory = empty_optimizer_state(self.network, optimizer, stored, self._shapes)
-        return self.empty_weights(stored) | self.carried.empty(stored) | scaler | memory
+        space = self.empty_weights(stored) | self.carried.empty(stored)
+        space |= {name: torch.empty_like(value) for name, value in self.scaler.state().items() if name in stored}
+        return space | empty_optimizer_state(self.network, optimizer, stored, self._shapes)
 
     def empty_weights(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
         """The same for the network and its average alone."""
