@@ -68,13 +68,13 @@ def test_what_it_has_left_can_be_used_at_once(place: Path) -> None:
 
 
 def test_a_refusal_is_an_exception_and_an_error_is_itself(place: Path) -> None:
-    (place / "lab.py").write_text(BREAKS)
+    (place / "breaking.py").write_text(BREAKS)
     with pytest.raises(trainer.Refusal, match="did you mean 'mlp'"):
         trainer.run(["model=mpl"])
     with pytest.raises(trainer.Refusal, match="global_batch 101 / 2 data ranks"):
         trainer.run([*WORDS, "loop.global_batch=101"], processes=2)
     with pytest.raises(KeyError, match="mine"):
-        trainer.run([*WORDS, "model._target_=lab.breaks", "trust=[lab]"])
+        trainer.run([*WORDS, "model._target_=breaking.breaks", "trust=[breaking]"])
     # inside the loop, where ranks would wait for each other
     with pytest.raises(FloatingPointError, match="the loss up to step"):
         trainer.run([*WORDS, "run.name=broken", "strategy=ddp", "optimizer.lr=1e30"])

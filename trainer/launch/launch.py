@@ -45,8 +45,8 @@ class Launch:
     attempt: int = 0  # how often torchrun has restarted the group, or Slurm requeued the job
     run_id: str = ""  # of torchrun, the same for all its restarts; empty: nothing restarts this process
     address: str = ""  # host:port of the store, or file:///path; empty: there is none
-    local: bool = False  # `processes=N` has started it: its parent waits for it, and restarts nothing
     hosted: bool = False  # the launcher serves the store; otherwise rank 0 does
+    local: bool = False  # `processes=N` has started it: its parent waits for it, and restarts nothing
     patience: timedelta = field(default=PATIENCE, compare=False)
 
     @property
