@@ -248,11 +248,11 @@ def test_a_rank_that_greeted_a_dead_round_finds_the_living_one(server, answered)
     main, other = ranks(f"127.0.0.1:{server.port}", 2)
     server.set(launching._place(main), "dead")
     if answered:
-        server.set("trainer/jobs/dead/go", '["of the dead rank 1"]')
-        server.set("trainer/jobs/dead/left", "an address")
+        server.set("trainer/run/dead/go", '["of the dead rank 1"]')
+        server.set("trainer/run/dead/left", "an address")
 
     def late() -> Any:
-        server.wait(["trainer/jobs/dead/hello/1"])  # the other has come, and has greeted the dead
+        server.wait(["trainer/run/dead/hello/1"])  # the other has come, and has greeted the dead
         return main.store()
 
     stores = at_once(late, other.store)
