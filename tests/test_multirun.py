@@ -151,6 +151,7 @@ WORDS = (*SMALL, "device=cpu", "schedule=constant", "optimizer=sgd", "loop.globa
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_failing_run_fails_alone(tmp_path: Path) -> None:
     words = ["-m", *WORDS, "loop.steps=2", "loop.save_every=1", "optimizer.lr=1e30,-1,0.1", "run.name=all"]
     screen = finish(single(*words), tmp_path, code=1)

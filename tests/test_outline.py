@@ -171,6 +171,7 @@ def test_what_no_checkpoint_holds_must_be_built() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long  # what each rank gets is asked of every strategy above
 def test_the_command_line_builds_on_one_rank_and_sends(tmp_path: Path) -> None:
     words = "model=vit_small model.width=768 model.heads=12 model.depth=4 model.patch_size=8 data=synthetic_images"
     words += " data.size=64 data.evaluation_size=0 optimizer.lr=0 loop.global_batch=4 loop.steps=1 seed=5 device=cpu"

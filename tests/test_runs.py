@@ -239,6 +239,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_at_one_step(place, two):
 # ------------------------------------------------------------------------------------------------------------- killed
 
 
+@pytest.mark.long  # beside the main rank, which torchrun restarts
 def test_a_killed_rank_ends_the_job_and_the_same_command_heals_it(place, two, processes):
     folder = place / "killed"
     command = Command(torchrun(2, *words(folder, "strategy=ddp")), place)
@@ -272,6 +273,7 @@ def test_torchrun_heals_a_killed_main_rank_by_itself_in_one_folder(place, two):
     assert (status(folder)["state"], status(folder)["attempt"]) == ("completed", 2)
 
 
+@pytest.mark.long
 def test_without_their_launcher_the_ranks_end_too_and_one_process_can_go_on(place, alone):
     folder = place / "orphans"
     command = Command(torchrun(2, *words(folder, "strategy=ddp")), place)

@@ -191,6 +191,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_set_up_once_for_all_who_call(checkout: Path) -> None:
     both = [train(checkout, "a word"), train(checkout, "a word")]
     outputs = [finish(process) for process in both]

@@ -19,6 +19,7 @@ from recipes.vision.sampling import numbered
 from tests.commands import SMALL, curve, far, lines
 from tests.inside import here, product
 from tests.processes import Processes
+from tests.quick import quickly
 from trainer.refusal import Refusal
 
 
@@ -192,20 +193,22 @@ COLOURED = ("data.augment.resized_crop=0.5", "data.augment.brightness=0.4", "dat
 DRAWN = ("data.repeat=3", "data.balance=0.5", "data.image_size=40")
 
 
-def test_one_curve_with_mixed_images_and_soft_targets(tmp_path: Path, processes: Processes) -> None:
-    root = f"data.root={write_ten(tmp_path)}"
-    for extra in (MIXED, (*MIXED, *COLOURED, *DRAWN)):
-        folders = {name: tmp_path / f"{name}-{len(extra)}" for name in ("alone", "slices", "two")}
-        start = [root, *WORDS, *extra]
-        assert processes.run(1, product, tmp_path, [*start, f"run.dir={folders['alone']}"]) == [0]
-        cut = [*start, f"run.dir={folders['slices']}", "loop.micro_batches=3", "loop.uneven=true"]
-        assert processes.run(1, product, tmp_path, cut) == [0]
-        two = [*start, f"run.dir={folders['two']}", "strategy=ddp", "loop.micro_batches=2"]
-        assert processes.run(2, product, tmp_path, two) == [0, 0]
-        for name in ("slices", "two"):
-            assert far(curve(folders[name]), curve(folders["alone"])) < 1e-6
-            assert curve(folders[name], "sample_digest") == curve(folders["alone"], "sample_digest")
-            assert lines(folders[name], "eval")[-1]["samples"] == 20
+EXTRAS = {"mixed": MIXED, "mixed, coloured and drawn": (*MIXED, *COLOURED, *DRAWN)}
+
+
+@pytest.mark.parametrize("extra", quickly(EXTRAS, "mixed, coloured and drawn"))
+def test_one_curve_with_mixed_images_and_soft_targets(tmp_path: Path, processes: Processes, extra: str) -> None:
+    folders = {name: tmp_path / name for name in ("alone", "slices", "two")}
+    start = [f"data.root={write_ten(tmp_path)}", *WORDS, *EXTRAS[extra]]
+    assert processes.run(1, product, tmp_path, [*start, f"run.dir={folders['alone']}"]) == [0]
+    cut = [*start, f"run.dir={folders['slices']}", "loop.micro_batches=3", "loop.uneven=true"]
+    assert processes.run(1, product, tmp_path, cut) == [0]
+    two = [*start, f"run.dir={folders['two']}", "strategy=ddp", "loop.micro_batches=2"]
+    assert processes.run(2, product, tmp_path, two) == [0, 0]
+    for name in ("slices", "two"):
+        assert far(curve(folders[name]), curve(folders["alone"])) < 1e-6
+        assert curve(folders[name], "sample_digest") == curve(folders["alone"], "sample_digest")
+        assert lines(folders[name], "eval")[-1]["samples"] == 20
     said = (folders["alone"] / "logs" / "rank-0.log").read_text()
     assert said.count("is not the published file: its md5 is another one") == 6
 
