@@ -53,6 +53,11 @@ def labels(split: Any, label: str) -> tuple[Tensor, int]:
     return numbers, kind.num_classes if isinstance(kind, ClassLabel) else int(numbers.max()) + 1
 
 
+def class_names(split: Any, label: str) -> list[str]:
+    """What the classes of a column are called; nothing where its labels are plain numbers."""
+    return list(getattr(split.features[label], "names", None) or ())
+
+
 def class_count(asked: int | None, found: int, where: str) -> int:
     """How many classes a network is to tell apart; Refusal where fewer are asked for than there are."""
     if asked is not None and asked < found:

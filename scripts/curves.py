@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-WORDS = ["model=vit_tiny", "loop.epochs=4", "loop.log_every=1", "checkpoint.keep=1"]
+WORDS = ["model=vit_tiny", "model.dropout=0.1", "loop.epochs=4", "loop.log_every=1", "checkpoint.keep=1"]
 RUNS = {"single": 1, "ddp": 2, "tp": 2, "ddp_tp": 4}  # strategy → processes
 
 WIDTH, LEFT, RIGHT = 880, 72, 24  # pixels; the margins hold the numbers of the axes

@@ -2,6 +2,8 @@
 
     python scripts/memory.py                      a vision transformer of 100 million parameters
     python scripts/memory.py --depth 4 fsdp tp    a smaller one, two strategies
+    python scripts/memory.py --frozen ddp fsdp    all but the head is frozen: the table in docs/language.md
+    python scripts/memory.py --sequences          a decoder of 7 million parameters, one sequence of 2,048 tokens
 
 Every row is two runs of `python -m trainer` on CPUs: with this network, and with a tiny one. What stands in the table
 is by how much more a process grew (VmHWM in /proc/self/status) in the first of them: *built* until its first step
@@ -24,8 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from recipes.language.next_token import NextToken
 from recipes.vision.classification import Classification
 from recipes.vision.vit import VisionTransformer
+from trainer import Task
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -34,9 +38,15 @@ RUN = (
     " data.size=64 data.evaluation_size=0 task._target_=memory.Watched trust=[memory] optimizer=adamw schedule=constant"
     " precision=fp32 device=cpu loop.global_batch=4 loop.steps=2"
 )
+SEQUENCES = (
+    "model=gpt_nano model.width={width} model.depth={depth} data=text data.length={length} data.held=0 task=language"
+    " task._target_=memory.WatchedTokens trust=[memory] optimizer=adamw schedule=constant precision=fp32 device=cpu"
+    " loop.global_batch=1 loop.steps=2"
+)
+LARGE, TINY = SEQUENCES.format(width=256, depth=8, length=2048), SEQUENCES.format(width=32, depth=2, length=64)
 
 
-class Watched(Classification):
+class Watching(Task):
     """Notes on every rank how large its process was at most when the first step began, and after every step."""
 
     built = 0  # bytes
@@ -52,6 +62,14 @@ class Watched(Classification):
         path.write_text(json.dumps([self.built, highest()]))
 
 
+class Watched(Watching, Classification):
+    """Images."""
+
+
+class WatchedTokens(Watching, NextToken):
+    """Sequences."""
+
+
 def highest() -> int:
     """Bytes that this process held at most so far."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -59,36 +77,61 @@ def highest() -> int:
     return int(found[1]) * 1024
 
 
+Share = Callable[
+    [float, float, int], float
+]  # of p parameters, c of them in cut layers, on n processes: what a rank has
+
+
 class Row(NamedTuple):
-    """A strategy on n processes, and the bytes that a rank should hold of p parameters, c of them in cut layers."""
+    """A strategy on n processes: how many parameters a rank holds, and of how many the gradient and optimizer state."""
 
     strategy: str
     processes: int
-    arithmetic: str
-    expected: Callable[[float, float, int], float]  # of p, c and n
+    held: tuple[str, Share]
+    learned: tuple[str, Share]
+
+    def expected(self, frozen: bool, parameters: float, cut: float) -> tuple[str, float]:
+        """The bytes that a rank should hold, as arithmetic and as a number; 4 a parameter, and 12 if it learns."""
+        (held, own), (learned, state) = self.held, self.learned
+        weights = 4 * own(parameters, cut, self.processes)
+        if frozen:  # the head is next to nothing
+            return times(4, held), weights
+        together = times(16, held) if held == learned else f"{times(4, held)} + {times(12, learned)}"
+        return together, weights + 12 * state(parameters, cut, self.processes)
+
+
+def times(factor: int, what: str) -> str:
+    """A product in words."""
+    return f"{factor}({what})" if "+" in what else f"{factor}{what}"
 
 
 def rows() -> Iterator[Row]:
     """Every line of the table."""
-    yield Row("single", 1, "16P", lambda p, c, n: 16 * p)
+    whole: tuple[str, Share] = ("P", lambda p, c, n: p)
+    part: tuple[str, Share] = ("P/n", lambda p, c, n: p / n)
+    half: tuple[str, Share] = ("P/2", lambda p, c, n: p / 2)
+    split: tuple[str, Share] = ("C/n + P-C", lambda p, c, n: c / n + p - c)
+    split_in_two: tuple[str, Share] = ("C/2 + P-C", lambda p, c, n: c / 2 + p - c)
+    split_and_sharded: tuple[str, Share] = ("C/4 + (P-C)/2", lambda p, c, n: c / 4 + (p - c) / 2)
+    yield Row("single", 1, whole, whole)
     for n in (2, 4):
-        yield Row("ddp", n, "16P", lambda p, c, n: 16 * p)
-        yield Row("zero1", n, "4P + 12P/n", lambda p, c, n: 4 * p + 12 * p / n)
-        yield Row("fsdp", n, "16P/n", lambda p, c, n: 16 * p / n)
-        yield Row("tp", n, "16(C/n + P-C)", lambda p, c, n: 16 * (c / n + p - c))
-        yield Row("pp", n, "16P/n", lambda p, c, n: 16 * p / n)
-    yield Row("hsdp", 4, "16P/2", lambda p, c, n: 8 * p)
-    yield Row("ddp_tp", 4, "16(C/2 + P-C)", lambda p, c, n: 16 * (c / 2 + p - c))
-    yield Row("fsdp_tp", 4, "16(C/4 + (P-C)/2)", lambda p, c, n: 16 * (c / 4 + (p - c) / 2))
-    yield Row("ddp_pp", 4, "16P/2", lambda p, c, n: 8 * p)
-    yield Row("fsdp_pp", 4, "16P/4", lambda p, c, n: 4 * p)
+        yield Row("ddp", n, whole, whole)
+        yield Row("zero1", n, whole, part)
+        yield Row("fsdp", n, part, part)
+        yield Row("tp", n, split, split)
+        yield Row("pp", n, part, part)
+    yield Row("hsdp", 4, half, half)
+    yield Row("ddp_tp", 4, split_in_two, split_in_two)
+    yield Row("fsdp_tp", 4, split_and_sharded, split_and_sharded)
+    yield Row("ddp_pp", 4, half, half)
+    yield Row("fsdp_pp", 4, part, part)
 
 
-def run(strategy: str, processes: int, width: int, depth: int) -> list[list[int]]:
+def run(strategy: str, processes: int, said: str) -> list[list[int]]:
     """Train; of each rank, how large it was when its first step began, and at the end."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     with TemporaryDirectory() as folder:
-        words = [*RUN.format(width=width, depth=depth).split(), f"strategy={strategy}", f"run.dir={folder}/run"]
+        words = [*said.split(), *f"strategy={strategy}".split(), f"run.dir={folder}/run"]
         command = [sys.executable, *(launcher if processes > 1 else []), "-m", "trainer", *words]
         own = {"MEMORY_FIGURES": folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}"}
         done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
@@ -97,9 +140,9 @@ def run(strategy: str, processes: int, width: int, depth: int) -> list[list[int]
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(processes)]
 
 
-def measured(row: Row, depth: int) -> list[str]:
+def measured(strategy: str, processes: int, large_run: str, tiny_run: str) -> list[str]:
     """MiB that this network costs beyond a tiny one: built on rank 0 and elsewhere, peak on rank 0 and elsewhere."""
-    large, tiny = run(row.strategy, row.processes, 768, depth), run(row.strategy, row.processes, 48, 4)
+    large, tiny = run(strategy, processes, large_run), run(strategy, processes, tiny_run)
     figures = []
     for which in (0, 1):
         more = [(own[which] - less[which]) / MIB for own, less in zip(large, tiny, strict=True)]
@@ -124,16 +167,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("strategies", nargs="*", help="only these")
     parser.add_argument("--depth", type=int, default=14, help="blocks of 7.1 million parameters")
+    parser.add_argument("--frozen", action="store_true", help="train the head alone")
+    parser.add_argument("--sequences", action="store_true", help="what is left of a long sequence's activations")
     words = parser.parse_args()
+    if words.sequences:
+        sequences()
+        return
     everything, cut = sizes(words.depth)
     print(f"P = {everything / 1e6:.1f} million parameters, C = {cut / 1e6:.1f} million in cut layers; MiB a rank\n")
     print("| strategy | processes | arithmetic | is | built: rank 0 | others | peak: rank 0 | others |")
     print("|" + 8 * " --- |", flush=True)
     for row in rows():
         if row.strategy in (words.strategies or [row.strategy]):
-            held = f"{row.expected(everything, cut, row.processes) / MIB:.0f}"
-            cells = [row.strategy, str(row.processes), row.arithmetic, held, *measured(row, words.depth)]
+            arithmetic, held = row.expected(words.frozen, everything, cut)
+            freezing = " model.freeze=[backbone]" if words.frozen else ""
+            wide, tiny = RUN.format(width=768, depth=words.depth) + freezing, RUN.format(width=48, depth=4) + freezing
+            figures = measured(row.strategy, row.processes, wide, tiny)
+            cells = [row.strategy, str(row.processes), arithmetic, f"{held / MIB:.0f}", *figures]
             print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def sequences() -> None:
+    """Print the table of one long sequence on more and more context ranks."""
+    print("| strategy | processes | built: rank 0 | others | peak: rank 0 | others |")
+    print("|" + 6 * " --- |", flush=True)
+    for strategy, processes in (("single", 1), ("cp", 2), ("cp", 4), ("fsdp_cp", 2), ("fsdp_cp", 4)):
+        more = f" strategy.context={processes}" if strategy == "fsdp_cp" else ""
+        figures = measured(strategy + more, processes, LARGE, TINY)
+        print(f"| {' | '.join([strategy, str(processes), *figures])} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 # Before torch is imported anywhere: with more threads than cores, waiting costs more than computing.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,17 +30,33 @@ def processes() -> Iterator[Processes]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="the long tests too: more of what the others show")
+    parser.addoption("--some", metavar="SEED", help="one in six of the long tests, drawn by this word")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Cheap tests first, so that a plain mistake shows in seconds; without --long only one that is named runs long."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
-    if config.getoption("long") or any("::" in word for word in config.args) or config.getoption("-m"):
+    if config.getoption("long") or config.getoption("-m"):
         return
-    left_out = [item for item in items if item.get_closest_marker("long")]
+    some = config.getoption("some")
+    left_out = [item for item in items if item.get_closest_marker("long") and not _wanted(item, config, some)]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker("long")]
+    items[:] = [item for item in items if item not in left_out]
     config.stash[LEFT_OUT] = len(left_out)
+
+
+def _wanted(item: pytest.Item, config: pytest.Config, some: str | None) -> bool:
+    """Is a long test named, or drawn by the word? Which ones are drawn depends on the word and their names alone."""
+    drawn = some is not None and crc32(f"{some} {item.nodeid}".encode()) % 6 == 0
+    return drawn or _named(item, config)
+
+
+def _named(item: pytest.Item, config: pytest.Config) -> bool:
+    """Does a word of the command line name this very test, or the class that it is in?"""
+    own = f"{item.path.resolve()}::{item.nodeid.partition('::')[2]}"
+    parted = [word.partition("::") for word in config.args]
+    words = [f"{(config.invocation_params.dir / file).resolve()}::{name}" for file, sign, name in parted if sign]
+    return own in words or own.startswith(tuple(f"{word}{sign}" for word in words for sign in ("::", "[")))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

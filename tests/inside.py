@@ -9,12 +9,14 @@ from unittest.mock import patch
 
 import torch
 
+from trainer.configuration.compose import compose
+from trainer.configuration.trained import reads_files
 from trainer.configuration.words import read
-from trainer.door import understood
-from trainer.jobs.sweep import run_all
+from trainer.door import reported, understood
 from trainer.launch import failure
 from trainer.launch.launch import Launch
 from trainer.records import lock
+from trainer.sweeps.sweep import run_all
 
 
 def product(launch: Launch, place: Path, words: list[str]) -> int:
@@ -25,13 +27,17 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
         words = ["device=cpu", "log=[]", *words]
         if read(words).multirun:
             return run_all(words, launch)
-        run = understood(words, launch)
+        if reads_files(cfg := compose(words)):
+            return reported(cfg, launch)
+        run = understood(words, launch, cfg)
         with patch("trainer.jobs.fit.keep_freed_memory"):  # or all tests would keep what the largest network has freed
             return run.job(run)
     except failure.Failed as failed:
         raise failed.__cause__ or failed from None
     finally:
         os.chdir(before)
+        for handler in set(logging.getLogger().handlers) - set(handlers):
+            handler.close()  # a file that has been written to
         logging.getLogger().handlers[:] = handlers
         logging.captureWarnings(False)
         lock.unlock_all()  # the run's folder: its process would let go of it

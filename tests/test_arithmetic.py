@@ -114,5 +114,5 @@ def test_too_little_data_is_refused(samples: int, said: str) -> None:
         measure(samples, 128, 1, None, unit=1)
     with pytest.raises(Refusal, match=r"has 81 samples, .* at most 80 fits"):  # and can be dealt to two
         measure(81, 128, 1, None, unit=2)
-    with pytest.raises(Refusal, match=r"; 4 are the fewest that can be dealt out"):
+    with pytest.raises(Refusal, match=r"; the smallest that these processes can divide is 4"):
         measure(3, 128, 1, None, unit=4)

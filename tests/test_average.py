@@ -82,10 +82,10 @@ def test_a_run_that_goes_on_goes_on_with_it_to_the_bit_and_says_where_there_is_n
     assert all(torch.equal(one[name], other[name]) for name in one)
     # a run without it goes on from such a checkpoint, and one with it from a checkpoint that has none
     run(tmp_path, "whole", "loop.steps=12")
-    assert "moving average is left behind: ema.decay=null" in (whole / "logs" / "rank-0.log").read_text()
+    assert "moving average is dropped: ema.decay=null" in (whole / "logs" / "rank-0.log").read_text()
     assert averages(whole, 12) == {}
     run(tmp_path, "whole", "loop.steps=13", "ema.decay=0.5")
-    assert "has no moving average, it begins from the weights" in (whole / "logs" / "rank-0.log").read_text()
+    assert "has no moving average; it starts from the weights" in (whole / "logs" / "rank-0.log").read_text()
     assert all(torch.equal(one, stored(whole, 13)[name]) for name, one in averages(whole, 13).items())
     assert curve(whole)[:8] == curve(parts)
 

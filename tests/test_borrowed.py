@@ -94,7 +94,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_told_who_keeps_them(tmp_pat
         ([*ONCE[:-1], "+schedule.total_steps=9"], r"changes the momentum too.*\+schedule.cycle_momentum=false"),
         ([*ONCE, "+schedule.total_steps=3"], "ends after 3 .* this run has 30.*schedule.total_steps=30"),
         (ONCE, "You must define either total_steps"),
-        (scheduler("ReduceLROnPlateau"), "schedule=plateau does that"),
+        (scheduler("ReduceLROnPlateau"), "use schedule=plateau"),
         (scheduler("LambdaLR"), "schedule.lr_lambda: LambdaLR needs it"),
         (["schedule._target_=torch.optim.lr_scheduler.StepLR"], "schedule.final: StepLR takes no such key"),
         (["optimizer=torch", "optimizer._target_=torch.optim.LBFGS"], "LBFGS .* closure"),

@@ -352,6 +352,18 @@ def test_all_wrong_arguments_are_told_together(names: Names) -> None:
     assert len(message.splitlines()) == 4
 
 
+def test_of_very_many_the_first_are_told_and_how_many_more(names: Names) -> None:
+    cfg = OmegaConf.create(
+        {"model": {"_target_": "biolab.net.Net", "width": 1, **{f"key{at}": 1 for at in range(1000)}}}
+    )
+    with pytest.raises(Refusal) as caught:
+        check_all(cfg, {"model": nn.Module}, names)
+    first, *_, last = lines = str(caught.value).splitlines()
+    assert len(lines) == 11
+    assert first.startswith("model.key0: Net takes no such key")
+    assert last == "… and 990 more"
+
+
 def test_a_key_behind_kwargs_is_refused_by_the_callee(names: Names) -> None:
     build(node("biolab.net.Loose", width=1), nn.Module, "model", names)
     assert "model.widht" in refusal(node("biolab.net.Loose", width=1, widht=1), nn.Module, "model", names)
@@ -534,3 +546,9 @@ class TestTrust:
         assert "may not be called" in refusal(node("yaml.load"), nn.Module, "model", Names(folders=(home / "conf",)))
         usr = Names(folders=(Path("/usr/conf"),))
         assert "may not be called" in refusal(node("shutil.rmtree"), nn.Module, "model", usr)
+
+
+def test_types_are_known_of_fields_that_a_dataclass_takes_over_from_another_file() -> None:
+    node = OmegaConf.create({"_target_": "trainer.strategies.fsdp.FSDP", "activation_checkpointing": "all"})
+    with pytest.raises(Refusal, match=r"strategy\.activation_checkpointing=all: FSDP expects one of none, units"):
+        build(node, Strategy, "strategy", Names(), machine=Machine())

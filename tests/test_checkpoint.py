@@ -1,5 +1,7 @@
 """Checkpoints are whole or absent, verified before use, and readable by any number of processes."""
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -23,9 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.quick import quickly
 from trainer.parallel.ranks import Group, Ranks
-from trainer.records import checkpoint as checkpoint_module
 from trainer.records import shelf as shelf_module
+from trainer.records import writing as writing_module
 from trainer.records.checkpoint import Checkpoints, FailedSave
 from trainer.records.manifest import CorruptCheckpoint, manifest_bytes, read_manifest
 from trainer.records.shelf import committed, open_checkpoint
@@ -58,7 +61,9 @@ def checkpoints(folder, **options):
 
 def save_some(folder, steps, **options):
     store = checkpoints(folder, **options)
-    return [store.save(step, some_tensors(step), {"step": step}) for step in steps]
+    for step in steps:
+        store.save(step, some_tensors(step), {"step": step})
+    return [store.folder / f"step-{step:08d}" for step in steps]
 
 
 def names(folder):
@@ -78,11 +83,11 @@ def test_what_was_saved_is_read_bit_for_bit(tmp_path):
         "name": "é 目",
         "no": None,
     }
-    path = store.save(100, tensors, state, {"loss": 0.5, "accuracy": 0.25})
+    store.save(100, tensors, state, {"loss": 0.5, "accuracy": 0.25})
     found = checkpoints(tmp_path).newest()
     into = zeros_like(tensors)
     store.read(found, into)
-    assert path == found.path == tmp_path / "checkpoints" / "step-00000100"
+    assert found.path == tmp_path / "checkpoints" / "step-00000100"
     assert all(torch.equal(into[name], tensors[name]) and into[name].dtype == tensors[name].dtype for name in tensors)
     assert into["conv.weight"].is_contiguous(memory_format=torch.channels_last)
     assert str(found.state.pop("bad")) == "[nan, inf]"
@@ -100,8 +105,8 @@ def test_a_plain_network_loads_the_file_of_its_weights(tmp_path):
     from safetensors.torch import load_file
 
     network = nn.Linear(3, 2)
-    path = checkpoints(tmp_path).save(1, {**network.state_dict(), "optimizer/weight/momentum": torch.zeros(2, 3)}, {})
-    model_file = next(path.glob("*-00001-of-00002.safetensors"))
+    checkpoints(tmp_path).save(1, {**network.state_dict(), "optimizer/weight/momentum": torch.zeros(2, 3)}, {})
+    model_file = next((tmp_path / "checkpoints" / "step-00000001").glob("*-00001-of-00002.safetensors"))
     other = nn.Linear(3, 2)
     other.load_state_dict(load_file(model_file))
     assert torch.equal(other.weight, network.weight)
@@ -259,7 +264,7 @@ def forge(path, file, data):
     """Put other bytes in a file and make the manifest agree."""
     file.write_bytes(data)
     manifest = read_manifest(path)
-    manifest.files[file.name] = checkpoint_module._sealed(file)
+    manifest.files[file.name] = writing_module._sealed(file)
     (path / "manifest.json").write_bytes(manifest_bytes(manifest))
 
 
@@ -288,6 +293,43 @@ def test_a_header_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_
     forge(path, next(path.glob("*.safetensors")), HEADERS[name])
     with pytest.raises(CorruptCheckpoint):
         open_checkpoint(path, Ranks())
+
+
+class Hostile:
+    def __init__(self, canary):
+        self.canary = canary
+
+    def __reduce__(self):
+        return Path.touch, (self.canary,)
+
+
+def as_torch_saves(thing):
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getvalue()
+
+
+CALLED = b'{"progress": {"_target_": "os.system", "_args_": ["touch canary"]}}'
+PAYLOADS = {"pickle": pickle.dumps, "torch.save": as_torch_saves, "a call": lambda _: CALLED}
+FILES = ["state.json", "*model-00001*", "*model-00002*", ".metadata"]  # the last: what torch's own format unpickles
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_nothing_that_was_crafted_runs_code(tmp_path, monkeypatch, file, payload):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # whoever sets this trusts what he loads himself
+    monkeypatch.setenv("HYDRA_INSTANTIATE_ALLOWLIST_OVERRIDE", "*")
+    _, newest = save_some(tmp_path, [1, 2])
+    forge(newest, next(newest.glob(file), newest / file), PAYLOADS[payload](Hostile(tmp_path / "canary")))
+    store = Checkpoints(tmp_path / "checkpoints", Ranks(), needed=("progress",))
+    with contextlib.suppress(CorruptCheckpoint):  # neither has what a run needs to go on from
+        store.newest()
+    found = checkpoints(tmp_path).newest()
+    store.read(found, into := zeros_like(some_tensors()))
+    assert found.step == 1 or file in (".metadata", "state.json")
+    assert torch.equal(into["fc.weight"], some_tensors(found.step)["fc.weight"])
+    assert not (tmp_path / "canary").exists()
 
 
 # ----------------------------------------------------------------------------------------------- what stays, what goes
@@ -427,19 +469,25 @@ def test_a_write_that_fails_leaves_the_older_ones_and_no_draft(tmp_path):
 
 SAVING = """
 import os, sys, torch
+from datetime import timedelta
 from pathlib import Path
 from trainer.records.checkpoint import Checkpoints
+from trainer.records.saver import AtOnce, Beside
 from trainer.parallel.ranks import Ranks
 
 def save_for_ever():
-    store = Checkpoints(Path(sys.argv[1]), Ranks(), keep=2)
-    found = store.newest()
+    saver = Beside(Ranks(), timedelta(seconds=60)) if sys.argv[2] == "beside" else AtOnce(Ranks())
+    store = Checkpoints(Path(sys.argv[1]), Ranks(), keep=2, saver=saver)
+    found, frozen = store.newest(), torch.arange(100_000)
     step = found.step if found else 0
+    if found:
+        store.read(found, {"frozen": frozen})
     print(os.getpid(), step, flush=True)
     while True:
         step += 1
-        store.save(step, {"weight": torch.full((200_000,), float(step))}, {"step": step})
-        print(step, flush=True)
+        tensors = {"weight": torch.full((200_000,), float(step)), "frozen": frozen}
+        store.save(step, tensors, {"step": step}, frozen=["frozen"])
+        print(step - (sys.argv[2] == "beside"), flush=True)  # what is under way has no name yet
 
 for _ in sys.stdin:  # a child for each line, so that the imports are paid for once
     child = os.fork()
@@ -450,9 +498,10 @@ for _ in sys.stdin:  # a child for each line, so that the imports are paid for o
 """
 
 
-def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path):
-    dice, reached = random.Random(0), 0
-    parent = python(SAVING, tmp_path, input=True)
+@pytest.mark.parametrize("saver", quickly(["at once", "beside"], "beside"))
+def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path, saver):
+    dice, reached, inodes = random.Random(0), 0, set()
+    parent = python(SAVING, tmp_path, saver, input=True)
     for round_ in range(6):
         print(file=parent.stdin, flush=True)
         child, start = map(int, parent.stdout.readline().split())
@@ -464,12 +513,90 @@ def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path):
         reached = int(lines[-1])
         while parent.stdout.readline() != "gone\n":
             pass
-        store, into = Checkpoints(tmp_path, Ranks(), keep=2), {"weight": torch.zeros(200_000)}
+        store = Checkpoints(tmp_path, Ranks(), keep=2)
+        into = {"weight": torch.zeros(200_000), "frozen": torch.zeros(100_000, dtype=torch.int64)}
         found = store.newest()
+        if found is None:  # the first one was still under way
+            assert reached == 0
+            continue
         store.read(found, into)
         assert found.step >= reached
         assert found.state == {"step": found.step}
         assert (into["weight"] == found.step).all()
+        assert torch.equal(into["frozen"], torch.arange(100_000))
+        inodes.add(next(found.path.glob("frozen-*")).stat().st_ino)
+    parent.communicate(timeout=30)
+    assert len(inodes) == 1  # written once, whoever died after that
+
+
+SAVING_BY_TWO = """
+import os, sys, torch
+import torch.distributed as dist
+from datetime import timedelta
+from pathlib import Path
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from trainer.parallel.ranks import Group
+from trainer.records import tensor_files  # what a save imports, once for all children
+from trainer.records.checkpoint import Checkpoints
+from trainer.records.saver import Beside
+
+def save_for_ever(rank, meeting):
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    ranks, mesh = Group(dist.group.WORLD), init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    store = Checkpoints(Path(sys.argv[1]), ranks, keep=2, saver=Beside(ranks, timedelta(seconds=60)))
+    found = store.newest()
+    step = found.step if found else 0
+    os.write(1, f"{rank} {os.getpid()} {step}\\n".encode())  # in one call, as both speak at once
+    ranks.barrier()
+    while True:
+        step += 1
+        shard = DTensor.from_local(torch.full((500_000,), float(step)), mesh, [Shard(0)])
+        store.save(step, {"weight": shard, "optimizer/weight/m": shard}, {"step": step})
+        if rank == 0:
+            os.write(1, f"{step - 1}\\n".encode())  # what is under way has no name yet
+
+for line in sys.stdin:  # children for each line, so that the imports are paid for once
+    children = []
+    for rank in range(2):
+        if not (child := os.fork()):
+            try:
+                save_for_ever(rank, line.strip())
+            except BaseException:  # the other one was killed
+                os._exit(1)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    os.write(1, b"gone\\n")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_kill_while_two_ranks_save_beside_their_steps_leaves_one_step_whole(tmp_path):
+    dice, reached, folder = random.Random(1), 0, tmp_path / "checkpoints"
+    parent = python(SAVING_BY_TWO, folder, input=True)
+    for round_ in range(40):
+        print(tmp_path / f"meeting-{round_}", file=parent.stdin, flush=True)
+        begun = sorted(tuple(map(int, parent.stdout.readline().split())) for _ in range(2))
+        assert [start >= reached for _, _, start in begun] == [True, True]
+        lines = [parent.stdout.readline() for _ in range(1 + round_ % 3)]
+        for _ in range(dice.randrange(1_000_000)):  # a moment of no particular length within the save that now runs
+            pass
+        for rank in ((0,), (1,), (0, 1), (1, 0))[round_ % 4]:
+            os.kill(begun[rank][1], signal.SIGKILL)
+        while (line := parent.stdout.readline()) != "gone\n":
+            lines.append(line)
+        reached = int(lines[-1])
+        store = Checkpoints(folder, Ranks(), keep=2)
+        found = store.newest()
+        assert (found is None) == (reached == 0)
+        if found is not None:
+            into = {name: torch.zeros(1_000_000) for name in ("weight", "optimizer/weight/m")}
+            store.read(found, into)
+            assert found.step >= reached
+            assert all((tensor == found.step).all() for tensor in into.values())
+            reached = found.step
     parent.communicate(timeout=30)
 
 
@@ -494,7 +621,7 @@ def test_everything_is_on_the_disk_before_the_name_is(tmp_path):
         line for line in (tmp_path / "trace").read_text().splitlines() if "step-" in line or "checkpoints>" in line
     ]
     synced = [re.search(r"fsync\(\d+<([^>]*)>", line) for line in calls]
-    renamed = next(index for index, line in enumerate(calls) if "rename" in line)
+    renamed = next(index for index, line in enumerate(calls) if "rename" in line and '/step-00000001"' in line)
     before = [found.group(1).rsplit("/", 1)[-1] for found in synced[:renamed] if found]
     tensors = [index for index, name in enumerate(before) if name.endswith(".safetensors")]
     assert len({before[index] for index in tensors}) == 2
@@ -576,7 +703,7 @@ def exchange(folder, ranks):
     ranks.barrier()
     assert Checkpoints(folder / "two", ranks).newest().step == 1
 
-    for place in ("safetensors.torch.save", "trainer.records.checkpoint._sealed"):
+    for place in ("trainer.records.tensor_files.save_file", "trainer.records.writing._sealed"):
         with pytest.MonkeyPatch.context() as patch:
             if ranks.rank == 1:  # an error that only one rank has
                 patch.setattr(place, fail_to_write)

@@ -6,10 +6,15 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
+from tests.processes import Processes
 from tests.strategies.toys import BATCH, Net, Plain, ToyData
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
+from trainer.launch.launch import Launch
+from trainer.parallel.clip import global_norm
+from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single
 
@@ -34,3 +39,18 @@ def test_gradients_above_the_limit_are_scaled_to_it_and_those_below_stay(part: f
     for own, other in zip(placed.network.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
         assert own.grad is None
+
+
+def norms(launch: Launch, draws: list[list[float]]) -> list[float]:
+    """The norm of each draw, of which a rank holds one number."""
+    with FSDP(machine=Machine(launch=launch, device="cpu")) as strategy:
+        own = [torch.tensor([draw[launch.rank]]) for draw in draws]
+        return [float(global_norm([DTensor.from_local(x, strategy.mesh["shard"], [Shard(0)])])) for x in own]
+
+
+def test_shards_are_added_in_rank_order_so_that_every_copy_of_the_network_has_the_same_bits(
+    processes: Processes,
+) -> None:
+    draws = torch.randn(200, 4)
+    wanted = [float(draw.square().sum().sqrt()) for draw in draws]
+    assert processes.run(4, norms, draws.tolist()) == [wanted] * 4

@@ -290,7 +290,7 @@ def test_the_words_in_the_docs_are_taken() -> None:
     for command in commands:
         words = [word for word in words_of(shlex.split(command)) if "=" in word or word == "-m"]
         if "-m" in words:
-            assert len(multirun([word for word in words if not word.startswith("hydra")]).jobs) > 1
+            assert len(multirun([word for word in words if not word.startswith("hydra")]).space.grid()) > 1
         else:
             settings(compose(words))
     for link in re.findall(r"\]\(([^)#]+)", text):

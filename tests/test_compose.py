@@ -52,7 +52,7 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("model.freeze=backbone", "model.freeze=backbone", "expected a list, like [backbone]"),
     ("model=resnet51", "model=resnet51", "'resnet50'"),
     ("strategy=dpd", "strategy=dpd", "'ddp'"),
-    ("strategy=dpp", "strategy=dpp", "There are: auto, ddp, "),
+    ("strategy=dpp", "strategy=dpp", "There are: auto, cp, ddp, "),
     ("strategy=3", "strategy=3", "There are: auto"),
     ("log=[console,tensorbord]", "log=tensorbord", "'tensorboard'"),
     ("schedule=cosin", "schedule=cosin", "'cosine'"),
@@ -79,7 +79,7 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("+loop.epcohs=3", "loop.epcohs", "loop.epochs"),
     ("optimizer.rho=2", "optimizer.rho", "If AdamW has a parameter rho, write +optimizer.rho=2"),
     ("data.root=x", "data.root", "It is a key of data=cifar10 or cifar100 or fashion_mnist or imagefolder"),
-    ("strategy.tensor=2", "strategy.tensor", "It is a key of strategy=ddp_pp or ddp_tp or "),
+    ("strategy.tensor=2", "strategy.tensor", "It is a key of strategy=cp or ddp_cp or "),
     ("--lr=3", "--lr", "write optimizer.lr=3"),
     ("--global-batch=3", "--global_batch", "write loop.global_batch=3"),
     ("--optimizer.lr=3", "--optimizer.lr", "write optimizer.lr=3"),
@@ -105,7 +105,7 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("model=[cnn,mlp]", "model=[cnn,mlp]", "not a list"),
     ("loop.steps=${nope}", "loop.steps", "nope"),
     ("loop.steps=???", "loop.steps", "must be given"),
-    ("data=imagefolder", "data.root", "must be given: the folder that holds train/CLASS/"),
+    ("data=imagefolder", "data.root", "must be given: the folder that contains train/CLASS/"),
     ("model=net", "model=net", "yaml files of your own: --config-dir FOLDER"),
     ("optimizer.lr=0.1,0.2", "optimizer.lr", "add -m"),
     ("loop.epochs=[", "loop.epochs=[", "cannot be read"),
@@ -270,6 +270,25 @@ class TestLab:
         )
         assert compose(["--config-dir", "lab/conf", "experiment=one"]).loop.eval_batch == 32
 
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (
+                "a0: &a0 x\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 41)),
+                "4,398,046,511,105 values",
+            ),
+            ("a: &a [*a]\n", "without end"),
+        ],
+    )
+    def test_references_that_multiply_are_refused_before_they_are_followed(
+        self, lab: Path, content: str, said: str
+    ) -> None:
+        put(lab, "model/unet", f"_target_: lab.net.Net\n{content}")
+        message = refusal("--config-dir", "lab/conf", "model=unet")
+        assert re.search(rf"unet\.yaml: its references \(\*name\) make {said} of it; at most 10,000", message), message
+        put(lab, "model/unet", "_target_: lab.net.Net\nwidth: &width 7\nclasses: *width\n")
+        assert compose(["--config-dir", "lab/conf", "model=unet"]).model.classes == 7
+
     def test_a_file_that_hydra_would_silently_not_read_is_named(self, lab: Path) -> None:
         put(lab, "data/digits", "_target_: lab.data.Mine\n")
         assert "another data is called digits" in refusal("--config-dir", "lab/conf", "data=digits")
@@ -303,16 +322,17 @@ def test_secrets_are_not_written_and_not_shown(monkeypatch: pytest.MonkeyPatch) 
 
 
 def process(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Compose in a process of its own, as the program does before it imports torch."""
+    """Compose in a process of its own, as the program does before it imports torch, and in 1 GiB of memory."""
     script = (
-        "import sys\nfrom trainer.configuration.compose import compose\nfrom trainer.refusal import Refusal\n"
+        "import resource, sys\nresource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))\n"
+        "from trainer.configuration.compose import compose\nfrom trainer.refusal import Refusal\n"
         "try:\n    compose(sys.argv[1:])\n"
         "except Refusal as refusal:\n    print(refusal)\n"
         "finally:\n    assert 'torch' not in sys.modules\n"
     )
     surroundings = {**os.environ, "PYTHONPATH": str(root()), **env}
     command = [sys.executable, "-W", "error", "-c", script, *words]
-    return subprocess.run(command, cwd=cwd, env=surroundings, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, env=surroundings, capture_output=True, text=True, timeout=240)
 
 
 class TestProcess:
@@ -325,15 +345,24 @@ class TestProcess:
     @pytest.mark.parametrize(
         ("words", "said"),
         [
-            (["--help"], ["strategy: auto, ddp", "loop.epochs=20", "torchrun --standalone", "--config-dir DIR"]),
+            (
+                ["--help"],
+                [
+                    "Train a network:\n  python -m trainer processes=N ",
+                    "strategy: auto, cp, ddp",
+                    "loop.epochs=20",
+                    "torchrun --standalone",
+                    "--config-dir DIR",
+                ],
+            ),
             (["-h", "model=resnet18"], ["model: cnn"]),
             (["--cfg", "job"], ["global_batch: 128", "_target_"]),
-            (["--cfg", "job", "--package", "loop", "loop.epochs=7"], ["epochs: 7"]),
-            (["--cfg", "job", "--resolve"], ["num_classes: 10"]),
-            (["--info", "defaults"], ["config"]),
-            (["--hydra-help"], ["Hydra"]),
+            pytest.param(["--cfg", "job", "--package", "loop", "loop.epochs=7"], ["epochs: 7"], marks=pytest.mark.long),
+            pytest.param(["--cfg", "job", "--resolve"], ["num_classes: 10"], marks=pytest.mark.long),
+            pytest.param(["--info", "defaults"], ["config"], marks=pytest.mark.long),
+            pytest.param(["--hydra-help"], ["Hydra"], marks=pytest.mark.long),
             (["--version"], ["trainer "]),
-            (["--shell-completion", "install=bash"], ["hydra_bash_completion"]),
+            pytest.param(["--shell-completion", "install=bash"], ["hydra_bash_completion"], marks=pytest.mark.long),
         ],
         ids=lambda value: " ".join(value) if value[0].startswith("-") else "",
     )
@@ -343,12 +372,29 @@ class TestProcess:
         assert [part for part in said if part not in done.stdout] == []
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            pytest.param([f"+data.key_{number}=1" for number in range(1000)], "", marks=pytest.mark.long),
+            ([f"data.root=/{number}" for number in range(1000)], "data.root: there is no such key"),
+            pytest.param(["run.name=" + "x" * 100_000], "", marks=pytest.mark.long),
+            (["+data.list=[" + "1," * 60_000 + "1]"], "a list of 60,001 values; a word has at most 2,000, a yaml"),
+        ],
+        ids=["keys", "mistakes", "value", "list"],
+    )
+    def test_what_is_huge_is_taken_or_refused_in_a_few_lines(self, tmp_path: Path, words: list[str], said: str) -> None:
+        done = process(*words, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert bool(said) == bool(done.stdout)
+        assert said in done.stdout
+        assert len(done.stdout.splitlines()) <= 12
+
     def test_help_lists_a_lab_s_options(self, lab: Path, tmp_path: Path) -> None:
         assert "unet" in process("--config-dir", "lab/conf", "--help", cwd=tmp_path).stdout
 
     def test_completion_knows_how_the_program_is_started(self, tmp_path: Path) -> None:
         done = process("-sc", "query=bash", cwd=tmp_path, COMP_LINE="python -m trainer strategy=dd")
-        assert done.stdout.split() == ["strategy=ddp", "strategy=ddp_pp", "strategy=ddp_tp"]
+        assert done.stdout.split() == ["strategy=ddp", "strategy=ddp_cp", "strategy=ddp_pp", "strategy=ddp_tp"]
 
     def test_of_several_processes_one_answers(self, tmp_path: Path) -> None:
         assert process("--help", cwd=tmp_path, RANK="1", WORLD_SIZE="2").stdout == ""

@@ -90,7 +90,8 @@ def test_a_save_copies_every_tensor_to_the_host_once(ran):
     place, told = ran
     saved = [path for path in (place / "there" / "checkpoints").glob("step-*") if path.name <= "step-00000006"]
     (tensors,) = {len(stored(path)) for path in saved}
-    assert [one for one in told[0]["findings"] if {"first save", "save"} & set(one[2])] == []
+    waits = [one for one in told[0]["findings"] if {"first save", "save"} & set(one[2])]
+    assert len(waits) == 2 * len(saved)  # for the losses and the norms: are they finite? for no copy
     fetched = [start for start, during in told[0]["copies"] if {"first save", "save"} & set(during) and start != "cpu"]
     assert len(fetched) == tensors * len(saved)
 
@@ -127,6 +128,7 @@ def test_without_float64_and_fused_steps_there_is_another_way(tmp_path, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_several_processes_wait_no_more_than_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = (*TRANSFORMER, *STEPS, "loop.eval_every=2", "loop.save_every=2", "loop.steps=4")

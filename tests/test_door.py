@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
 import signal
 import sys
+import threading
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,8 @@ from torch import distributed
 
 import trainer
 from tests.commands import SMALL, Command, curve, finish, single, status
+from tests.quick import quickly
+from trainer.launch import signals
 
 DOCS = Path(__file__).parents[1] / "docs"
 WORDS = (
@@ -69,30 +75,118 @@ def test_what_it_has_left_can_be_used_at_once(place: Path) -> None:
 
 def test_a_refusal_is_an_exception_and_an_error_is_itself(place: Path) -> None:
     (place / "breaking.py").write_text(BREAKS)
-    with pytest.raises(trainer.Refusal, match="did you mean 'mlp'"):
+    with pytest.raises(trainer.Refusal, match="did you mean 'mlp'") as refused:
         trainer.run(["model=mpl"])
+    assert [frame.name for frame in traceback.extract_tb(refused.tb)][1:] == ["run"]
+    with pytest.raises(trainer.Refusal, match=r"model\._target_: __main__\.Net is written in a notebook's cell"):
+        trainer.run([*WORDS, "model._target_=__main__.Net"])
     with pytest.raises(trainer.Refusal, match="global_batch 101 / 2 data ranks"):
         trainer.run([*WORDS, "loop.global_batch=101"], processes=2)
     with pytest.raises(KeyError, match="mine"):
         trainer.run([*WORDS, "model._target_=breaking.breaks", "trust=[breaking]"])
     # inside the loop, where ranks would wait for each other
-    with pytest.raises(FloatingPointError, match="the loss up to step"):
+    with pytest.raises(FloatingPointError, match=r"step \d+: the loss is"):
         trainer.run([*WORDS, "run.name=broken", "strategy=ddp", "optimizer.lr=1e30"])
     assert status(place / "runs" / "broken")["state"] == "failed"
     assert trainer.run([*WORDS, "strategy=ddp"]).state == "completed"
-    with pytest.raises(trainer.Refusal, match="does one run"):
-        trainer.run(["-m", "seed=1,2"])
+    for flags in (["-m", "seed=1,2"], ["--help"], ["--cfg", "job"]):
+        with pytest.raises(trainer.Refusal, match="does one run"):
+            trainer.run(flags)
+
+
+def test_who_was_started_by_a_launcher_starts_nobody(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(trainer.Refusal, match=r"processes=2: a launcher started this process, as WORLD_SIZE=1 in its"):
+        trainer.run(WORDS, processes=2)
+
+
+ASKING = """
+import os
+import signal
+from recipes.vision.classification import Classification
+
+class Asking(Classification):
+    def __init__(self, times: int, label_smoothing: float, num_classes: int) -> None:
+        super().__init__(label_smoothing, num_classes)
+        self.times = times
+
+    def after_step(self, network, step):
+        if step == 3:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_an_interrupt_stops_and_saves_and_a_second_one_leaves(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setattr(signals, "_SAME", -1.0)  # nobody delivers one twice here
+    before = signal.getsignal(signal.SIGINT)
+    (place / "asking.py").write_text(ASKING)
+    own = ["task._target_=asking.Asking", "trust=[asking]", "loop.steps=1000000", "loop.eval_every=null"]
+    words = [*WORDS, *own, "schedule=constant", "strategy=ddp", "run.name=asked"]
+    once = trainer.run([*words, "+task.times=1"])
+    assert (once.state, status(once.folder)["reason"]) == ("preempted", "SIGINT")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run([*words, "+task.times=2", "run.resume=fresh"])
+    ended = status(once.folder)
+    assert (ended["state"], ended["reason"].split(":")[:2]) == ("failed", ["KeyboardInterrupt", " interrupted twice"])
+    # nothing is left that the next one could stumble over: no group, no lock, no handler
+    assert signal.getsignal(signal.SIGINT) is before
+    assert trainer.run([*words, "+task.times=0", "loop.steps=4"]).state == "completed"
+
+
+def test_it_runs_in_a_thread_and_while_an_event_loop_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def in_the_loop() -> str:
+        endless = [*WORDS, "loop.steps=1000000", "loop.eval_every=null", "run.stop_after=0.001"]
+        there = await asyncio.to_thread(trainer.run, endless)
+        return f"{there.state} {trainer.run(WORDS).state}"
+
+    before = threading.active_count()
+    assert asyncio.run(in_the_loop()) == "preempted completed"
+    assert capsys.readouterr().err.count("Ctrl-C does not reach a run in a thread; run.stop_after=… ends it") == 1
+    assert threading.active_count() == before
+
+
+LEAVING = """
+import os
+import sys
+from recipes.vision.classification import Classification
+
+class Own(Classification):
+    def __init__(self, label_smoothing: float, num_classes: int, at: int = 0) -> None:
+        super().__init__(label_smoothing, num_classes)
+        self.at = at
+    def after_step(self, network, step):
+        if step == self.at and os.environ["RANK"] == "1": sys.exit(3)
+"""
 
 
 @pytest.mark.slow
-def test_several_processes_give_back_what_the_first_has(place: Path) -> None:
-    alone, two = trainer.run([*WORDS, "run.name=alone"]), trainer.run([*WORDS, "run.name=two"], processes=2)
+def test_several_processes_give_back_what_the_first_has(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a module that only this program's own path leads to
+    (place / "mine").mkdir()
+    (place / "mine" / "own.py").write_text(LEAVING)
+    monkeypatch.syspath_prepend(place / "mine")
+    own = ["task._target_=own.Own", "trust=[own]"]
+    alone = trainer.run([*WORDS, "run.name=alone"])
+    two = trainer.run([*WORDS, *own, "log=[console]", "run.name=two"], processes=2)
+    # pytest, like a notebook, has put another stream into the place of the screen
+    assert "completed   step 12" in capsys.readouterr().out
     assert (two.state, status(two.folder)["world_size"], status(two.folder)["strategy"]) == ("completed", 2, "ddp")
     assert two.metrics == pytest.approx(alone.metrics, abs=1e-6)
     for one, other in zip(alone.network.parameters(), two.network.parameters(), strict=True):
         assert torch.allclose(one, other, 0, 1e-5)
-    with pytest.raises(RuntimeError, match="the loss up to step"):
-        trainer.run([*WORDS, "run.name=broken", "optimizer.lr=1e30"], processes=2)
+    # one rank leaves in the middle: it says so itself, and the other is silent
+    with pytest.raises(RuntimeError, match=r"left by sys\.exit\(3\), at .*own\.py:11, before the run was done"):
+        trainer.run([*WORDS, *own, "+task.at=3", "run.name=left"], processes=2)
+    screen = capsys.readouterr().err
+    assert screen.startswith("rank 1 of 2 failed at step 3:\n")
+    assert "killed" not in screen
+    left = status(place / "runs" / "left")
+    assert (left["state"], left["root_rank"], left["reason"][:21]) == ("failed", 1, "RuntimeError: this pr")
 
 
 SLOW = """
@@ -107,15 +201,22 @@ class Slow(Classification):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_starts_them_itself_and_ends_as_the_run_does(place: Path) -> None:
     spoken = [word for word in WORDS if word != "log=[]"]
     endless = (*spoken, "log=[console]", "processes=2", "loop.steps=1000000", "loop.eval_every=null")
-    command = Command(single(*endless, "run.name=once"), place)
-    command.wait_for_step(place / "runs" / "once", 1)
+    once = place / "runs" / "once"
+    command = Command(single(*endless, "run.name=once", "distributed.restarts=1"), place)
+    command.wait_for_step(once, 1)
+    # what is killed is started again, and then takes requests as before
+    os.kill(command.rank(0), signal.SIGKILL)  # the rank that serves the store
+    wait_for(lambda: status(once)["attempt"] == 2)
     os.kill(command.pid, signal.SIGINT)
     ended = command.end()
     assert (ended.code, ended.left) == (75, []), ended.screen
-    assert status(place / "runs" / "once")["state"] == "preempted"
+    assert (status(once)["state"], status(once)["attempt"]) == ("preempted", 2)
+    (told,) = re.findall("^restart     from .*", ended.screen, re.MULTILINE)
+    assert "Another process of the run ended without a message: it was killed" in told
     (last,) = ended.screen.splitlines()[-1:]
     assert last.startswith("  python -m trainer ")
     assert "processes=2" in last
@@ -127,7 +228,7 @@ def test_the_command_starts_them_itself_and_ends_as_the_run_does(place: Path) ->
     # a second request ends at once what will never get to its end
     (place / "lab.py").write_text(SLOW)
     command = Command(single(*endless, "run.name=twice", "task._target_=lab.Slow", "trust=[lab]"), place)
-    wait_for(place / "stepping")
+    wait_for((place / "stepping").exists)
     os.kill(command.pid, signal.SIGINT)
     time.sleep(1)  # a terminal may deliver one Ctrl-C twice: only a later one is another
     os.kill(command.pid, signal.SIGINT)
@@ -136,15 +237,15 @@ def test_the_command_starts_them_itself_and_ends_as_the_run_does(place: Path) ->
     assert "interrupted twice" in ended.screen.splitlines()[-1]
 
 
-def wait_for(path: Path) -> None:
+def wait_for(what: Callable[[], bool]) -> None:
     until = time.monotonic() + 120
-    while not path.exists():
+    while not what():
         assert time.monotonic() < until
         time.sleep(0.05)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train.py", "points.py"])
+@pytest.mark.parametrize("name", quickly(["train.py", "points.py"], "points.py"))
 def test_the_examples_of_the_page_run(place: Path, name: str, processes: object) -> None:
     code = dict(BLOCK.findall((DOCS / "python.md").read_text()))[name]
     assert len([line for line in code.splitlines() if line]) <= 25

@@ -162,6 +162,6 @@ def test_a_strategy_of_a_lab_keeps_the_contract_that_the_page_names(home: Path, 
 
 
 def test_what_a_strategy_of_a_lab_refuses_leaves_nothing(home: Path) -> None:
-    for word, said in (("strategy.every=0", "at least every 1"), ("precision=fp16", "a loss scale of its own")):
+    for word, said in (("strategy.every=0", "must be 1 or more"), ("precision=fp16", "its own loss scale")):
         assert said in train(Launch(), home, "run.dir=none", "strategy=localsgd", word)
     assert not (home / "none").exists()

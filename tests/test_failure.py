@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from trainer.launch.failure import claim, claimed
+from tests.quick import quickly
+from trainer.launch.claim import claim, claimed
 from trainer.launch.launch import Launch
 
 ROOT = Path(__file__).parents[1]
@@ -60,10 +61,13 @@ def surroundings(folder, **others):
     }
 
 
-def ranks(code, folder, count=2, attempt=0):
+def ranks(code, folder, count=2, attempt=0, hosted=True):
     """Start the ranks of a launch as torchrun does, and wait for them; exit codes and what stood on the screen."""
     (folder / "status.json").write_text('{"state": "running", "step": 16}')
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    port = store.port
+    if not hosted:  # rank 0 serves one there
+        del store
     processes = []
     for rank in range(count):
         error_file = folder / f"attempt_{attempt}" / str(rank) / "error.json"
@@ -75,8 +79,8 @@ def ranks(code, folder, count=2, attempt=0):
             WORLD_SIZE=count,
             LOCAL_WORLD_SIZE=count,
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=store.port,
-            TORCHELASTIC_USE_AGENT_STORE="True",
+            MASTER_PORT=port,
+            TORCHELASTIC_USE_AGENT_STORE=str(hosted),
             TORCHELASTIC_RUN_ID="run",
             TORCHELASTIC_RESTART_COUNT=attempt,
             TORCHELASTIC_ERROR_FILE=error_file,
@@ -129,9 +133,25 @@ def test_a_killed_rank_is_reported_by_the_others(tmp_path):
     codes, screen = ranks(GROUP.replace("FAULT", "os.kill(os.getpid(), signal.SIGKILL)"), tmp_path)
     assert codes == [1, -signal.SIGKILL]
     assert re.match("rank 0 of 2 failed at step 1[78]:\n", screen)
-    assert screen.splitlines()[-1].startswith("Another process of the run disappeared without a word")
+    assert screen.splitlines()[-1].startswith("Another process of the run ended without a message")
     assert status(tmp_path)["state"] == "failed"
     assert status(tmp_path)["root_rank"] is None
+
+
+KILLED = "Another process of the run ended without a message"
+FAULTS = [('raise ValueError("no such sample: 7")', 0, "ValueError: no such sample: 7")]
+FAULTS += [("os.kill(os.getpid(), signal.SIGKILL)", 1, KILLED)]
+
+
+@pytest.mark.parametrize(("fault", "speaks", "reason"), quickly(FAULTS, FAULTS[0]))
+def test_a_store_that_goes_with_the_main_rank_makes_nobody_silent_or_speak_twice(tmp_path, fault, speaks, reason):
+    code = GROUP.replace("launch.rank == 1", "launch.rank == 0").replace("FAULT", fault)
+    codes, screen = ranks(code, tmp_path, hosted=False)
+    assert codes == [1 if speaks == 0 else -signal.SIGKILL, 1]
+    assert re.match(f"rank {speaks} of 2 failed at step 1[78]:\n", screen)
+    assert screen.count("Traceback") == 1
+    assert status(tmp_path)["state"] == "failed"
+    assert status(tmp_path)["reason"].startswith(reason)
 
 
 ALONE = (

@@ -175,11 +175,11 @@ def test_a_norm_is_frozen_where_its_scale_and_shift_are() -> None:
 
 
 REFUSED = {
-    "model.freeze=[block.0]": r"model\.freeze: 'block\.0' means no parameter of VisionTransformer, .*'blocks\.0",
+    "model.freeze=[block.0]": r"model\.freeze: 'block\.0' matches no parameter of VisionTransformer; .*'blocks\.0",
     "model.freeze=[backbone,head]": r"no trainable parameter; model\.freeze=\['backbone', 'head'\] leaves none",
     "model.freeze=head": r"model\.freeze=head: expected a list",
-    "optimizer.groups=[{pattern:heads,lr:1}]": r"optimizer\.groups: 'heads' means no parameter .*'head",
-    "optimizer.groups=[{pattern:blocks.0,lr:1}]": r"all that 'blocks\.0' means is frozen; leave this group out",
+    "optimizer.groups=[{pattern:heads,lr:1}]": r"optimizer\.groups: 'heads' matches no parameter .*'head",
+    "optimizer.groups=[{pattern:blocks.0,lr:1}]": r"every parameter of 'blocks\.0' is frozen; leave this group out",
     "optimizer.groups=[{pattern:head}]": r"expected a list like \[\{pattern: backbone, lr: 1e-4\}\]",
     "optimizer.groups=[{pattern:head,rate:1}]": r"expected a list like \[\{pattern: backbone, lr: 1e-4\}\]",
     "optimizer.groups=[{pattern:head,lr:-1}]": r"expected a list like \[\{pattern: backbone, lr: 1e-4\}\]",

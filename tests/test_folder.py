@@ -15,6 +15,8 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from tests.commands import SMALL
+from tests.inside import here
 from trainer.launch import status as status_module
 from trainer.launch.durable import replace_file
 from trainer.launch.launch import Launch
@@ -263,6 +265,13 @@ def test_what_resume_may_name(tmp_path):
     for path in ("none", "old/checkpoints"):
         with pytest.raises(Refusal, match=r"run\.resume"):
             open_folder(tmp_path, "a", resume=str(tmp_path / path))
+    # files: of another program's weights, and of a checkpoint
+    (weights := tmp_path / "weights.pt").touch()
+    with pytest.raises(Refusal, match=rf"is a file; .* the weights in it: init_from={weights};"):
+        open_folder(tmp_path, "a", resume=str(weights))
+    step = tmp_path / "old/checkpoints/step-00000001"
+    with pytest.raises(Refusal, match=rf"is a file of the checkpoint {step}: name that folder"):
+        open_folder(tmp_path, "a", resume=str(step / "manifest.json"))
     assert not (tmp_path / "a").exists()
 
 
@@ -314,6 +323,24 @@ def test_a_running_attempt_is_not_reported_at_each_step(tmp_path, monkeypatch):
     folder = begun(tmp_path)
     assert write(folder, "running", 1)["step"] == 0
     assert write(folder, "preempted", 2)["step"] == 2
+
+
+def test_a_kill_long_after_the_last_line_is_counted_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(status_module, "PAUSE", 0.0)  # as if each step took a second
+    words = [*SMALL, "loop.global_batch=120", "loop.steps=9", "loop.log_every=1000", "loop.save_every=2"]
+    words += ["loop.eval_every=null", "strategy=single", f"run.dir={tmp_path}"]
+    reported = []
+    monkeypatch.setattr(status_module, "_put", lambda path, said, lasting: reported.append(said["step"]))
+    assert here(*words) == 0
+    assert set(reported) == set(range(10))
+
+
+def test_steps_that_a_killed_attempt_had_saved_count_though_it_had_not_reported_them(tmp_path):
+    folder = begun(tmp_path)
+    write(folder, "running", 7)
+    folder.close()  # killed after step 14, with a checkpoint of step 10
+    said = write(begun(tmp_path, 10), "completed", 20)
+    assert (said["executed"], said["goodput"]) == (20, 1.0)
 
 
 def test_a_run_that_began_from_another_ones_checkpoint_counts_its_own_steps(tmp_path):

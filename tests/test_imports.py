@@ -58,15 +58,15 @@ def test_the_framework_never_imports_the_recipes() -> None:
 
 
 def test_recipes_see_only_the_open_side_of_the_framework() -> None:
-    modules = ("learning.task", "learning.plan", "data.data", "data.draws", "refusal")
+    modules = ("learning.task", "learning.plan", "parallel.context", "data.data", "data.draws", "refusal")
     names = ("BadData", "Data", "Joined", "Plan", "Placed", "Refusal", "Schedule", "Sink", "Strategy", "Task", "gather")
     assert strangers("recipes", ("recipes", *(f"trainer.{name}" for name in (*modules, *names)))) == []
 
 
 # The rooms of trainer/ from the door down: who stands above may import who stands below, never the other way round.
-_DOOR = ("__main__", "door", "jobs", "configuration")
-_LOOP = ("trainer", "evaluation", "records", "strategies")
-_GROUND = ("parallel", "learning", "data", "devices", "launch", "refusal", "counted")
+_DOOR = ("__main__", "door", "sweeps", "jobs", "configuration")
+_LOOP = ("proof", "trainer", "lines", "rollback", "progress", "evaluation", "show", "sample", "records", "strategies")
+_GROUND = ("parallel", "learning", "data", "devices", "peaks", "launch", "refusal", "counted")
 FLOORS = (*_DOOR, *_LOOP, *_GROUND)
 
 
@@ -111,7 +111,9 @@ def test_nobody_but_the_strategies_names_one() -> None:
         if not path.is_relative_to(CHECKOUT / "trainer/strategies")
         for name in imports(path)
         if starts(name, "trainer.strategies")
-        and not starts(name, *(f"trainer.strategies.{open}" for open in ("base", "joined", "placed", "machine")))
+        and not starts(
+            name, *(f"trainer.strategies.{open}" for open in ("base", "joined", "placed", "machine", "stopwatch"))
+        )
     ]
     assert named == []
 
@@ -187,6 +189,35 @@ FORBIDDEN = [
 @pytest.mark.parametrize("text", FORBIDDEN)
 def test_nowhere(text: str) -> None:
     assert [path.name for path in PRODUCT if text in path.read_text()] == []
+
+
+# What runs code, or a shell, that a file or a word names.
+RUNS_CODE = {
+    "eval",
+    "exec",
+    "os.system",
+    "os.popen",
+    "pickle.Unpickler",
+    "marshal.loads",
+    "marshal.load",
+    "runpy.run_path",
+}
+
+
+def test_no_call_runs_what_a_file_says() -> None:
+    for path in (*PRODUCT, *sorted((CHECKOUT / "scripts").rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called, keys = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+            where = f"{path.relative_to(CHECKOUT)}:{node.lineno}: {called}"
+            assert called not in RUNS_CODE, where
+            assert not called.startswith(("pickle.load", "yaml.unsafe", "yaml.full")), where
+            assert keys.get("shell", "False") == "False", where
+            if called == "torch.load":
+                assert keys["weights_only"] == "True", where
+            if called in ("yaml.load", "yaml.compose"):  # by loaders that make plain values of a file
+                assert ast.unparse(node.args[1]) in ("Plain", "yaml.SafeLoader"), where
 
 
 def test_nobody_asks_whether_a_network_is_wrapped() -> None:

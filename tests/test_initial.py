@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.commands import TRANSFORMER, curve, lines
 from tests.inside import here, product
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.strategies.toys import Net
 from trainer.jobs.initial import Initial
 from trainer.launch.launch import Launch
@@ -52,7 +53,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SPREAD = {"single": 1, "ddp": 2, "zero1": 2, "tp": 2, "fsdp": 2, "pp": 2}
 
 
-@pytest.mark.parametrize("strategy", SPREAD)
+@pytest.mark.parametrize("strategy", quickly(SPREAD, "single", "fsdp", "pp"))
 def test_every_strategy_begins_with_the_weights_of_a_run(
     processes: Processes, source: Path, tmp_path: Path, strategy: str
 ) -> None:
@@ -157,7 +158,7 @@ def test_a_tensor_that_only_the_file_has_takes_nobodys_place(tmp_path: Path) -> 
     initial.look(network)
     initial.fill(network)
     assert torch.equal(network.weight, given["weight"])
-    assert initial.lines[1] == "weights     2 not of this network, left out: module.weight, my_orig_mod.weight"
+    assert initial.lines[1] == "weights     2 not of this network, not loaded: module.weight, my_orig_mod.weight"
 
 
 def test_a_part_of_the_network_may_be_all_that_a_file_has(tmp_path: Path) -> None:
@@ -169,7 +170,7 @@ def test_a_part_of_the_network_may_be_all_that_a_file_has(tmp_path: Path) -> Non
     initial.fill(network)
     assert equal(network["inner"].state_dict(), state)
     assert initial.lines[0] == f"weights     {len(state)} tensors from {tmp_path / 'net.safetensors'}, as inner.*"
-    assert initial.lines[1:] == ["weights     2 not there, stay as built: head.weight, head.bias"]
+    assert initial.lines[1:] == ["weights     2 not there, not loaded: head.weight, head.bias"]
 
 
 def test_what_does_not_fit_stays_as_built_and_is_named(tmp_path: Path) -> None:
@@ -182,9 +183,9 @@ def test_what_does_not_fit_stays_as_built_and_is_named(tmp_path: Path) -> None:
     initial.look(network)
     initial.fill(network)
     assert initial.lines[1:] == [
-        "weights     2 of another shape, stay as built: head.weight (7, 12) → (4, 12), head.bias (7,) → (4,)",
-        "weights     2 not there, stay as built: norm.bias, scale",
-        "weights     1 not of this network, left out: extra.bias",
+        "weights     2 of another shape, not loaded: head.weight (7, 12) → (4, 12), head.bias (7,) → (4,)",
+        "weights     2 not there, not loaded: norm.bias, scale",
+        "weights     1 not of this network, not loaded: extra.bias",
     ]
     assert not initial.gives_all
     for name, value in network.state_dict().items():
@@ -259,7 +260,7 @@ def test_a_run_that_goes_on_needs_the_file_no_more(tmp_path: Path, monkeypatch: 
     Path("weights.pt").unlink()
     assert here(*words, "init_from=weights.pt", "loop.steps=2") == 0
     assert len(curve(tmp_path / "run")) == 2
-    assert "note        init_from counts only where a run begins" in (tmp_path / "run/logs/rank-0.log").read_text()
+    assert "note        init_from is ignored, because the run resumes" in (tmp_path / "run/logs/rank-0.log").read_text()
     assert here(*words, "loop.steps=3") == 0  # nor the word: the checkpoint has every value
     with pytest.raises(Refusal, match=r"weights\.pt does not exist"):
         here(*words, "init_from=weights.pt", "run.resume=fresh")

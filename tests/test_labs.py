@@ -18,6 +18,7 @@ from recipes.vision.augment import Augment
 from tests.commands import curve, far, lines
 from tests.inside import product
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.toys import NETWORKS, Case, Net
 from trainer.data.reader import Loading
@@ -73,7 +74,7 @@ def same_curves(processes: Processes, lab: str, place: Path, *words: str, divide
         pytest.param("distillation", {"accuracy"}, "loop.micro_batches=2", marks=pytest.mark.long),
         # with others a picture would have fewer to be found among
         pytest.param("contrast", {"found"}, "", marks=pytest.mark.long),
-        ("gan", {"real_believed", "drawn_believed"}, "loop.micro_batches=2"),
+        pytest.param("gan", {"real_believed", "drawn_believed"}, "loop.micro_batches=2", marks=pytest.mark.long),
         ("recurrent", {"loss"}, "loop.micro_batches=2"),
     ],
 )
@@ -109,7 +110,7 @@ config:
   hidden_dropout_prob: 0.0
   attention_probs_dropout_prob: 0.0
 """,
-    "gpt2": """
+    "hf_gpt2": """
 _target_: transformers.GPT2LMHeadModel
 config:
   _target_: transformers.GPT2Config
@@ -208,7 +209,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("model", "spread"),
-    [("own", ["pp", "ddp_pp"]), ("bert", ["ddp", "fsdp", "pp", "ddp_pp"]), ("gpt2", ["pp", "ddp_pp"])],
+    quickly(
+        [("own", ["pp", "ddp_pp"]), ("bert", ["ddp", "fsdp", "pp", "ddp_pp"]), ("hf_gpt2", ["pp", "ddp_pp"])],
+        ("own", ["pp", "ddp_pp"]),
+    ),
 )
 def test_a_network_that_no_graph_is_made_of_is_yaml_and_a_task(
     processes: Processes, home: Path, model: str, spread: list[str]
@@ -235,7 +239,7 @@ def test_a_network_that_no_graph_is_made_of_is_yaml_and_a_task(
 
 def test_tied_embeddings_are_refused_with_the_key_that_unties_them(processes: Processes, home: Path) -> None:
     pytest.importorskip("transformers", reason="the extra bench brings it")
-    words = ["model=gpt2", "model.config.tie_word_embeddings=true", "strategy=pp", f"run.dir={home / 'tied'}"]
+    words = ["model=hf_gpt2", "model.config.tie_word_embeddings=true", "strategy=pp", f"run.dir={home / 'tied'}"]
     for said in processes.run(2, train_words, home, *words):
         assert "transformer.wte.weight and lm_head.weight are one parameter" in said
         assert "tie_word_embeddings: false" in said

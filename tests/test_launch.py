@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.commands import Command, Ended, single, status
 from trainer.launch import launch as launching
+from trainer.launch import stores
 from trainer.launch.agreement import everywhere, first_on_node
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import first_host, launched, meeting, meeting_at, tasks_per_node
@@ -122,6 +123,15 @@ def test_the_first_host_of_slurms_lists(hosts, first):
 
 def test_the_tasks_of_slurms_nodes():
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+
+
+def test_who_has_started_a_process_is_known_and_missed():
+    assert read({"TRAINER_PARENT": os.getppid()}).watched
+    assert not read({"TRAINER_PARENT": os.getpid()}).watched  # from further up
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with pytest.raises(Refusal, match="is gone"):
+        read({"TRAINER_PARENT": gone.pid})
 
 
 def test_a_requeued_job_is_not_one_that_a_launcher_restarts():
@@ -261,6 +271,7 @@ def test_a_rank_that_greeted_a_dead_round_finds_the_living_one(server, answered)
     assert not stores[1].check(["left"])
 
 
+@pytest.mark.long
 def test_who_does_not_come_is_named(server):
     first = Launch(0, 4, address=f"127.0.0.1:{server.port}", hosted=True)
     with pytest.raises(Refusal, match="rank 1, 2, 3 of 4 did not come to 127"):
@@ -277,9 +288,33 @@ def test_a_file_that_cannot_be_a_meeting_place(tmp_path, name, why):
         Launch(0, 2, address=f"file://{tmp_path / name}").store()
 
 
-def test_a_port_that_is_taken_is_said(server):
-    with pytest.raises(Refusal, match=f"cannot serve the store at 127.0.0.1:{server.port}"):
-        Launch(0, 2, address=f"127.0.0.1:{server.port}").store()
+def test_at_a_port_that_another_program_has_nobody_waits(monkeypatch):
+    monkeypatch.setattr(stores, "ANSWER", timedelta(seconds=1))
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # it takes connections, and never says anything
+        place = f"127.0.0.1:{mute.getsockname()[1]}"
+        main, other = at_once(*[Launch(rank, 2, rank, 2, address=place).store for rank in range(2)])
+    assert isinstance(main, Refusal)
+    assert isinstance(other, Refusal)
+    port, instead = place.rpartition(":")[2], "give all ranks another MASTER_PORT"
+    assert str(main).startswith(f"cannot serve the store at {place}: port {port} of this machine is in use; ")
+    assert str(other).startswith(f"cannot reach the store at {place}: what listens there is another program")
+    assert instead in str(main)
+    assert instead in str(other)
+
+
+def test_at_a_port_where_another_run_has_met_nobody_waits(monkeypatch):
+    monkeypatch.setattr(stores, "ANSWER", timedelta(seconds=1))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    first, second = [Launch(rank, 2, rank, 2, address=place) for rank in range(2)]
+    met = at_once(first.store, second.store)
+    assert all(isinstance(store, dist.Store) for store in met), met
+    # the same again beside it, and three processes: by now no rank 0 of theirs can be there
+    for size in (2, 3):
+        launching._rounds.clear()
+        launching.connected.cache_clear()
+        with pytest.raises(Refusal, match=f"another run, .* meets at {place} already; .* another MASTER_PORT"):
+            Launch(1, size, 1, size, address=place).store()
 
 
 def test_the_first_on_a_machine_prepares_for_the_others(server):

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.records.console import Console, LogFile, duration, evaluation_words, number, training_words
-from trainer.records.log import Figures, Log
+from trainer.counted import duration, number
+from trainer.records.console import Console, LogFile, evaluation_words, training_words
+from trainer.records.log import Log, Waiting
+from trainer.records.metrics import Figures
 from trainer.records.tensorboard import TensorBoard
 
 ROOT = Path(__file__).parents[1]
@@ -62,9 +64,9 @@ def test_lines_go_to_the_file_and_to_every_sink(tmp_path):
     log.train(train_line(10, bad=math.nan))
     log.eval(eval_line(10))
     log.images("inputs", torch.zeros(2, 1, 4, 4), 0)
-    log.images("inputs", torch.zeros(2, 7), 0)  # no images
     log.text("config", "a: 1")
     log.flush()
+    log.end("completed")
     log.close()
     log.close()
     assert [call[0] for call in sinks[0].calls] == [
@@ -75,6 +77,7 @@ def test_lines_go_to_the_file_and_to_every_sink(tmp_path):
         "images",
         "text",
         "flush",
+        "end",
         "close",
     ]
     assert sinks[1].calls[0] == ("open", tmp_path, 0, 100, 3)
@@ -93,6 +96,27 @@ def begun(folder, step=0):
     figures = Figures()
     figures.open(folder, step, None, None)
     return figures
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_jump_of_the_loss_is_told_once_and_noise_is_not(seed):
+    """On a curve as runs have it: steep, then flat with heavy tails, so that small losses differ by factors."""
+    noise = torch.Generator().manual_seed(seed)
+    spread = 0.1 * torch.randn(300, generator=noise).div(torch.rand(300, generator=noise).clamp(min=0.2))  # (lines,)
+    curve = [(0.02 + 2.3 * math.exp(-step / 40)) * math.exp(each) for step, each in enumerate(spread.tolist())]
+
+    def told(losses):
+        kept: Any = Kept()
+        log = Log([kept])
+        for step, loss in enumerate(losses, 1):
+            log.train(train_line(step, loss_mean=loss))
+        return [call[1] for call in kept.calls if call[0] == "say"]
+
+    assert told(curve) == []
+    # wrong labels in one batch; and what a rate that is too high does, of which there is no way back
+    for length in (1, 100):
+        (note,) = told([*curve[:180], *[9.0] * length, *curve[180 + length :]])
+        assert re.match(r"note        the loss jumps from 0\.\d+ to 9 at step 181, \d+ times the usual spread", note)
 
 
 def test_a_start_drops_later_steps_and_a_torn_line(tmp_path):
@@ -117,7 +141,7 @@ def test_an_evaluation_that_is_made_up_for_stands_there_once(tmp_path):
     assert [(line["kind"], line.get("accuracy")) for line in lines(tmp_path)] == [("train", None), ("eval", 0.6)]
 
 
-def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path):
+def test_lines_that_do_not_fit_on_the_disk_wait_and_leave_no_half(tmp_path):
     log = begun(tmp_path)
     log.train(train_line(1))
     size = (tmp_path / "metrics.jsonl").stat().st_size
@@ -125,23 +149,31 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
     try:
-        with pytest.raises(OSError, match="no space left for a line"):
-            log.train(train_line(2))
+        for step in (2, 3):
+            with pytest.raises(Waiting, match=rf"metrics\.jsonl: .*; waiting for room: {step - 1} line"):
+                log.train(train_line(step))
+        assert steps(tmp_path) == [1]
+        with pytest.raises(OSError, match=r"metrics\.jsonl: 2 lines found no room on the disk"):
+            log.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert steps(tmp_path) == [1]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tr')  # half a line that could not be cut off at once
+    log.train(train_line(4))
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    log.close()
 
 
 WRITING = """
 import sys
 from pathlib import Path
-from trainer.records.log import Figures
+from trainer.records.metrics import Figures
 log, step = Figures(), 0
 log.open(Path(sys.argv[1]), 0, None, None)
 while True:
     step += 1
-    log.train({"step": step, "loss": 0.5, "padding": "x" * 2000})
+    log.train({"step": step, "loss": 0.5, "loss_mean": 0.5, "padding": "x" * 2000})
     if step == 100:
         print("going", flush=True)
 """
@@ -277,12 +309,12 @@ def test_tensorboard_has_the_same_figures_and_a_resumed_run_is_one_curve(tmp_pat
             log.train(train_line(30, loss=math.nan))  # lost with the first attempt
         log.close()
     events, curves = scalars(tmp_path / "tensorboard")
-    assert curves["loss"] == [(10, 10.0), (20, 20.0), (30, 50.0), (40, 60.0)]
-    assert {"lr", "samples_per_s", "loss_mean"} <= curves.keys()
-    assert not {"samples", "time", "loss_hex", "epoch"} & curves.keys()
-    assert events.Tags()["images"] == ["inputs"]
+    assert curves["loss/loss"] == [(10, 10.0), (20, 20.0), (30, 50.0), (40, 60.0)]
+    assert {"optimizer/lr", "speed/samples_per_s", "loss/loss_mean"} <= curves.keys()
+    assert not {"samples", "time", "loss_hex", "epoch"} & {tag.split("/")[-1] for tag in curves}
+    assert events.Tags()["images"] == ["pictures/inputs"]
     assert "config/text_summary" in events.Tags()["tensors"]
-    assert scalars(tmp_path / "tensorboard" / "eval")[1]["loss"] == [(step, 0.125) for step in (10, 20, 30, 40)]
+    assert scalars(tmp_path / "tensorboard" / "eval")[1]["loss/loss"] == [(step, 0.125) for step in (10, 20, 30, 40)]
 
 
 def test_nan_is_drawn_as_nan_and_odd_channels_are_shown(tmp_path):
@@ -293,6 +325,6 @@ def test_nan_is_drawn_as_nan_and_odd_channels_are_shown(tmp_path):
     for channels in (1, 2, 3, 5):
         sink.images(f"of{channels}", torch.full((2, channels, 4, 4), 0.5, dtype=torch.bfloat16), 0)
     events, curves = scalars(tmp_path / "tensorboard")  # flushed: it is there before the file is closed
-    assert math.isnan(curves["loss"][0][1])
+    assert math.isnan(curves["loss/loss"][0][1])
     assert len(events.Tags()["images"]) == 4
     sink.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from trainer.refusal import Refusal
 
 
 def names(*words: str) -> list[str]:
-    return [job.name for job in multirun(["-m", *words]).jobs]
+    return [trial.name for trial in multirun(["-m", *words]).space.grid()]
 
 
 def refusal(*words: str) -> str:
@@ -30,13 +31,13 @@ def refusal(*words: str) -> str:
 
 def test_every_combination_is_a_run_and_the_last_word_changes_fastest() -> None:
     asked = multirun(["-m", "model=mlp,cnn", "loop.steps=3", "seed=range(2)"])
-    assert [job.words for job in asked.jobs] == [
+    assert [trial.words for trial in asked.space.grid()] == [
         ("model=mlp", "loop.steps=3", "seed=0"),
         ("model=mlp", "loop.steps=3", "seed=1"),
         ("model=cnn", "loop.steps=3", "seed=0"),
         ("model=cnn", "loop.steps=3", "seed=1"),
     ]
-    assert [job.name for job in asked.jobs][::3] == ["0_model=mlp,seed=0", "3_model=cnn,seed=1"]
+    assert [trial.name for trial in asked.space.grid()][::3] == ["0_model=mlp,seed=0", "3_model=cnn,seed=1"]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_every_combination_is_a_run_and_the_last_word_changes_fastest() -> None:
         (["seed=3", "seed=1,2"], ["0_seed=1", "1_seed=2"]),  # the last word for a key holds
         (["seed=1,2", "seed=3"], ["0_seed=3"]),
         (["+optimizer.amsgrad=true,false"], ["0_+optimizer.amsgrad=True", "1_+optimizer.amsgrad=False"]),
-        (["model=glob(*,exclude=[r*,t*,v*,cnn])"], ["0_model=mlp"]),
+        (["model=glob(*,exclude=[r*,t*,v*,g*,l*,cnn])"], ["0_model=mlp"]),
         (["log=[console],[]", "run.name=x"], ["0_log=_console", "1_log="]),
         (["run.name=x"], ["0"]),
         (["hydra.mode=MULTIRUN", "hydra/launcher=basic", "seed=1,2"], ["0_seed=1", "1_seed=2"]),
@@ -71,7 +72,7 @@ def test_where_they_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert (asked().root, asked().name, asked().dir) == ("runs", None, None)
     assert (asked("run.name=x", "run.root=r").root, asked("run.name=x").name, asked("run.dir=d").dir) == ("r", "x", "d")
-    assert whole_words(asked("run.name=x").jobs[1], Path("/a b")) == ["seed=2", "run.dir='/a b/1_seed=2'"]
+    assert whole_words(asked("run.name=x").space.grid()[1], Path("/a b")) == ["seed=2", "run.dir='/a b/1_seed=2'"]
     assert "run.dir" in refusal("run.dir=a,b")
 
 
@@ -83,9 +84,9 @@ def test_a_lab_and_an_experiment_that_lists_values(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(text)
     lab = ["--config-dir", str(tmp_path), "model=unet"]
-    assert multirun(["-m", *lab, "model.width=4,8"]).jobs[1].words == (*lab, "model.width=8")
-    assert len(multirun(["-m", *lab, "experiment=grid"]).jobs) == 4
-    assert [job.name for job in multirun(["-m", *lab, "experiment=grid", "seed=7"]).jobs][1] == "1_model.width=8"
+    assert multirun(["-m", *lab, "model.width=4,8"]).space.grid()[1].words == (*lab, "model.width=8")
+    assert len(multirun(["-m", *lab, "experiment=grid"]).space.grid()) == 4
+    assert names(*lab, "experiment=grid", "seed=7")[1] == "1_model.width=8"
     assert names(*lab[:2], "model=glob(u*)") == ["0_model=unet"]
 
 
@@ -96,7 +97,8 @@ def test_a_lab_and_an_experiment_that_lists_values(tmp_path: Path) -> None:
         (["seed=1,2", "lr=3"], "optimizer.lr"),
         (["seed=x,y"], "seed=y"),
         (["seed=1,2", "loop.steps=["], "cannot be read"),
-        (["optimizer.lr=interval(0,1)"], "a,b,c"),
+        (["optimizer.lr=interval(0,1)"], "a,b,c or range(1,4), or let Optuna choose: hydra/sweeper=optuna"),
+        (["hydra.launcher.n_jobs=0", "seed=1,2"], "hydra.launcher.n_jobs=0: expected"),
         (["model=glob(nothing*)"], "no option of model"),
         (["seed=1,2", "hydra.sweep.dir=x"], "run.dir"),
         (["seed=1,2", "hydra/launcher=nothing"], "hydra/launcher/nothing"),
@@ -111,12 +113,21 @@ def test_what_no_run_could_work_with_is_refused_at_once(words: list[str], said: 
     assert len(message.splitlines()) <= 2
 
 
-def test_a_yaml_cannot_say_what_is_trusted(tmp_path: Path) -> None:
+def test_a_word_of_a_yaml_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
-    text = "# @package _global_\nhydra: {sweeper: {params: {trust: '[os]'}}}\n"
-    (tmp_path / "experiment" / "bad.yaml").write_text(text)
-    message = refusal("--config-dir", str(tmp_path), "experiment=bad", "seed=1,2")
-    assert "only the command line can set trust" in message
+    (tmp_path / "experiment" / "bad.yaml").write_text("# @package _global_\nhydra: {sweeper: {params: {seed: '(1'}}}\n")
+    assert "seed=(1" in refusal("--config-dir", str(tmp_path), "experiment=bad", "seed=1,2")
+
+
+def test_a_yaml_cannot_say_what_is_trusted_and_who_starts_runs(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    for keys, said in {
+        "sweeper: {params: {trust: '[os]'}}": "set trust",
+        "launcher: {n_jobs: 7}": "set its keys",
+    }.items():
+        (tmp_path / "experiment" / "bad.yaml").write_text(f"# @package _global_\nhydra: {{{keys}}}\n")
+        message = refusal("--config-dir", str(tmp_path), "experiment=bad", "seed=1,2")
+        assert f"only the command line can {said}" in message
 
 
 @pytest.mark.skipif(find_spec("submitit") is not None, reason="the submitit extra is installed here")
@@ -156,13 +167,14 @@ def test_a_failing_run_fails_alone(tmp_path: Path) -> None:
     words = ["-m", *WORDS, "loop.steps=2", "loop.save_every=1", "optimizer.lr=1e30,-1,0.1", "run.name=all"]
     screen = finish(single(*words), tmp_path, code=1)
     folder = tmp_path / "runs" / "all"
-    assert {path.name for path in folder.iterdir()} == {"0_optimizer.lr=1e+30", "2_optimizer.lr=0.1"}
+    runs = {path.name for path in folder.iterdir() if path.is_dir()}
+    assert runs == {"0_optimizer.lr=1e+30", "2_optimizer.lr=0.1"}
     assert status(folder / "0_optimizer.lr=1e+30")["state"] == "failed"
     assert status(folder / "2_optimizer.lr=0.1")["state"] == "completed"
-    assert screen.count("Invalid learning rate: -1") == 1
+    assert screen.count("Invalid learning rate: -1") == 2  # where it happens, and at the end
     end = screen.rstrip().splitlines()[-3:]
     assert "1 completed, 2 failed" in end[0]
-    assert "exit code 1: FloatingPointError" in end[1]
+    assert "exit code 1: step 2: the loss is" in end[1]
     assert "1_optimizer.lr=-1   exit code 2" in end[2]
 
 
@@ -174,6 +186,30 @@ def test_a_mistake_that_all_share_costs_one_message_and_leaves_nothing(tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.long
+def test_runs_stop_when_their_sweep_is_killed_and_the_same_words_go_on(tmp_path: Path) -> None:
+    words = ["-m", *WORDS, "loop.save_every=null", "run.name=kill", "seed=0,1", "hydra.launcher.n_jobs=2"]
+    command = Command(single(*words, "loop.steps=1000000", "loop.eval_every=null"), tmp_path)
+    both = [tmp_path / "runs" / "kill" / name for name in ("0_seed=0", "1_seed=1")]
+    for folder in both:
+        command.wait_for_step(folder, 1)
+    os.kill(command.pid, signal.SIGKILL)
+    assert command.end().left == []  # of themselves
+    assert [status(folder)["state"] for folder in both] == ["preempted", "preempted"]
+
+    steps = max(status(folder)["step"] for folder in both) + 2
+    screen = finish(single(*words, f"loop.steps={steps}", "loop.eval_every=null"), tmp_path)
+    assert all(status(folder)["resume_step"] > 0 for folder in both)
+    tried = [json.loads(line) for line in (both[0].parent / "sweep.jsonl").read_text().splitlines()]
+    assert {line["folder"]: (line["state"], line["best_step"]) for line in tried} == dict.fromkeys(
+        [folder.name for folder in both], ("completed", steps)
+    )
+    best = max(tried, key=lambda line: line["best"])
+    assert f"best        accuracy {best['best']:.4f} at step {steps}: {both[0].parent / best['folder']}" in screen
+
+
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_signal_stops_all_and_the_same_words_go_on(tmp_path: Path) -> None:
     words = ["-m", *WORDS, "loop.save_every=null", "run.name=stop", "seed=0,1"]
     command = Command(single(*words, "loop.steps=1000000", "loop.eval_every=null"), tmp_path)
@@ -198,7 +234,10 @@ def test_under_torchrun_each_has_processes_of_its_own(tmp_path: Path) -> None:
     words = ["-m", *WORDS, "loop.steps=2", "loop.global_batch=101,120", "strategy=ddp", "run.root=runs"]
     screen = finish(torchrun(2, *words), tmp_path, code=1)
     (folder,) = (tmp_path / "runs").iterdir()  # one generated name for both ranks
-    assert [path.name for path in folder.iterdir()] == ["1_loop.global_batch=120"]
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["1_loop.global_batch=120"]
+    tried = [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
+    assert [(line["state"], line["exit_code"]) for line in tried] == [("failed", 2), ("completed", 0)]
+    assert tried[1]["best"] == tried[1]["last"]["accuracy"]
     done = status(folder / "1_loop.global_batch=120")
     assert (done["state"], done["world_size"], done["strategy"]) == ("completed", 2, "ddp")
     assert len(lines(folder / "1_loop.global_batch=120", "train")) == 2
@@ -208,7 +247,9 @@ def test_under_torchrun_each_has_processes_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("submitit") is None, reason="needs the submitit extra")
-def test_a_launcher_of_hydra_starts_them(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_launcher_of_hydra_starts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)  # submitit would take it for its own
     words = ["-m", *WORDS, "loop.steps=2", "loop.global_batch=120,99999", "hydra/launcher=submitit_local"]
     screen = finish(single(*words, "hydra.launcher.timeout_min=5", "run.name=sub"), tmp_path, code=2)
     folder = tmp_path / "runs" / "sub"

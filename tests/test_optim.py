@@ -73,8 +73,8 @@ def losses(home: Path, name: str, *others: str) -> list[float]:
     "optimizer",
     [
         ["optimizer=sgd"],
-        ["optimizer=sgd", "+optimizer.maximize=true", "optimizer.nesterov=false"],
-        ["optimizer=sgd", "+optimizer.dampening=0.5", "optimizer.nesterov=false"],
+        pytest.param(["optimizer=sgd", "+optimizer.maximize=true", "optimizer.nesterov=false"], marks=pytest.mark.long),
+        pytest.param(["optimizer=sgd", "+optimizer.dampening=0.5", "optimizer.nesterov=false"], marks=pytest.mark.long),
         ["optimizer=adamw"],
         ["optimizer=adam", "optimizer._target_=torch.optim.Adagrad", "~optimizer.betas"],
     ],

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.commands import SMALL, curve, lines, status
 from tests.inside import product
 from tests.processes import Processes
+from tests.strategies.toys import Net, Plain, ToyData
+from trainer.data.reader import Loading
+from trainer.data.stream import EvaluationStream
+from trainer.evaluation import evaluate
 from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
+from trainer.strategies.ddp import DDP
+from trainer.strategies.machine import Machine
 
 # the rate is so small that no evaluation is better than the first
 WORDS = [*SMALL, "optimizer.lr=1e-30", "schedule=constant", "loop.global_batch=120", "loop.eval_every=2"]
@@ -35,11 +43,11 @@ def test_a_run_ends_where_nothing_became_better_and_says_what_extends_it(
     assert (folder / "checkpoints" / "step-00000006").is_dir()
     said = status(folder)
     assert (said["state"], said["step"]) == ("completed", 6)
-    assert said["reason"] == "2 evaluations in a row brought no better figure: loop.patience"
+    assert said["reason"] == "2 evaluations in a row without improvement: loop.patience"
     capsys.readouterr()
     run(tmp_path, "run", *words)
     told = capsys.readouterr().out
-    assert "complete at step 6: 2 evaluations in a row brought no better figure" in told
+    assert "complete at step 6: 2 evaluations in a row without improvement" in told
     assert "a larger loop.patience extends it" in told
     assert steps(run(tmp_path, "run", "loop.steps=20", "loop.patience=3"), "eval") == [2, 4, 6, 8]
     assert steps(run(tmp_path, "run", "loop.steps=12"), "eval") == [2, 4, 6, 8, 10, 12]
@@ -67,6 +75,27 @@ def test_all_ranks_decide_the_same(tmp_path: Path, processes: Processes, strateg
     assert status(tmp_path / "two")["step"] == 8
 
 
+class Dicing(Plain):
+    """A task whose figure each rank draws for itself."""
+
+    def finish(self, totals: dict[str, torch.Tensor]) -> dict[str, float]:
+        return {"drawn": random.random()}
+
+
+def drawn(launch: Launch) -> dict[str, float] | None:
+    """What an evaluation gives this rank."""
+    random.seed(launch.rank)
+    data, task = ToyData(), Dicing()
+    with DDP(machine=Machine(launch=launch, device="cpu")) as strategy:
+        stream = EvaluationStream(data, data.evaluation(), strategy.slice, 50, 1, Loading())
+        return evaluate(strategy, strategy.build(task, Net(), stream.example()), task, stream, lambda: False)
+
+
+def test_figures_are_the_main_ranks_on_all_ranks(processes: Processes) -> None:
+    one, other = processes.run(2, drawn)
+    assert one == other
+
+
 def test_what_was_counted_survives_a_stop_and_a_better_figure_begins_anew(tmp_path: Path) -> None:
     run(tmp_path, "run", "loop.steps=4", "loop.patience=2")
     assert steps(run(tmp_path, "run", "loop.steps=20", "loop.patience=2"), "eval") == [2, 4, 6]
@@ -91,7 +120,7 @@ def test_a_rate_falls_where_nothing_became_better_and_goes_on_falling_after_a_st
         (["loop.patience=2", "loop.eval_every=null"], "loop.patience=2 counts evaluations, and loop.eval_every=null"),
         ([*FALLING, "loop.eval_every=null"], "schedule=plateau counts evaluations"),
         (["loop.patience=2", "data=synthetic_images", "data.evaluation_size=0"], "no evaluation set to measure it on"),
-        ([*FALLING, "schedule.figure=acuracy"], "schedule.figure=acuracy: the task's figures are .*'accuracy'"),
+        ([*FALLING, "schedule.figure=acuracy"], "schedule.figure=acuracy: the task's metrics are .*'accuracy'"),
         ([*FALLING, "schedule.factor=1.5"], "schedule.factor is 1.5"),
         (["loop.patience=0"], "loop.patience=0"),
     ],

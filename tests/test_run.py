@@ -43,8 +43,8 @@ def test_a_run_says_what_it_found_that_it_is_alone_and_where_its_best_checkpoint
     assert here(*words) == 0
     said = capsys.readouterr().out
     assert "data        1,437 samples in 10 classes\nevaluation  360 samples\n" in said
-    assert "note        the run ends before schedule.warmup does" in said  # 2 of 20 steps
-    assert "note        ddp has one process, so it shares nothing; with two: processes=2" in said
+    assert "note        the run ends before schedule.warmup: no step" in said  # 2 of 20 steps
+    assert "note        ddp has only one process; to use two: processes=2" in said
     (found,) = re.findall(r"^best        accuracy 0\.\d{4} at step [12]: (.+)$", said, re.MULTILINE)
     assert (Path(found) / "manifest.json").is_file()
 
@@ -58,13 +58,13 @@ def test_a_name_says_what_a_strategy_came_to(tmp_path: Path, strategy: str, name
 
 
 def test_a_start_that_is_refused_late_leaves_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"checkpoint\.best=makro: the task's figures are"):
+    with pytest.raises(Refusal, match=r"checkpoint\.best=makro: the task's metrics are"):
         here(*WORDS, f"run.root={tmp_path / 'runs'}", "checkpoint.best=makro")
     assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_in_a_folder_that_was_there_it_does_not_stay_running(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"checkpoint\.best=makro: the task's figures are"):
+    with pytest.raises(Refusal, match=r"checkpoint\.best=makro: the task's metrics are"):
         here(*WORDS, f"run.dir={tmp_path}", "checkpoint.best=makro")
     said = status(tmp_path)
     assert said["state"] == "failed"

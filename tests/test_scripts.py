@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from scripts.benchmarks.report import COLUMNS, picture, ratio, tables
+from tests.quick import quickly
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
@@ -27,6 +28,31 @@ def load(name: str) -> ModuleType:
 
 
 launch, setup = load("launch"), load("setup")
+
+
+# --- the tests
+
+
+def test_a_test_that_is_named_runs_long_and_the_others_of_other_files_do_not(tmp_path: Path) -> None:
+    file = "import pytest\n\n@pytest.mark.long\n@pytest.mark.parametrize('n', [1, 2])\ndef test_much(n): ...\n"
+    file += "def test_little(): ...\nclass TestAll:\n    @pytest.mark.long\n    def test_in_it(self): ...\n"
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\nfrom tests.conftest import LEFT_OUT\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    long\n")
+    for name in ("test_one.py", "test_other.py"):
+        (tmp_path / name).write_text(file)
+
+    def chosen(*words: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words]
+        surroundings = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
+        done = subprocess.run(command, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=60)
+        return [line.removeprefix("test_") for line in done.stdout.splitlines() if "::" in line]
+
+    little = "other.py::test_little"
+    assert chosen("test_one.py::test_much", "test_other.py") == [f"one.py::test_much[{n}]" for n in (1, 2)] + [little]
+    assert chosen("test_one.py::test_much[2]", "test_other.py::TestAll") == [
+        "one.py::test_much[2]",
+        "other.py::TestAll::test_in_it",
+    ]
 
 
 # --- the words
@@ -120,7 +146,9 @@ def start(cwd: Path, word: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("word", "code", "said"), [("0", 0, ""), ("2", 2, ""), ("killed", 1, "ended by SIGKILL")])
+@pytest.mark.parametrize(
+    ("word", "code", "said"), quickly([("0", 0, ""), ("2", 2, ""), ("killed", 1, "ended by SIGKILL")], ("2", 2, ""))
+)
 def test_the_exit_code_is_the_runs_own(tmp_path: Path, word: str, code: int, said: str) -> None:
     process = start(tmp_path, f"ending={word}")
     _, errors = process.communicate(timeout=120)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from trainer.launch.failure import claim
+from trainer.launch.claim import claim
 from trainer.launch.launch import Launch
 from trainer.launch.signals import StopRequest, obey_parent_alone
 
@@ -77,6 +77,8 @@ def test_a_decoding_process_ends_when_its_parent_says_so():
     if not child:
         obey_parent_alone()
         os.kill(os.getpid(), signal.SIGTERM)  # a launcher's, which it passes over
+        while signal.SIGTERM in signal.sigpending():  # a second one that comes while the first still waits is none
+            os.sched_yield()
         os.write(writer, b"ready")
         while True:
             signal.pause()
@@ -89,10 +91,11 @@ def test_a_decoding_process_ends_when_its_parent_says_so():
 
 BLOCKED = """
 import ctypes, sys, time
+from dataclasses import replace
 from pathlib import Path
 from trainer.launch.launchers import launched
 from trainer.launch.signals import StopRequest
-with StopRequest(launched(), Path(sys.argv[1])) as stop:
+with StopRequest(replace(launched(), ours=True), Path(sys.argv[1])) as stop:
     print("ready", flush=True)
     # no instruction of Python runs in the main thread from here on, as in a collective that waits
     libc = ctypes.CDLL(None)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import SMALL, curve, lines, status
+from tests.commands import SMALL, curve, finish, lines, single, status
 from tests.inside import here
 from tests.strategies.toys import BATCH, Net, Plain, ToyData
 from trainer.data.reader import Loading
@@ -23,6 +23,7 @@ from trainer.strategies import votes
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 from trainer.strategies.placed import Placed
+from trainer.trainer import Trainer
 
 # 360 samples are evaluated, 60 at once
 WORDS = (
@@ -34,13 +35,15 @@ WORDS = (
 )
 
 
-def asked_during(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call: int) -> Callable[[], int]:
+def asked_during(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call: int, times: int = 1
+) -> Callable[[], int]:
     """SIGTERM arrives in this call of a method, counted from 1; what is returned tells how many calls there were."""
     before, calls = getattr(owner, name), []
 
     def counting(*args: Any, **words: Any) -> Any:
         calls.append(args)
-        if len(calls) == call:
+        for _ in range(times if len(calls) == call else 0):
             os.kill(os.getpid(), signal.SIGTERM)
         return before(*args, **words)
 
@@ -93,10 +96,62 @@ def test_time_that_is_over_at_once_still_gets_further_at_each_start(whole, tmp_p
     same(tmp_path, whole)
 
 
-def test_a_request_during_a_save_is_heard_when_it_is_done(tmp_path, monkeypatch):
-    asked_during(monkeypatch, Checkpoints, "save", 1)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_request_during_a_save_is_heard_when_it_is_done(tmp_path, monkeypatch, times):
+    asked_during(monkeypatch, Checkpoints, "save", 1, times)
     assert here(*WORDS, f"run.dir={tmp_path}") == 75
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("preempted", 2)  # no step more, no second save
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize(("name", "code"), [("train_step", 75), ("save", 0)])
+def test_a_request_in_the_last_step_or_its_save_loses_nothing(whole, tmp_path, monkeypatch, name, code):
+    """In the step: the last evaluation is made up for. In the save: everything is done."""
+    before = getattr(Trainer, name)
+
+    def asked(trainer: Trainer, *args: Any) -> Any:
+        if trainer.progress.step >= (4 if name == "train_step" else 5):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return before(trainer, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, name, asked)
+        assert here(*WORDS, f"run.dir={tmp_path}") == code
+    assert (tmp_path / "checkpoints" / "step-00000005" / "manifest.json").is_file()
+    assert here(*WORDS, f"run.dir={tmp_path}") == 0
+    same(tmp_path, whole)
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+
+from recipes.vision.classification import Classification
+
+
+class Killed(Classification):
+    seen = 0
+
+    def metrics(self, output, target):
+        Killed.seen += 1  # batches, from the rehearsal on
+        if Killed.seen == 1 + 6 + 3 and not Path("struck").exists():
+            Path("struck").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().metrics(output, target)
+"""
+
+
+def test_an_evaluation_that_was_killed_is_done_again_and_stands_there_once(whole, tmp_path):
+    (tmp_path / "lab.py").write_text(KILLED)
+    lab = ("task._target_=lab.Killed", "trust=[lab]", "checkpoint.asynchronous=false")  # step 2 is on the disk by then
+    words = single(*WORDS, "device=cpu", "log=[]", *lab, "run.dir=run")
+    finish(words, tmp_path, code=-signal.SIGKILL)
+    folder = tmp_path / "run"
+    assert [line["step"] for line in lines(folder, "eval")] == [2]  # and in that of step 4 it was killed
+    finish(words, tmp_path)
+    assert status(folder)["resume_step"] == 2
+    assert lines(folder, "eval") == lines(whole, "eval")
+    assert curve(folder, "loss_hex") == curve(whole, "loss_hex")
 
 
 def one_rank_is_asked(launch: Launch) -> tuple[Any, int, int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -13,7 +16,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from trainer import Data
 from trainer.data.order import Order, size_of
-from trainer.data.reader import Loading, Seeded, reading
+from trainer.data.reader import Loading, reading
+from trainer.data.seeded import Seeded
 from trainer.data.slice import Slice as Dealt
 from trainer.data.stream import EvaluationStream, Stream, digest
 from trainer.parallel.ranks import Ranks
@@ -232,6 +236,18 @@ def test_random_items_depend_on_seed_epoch_and_index_alone(workers: int) -> None
     shared = [read(stream(data, data.dataset, rank, 2, 1, workers)) for rank in range(2)]
     assert {pair for part in shared for step in part for pair in step} == alone
     assert {pair for step in read(stream(data, data.dataset), 1) for pair in step}.isdisjoint(alone)
+
+
+def test_workers_hand_tensors_over_where_the_temporary_folder_has_a_long_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("long" * 20)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    monkeypatch.delitem(vars(multiprocessing.current_process())["_config"], "tempdir", raising=False)  # chosen once
+    read = reading(Numbers(4), Data().collate, 0, Loading(workers=1, timeout=30), pin=False)
+    ((inputs, _),) = read(0, [torch.arange(4)])
+    assert inputs["x"].tolist() == [[0], [1], [2], [3]]
 
 
 def test_in_the_main_process_generators_are_put_back_after_each_item() -> None:

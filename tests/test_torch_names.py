@@ -23,16 +23,23 @@ PRIVATE = {
     "torch.nn.modules.dropout._DropoutNd": "trainer/strategies/base.py",
     # Multiplies many tensors in one kernel; the public way is a kernel for each parameter.
     "torch._foreach_mul_": "trainer/parallel/clip.py",
+    # Copies many tensors in one kernel; the public way is a kernel for each buffer of the network, in every step.
+    "torch._foreach_copy_": "trainer/strategies/skipping.py",
     # The norms of many tensors in one kernel; the public way is a kernel for each parameter that tensor ranks share.
     "torch._foreach_norm": "trainer/parallel/shared.py",
     # Gives a group's collectives another timeout; torch 2.15 has a public name for it, 2.11 to 2.14 only this one.
     "torch.distributed.distributed_c10d._set_pg_timeout": "trainer/parallel/ranks.py",
     # Weak references of LSTMs and their like to their weights, which keep these from being swapped; in 2.11 to 2.15.
     "torch.nn.LSTM(1, 1)._flat_weight_refs": "trainer/parallel/outline.py",
+    # The mode that sees operators; torch's pages show it under this name, as there is no other.
+    "torch.utils._python_dispatch": "trainer/parallel/below.py",
     # Tensors that have a shape and no values, and lie on any device: torch's pages describe them, under this name.
     "torch._subclasses": "trainer/parallel/pipeline/trial.py",
     # Was a tensor written to? The public way is to copy and compare it, where what is no number equals nothing.
     "torch.zeros(1)._version": "trainer/parallel/pipeline/trial.py",
+    # Does autograd's engine call? What is recomputed in a backward is no call of its own; torch's checkpoint asks so.
+    "torch._C": "trainer/parallel/backward.py",
+    "torch._C._current_graph_task_id": "trainer/parallel/backward.py",
     # What a tensor is a view of, which it keeps alive; torch's page on views describes it.
     "torch.Tensor._base": "trainer/parallel/outline.py",
 }
@@ -60,8 +67,12 @@ def private_names(text: str) -> set[str]:
             names |= {part for name in path for part in name.split(".") if part.startswith("_")}
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("_target_"):
             owner = ast.unparse(node.value)
-            public = node.attr.startswith("__") or node.attr == "_replace"  # a namedtuple's, by its documentation
-            if owner not in ("self", "cls", "super()", "os") and not public:
+            public = node.attr.startswith("__") or node.attr in (
+                "_replace",
+                "_fields",
+                "_make",
+            )  # a namedtuple's, by its documentation
+            if owner not in ("self", "cls", "super()", "os", "sys") and not public:
                 names.add(node.attr)
     return names
 
@@ -123,6 +134,14 @@ def test_a_modules_tensors_lie_in_these_tables() -> None:
     assert set(TABLES) < vars(module).keys()
     module.weight = other = torch.nn.Parameter(torch.zeros(2, 2))
     assert vars(module)["_parameters"]["weight"] is other
+
+
+def test_a_style_of_ones_own_says_one_thing() -> None:
+    """trainer/parallel/context.py: parallelize_module calls this of every style, and nothing else is asked of one."""
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    assert ParallelStyle.__abstractmethods__ == {"_apply"}
+    assert list(signature(ParallelStyle._apply).parameters) == ["self", "module", "device_mesh"]
 
 
 def test_torchrun_exports_the_names_that_are_read() -> None:

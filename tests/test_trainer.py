@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,15 @@ from trainer.learning import cadence
 from trainer.learning.cadence import Due, Every
 from trainer.learning.schedule import Constant, Cosine, Linear, Schedule
 from trainer.learning.task import Task
+from trainer.progress import Progress
 from trainer.records import meter
 from trainer.records.checkpoint import Checkpoints
-from trainer.records.log import Figures, Log
+from trainer.records.log import Log
+from trainer.records.metrics import Figures
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single
-from trainer.trainer import Progress, Trainer
+from trainer.trainer import Trainer
 
 
 @dataclass
@@ -261,9 +263,9 @@ def test_the_time_of_a_step_is_that_of_steps_alone(tmp_path: Path, monkeypatch: 
 def test_the_first_inputs_are_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = []
     with made(tmp_path, steps=3, micro_batches=2) as run:
-        monkeypatch.setattr(run.trainer.log, "images", lambda tag, images, step: shown.append((tag, len(images), step)))
+        monkeypatch.setattr(run.trainer.show, "inputs", lambda batch: shown.append(len(batch.inputs)))
         run.trainer.fit(None)
-    assert shown == [("inputs", BATCH // 2, 0)]
+    assert shown == [BATCH // 2]
 
 
 def test_a_task_hears_of_every_step_and_sees_the_network_in_its_mode(tmp_path: Path) -> None:
@@ -320,7 +322,7 @@ def test_stopped_and_gone_on_with_it_is_the_run_that_nothing_happened_to(tmp_pat
         found = stopped.trainer.checkpoints.newest()
     assert found is not None
     assert found.state == {
-        "progress": {"step": 7, "epoch": 1, "position": 3 * BATCH, "samples": 7 * BATCH, "owed": None, "stale": 1},
+        "progress": asdict(Progress(step=7, epoch=1, position=3 * BATCH, samples=7 * BATCH, stale=1)),
         "schedule": {},
         "horizon": 10,
         "note": "kept",
@@ -368,18 +370,17 @@ class Bad(Plain):
 
 
 @pytest.mark.parametrize(
-    ("due", "read"),
+    ("at", "due", "read"),
     [
-        ({"log_due": Due([Every(steps=1)]), "save_due": Due([])}, 3),  # in the step after it
-        ({"log_due": Due([Every(steps=3)]), "save_due": Due([])}, 4),  # also where the line's own step is fine
-        ({"log_due": Due([]), "save_due": Due([Every(steps=4)])}, 4),  # before a save, whatever was logged
+        (2, {"log_due": Due([]), "save_due": Due([])}, 3),  # in the step after it, also where there is no line
+        (4, {"log_due": Due([]), "save_due": Due([Every(steps=4)])}, 4),  # before a save of the same step
     ],
 )
-def test_one_loss_that_is_no_number_is_found_by_the_next_line_or_save(tmp_path: Path, due: Any, read: int) -> None:
+def test_one_loss_that_is_no_number_is_found_in_the_next_step(tmp_path: Path, at: int, due: Any, read: int) -> None:
     due = {**due, "eval_due": Due([])}
     with (
-        made(tmp_path, Bad(2), **due) as run,
-        pytest.raises(FloatingPointError, match=r"is nan; training|stopped being a number"),
+        made(tmp_path, Bad(at), **due) as run,
+        pytest.raises(FloatingPointError, match=f"^step {at}: the loss is nan"),
     ):
         run.trainer.fit(None)
     assert run.trainer.progress.step == read
@@ -502,6 +503,19 @@ def test_nothing_in_a_step_waits_for_the_device(tmp_path: Path, max_norm: float 
         assert len(waiting.seen) == 2  # the watch itself works
 
 
+def test_a_step_that_may_be_left_out_does_not_wait_either(tmp_path: Path) -> None:
+    with made(tmp_path, micro_batches=2) as run:
+        placed, optimizer = run.trainer.placed, run.trainer.optimizer
+        placed.skip_broken_steps()
+        batches = next(iter(run.trainer.stream.epoch(0)))
+        for also in ([], ["lift_fresh"]):  # the first step makes the optimizer's memory
+            with Waiting(*also) as waiting:
+                parts = placed.forward_backward(batches, 0)
+                placed.optimizer_step(optimizer, None)
+                placed.scaler.counted(parts["loss"])
+            assert waiting.seen == []
+
+
 class Numbered(Plain):
     """Weights that are Python numbers: as_tensor(number, device="cuda") would copy each from the host."""
 
@@ -541,9 +555,12 @@ def test_nothing_in_an_evaluation_waits_for_the_device(tmp_path: Path, task: typ
 
 
 @pytest.mark.gpu
-def test_nothing_in_a_step_waits_for_the_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("skip", [False, True])
+def test_nothing_in_a_step_waits_for_the_gpu(tmp_path: Path, skip: bool) -> None:
     with made(tmp_path, device="cuda", max_norm=1.0, steps=40, log_due=Due([Every(steps=2)])) as run:
         trainer = run.trainer
+        if skip:
+            trainer.placed.skip_broken_steps()
         trainer.begin(None)
         batches = [batches for epoch in (0, 1) for batches in trainer.stream.epoch(epoch)]
         trainer.train_step(batches[0])

@@ -79,7 +79,7 @@ def test_a_wildcard_leaves_out_what_has_no_parameters() -> None:
     ("network", "plan", "said"),
     [
         (Tower(), named("block.*"), ["'block.*' matches no module", "did you mean 'blocks"]),
-        (Tower(), named("blocks"), ["blocks, a ModuleList, which is never called", "'blocks.*' means"]),
+        (Tower(), named("blocks"), ["blocks, a ModuleList, which is never called", "use 'blocks.*'"]),
         (Tower(), named("blocks.*", "blocks.1.two"), ["names blocks.1 and blocks.1.two inside it"]),
         (Tower(tied=True), named("head"), ["head, of whose parameters one is also used outside"]),
         (Net(), named("dropout"), ["'dropout' names only modules without parameters"]),

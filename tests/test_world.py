@@ -18,7 +18,9 @@ from trainer.launch.launch import Launch
 from trainer.parallel.ranks import Group, join_group, leave_group, set_timeouts
 from trainer.records.checkpoint import Checkpoints
 from trainer.refusal import Refusal
+from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
+from trainer.strategies.place import LATER
 from trainer.strategies.placed import Placed
 
 CPU = torch.device("cpu")
@@ -117,7 +119,8 @@ def times_of_groups(launch: Launch, *words: str) -> tuple[set[timedelta], set[ti
     ],
 )
 def test_the_times_reach_every_group(processes, size, words, groups):
-    wanted = ({timedelta(minutes=7)}, {timedelta(seconds=40)}, groups)
+    # torch is later than the watchdog, which can say who hangs
+    wanted = ({timedelta(minutes=7) + LATER}, {timedelta(seconds=40) + LATER}, groups)
     assert processes.run(size, times_of_groups, *words) == [wanted] * size
 
 
@@ -138,7 +141,7 @@ def test_an_evaluation_and_a_save_have_the_time_of_the_first_step(tmp_path, monk
     note(Checkpoints, "save")
     words = ("strategy=ddp", f"run.dir={tmp_path}", "loop.steps=5", "loop.eval_every=3")
     assert here(*SMALL, *words, "distributed.timeout=7min", "distributed.step_timeout=40s") == 0
-    long, short = timedelta(minutes=7), timedelta(seconds=40)
+    long, short = timedelta(minutes=7) + LATER, timedelta(seconds=40) + LATER
     assert seen["forward_backward"] == [long, short, short, long, short]
     assert set(seen["evaluate"]) == set(seen["save"]) == {long}
 
@@ -174,3 +177,10 @@ def test_the_interface_is_left_where_gloo_and_nccl_look(monkeypatch):
     world = join_group(Launch(), CPU, None, LONG)
     world.barrier()
     leave_group(world, clean=True)
+
+
+def test_after_an_error_a_group_of_one_leaves_room_for_the_next():
+    for _ in range(2):  # a notebook's cell that is run again
+        with pytest.raises(KeyError), DDP(machine=Machine(device="cpu")):
+            raise KeyError
+    assert not dist.is_initialized()

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -121,7 +122,8 @@ def _import_all() -> None:
         package = importlib.import_module(name)
         for module in pkgutil.walk_packages(package.__path__, f"{name}."):
             if not module.name.endswith("__main__"):
-                importlib.import_module(module.name)
+                with suppress(ModuleNotFoundError):  # it needs an extra that is not here
+                    importlib.import_module(module.name)
     for name in _ON_THE_WAY:
         importlib.import_module(name)
     del sys.modules["torch.distributed.run"]  # or it says that it is not the first of its name

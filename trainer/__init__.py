@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from trainer.learning.plan import Plan as Plan
     from trainer.learning.schedule import Schedule as Schedule
     from trainer.learning.task import Task as Task
+    from trainer.parallel.context import GatheredKeys as GatheredKeys
+    from trainer.parallel.context import ShiftedPlaces as ShiftedPlaces
     from trainer.parallel.gather import gather as gather
     from trainer.records.log import Sink as Sink
     from trainer.refusal import BadData as BadData
@@ -26,12 +28,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "BadData": "trainer.refusal",
     "Data": "trainer.data.data",
+    "GatheredKeys": "trainer.parallel.context",
     "Joined": "trainer.strategies.joined",
     "Placed": "trainer.strategies.placed",
     "Plan": "trainer.learning.plan",
     "Refusal": "trainer.refusal",
     "Result": "trainer.door",
     "Schedule": "trainer.learning.schedule",
+    "ShiftedPlaces": "trainer.parallel.context",
     "Sink": "trainer.records.log",
     "Strategy": "trainer.strategies.base",
     "Task": "trainer.learning.task",
@@ -41,12 +45,14 @@ _HOMES = {
 }
 __all__ = [
     "Data",
+    "GatheredKeys",
     "Joined",
     "Placed",
     "Plan",
     "Refusal",
     "Result",
     "Schedule",
+    "ShiftedPlaces",
     "Sink",
     "Strategy",
     "Task",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import replace
 
 from trainer.configuration.compose import compose
+from trainer.configuration.trained import reads_files
 from trainer.configuration.words import read
-from trainer.door import understood, wanted
-from trainer.launch import failure, local
+from trainer.door import apart, reported, understood, wanted
+from trainer.launch import failure
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import launched
 from trainer.launch.screen import say
@@ -23,17 +23,19 @@ def main() -> None:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does; a lab is importable from its parent folder
     try:
-        launch = launched()
+        launch = replace(launched(), ours=True)
         if read(words).multirun:
-            from trainer.jobs.sweep import run_all
+            from trainer.sweeps.sweep import run_all
 
             code = run_all(words, launch)
-        elif (count := wanted(cfg := compose(words), launch)) > 1:
-            with TemporaryDirectory(prefix="trainer-") as scratch:
-                code = local.start(words, count, Path(scratch))
+        elif count := wanted(cfg := compose(words), launch):
+            code, _, _ = apart(words, cfg, count)
+        elif reads_files(cfg):
+            code = reported(cfg, launch)
         else:
-            run = understood(words, launch, cfg)
-            code = run.job(run)
+            with failure.exits_are_errors():  # of a lab, as it is imported or its data are read
+                parts = understood(words, launch, cfg)
+                code = parts.job(parts)
     except Refusal as refusal:
         failure.refuse(str(refusal), launch)
     except KeyboardInterrupt:  # before there was a run that could hear it

@@ -5,8 +5,11 @@ A kind is what torch calls it: cpu, cuda (ROCm's GPUs too), xpu (Intel's), mps (
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -62,6 +65,17 @@ def pins(device: torch.device) -> bool:
     early there.
     """
     return device.type not in ("cpu", "mps")
+
+
+def memory() -> dict[str, int]:
+    """Bytes that this process has: `host` at present, `device` the most that its tensors took, if torch counts."""
+    found = {}
+    with suppress(OSError):  # Linux alone tells it so
+        found["host"] = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    kind = accelerator()
+    if kind and (most := getattr(torch.get_device_module(kind), "max_memory_allocated", None)):
+        found["device"] = most()
+    return found
 
 
 def generator_of(device: torch.device) -> torch.Generator:

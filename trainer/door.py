@@ -5,28 +5,30 @@ Typos are refused before torch is imported, which takes seconds.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from trainer.configuration import bundle
 from trainer.configuration.compose import compose, quoted
 from trainer.configuration.settings import settings
-from trainer.configuration.trained import opens_a_run
-from trainer.configuration.words import code_words, read
-from trainer.launch import failure, local
+from trainer.configuration.trained import opens_a_run, reads_files
+from trainer.configuration.words import read
+from trainer.launch import again, failure
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import launched
+from trainer.launch.screen import say
 from trainer.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -37,46 +39,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended, and what it has left."""
+    """How a run ended, and its results."""
 
-    state: str  # completed; preempted: stopped as asked, and saved
-    metrics: dict[str, float]  # the figures of its last evaluation; empty where there was none
+    state: str  # completed; preempted: stopped as requested, and saved
+    metrics: dict[str, float]  # of the last evaluation; empty if there was none
     folder: Path
-    words: tuple[str, ...]  # that allow what the run's folder names: of labs, and of packages that are trusted
+    parts: Callable[[], RunParts] = field(repr=False, compare=False)  # what it was made of, once more
 
     @cached_property
     def network(self) -> nn.Module:
         """The plain network on the CPU, in evaluation mode, with the weights of the last checkpoint."""
-        parts = understood([*self.words, f"run.dir={quoted(str(self.folder))}", "job=export"], Launch())
-        from trainer.jobs.export import trained
-        from trainer.jobs.opened import chosen
+        with importable():
+            parts = self.parts()
+            from trainer.jobs.export import trained
+            from trainer.jobs.opened import chosen
 
-        return trained(parts, chosen(parts, "last").path, average=False)
+            return trained(parts, chosen(parts, "last").path, average=False)
 
 
-def run(words: Sequence[str] = (), config_dir: str | Path | None = None, processes: int = 1) -> Result:
+def run(words: Sequence[str] = (), config_dir: str | Path | None = None, processes: int | str = 1) -> Result:
     """Do what `python -m trainer WORDS` does, from a script, a test or a notebook.
 
-    config_dir: a lab's folder of yaml files, as --config-dir. processes: so many are started on this machine; 1: this
-    one does it. Refusal where it cannot work, and the error itself where something fails; of several processes
-    RuntimeError with what the first failing rank said. Ctrl-C stops and saves. Nothing here ends the process.
+    words: the arguments of the command line. config_dir: the same as --config-dir. processes: start this many on this
+    machine, "auto": one for each GPU; 1: only this one. Raises Refusal if the command cannot work, and the error itself
+    if the run fails; with several processes a RuntimeError with the message of the first failing rank. Ctrl-C stops and
+    saves; a second one, or one before there is anything to save, raises KeyboardInterrupt. Never ends the process.
     """
     # the arguments are words, too: whatever is wrong with them is said as on the command line
     labs = [] if config_dir is None else ["--config-dir", str(config_dir)]
     asked = [*labs, *map(str, words), *([] if processes == 1 else [f"processes={processes}"])]
-    if read(asked).multirun:
-        raise Refusal("trainer.run does one run; call it for each, or use python -m trainer -m")
+    try:
+        return _run(asked)
+    except (Refusal, KeyboardInterrupt) as short:
+        # how it came to be known in here tells nobody anything: of the traceback only the call of run stays
+        raise short.with_traceback(None) from None
+
+
+def _run(asked: list[str]) -> Result:
+    if (what := read(asked)).multirun or what.flags:
+        raise Refusal("trainer.run does one run, and returns: -m, --help, --cfg and --info are for python -m trainer")
     with importable():
         cfg, launch = compose(asked), launched()
         count = wanted(cfg, launch)
         # the folder is chosen here, because what the run has left is looked for in it afterwards
         folder = run_folder(cfg, launch)
         asked.append(f"run.dir={quoted(str(folder))}")
-        if count > 1:
-            _apart(asked, count)
-        else:
-            _within(asked, launch)
-        return Result(*_left(cfg, folder), folder, tuple(code_words(asked)))
+        cfg.run.dir = str(folder)
+        if threading.current_thread() is not threading.main_thread():
+            say("note        Ctrl-C does not reach a run in a thread; run.stop_after=… ends it")
+        code = _apart(asked, cfg, count) if count else _within(asked, launch, cfg)
+        return Result(*_left(cfg, folder, code), folder, partial(understood, asked, Launch(), cfg))
 
 
 def understood(words: Sequence[str], launch: Launch, cfg: DictConfig | None = None) -> RunParts:
@@ -89,23 +101,43 @@ def understood(words: Sequence[str], launch: Launch, cfg: DictConfig | None = No
 
 
 def wanted(cfg: DictConfig, launch: Launch) -> int:
-    """How many processes this one is to start, by the key `processes`; 1: it does the run itself.
+    """How many processes this one is to start, by the key `processes`; 0: it does the run itself.
 
-    Refusal where a launcher has started it.
+    Refusal where a launcher has started it, or where restarts are asked for and nothing is started.
     """
     # one that was started for this very key is not to start others
-    if cfg.processes is None or launch.local:
-        return 1
-    if launch.world_size > 1 or launch.restarts:
+    if launch.local or reads_files(cfg):
+        return 0
+    restarts = cfg.distributed.restarts
+    if cfg.processes is None:
+        if restarts and not opens_a_run(cfg):  # of a run that is opened it is a key like all others
+            raise Refusal(
+                f"distributed.restarts={restarts} starts processes again that this command has started: add processes=N"
+                " (1, 2, … or auto), or leave it out. torchrun has --max-restarts"
+            )
+        return 0
+    if launch.told:
         raise Refusal(
-            f"processes={cfg.processes}: a launcher started this process, and decides how many there are; leave out one"
-            " of the two"
+            f"processes={cfg.processes}: a launcher started this process, as WORLD_SIZE={launch.world_size} in its"
+            " environment says, and decides how many there are; leave out one of the two"
         )
-    if cfg.processes != "auto":
-        return int(cfg.processes)
-    from torch import accelerator  # only now: it takes seconds
+    count = cfg.processes
+    if count == "auto":
+        from torch import accelerator  # only now: it takes seconds
 
-    return max(1, accelerator.device_count())
+        count = max(1, accelerator.device_count())
+    return int(count) if count > 1 or restarts else 0
+
+
+def reported(cfg: DictConfig, launch: Launch) -> int:
+    """Do the job `report`, on the main rank; the exit code. Refusal where no run is named, or there is none."""
+    from trainer.jobs.costs import Report
+
+    run = settings(cfg).run
+    if run.dir is None and run.name is None:
+        raise Refusal("job=report reads the files of a run: add run.dir=FOLDER, the folder of that run")
+    folder = Path(run.dir) if run.dir is not None else Path(run.root) / str(run.name)
+    return Report()(folder.expanduser()) if launch.is_main else 0
 
 
 @contextmanager
@@ -135,8 +167,10 @@ def run_folder(cfg: DictConfig, launch: Launch) -> Path:
     return Path(decided_by_main(launch, "door", decide))
 
 
-def _within(words: Sequence[str], launch: Launch) -> None:
+def _within(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
     """The run in this process, which keeps nothing of it: no log file, no lock, no group of processes, no mode."""
+    if reads_files(cfg):
+        return reported(cfg, launch)
     import torch
     from torch import distributed
 
@@ -144,43 +178,62 @@ def _within(words: Sequence[str], launch: Launch) -> None:
     from trainer.records.lock import unlock_all
 
     handlers, strict = logging.getLogger().handlers[:], torch.are_deterministic_algorithms_enabled()
+    joined = distributed.is_available() and distributed.is_initialized()  # the caller's own group stays
     # what the command line leaves to the end of its process is put back here, whatever happens
     try:
-        parts = understood(words, launch)
-        parts.job(parts)
+        with failure.exits_are_errors():
+            parts = understood(words, launch, cfg)
+            return parts.job(parts)
     except failure.Failed as failed:
         error = failed.__cause__
         assert error is not None
         mark_failed(failed.folder, failure.reason(error), launch.rank)
-        if distributed.is_available() and distributed.is_initialized():  # after an error nobody has waited to leave it
-            distributed.destroy_process_group()
         raise error from None
     finally:
+        # after an error, or an interrupt, nobody has waited to leave it
+        if distributed.is_available() and distributed.is_initialized() and not joined:
+            distributed.destroy_process_group()
+        for handler in set(logging.getLogger().handlers) - set(handlers):
+            handler.close()
         logging.getLogger().handlers[:] = handlers
         logging.captureWarnings(False)
         torch.use_deterministic_algorithms(strict)
         unlock_all()
 
 
-def _apart(words: Sequence[str], count: int) -> None:
-    """The run in processes of its own; what they have to say stands on the screen, and in the error."""
+def apart(words: Sequence[str], cfg: DictConfig, count: int) -> tuple[int, list[int], str]:
+    """The run in so many processes; its exit code, the signals that asked it to stop, and what it says went wrong."""
+    # what a trained run was started with is no word about this job
+    run, restarts, folder = cfg.run, 0 if opens_a_run(cfg) else cfg.distributed.restarts, Path()
+    # they all look there again: a name that is generated must be the same for every try
+    if restarts:
+        folder = run_folder(cfg, Launch())
+        words = [*words, *([f"run.dir={quoted(str(folder))}"] if run.dir is None and run.name is None else [])]
     with TemporaryDirectory(prefix="trainer-") as scratch:
-        code = local.start(words, count, Path(scratch))
-        said = local.account(Path(scratch))
+        return again.start(words, count, Path(scratch), folder, restarts)
+
+
+def _apart(words: Sequence[str], cfg: DictConfig, count: int) -> int:
+    """The run in processes of its own; what they have to say stands on the screen, and in the error."""
+    code, asked, said = apart(words, cfg, count)
     if code == 2:
         raise Refusal(said)
     if code not in (0, failure.STOPPED):
-        raise RuntimeError(said or "a process of the run ended without a word: killed from outside, or out of memory")
+        if asked.count(signal.SIGINT) > 1:
+            raise KeyboardInterrupt("interrupted twice")
+        raise RuntimeError(said or "a process of the run ended without a message: killed, or out of memory")
+    return code
 
 
-def _left(cfg: DictConfig, folder: Path) -> tuple[str, dict[str, float]]:
+def _left(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[str, float]]:
     """What the files say: the state of the run, and its last figures."""
     from trainer.launch.status import read_status
+    from trainer.records.figures import evaluations, figures
 
     # a job that opens a run leaves the run's own files as they were
-    opened, status = opens_a_run(cfg), read_status(folder) or {}
-    lines = folder / ("evaluate" if opened else "") / "metrics.jsonl"
-    every = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()] if lines.is_file() else []
-    last: dict[str, Any] = next((line for line in reversed(every) if line["kind"] == "eval"), {})
-    figures = {name: value for name, value in last.items() if isinstance(value, float)}
-    return ("completed" if opened else status.get("state", "completed")), figures
+    opened, status = opens_a_run(cfg), read_status(folder)
+    if code == failure.STOPPED and status is None:
+        raise KeyboardInterrupt("interrupted before the run began")
+    state = "preempted" if code == failure.STOPPED else "completed" if opened or not status else status["state"]
+    last = evaluations(folder / ("evaluate" if opened else "") / "metrics.jsonl")[-1:]
+    return state, figures(last[0]) if last else {}

@@ -10,33 +10,54 @@ from torch import Tensor
 from trainer.data.stream import EvaluationStream
 from trainer.learning.task import Task
 from trainer.refusal import Refusal, nearest
+from trainer.show import NoShow
 from trainer.strategies.base import Strategy
 from trainer.strategies.placed import Placed
 
+UNSEEN = NoShow()
+
 
 def rehearse(
-    strategy: Strategy, placed: Placed, task: Task, stream: EvaluationStream, wanted: Mapping[str, str]
+    strategy: Strategy,
+    placed: Placed,
+    task: Task,
+    stream: EvaluationStream,
+    wanted: Mapping[str, str],
+    show: NoShow = UNSEEN,
 ) -> None:
     """Collective: evaluate one batch, so that what is wrong there shows now and not after an epoch.
 
     Refusal where a wanted figure, by the key that names it (checkpoint.best), is none of the task's.
     """
-    figures: dict[str, float] = {}
-    for prefix, weights in placed.average.views():
-        sums: dict[str, Tensor | float] = {}
-        with weights, torch.no_grad():
-            for batch, valid in stream.batches(1):
-                _add(sums, placed.evaluate(batch, valid))
-        figures |= _figures(task, strategy.totals(sums).read(), prefix)
+    figures = figures_of(strategy, placed, task, stream, 1, show)
     for key, name in wanted.items():
         if (bare := name.removeprefix("-")) not in figures:
             averaged = bare.startswith("ema_") and not any(each.startswith("ema_") for each in figures)
             hint = "; those of a moving average come with ema.decay=0.999" if averaged else nearest(bare, figures)
-            raise Refusal(f"{key}={name}: the task's figures are {', '.join(figures)}{hint}")
+            raise Refusal(f"{key}={name}: the task's metrics are {', '.join(figures)}{hint}")
+
+
+def figures_of(
+    strategy: Strategy, placed: Placed, task: Task, stream: EvaluationStream, most: int, show: NoShow = UNSEEN
+) -> dict[str, float]:
+    """Collective: figures over the first batches of a set, so many at most."""
+    figures: dict[str, float] = {}
+    for prefix, weights in placed.average.views():
+        sums: dict[str, Tensor | float] = {}
+        with weights, torch.no_grad(), show.watching(placed, prefix) as through:
+            for batch, valid in through(stream.batches(most)):
+                _add(sums, placed.evaluate(batch, valid))
+        figures |= _figures(task, strategy.totals(sums).read(), prefix)
+    return figures
 
 
 def evaluate(
-    strategy: Strategy, placed: Placed, task: Task, stream: EvaluationStream, asked: Callable[[], bool]
+    strategy: Strategy,
+    placed: Placed,
+    task: Task,
+    stream: EvaluationStream,
+    asked: Callable[[], bool],
+    show: NoShow = UNSEEN,
 ) -> dict[str, float] | None:
     """Collective: figures over the whole set, every sample counted once; None where a rank was asked to stop.
 
@@ -47,8 +68,8 @@ def evaluate(
     votes = strategy.votes()
     for prefix, weights in placed.average.views():
         sums: dict[str, Tensor | float] = {}
-        with weights, torch.no_grad():
-            for batch, valid in stream.batches():
+        with weights, torch.no_grad(), show.watching(placed, prefix) as through:
+            for batch, valid in through(stream.batches()):
                 votes.ask(asked())  # travels while the batch computes; no GPU waits for it
                 _add(sums, placed.evaluate(batch, valid))
                 if any(votes.read()):
@@ -57,7 +78,10 @@ def evaluate(
         if int(totals["samples"]) != stream.size:
             raise RuntimeError(f"evaluated {int(totals['samples'])} samples of a set of {stream.size}")
         figures |= _figures(task, totals, prefix)
-    return figures
+        show.totals(prefix, totals)
+    # what follows from them (the best, an early end, a rate) all must do alike: a task may draw at random, and tensor
+    # ranks and stages add up each for themselves, in an order of their own
+    return strategy.world.all_gather_values(figures)[0]  # all ranks, once an evaluation; the main rank's
 
 
 def _add(sums: dict[str, Tensor | float], parts: Mapping[str, Tensor | float]) -> None:

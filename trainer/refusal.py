@@ -1,18 +1,40 @@
-"""What ends a run with its sentence alone: a command that cannot work (exit code 2), a sample nobody can use (1)."""
+"""What ends a run with its sentence alone: a command that cannot work (exit code 2), what a run cannot outlive (1)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+
+_LINES = 10  # of problems that are shown at once
 
 
 class Refusal(Exception):
-    """The command or the configuration cannot work; the message says what, why and the nearest thing that does."""
+    """The command or the configuration cannot work; the message says what is wrong, why, and what works instead."""
 
 
-class BadData(Exception):
-    """A run meets a sample that it cannot train on; the message says which, what it is not, and what to do.
+class Told(Exception):
+    """A run cannot go on, and the message says all of it: exit code 1, without a traceback, from whoever was first."""
 
-    No traceback would say more: exit code 1 and this sentence, of whichever rank or decoding process met it first.
-    """
+
+class BadData(Told):
+    """A run reads a sample that it cannot use; the message says which sample, what is wrong with it, and what to do."""
+
+
+class NotFinite(BadData, FloatingPointError):
+    """A loss, a gradient or a weight is NaN or infinite; the message names step, ranks and samples as far as known."""
+
+    def __init__(self, step: int, what: str, read: str, then: str = "") -> None:
+        """`what` is not finite, first in this step; `read`: each rank's samples; `then`: why that ends the run."""
+        super().__init__(
+            f"{what}. {then}Nothing of it is saved: the same command goes on from the newest checkpoint,"
+            f" if there is one.\nRead were:{read}\nLook for broken samples, a loss that divides by zero, a rate that is"
+            " too high (optimizer.lr)"
+        )
+        self.step, self.what, self.read = step, what, read
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Problems as one message, a line each: the first of them, and how many more there are."""
+    more = [f"… and {len(problems) - _LINES:,} more"] if len(problems) > _LINES else []
+    return "\n".join([*problems[:_LINES], *more])
 
 
 def first_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import monotonic
 from typing import Any
 
@@ -13,28 +13,22 @@ from torch.optim import Optimizer
 from trainer.data.stream import Batch, EvaluationStream, Stream
 from trainer.evaluation import evaluate, rehearse
 from trainer.learning.cadence import Due
-from trainer.learning.optimizer import begin_momentum
+from trainer.learning.frozen import frozen
+from trainer.learning.optimizer import begin_momentum, set_rates
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
+from trainer.lines import Lines
+from trainer.parallel.finite import moving
+from trainer.progress import Progress
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.log import Log
 from trainer.records.manifest import Found
-from trainer.records.meter import Meter, PendingLine
 from trainer.records.profile import NoProfile
+from trainer.refusal import NotFinite
+from trainer.rollback import Stop
+from trainer.show import NoShow
 from trainer.strategies.base import Strategy
 from trainer.strategies.placed import Placed
-
-
-@dataclass
-class Progress:
-    """How far training is: all that a resumed run must know beside tensors."""
-
-    step: int = 0  # optimizer steps done
-    epoch: int = 0  # the epoch that the next step belongs to
-    position: int = 0  # samples of that epoch's order that are done
-    samples: int = 0  # samples trained on since the start, over all ranks
-    owed: int | None = None  # the epoch of this step, where a request to stop broke its evaluation off
-    stale: int = 0  # evaluations since the best one
 
 
 @dataclass
@@ -52,7 +46,7 @@ class Trainer:
     horizon: int  # where the schedule ends
     evaluation: EvaluationStream | None = None
     log: Log = field(default_factory=lambda: Log([]))
-    report: Callable[[str, int], None] = lambda state, step: None  # how far a run is, where others can read it
+    report: Callable[..., None] = lambda state, step: None  # how far a run is, where others can read it
     stop: Callable[[], bool] = lambda: False  # has somebody asked this process to stop?
     max_norm: float | None = None  # clip gradients to this global norm; None: never
     log_due: Due = field(default_factory=lambda: Due([]))
@@ -64,16 +58,24 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     figures: dict[str, float] | None = None  # of the last evaluation
     profile: NoProfile = field(default_factory=NoProfile)
+    show: NoShow = field(default_factory=NoShow)
+    on_nonfinite: Stop = field(default_factory=Stop)  # what follows where a loss or a weight is not finite
 
     def fit(self, start: Found | None) -> bool:
         """Train to the end, from a checkpoint where there is one; False: stopped as asked, and saved."""
         self.begin(start)
-        while not self._over():  # once an epoch
-            for batches in self.stream.epoch(self.progress.epoch, self.progress.position):
-                self.train_step(batches)
-                self.profile.step()
-                if self._over():
-                    break
+        while not self._over():  # once an epoch, and after each time that it goes back
+            try:
+                for batches in self.stream.epoch(self.progress.epoch, self.progress.position):
+                    self.train_step(batches)
+                    self.profile.step()
+                    if self._over():
+                        break
+                self._lines.refuse(broken=False, failed=self._over())  # waits for the last save
+            except NotFinite as error:
+                self._go_back(error)
+        self.checkpoints.finish()
+        self.placed.watch.lap("save")
         return self.finished and self.progress.owed is None
 
     def _over(self) -> bool:
@@ -82,8 +84,6 @@ class Trainer:
     def begin(self, start: Found | None) -> None:
         """Collective: be ready for the next step."""
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._pending: PendingLine | None = None
-        self._stopped, self._log_clock, self._votes = False, False, self.strategy.votes()
         began, self._deadline = monotonic(), math.inf
         if start is not None:
             self.resume(start)
@@ -91,11 +91,18 @@ class Trainer:
         # one batch now: a mistake in the evaluation shows before hours of training, not after
         if self.evaluation is not None:
             wanted = {"checkpoint.best": self.checkpoints.best, **self.schedule.follows}
-            rehearse(self.strategy, self.placed, self.task, self.evaluation, wanted)
-        self._meter = Meter(self.strategy.totals, self.stream.global_batch)
+            rehearse(self.strategy, self.placed, self.task, self.evaluation, wanted, self.show)
+        self._forget_steps()
         self.make_up()
         if self.stop_after is not None:  # only now: an evaluation that takes longer than that would never be done
             self._deadline = began + self.stop_after
+
+    def _forget_steps(self) -> None:
+        """Collective: nothing is known of any step but where the next one begins."""
+        self._stopped, self._log_clock, self._votes = False, False, self.strategy.votes()
+        batch = self.stream.global_batch
+        self._lines = Lines(self.strategy, self.placed, batch, self.checkpoints, self.log, self.report)
+        self._origin = replace(self.progress)
 
     @property
     def finished(self) -> bool:
@@ -109,8 +116,22 @@ class Trainer:
         self.placed.load_state(self.optimizer, tensors)
         vars(self.progress).update(found.state["progress"])
         self.schedule.load(found.state.get("schedule", {}))
-        if self.progress.position + self.stream.global_batch > self.stream.length:  # another batch size, a smaller set
-            self.progress.epoch, self.progress.position = self.progress.epoch + 1, 0
+        self.progress.turn(self.stream.global_batch, self.stream.length)  # another batch size, or a smaller set
+
+    def _go_back(self, error: NotFinite) -> None:
+        """Collective: go on from the last good checkpoint, with the samples after the broken step; or the error."""
+        self.placed.forget(self.optimizer)  # before anything is read: that may take long, and room
+        found = self.on_nonfinite.target(error, self.checkpoints.newest)
+        # later ones were read as well, but that depends on when the error was seen; where it was does not
+        read = self._origin.after(error.step, self.stream.global_batch, self.stream.length)
+        self.report("running", self.progress.step)
+        self.resume(found)
+        begin_momentum(self.optimizer)
+        self.progress.pass_over(read)
+        self._forget_steps()
+        self.report("running", found.step)
+        self.log.rewind(found.step)
+        self.log.say(f"note        {error.what}; back to step {found.step}, and on with what follows:{error.read}")
 
     def make_up(self) -> None:
         """Collective: do the evaluation that a request to stop broke off, and give the checkpoint its figures."""
@@ -124,36 +145,39 @@ class Trainer:
         watch.step()
         step, epoch = self.progress.step, self.progress.epoch
         # counted first: whether this step ends its epoch or the run decides what is due after it
-        ended = self._advance()
+        ended = self.progress.advance(self.stream.global_batch, self.stream.length)
         # one more evaluation may make this step the last, which has a line; whether there is one is known at its end
         may_end = self.progress.stale + 1 >= self.patience
         log_now = self.finished or self.log_due.now(step + 1, ended, self._log_clock)
-        rate = self._set_rate(step, epoch)
+        rate = set_rates(self.optimizer, self._rates, self.schedule(step, epoch, self.horizon))
         # what is given to the device here keeps it busy; the host is back at once and does what follows meanwhile
         parts = self.placed.forward_backward(batches, step)
         # requests and clocks differ between processes, but all must do the same after the step: so they vote
         log_clock = self.log_due.clock() and not log_now  # its answer comes too late for this step
-        self._votes.ask(self._asked(), log_clock, self.eval_due.clock(), self.save_due.clock())
+        raised = self._lines.broken(), self.checkpoints.failed(), self._asked()
+        self._votes.ask(*raised, log_clock, self.eval_due.clock(), self.save_due.clock())
         watch.lap("communication")
         # the line of the step before: its numbers have arrived by now, so that reading them waits for nothing
-        self._write_pending()
+        self._lines.write()
         watch.lap("log")
+        self.show.parameters(self.placed, step + 1, ended)
         # a norm that nobody clips by is a pass over all gradients, so it is taken for a line alone: clipped to infinity
         limit = self.max_norm if self.max_norm is not None or not (log_now or may_end) else math.inf
         norm = self.placed.optimizer_step(self.optimizer, limit)
         self.placed.after_step(step + 1)
         # losses are added up where they are; only a line, one step from now, brings them to the host
-        self._meter.add(parts)
+        self._lines.add(step + 1, batches, parts, norm)
         if step == 0:
-            self.log.images("inputs", batches[0].inputs, step)
+            self.show.inputs(batches[0])
         watch.lap("optimizer")
         # read as late as can be, when the answer has long been there
-        self._stopped, self._log_clock, eval_clock, save_clock = self._votes.read()
+        broken, failed, self._stopped, self._log_clock, eval_clock, save_clock = self._votes.read()
+        self._lines.refuse(broken, failed)
         watch.lap("communication")
         eval_now = self.evaluation is not None and (self.finished or self.eval_due.now(step + 1, ended, eval_clock))
         if log_now or (may_end and eval_now):
-            known = {"step": step + 1, "epoch": epoch, "lr": rate, "samples": self.progress.samples}
-            self._pending = self._meter.line(batches, norm, known)
+            known = {"epoch": epoch, "lr": rate, "samples": self.progress.samples}
+            self._lines.begin(step + 1, batches, norm, known)
             self.log_due.restart()
         watch.lap("log")
         # an evaluation before a save: the checkpoint says how good it is, and the best one stays
@@ -168,68 +192,43 @@ class Trainer:
         Nothing of it is written then, and the resumed run makes up for it.
         """
         assert self.evaluation is not None
-        self._write_pending()
+        self._lines.write()
         self.placed.settle()
         figures = None
         if not self._stopped:
-            figures = evaluate(self.strategy, self.placed, self.task, self.evaluation, self._asked)
+            figures = evaluate(self.strategy, self.placed, self.task, self.evaluation, self._asked, self.show)
         if figures is None:
             self._stopped, self.progress.owed = True, epoch
             return None
         self.log.eval({"step": self.progress.step, "epoch": epoch, "samples": self.evaluation.size, **figures})
+        self.show.evaluation(self.placed, self.progress.step)
         self.figures = figures
         self.progress.stale = 0 if self.checkpoints.is_best(figures) else self.progress.stale + 1
         self.schedule.hear(figures, self.checkpoints.best)
         self.eval_due.restart()
-        self._meter.resume()
+        self._lines.resume()
         self.placed.watch.lap("evaluation")
         return figures
 
     def save(self, figures: dict[str, float] | None) -> None:
-        """Collective: keep all that a run needs to go on from here. FloatingPointError instead of a broken network."""
-        self._write_pending()
-        # asked of the losses since the last line, which nobody has looked at yet
-        if not self._meter.finite():
-            raise FloatingPointError(f"the loss stopped being a number before step {self.progress.step}; nothing saved")
+        """Collective: keep all that a run needs to go on from here. NotFinite, Drifted instead of a broken network."""
+        self._lines.write()
         self.placed.settle()
         known = {"progress": asdict(self.progress), "schedule": self.schedule.state(), "horizon": self.horizon}
         tensors = self.placed.state(self.optimizer)
+        self._lines.refuse_save(self.progress.step, tensors)
         self.log.flush()  # first the lines, then the checkpoint: a resumed run drops what is later, but invents nothing
-        self.checkpoints.save(self.progress.step, tensors, {**known, **self.facts}, figures)
+        finite = moving(self.placed.network, tensors)
+        state, still = {**known, **self.facts}, frozen(self.placed.network)
+        saved = self.checkpoints.save(self.progress.step, tensors, state, figures, finite, still)
+        self._lines.refuse_saved(saved)
         self.report("running", self.progress.step)
         self.save_due.restart()
-        self._meter.resume()
+        self._lines.resume()
         self.placed.watch.lap("save")
         # what they want is just done: the loop's own vote may be some steps away
         (self._stopped,) = self._votes.now(self._stopped or self._asked())
 
-    def _advance(self) -> int | None:
-        """Count a step; how many epochs are done, if it ends one."""
-        progress, batch = self.progress, self.stream.global_batch
-        progress.step += 1
-        progress.samples += batch
-        progress.position += batch
-        if progress.position + batch <= self.stream.length:
-            return None
-        progress.epoch, progress.position = progress.epoch + 1, 0
-        return progress.epoch
-
-    def _set_rate(self, step: int, epoch: int) -> float:
-        factor = self.schedule(step, epoch, self.horizon)
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * factor
-        return self._rates[0] * factor
-
     def _asked(self) -> bool:
         """Is this process to stop?"""
         return self.stop() or monotonic() >= self._deadline
-
-    def _write_pending(self) -> None:
-        """Write the last training line, unless it was. FloatingPointError if its loss is not a number."""
-        if self._pending is None:
-            return
-        line, self._pending = self._pending.read(), None
-        self.log.train(line)
-        self.report("running", int(line["step"]))
-        if not math.isfinite(float(line["loss_mean"])):
-            raise FloatingPointError(f"the loss up to step {line['step']} is {line['loss_mean']}; training stops")

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.splits import class_count, labels, numbered, splits
+from recipes.splits import class_count, class_names, labels, numbered, splits
+from recipes.text.tokenizer import loaded
 from trainer.data.data import Data
-from trainer.refusal import Refusal, first_line
+from trainer.refusal import Refusal
 
 _IGNORED = -100  # the target that a cross entropy of torch's leaves out
 
@@ -50,6 +51,7 @@ class HuggingFaceText(Data):
                 remedy = "" if tokenizer else "; data.tokenizer=NAME makes numbers of text"
                 raise Refusal(f"data.columns: {column} of {path} holds {kind}, not {encode.kind}{remedy}")
         found = found if label is None else numbered(found, label)
+        self.class_names = [] if label is None else class_names(found[True], label)
         self._texts = {at: Texts(split, list(columns), label, encode) for at, split in found.items()}
         # what a network must know of them
         self.vocab_size = encode.vocab_size if vocab_size is None else vocab_size
@@ -92,16 +94,7 @@ class Tokenizer:
     kind = "text"
 
     def __init__(self, name: str, length: int) -> None:
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise Refusal("data.tokenizer needs the package transformers: pip install transformers") from error
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(name)
-        except Exception as error:  # of a hub, a network, a format: all of them say that there is none of this name
-            raise Refusal(f"data.tokenizer={name} cannot be loaded: {first_line(error)}") from error
-        # some know no padding, as their networks never saw any: behind the text any token will do, the mask hides it
-        self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
+        self._tokenizer = loaded(name)
         self.vocab_size, self._length = len(self._tokenizer), length
 
     def __call__(self, texts: list[str]) -> dict[str, Tensor]:

@@ -56,9 +56,9 @@ class Augment:
                 raise Refusal(f"augment.{name} is {getattr(self, name)}; it is the largest amount, 0 or more")
         for name in ("brightness", "contrast", "saturation", "resized_crop", "erase"):
             if not 0 <= getattr(self, name) <= 1:
-                raise Refusal(f"augment.{name} is {getattr(self, name)}; it is a part, between 0 and 1")
+                raise Refusal(f"augment.{name} is {getattr(self, name)}; it is a fraction between 0 and 1")
         if self.scale >= 1:
-            raise Refusal(f"augment.scale is {self.scale}; it is the part by which the size changes, below 1")
+            raise Refusal(f"augment.scale is {self.scale}; it is the fraction by which the size changes, below 1")
         if len(self.mean) != len(self.std):
             raise Refusal(f"augment.mean has {len(self.mean)} values and augment.std {len(self.std)}; expected as many")
         if not all(deviation > 0 for deviation in (*self.std, self.full_scale)):
@@ -112,6 +112,12 @@ def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], f
     # exactly rounded passes in their order: products instead of quotients, or two in one, would round differently
     result = torch.empty(images.shape, dtype=torch.float32, device=images.device).copy_(images)
     return result.div_(full_scale).sub_(_per_channel(mean, images.device)).div_(_per_channel(std, images.device))
+
+
+def as_seen(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """The way back, for people: normalised images (B, C, H, W) from 0, black, to 1, white."""
+    device = images.device
+    return (images.float() * _per_channel(std, device) + _per_channel(mean, device)).clamp(0, 1)
 
 
 @cache

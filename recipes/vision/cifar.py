@@ -31,6 +31,7 @@ class Release:
     folder: str
     training: Mapping[str, str]  # file → its published md5; empty where none was published
     evaluation: Mapping[str, str]
+    names: str  # a file beside them with the names of the classes, which a run can do without
 
     @property
     def files(self) -> list[Path]:
@@ -39,6 +40,10 @@ class Release:
 
     def read(self, path: Path) -> tuple[Tensor, Tensor]:
         """The pictures (N, 3072) uint8 and the labels (N,) int64 of one file."""
+        raise NotImplementedError
+
+    def read_names(self, path: Path) -> list[str]:
+        """The names of the classes, in the order of their numbers."""
         raise NotImplementedError
 
 
@@ -50,16 +55,18 @@ class Pickled(Release):
 
     def read(self, path: Path) -> tuple[Tensor, Tensor]:
         """The pictures and labels of one pickle."""
-        content = read_plain(path)
-        # text of Python 2 is bytes; a file that was written anew by Python 3 has text
-        items = content.items() if isinstance(content, dict) else ()
-        named = {key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in items}
+        named = _named(path)
         pixels, labels = named.get("data"), named.get(self.key)
         if not isinstance(pixels, Tensor) or pixels.shape[1:] != (_PIXELS,) or not isinstance(labels, list):
             raise Refusal(f"{path}: expected a dict of an array `data`, N × {_PIXELS} bytes, and a list `{self.key}`")
         if not all(type(label) is int and 0 <= label < _MOST for label in labels):
             raise Refusal(f"{path}: `{self.key}` holds more than whole numbers from 0 to {_MOST - 1}")
         return pixels, torch.tensor(labels, dtype=torch.int64)
+
+    def read_names(self, path: Path) -> list[str]:
+        """The list `label_names`, or `fine_label_names`."""
+        names = _named(path).get(f"{self.key.removesuffix('s')}_names", [])
+        return [_text(name) for name in names] if isinstance(names, list) else []
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,21 @@ class Binary(Release):
         records = torch.frombuffer(content, dtype=torch.uint8).view(-1, record)
         return records[:, self.labels :], records[:, self.labels - 1].long()
 
+    def read_names(self, path: Path) -> list[str]:
+        """A name a line."""
+        return path.read_text(encoding="utf-8").split()
+
+
+def _named(path: Path) -> dict[Any, Any]:
+    """The dict that a pickle holds, its keys as text; an empty one where it holds something else."""
+    content = read_plain(path)
+    return {_text(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+
+
+def _text(word: Any) -> Any:
+    """Text of Python 2 is bytes; a file that was written anew by Python 3 has text."""
+    return word.decode("latin-1") if isinstance(word, bytes) else word
+
 
 class CIFAR10(Pictures):
     """CIFAR-10 (3, 32, 32) from its files: in `root`, else downloaded once. In memory, as bytes."""
@@ -93,12 +115,14 @@ class CIFAR10(Pictures):
                 "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
             },
             {"test_batch": "40351d587109b95175f43aff81a1287e"},
+            names="batches.meta",
             key="labels",
         ),
         Binary(
             "cifar-10-batches-bin",
             {f"data_batch_{number}.bin": "" for number in range(1, 6)},
             {"test_batch.bin": ""},
+            names="batches.meta.txt",
             labels=1,
         ),
     )
@@ -119,6 +143,8 @@ class CIFAR10(Pictures):
         missing = [str(file) for file in self._release.files if not (self._place / file).is_file()]
         if missing:
             raise Refusal(f"{self._place} lacks {', '.join(missing)}: unpack the archive of {self.name} anew")
+        names = self._place / self._release.folder / self._release.names
+        self.class_names = self._release.read_names(names) if names.is_file() else ()
 
     def augment(self, inputs: Tensor, targets: Tensor, random: Random, training: bool) -> tuple[Any, Any]:
         """Small changes while training; normalisation always, and the size that the network shall see."""
@@ -134,7 +160,7 @@ class CIFAR10(Pictures):
         folders = [release.folder for release in self.releases]
         found = [release for release in self.releases if (self._place / release.folder).is_dir()]
         if not found:
-            above = f"say the folder above it: data.root={self._place.absolute().parent}"
+            above = f"use the folder above it: data.root={self._place.absolute().parent}"
             remedy = above if self._place.name in folders else self._remedy()
             raise Refusal(f"{self._place} holds no folder {' or '.join(folders)}; {remedy}")
         return found[0]
@@ -183,7 +209,10 @@ class CIFAR100(CIFAR10):
             "cifar-100-python",
             {"train": "16019d7e3df5f24257cddd939b257f8d"},
             {"test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
+            names="meta",
             key="fine_labels",
         ),
-        Binary("cifar-100-binary", {"train.bin": ""}, {"test.bin": ""}, labels=2),  # a coarse and a fine one
+        Binary(  # a coarse and a fine label
+            "cifar-100-binary", {"train.bin": ""}, {"test.bin": ""}, names="fine_label_names.txt", labels=2
+        ),
     )

@@ -24,7 +24,7 @@ class Classification(Task):
 
     def __init__(self, label_smoothing: float = 0.0, num_classes: int | None = None) -> None:
         if not 0 <= label_smoothing <= 1:
-            raise Refusal(f"task.label_smoothing is {label_smoothing}; it is a part of the target, between 0 and 1")
+            raise Refusal(f"task.label_smoothing is {label_smoothing}; it is a fraction of the target, between 0 and 1")
         self.label_smoothing = label_smoothing
         self._classes = num_classes or 0  # of the data, where it knows them
         self._looked = False
@@ -70,6 +70,18 @@ class Classification(Task):
             "accuracy": float(totals["correct"] / totals["samples"]),
             "macro_accuracy": float(each.mean()),
         }
+
+    def mistakes(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """Each sample's cross entropy, the class said and the true one."""
+        if not isinstance(output, Tensor) or not isinstance(target, Tensor) or output.dim() != 2:
+            return {}  # a lab's own task, derived from this one, whose loss and metrics know more
+        error = functional.cross_entropy(output, target, reduction="none")
+        true = target.argmax(1) if target.dim() > 1 else target
+        return {"error": error, "said": output.argmax(1), "true": true}
+
+    def confusion(self, totals: dict[str, Tensor]) -> Tensor | None:
+        """The confusion matrix that `metrics` has summed up, unless a derived task sums up others."""
+        return totals.get("confusion")
 
     def plan(self, network: nn.Module) -> Plan:
         """What the network says itself, else the plan that is known for torchvision's networks."""

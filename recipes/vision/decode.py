@@ -33,8 +33,8 @@ class Windows:
         (small, large), (high, wide) = self.area, self.aspect
         if not 0 < small <= large <= 1 or not 0 < high <= wide or not 0 < self.centre <= 1:
             raise Refusal(
-                f"window.area={[small, large]}, window.aspect={[high, wide]}, window.centre={self.centre}: parts of a "
-                "picture are above 0 and at most 1, ratios above 0, the smaller number first"
+                f"window.area={[small, large]}, window.aspect={[high, wide]}, window.centre={self.centre}: area "
+                "and centre are above 0 and at most 1, aspect is above 0, the smaller number first"
             )
 
     def training(self, width: float, height: float) -> Box:

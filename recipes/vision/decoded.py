@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from recipes.vision.pictures import Pictures
 from trainer.refusal import BadData, Refusal
 
 _MOST = 100  # damaged pictures in a row; then nothing is there that could be read
+_SHOWN = 5  # names in a message
 
 
 class Sources(Protocol):
@@ -26,6 +28,9 @@ class Sources(Protocol):
 
     def name(self, at: int) -> str:
         """How a message calls it."""
+
+    def fingerprint(self) -> str:
+        """What tells these pictures from others."""
 
 
 class DecodedPictures(Pictures):
@@ -42,15 +47,19 @@ class DecodedPictures(Pictures):
         image_size: int,
         eval_image_size: int | None,
         channels: Literal[1, 3],
-        on_bad: Literal["error", "skip"],
+        on_bad: Literal["raise", "skip"],
+        bad_budget: float,
         repeat: int,
         balance: float,
     ) -> None:
         super().__init__(augment, repeat, balance)
+        if not 0 <= bad_budget <= 1:
+            raise Refusal(f"data.bad_budget is {bad_budget:g}; it is a fraction of the images, 0 to 1")
         for name, size in (("image_size", image_size), ("eval_image_size", eval_image_size)):
             if size is not None and size < 1:
                 raise Refusal(f"data.{name} is {size}; it is a number of pixels, 1 or more")
         self._windows, self.image_size, self._channels, self._on_bad = window, image_size, channels, on_bad
+        self._budget = bad_budget
         self._eval_size = image_size if eval_image_size is None else eval_image_size
         self._parts: list[Decoded] = []  # that have been made
 
@@ -66,7 +75,7 @@ class DecodedPictures(Pictures):
         return self._decoded(self._sources(training), training)
 
     def _decoded(self, sources: Sources, training: bool) -> Decoded:
-        damaged = Lenient(len(sources.labels)) if self._on_bad == "skip" else Strict()
+        damaged = Lenient(sources, self._budget) if self._on_bad == "skip" else Strict()
         window = self._windows.training if training else self._windows.evaluation
         size = self.image_size if training else self._eval_size
         self._parts.append(Decoded(sources, window, size, self._channels, damaged))
@@ -100,14 +109,18 @@ class Decoded(Dataset):
                 picture = decode(self.sources.source(at), self._size, self._channels, self._window)
             except Exception as error:  # PIL has many, as formats have
                 reason = " ".join(str(error).split()) or type(error).__name__
-                self._damaged.met(
-                    at,
-                    f"{self.sources.name(at)} cannot be read as a picture: {reason}"
-                    "; data.on_bad=skip takes another in its place",
-                )
+                self._damaged.met(at, f"{self.sources.name(at)} cannot be read as a picture: {reason}")
                 continue
             return picture, int(self.labels[at])
         raise BadData(f"{self.sources.name(index)} and the {_MOST - 1} pictures after it cannot be read")
+
+    def fingerprint(self) -> str:
+        """That of the sources: no picture is decoded for it."""
+        return self.sources.fingerprint()
+
+    def name(self, index: int) -> str:
+        """What a table of predictions calls it: the path of a file."""
+        return self.sources.name(index)
 
     def replaced(self) -> list[str]:
         """The names of those that were damaged and replaced so far."""
@@ -119,7 +132,7 @@ class Strict:
 
     def met(self, at: int, said: str) -> None:
         """BadData with what is wrong."""
-        raise BadData(said)
+        raise BadData(f"{said}; data.on_bad=skip takes another in its place")
 
     def seen(self) -> list[int]:
         """None was replaced."""
@@ -127,14 +140,25 @@ class Strict:
 
 
 class Lenient:
-    """Damaged pictures are replaced, and remembered over all worker processes."""
+    """Damaged pictures are replaced, and remembered over all worker processes; too many of them end the run."""
 
-    def __init__(self, size: int) -> None:
-        self._flags = torch.zeros(size, dtype=torch.bool).share_memory_()  # (N,), the same memory in every worker
+    def __init__(self, sources: Sources, budget: float) -> None:
+        """`budget`: the fraction of the pictures that may be damaged."""
+        self._sources, self._budget = sources, budget
+        self._flags = torch.zeros(
+            len(sources.labels), dtype=torch.bool
+        ).share_memory_()  # (N,), the same in every worker
 
     def met(self, at: int, said: str) -> None:
-        """Remember it."""
+        """Remember it. BadData with the names of some where this is one too many, of those that this rank has met."""
         self._flags[at] = True
+        bad, size = int(self._flags.sum()), len(self._flags)
+        if bad > math.ceil(self._budget * size):
+            names = [self._sources.name(one) for one in self.seen()[:_SHOWN]] + ["…"] * (bad > _SHOWN)
+            raise BadData(
+                f"{said}; it is one of {bad} damaged pictures of {size}, and data.bad_budget={self._budget:g} allows no"
+                f" more than {math.ceil(self._budget * size)}: {', '.join(names)}"
+            )
 
     def seen(self) -> list[int]:
         """Those that were met, each once."""

@@ -13,6 +13,7 @@ from trainer.refusal import Refusal
 
 _FILES = {part: (f"{part}-images-idx3-ubyte.gz", f"{part}-labels-idx1-ubyte.gz") for part in ("train", "t10k")}
 _NAMES = [name for pair in _FILES.values() for name in pair]
+_CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 _DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 
 
@@ -20,6 +21,7 @@ class FashionMNIST(Pictures):
     """Fashion-MNIST (1, 28, 28) from its four files: in `root`, else from Debian's package, else downloaded once."""
 
     num_classes = 10
+    class_names = _CLASSES
 
     def __init__(self, augment: Augment, root: str | None = None) -> None:
         super().__init__(augment)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
+from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +22,7 @@ from trainer.refusal import Refusal
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision takes them
 _SHOWN = 5  # names of classes in a line
+_SIZES = 64  # files that are asked for their size: each is a request to a file server
 _PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")  # what people call parts of a set
 _EVALUATION = ("val", "validation", "valid", "test")
 
@@ -41,25 +44,26 @@ class ImageFolder(DecodedPictures):
         channels: Literal[1, 3] = 3,
         num_classes: int | None = None,
         held_out: float = 0.1,
-        on_bad: Literal["error", "skip"] = "error",
+        on_bad: Literal["raise", "skip"] = "raise",
+        bad_budget: float = 0.05,
         repeat: int = 1,
         balance: float = 0.0,
         eval_image_size: int | None = None,
     ) -> None:
-        super().__init__(augment, window, image_size, eval_image_size, channels, on_bad, repeat, balance)
+        super().__init__(augment, window, image_size, eval_image_size, channels, on_bad, bad_budget, repeat, balance)
         if not 0 <= held_out < 1:
-            raise Refusal(f"data.held_out is {held_out}; it is a part of the pictures, 0 or more and below 1")
+            raise Refusal(f"data.held_out is {held_out}; it is a fraction of the images, 0 or more and below 1")
         self._held_out = held_out
         # where what lies, and the classes, which a network must know; the files are listed when they are read
-        place = Path(root).expanduser()
+        self._root = place = Path(root).expanduser()
         self._train = place / "train" if (place / "train").is_dir() else place
         found = [place / name for name in _EVALUATION if (place / name).is_dir()]
         self._val = found[0] if found and self._train != place else None
-        self.classes = _classes(self._train)
-        self.num_classes = len(self.classes) if num_classes is None else num_classes
-        if self.num_classes < len(self.classes):
+        self.class_names = _classes(self._train)
+        self.num_classes = len(self.class_names) if num_classes is None else num_classes
+        if self.num_classes < len(self.class_names):
             raise Refusal(
-                f"data.num_classes={num_classes}, but {self._train} has {len(self.classes)} folders of classes"
+                f"data.num_classes={num_classes}, but {self._train} has {len(self.class_names)} folders of classes"
             )
 
     def evaluation(self) -> Any:
@@ -68,35 +72,35 @@ class ImageFolder(DecodedPictures):
 
     def notes(self) -> list[str]:
         """Which classes there are, and where the evaluation set comes from if there is no folder for it."""
-        names = ", ".join(self.classes[:_SHOWN]) + (", …" if len(self.classes) > _SHOWN else "")
+        names = ", ".join(self.class_names[:_SHOWN]) + (", …" if len(self.class_names) > _SHOWN else "")
         held_out = f"; no folder val, so data.held_out={self._held_out:g} of each is for evaluation"
         return [f"classes {names}{held_out if self._val is None else ''}"]
 
     @cached_property
     def _paths(self) -> dict[bool, Paths]:
         """The files of the training set, and of the evaluation set if there is one."""
-        files = _listed(self._train, self.classes)
+        files = _listed(self._train, self.class_names)
         if self._val is None:
             split = _held_out(files, self._held_out)
         else:
-            strange = set(_classes(self._val)) - set(self.classes)
+            strange = set(_classes(self._val)) - set(self.class_names)
             if strange:
                 raise Refusal(f"{self._val} has classes that {self._train} has not: {', '.join(sorted(strange)[:5])}")
-            split = {True: files, False: _listed(self._val, self.classes)}
-        return {training: Paths(part) for training, part in split.items() if part}
+            split = {True: files, False: _listed(self._val, self.class_names)}
+        return {training: Paths(part, self._root) for training, part in split.items() if part}
 
     def _sources(self, training: bool) -> Paths:
         return self._paths[training]
 
 
 class Paths:
-    """The files of pictures, and their labels."""
+    """The files of pictures below a folder, and their labels."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, root: Path) -> None:
         labels, paths = zip(*files, strict=True)
         self.labels = torch.tensor(labels)  # (N,)
         # one array: of a list every worker would in time hold a copy, as looking at an object writes to its memory
-        self._paths = numpy.array([os.fsencode(path) for path in paths])
+        self._paths, self._root = numpy.array([os.fsencode(path) for path in paths]), root
 
     def source(self, at: int) -> str:
         """The path."""
@@ -105,6 +109,15 @@ class Paths:
     def name(self, at: int) -> str:
         """The path."""
         return os.fsdecode(bytes(self._paths[at]))
+
+    def fingerprint(self) -> str:
+        """From all names below the folder, classes among them, and the sizes of some files."""
+        size, above = len(self._paths), len(os.fsencode(self._root))
+        found = sha256(b"\n".join(path[above:] for path in self._paths.tolist()))
+        for at in range(0, size, -(-size // _SIZES)):
+            with suppress(OSError):  # a link to nothing, which decoding will meet
+                found.update(str(os.path.getsize(self._paths[at])).encode())
+        return found.hexdigest()[:16]
 
 
 def _classes(folder: Path) -> list[str]:

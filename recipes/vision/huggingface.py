@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+from hashlib import sha256
 from typing import Any, Literal
 
-from recipes.splits import class_count, labels, numbered, splits
+from recipes.splits import class_count, class_names, labels, numbered, splits
 from recipes.vision.augment import Augment
 from recipes.vision.decode import Windows
 from recipes.vision.decoded import DecodedPictures
 from trainer.refusal import Refusal
+
+_PICTURES = 16  # whose bytes tell one set from another
 
 
 class HuggingFaceImages(DecodedPictures):
@@ -32,18 +35,20 @@ class HuggingFaceImages(DecodedPictures):
         label: str = "label",
         channels: Literal[1, 3] = 3,
         num_classes: int | None = None,
-        on_bad: Literal["error", "skip"] = "error",
+        on_bad: Literal["raise", "skip"] = "raise",
+        bad_budget: float = 0.05,
         repeat: int = 1,
         balance: float = 0.0,
         eval_image_size: int | None = None,
     ) -> None:
-        super().__init__(augment, window, image_size, eval_image_size, channels, on_bad, repeat, balance)
+        super().__init__(augment, window, image_size, eval_image_size, channels, on_bad, bad_budget, repeat, balance)
         found = splits(path, subset, train, evaluation, {"data.image": image, "data.label": label})
         for split in found.values():
             _refuse_other_columns(split, image, path)
         names = {True: train, False: evaluation}
-        ready = numbered(found, label).items()
-        self._rows = {at: Rows(split, f"{path} {names[at]}", image, label) for at, split in ready}
+        ready = numbered(found, label)
+        self.class_names = class_names(ready[True], label)
+        self._rows = {at: Rows(split, f"{path} {names[at]}", image, label) for at, split in ready.items()}
         classes = max(rows.classes for rows in self._rows.values())
         self.num_classes = class_count(num_classes, classes, f"the column {label} of {path}")
 
@@ -73,6 +78,14 @@ class Rows:
     def name(self, at: int) -> str:
         """Which data set, split and row."""
         return f"{self._name}[{at}]"
+
+    def fingerprint(self) -> str:
+        """From all labels, and the compressed bytes of some pictures."""
+        size = len(self.labels)
+        found = sha256(self.labels.numpy().tobytes())
+        for at in range(0, size, -(-size // _PICTURES)) if size else ():
+            found.update(self._split[at][self._image]["bytes"] or b"")
+        return found.hexdigest()[:16]
 
 
 def _refuse_other_columns(split: Any, image: str, path: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.vision.augment import Augment, Random
+from recipes.vision.augment import Augment, Random, as_seen
 from recipes.vision.sampling import appearances, sampled
 from trainer.data.data import Data
 from trainer.refusal import Refusal
@@ -55,6 +55,24 @@ class Pictures(Data):
 
     def _mixed(self, inputs: Any, targets: Any, others: Any, other_targets: Any, random: Random) -> tuple[Any, Any]:
         return self._augment.mix(inputs, targets, others, other_targets, random, self.num_classes)
+
+    def as_pictures(self, inputs: Any) -> Tensor | None:
+        """The pictures in their own colours; what a lab has made of them, as far as it can be seen."""
+        mean, std = tuple(self._augment.mean), tuple(self._augment.std)
+        if not isinstance(inputs, Tensor) or inputs.dim() != 4 or len(mean) not in (1, inputs.shape[1]):
+            return super().as_pictures(inputs)
+        return as_seen(inputs, mean, std)
+
+    def as_words(self, targets: Any) -> list[str]:
+        """The class; of mixed pictures the two largest shares, as `3 70 %, 8 30 %`."""
+        if not isinstance(targets, Tensor) or targets.dim() != 2:
+            return super().as_words(targets)
+        shares, classes = targets.topk(min(2, self.num_classes))  # (B, 2)
+        names = [super(Pictures, self).as_words(column) for column in classes.unbind(1)]
+        return [
+            ", ".join(f"{name} {100 * share:.0f} %" for name, share in zip(own, parts, strict=True) if share)
+            for own, parts in zip(zip(*names, strict=True), shares.tolist(), strict=True)
+        ]
 
     @property
     def _several(self) -> bool:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from trainer.data.data import Data
+
 _MOST = 1 << 20  # appearances of a sample in one epoch that have numbers of their own
 
 
@@ -22,6 +24,10 @@ class Appearances(Dataset):
 
     def __len__(self) -> int:
         return len(self._dataset) * _MOST
+
+    def fingerprint(self) -> str:
+        """That of the set itself."""
+        return Data().fingerprint(self._dataset)
 
     def __getitem__(self, number: int) -> Any:
         return self._dataset[number % len(self._dataset)]

@@ -1,93 +1,246 @@
-"""Scripts as tutorials have them, by hand, beside the words that replace them: the same losses, the same end."""
+"""Programs as people write them, beside the commands that replace them: the same losses, and their weights taken along.
+
+What docs/migrating.md says of them is read from the page, and held here. `tutorial_NAME.py` is the program,
+`tutorial_NAME.sh` the command; the page quotes both.
+"""
 
 from __future__ import annotations
 
-import json
-import pickle
+import csv
+import io
+import os
 import re
+import runpy
+import shlex
 import shutil
+import socket
 import sys
+from argparse import Namespace
+from contextlib import redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
-import numpy
 import pytest
 import torch
 
-from tests.commands import SMALL, curve, far, finish_all, lines, single, torchrun
+from tests.commands import SMALL, curve, far, finish_all, lines
 from tests.inside import product
+from tests.migrating.files import TESTED, write
+from tests.processes import Processes
+from trainer.configuration.compose import compose
+from trainer.configuration.settings import settings
+from trainer.jobs.initial import Initial
 from trainer.launch.launch import Launch
+from trainer.refusal import Refusal
 
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-# what stands in the scripts, in words; rounding grows fast in this network, so the images lie in memory as there
-SAME = (
-    *("--config-dir", "lab/conf", "data=as_sampled", "model=torchvision", "model.name=resnet18"),
-    *("optimizer=sgd", "optimizer.lr=0.01", "optimizer.nesterov=false", "optimizer.weight_decay=5e-4"),
-    *("optimizer.decay=all", "schedule=constant", "loop.global_batch=32", "loop.log_every=1", "channels_last=false"),
-)
+PAGE = (HERE.parents[1] / "docs" / "migrating.md").read_text()
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# how each is started: what stands behind `python`, without the script itself
+STARTED: dict[str, tuple[str, ...]] = {
+    "dp": (str(HERE / "unpublished.py"),),
+    "spawn": (),
+    "ddp": (*TORCHRUN, str(HERE / "unpublished.py")),
+    "lightning": (),
+    "accelerate": TORCHRUN,
+}
+PACKAGES = {"lightning": "lightning", "accelerate": "accelerate"}
+LEFT = {  # what each leaves of its network
+    **{name: f"tutorial_{name}.pt" for name in ("dp", "spawn", "ddp")},
+    "lightning": "checkpoints/best.ckpt",
+    "accelerate": "tutorial_accelerate",
+}
+PADDED = ("spawn", "lightning")  # they evaluate the odd one twice
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """CIFAR-10's files, of few images: each class a coarse pattern of its own, in noise."""
-    place = tmp_path_factory.mktemp("cifar")
-    folder = place / "cifar-10-batches-py"
-    folder.mkdir()
-    draw = numpy.random.default_rng(0)
-    patterns = draw.integers(60, 196, (10, 3, 8, 8))
-    for name, count in [*((f"data_batch_{part}", 80) for part in range(1, 6)), ("test_batch", 100)]:
-        labels = draw.integers(0, 10, count)
-        images = numpy.kron(patterns[labels], numpy.ones((1, 1, 4, 4))) + draw.normal(0, 30, (count, 3, 32, 32))
-        pixels = images.clip(0, 255).astype(numpy.uint8).reshape(count, -1)
-        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": labels.tolist()}))
-    return place
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder `data` of all programs."""
+    return write(tmp_path_factory.mktemp("data"))
 
 
-def beside(script: list[str], words: list[str], root: Path, home: Path) -> None:
-    """Run both; what the script has learned, step by step and at its end, this program has learned, too."""
-    shutil.copytree(HERE / "lab", home / "lab")
-    finish_all([script, words], home)
-    theirs = json.loads((home / "script.json").read_text())
-    assert far(curve(home / "run"), theirs["losses"]) < 1e-6
-    assert lines(home / "run", "eval")[-1]["accuracy"] == pytest.approx(theirs["accuracy"])
+@pytest.fixture
+def home(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a user would type: a lab, and the data."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # GPUs add in another order than the commands here, on CPUs
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # as `accelerate launch --cpu` says it
+    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
+    shutil.copytree(HERE / "lab", tmp_path / "lab")
+    (tmp_path / "data").symlink_to(data)
+    return tmp_path
+
+
+def typed(name: str) -> tuple[list[str], list[str]]:
+    """The command that replaces a program, as a shell reads it: what starts it, and the words behind `trainer`."""
+    command = shlex.split((HERE / f"tutorial_{name}.sh").read_text().replace("\\\n", " "))
+    at = command.index("trainer") + 1
+    return command[:at], command[at:]
+
+
+def words(name: str, *more: str) -> list[str]:
+    """The command's words; its samples in the program's order, and images in memory as there."""
+    own = [word for word in typed(name)[1] if not word.startswith(("data=", "processes="))]
+    lab = [] if "--config-dir" in own else ["--config-dir", "lab/conf"]
+    exactly = (f"data={pictures_of(name)}_as_sampled", "channels_last=false", "loop.log_every=1", "device=cpu")
+    return [*lab, *own, *exactly, *more]
+
+
+def launcher(name: str) -> list[str]:
+    """What starts the command, with this Python."""
+    start, own = typed(name)
+    module = [*TORCHRUN, "-m", "trainer"] if start[0] == "torchrun" else ["-m", "trainer"]
+    return [sys.executable, *module, *(word for word in own if word.startswith("processes="))]
+
+
+def pictures_of(name: str) -> str:
+    """The data set of a program."""
+    return "cifar10" if name in ("dp", "ddp") else "fashion_mnist"
+
+
+def train(launch: Launch, home: Path, own: list[str]) -> int:
+    """`python -m trainer …` in a folder with a lab; the exit code."""
+    sys.path.insert(0, str(home))
+    try:
+        return product(launch, home, own)
+    finally:
+        _leave(home)
+
+
+def by_hand(launch: Launch, home: Path, port: int) -> str:
+    """What a process that mp.spawn has started does with the script; what it prints."""
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    before, screen = os.getcwd(), io.StringIO()
+    os.chdir(home)
+    sys.path.insert(0, str(HERE))
+    try:
+        with patch.dict(os.environ, meeting), patch("torch.cuda.is_available", lambda: False), redirect_stdout(screen):
+            runpy.run_path(str(HERE / "tutorial_spawn.py"))["train"](launch.rank, launch.world_size)
+        return screen.getvalue()
+    finally:
+        os.chdir(before)
+        _leave(HERE)
+
+
+def _leave(place: Path) -> None:
+    sys.path.remove(str(place))
+    for name in [name for name in sys.modules if name.split(".")[0] == "lab"]:  # other tests have other labs
+        del sys.modules[name]
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+def figures(name: str, home: Path, screen: str) -> tuple[list[float], list[float]]:
+    """The losses of a program's steps, and the accuracies of its evaluations."""
+    if name == "lightning":
+        rows = list(csv.DictReader((home / "logs/tutorial/version_0/metrics.csv").read_text().splitlines()))
+        losses, accuracies = ([float(row[key]) for row in rows if row[key]] for key in ("loss", "accuracy"))
+        return losses, accuracies
+    said = re.findall(r"step (\d+) loss ([\d.]+)", screen)
+    assert [int(step) for step, _ in said] == list(range(1, len(said) + 1))
+    return [float(loss) for _, loss in said], [float(found) for found in re.findall(r"accuracy ([\d.]+)", screen)]
+
+
+def compare(name: str, home: Path, screen: str) -> None:
+    """What the page's table says of a program and its command; and the command goes on from what the program left."""
+    steps, bound, accuracy = re.search(rf"`tutorial_{name}.py`.*\| (\d+) \| ([\de.-]+) \| (.*) \|", PAGE).groups()
+    losses, accuracies = figures(name, home, screen)
+    assert far(curve(home / "run")[: int(steps)], losses[: int(steps)]) < float(bound)
+    found = lines(home / "run", "eval")[-1]
+    assert found["samples"] == TESTED[pictures_of(name)]
+    if accuracy == "the same":
+        assert found["accuracy"] == pytest.approx(accuracies[-1], abs=1e-5)
+    elif accuracy == "one image counts twice":
+        same_but_for_one(found["accuracy"], accuracies[-1])
+
+    begin = [f"init_from={home / LEFT[name]}", "optimizer.lr=0", "loop.steps=1", "strategy=single", "run.dir=on"]
+    # in what is frozen the BatchNorms keep their statistics, too
+    frozen = ["model.freeze=[backbone]"] if pictures_of(name) == "cifar10" else []
+    assert train(Launch(), home, words(name, *begin, *frozen)) == 0
+    log = (home / "on" / "logs" / "rank-0.log").read_text()
+    assert "tensors from" in log
+    assert "stay as built" not in log
+    again = lines(home / "on", "eval")[-1]["accuracy"]
+    best = max(accuracies) if name == "lightning" else accuracies[-1]
+    if name in PADDED:
+        same_but_for_one(again, best)
+    else:
+        assert again == pytest.approx(best, abs=1e-5)
+
+
+def same_but_for_one(exact: float, padded: float) -> None:
+    """DistributedSampler gives both processes 51 of 101 pictures: one of them counts twice."""
+    right, said = round(exact * 101), round(padded * 102)
+    assert (exact, padded) == (pytest.approx(right / 101), pytest.approx(said / 102, abs=1e-5))
+    assert said - right in (0, 1)
+
+
+def test_the_workers_of_a_script_and_our_ranks_learn_the_same(processes: Processes, home: Path) -> None:
+    screen, *_ = processes.run(2, by_hand, home, _free_port())
+    assert processes.run(2, train, home, words("spawn", "run.dir=run")) == [0, 0]
+    compare("spawn", home, screen)
+    # of 401 samples the script makes 13 steps: the last one is smaller, and has a sample that an earlier one had
+    assert len(figures("spawn", home, screen)[0]) == 2 * 13
+    assert len(curve(home / "run")) == 2 * 12
+
+
+def test_the_commands_are_taken_as_they_stand(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    for name in STARTED:
+        settings(compose(typed(name)[1]))
 
 
 @pytest.mark.long
-def test_the_losses_of_a_script_with_ddp_are_those_of_a_run_with_ddp(root: Path, tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [*launcher, str(HERE / "tutorial_ddp.py"), str(root), "script.json", "20"]
-    own = torchrun(2, *SAME, "strategy=ddp", "loop.steps=20", f"data.root={root}", "run.dir=run", "device=cpu")
-    beside(script, own, root, tmp_path)
-    # and the weights that it has saved on rank 0 are where a run may begin
-    words = (*SAME, f"data.root={root}", "device=cpu", "init_from=script.pt", "loop.steps=1", "optimizer.lr=0")
-    (screen,) = finish_all([single(*words, "run.dir=on")], tmp_path)
-    assert "122 tensors from" in screen
+@pytest.mark.parametrize("name", STARTED)
+def test_a_program_and_the_command_that_replaces_it_learn_the_same(name: str, home: Path) -> None:
+    package = PACKAGES.get(name, "torch")
+    if not find_spec(package):
+        pytest.skip(f"needs {package}: pip install -e '.[bench]'")
+    theirs = [sys.executable, *STARTED[name], str(HERE / f"tutorial_{name}.py")]
+    screen, _ = finish_all([theirs, [*launcher(name), *words(name, "run.dir=run")]], home)
+    compare(name, home, screen)
 
 
-@pytest.mark.long
-@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="of several GPUs the script averages in another order")
-def test_the_losses_of_a_script_with_data_parallel_are_those_of_a_run_with_dp(root: Path, tmp_path: Path) -> None:
-    script = [sys.executable, str(HERE / "tutorial_dp.py"), str(root), "script.json", "12"]
-    own = single(*SAME, "strategy=dp", "loop.steps=12", f"data.root={root}", "run.dir=run", "device=cpu")
-    beside(script, own, root, tmp_path)
+def test_weights_beside_objects_are_refused_until_they_stand_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    network = torch.nn.Linear(2, 3)
+    state = {f"net.{name}": value for name, value in network.state_dict().items()}
+    torch.save({"state_dict": state, "hyper_parameters": Namespace(lr=0.1)}, "best.ckpt")
+    with pytest.raises(
+        Refusal, match=r"best\.ckpt: it holds a argparse\.Namespace, which only running code could read"
+    ):
+        Initial("best.ckpt", "-loss").look(network)
+    exec(re.search(r'^python -c "(.*)"$', PAGE, re.MULTILINE)[1])
+    initial = Initial("net.pt", "-loss")
+    initial.look(network)
+    assert initial.lines == ["weights     2 tensors from net.pt, its net.*"]
 
 
 def rows() -> list[tuple[str, ...]]:
-    """The words on the right of the page's table for those who come from a script, where they need no files."""
-    page = (HERE.parents[1] / "docs" / "recipes.md").read_text()
-    table = page.split("| in the script | here |")[1].split("\n\n")[0]
-    spans = [re.findall(r"`(\+?[a-z][\w.]*=[^`]+)`", line.split("|")[2]) for line in table.splitlines() if "|" in line]
-    words = [tuple(word for span in row for word in span.split()) for row in spans]
-    return [row for row in words if row and not re.search(r"FILE|runs/|compile", " ".join(row))]
+    """The words on the right of the page's tables, where they need no files and no longer run."""
+    tables = [part.split("\n\n")[0] for part in PAGE.split("| here |")[1:]]
+    right = [line.split("|")[2] for table in tables for line in table.splitlines() if line.count("|") > 2]
+    spans = [re.findall(r"`(\+?[a-z][\w.]*=[^`]+)`", cell) for cell in right]
+    found = dict.fromkeys(tuple(word for span in row for word in span.split()) for row in spans)
+    more = re.compile(r"FILE|\.pt|\.ckpt|runs/|compile|job=|processes=|profile|fashion|wandb")
+    return [row for row in found if row and not more.search(" ".join(row))]
 
 
 @pytest.mark.parametrize(
-    "words",
-    [pytest.param(row, id=" ".join(row), marks=pytest.mark.long if at % 5 else ()) for at, row in enumerate(rows())],
+    "own",
+    [pytest.param(row, id=" ".join(row), marks=pytest.mark.long if at % 10 else ()) for at, row in enumerate(rows())],
 )
-def test_the_words_that_replace_a_script_train(tmp_path: Path, words: tuple[str, ...]) -> None:
-    last = {word.split("=")[0]: word for word in words}  # precision=bf16, precision=fp16: one of them
-    small = (*SMALL, "loop.steps=2", "loop.global_batch=120", "loop.eval_every=1", f"run.dir={tmp_path / 'run'}")
-    assert product(Launch(), tmp_path, [*small, *last.values()]) == 0
-    assert len(curve(tmp_path / "run")) == 2
+def test_the_words_that_replace_a_script_train(tmp_path: Path, own: tuple[str, ...]) -> None:
+    small = (*SMALL, "loop.global_batch=120", "loop.eval_every=1", f"run.dir={tmp_path / 'run'}")
+    # of a key's values the last one: precision=bf16, precision=fp16
+    last = {word.split("=")[0]: word for word in (*small, *own, "loop.steps=2")}
+    assert product(Launch(), tmp_path, [*last.values()]) == 0
+    assert lines(tmp_path / "run", "train")[-1]["step"] == 2

@@ -1,11 +1,10 @@
-"""A script as tutorials have it: torchrun, DistributedSampler, DDP, ResNet-18, CIFAR-10. Nothing of this program.
+"""Processes that torchrun starts: DistributedDataParallel, with two backwards before each step.
 
-torchrun --standalone --nproc-per-node 2 tutorial_ddp.py DATA_ROOT OUT.json STEPS
+torchrun --standalone --nproc-per-node 2 tutorial_ddp.py
 """
 
-import json
 import os
-import sys
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -16,66 +15,60 @@ from torchvision import transforms
 from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18
 
-BATCH, LR, SEED = 16, 0.01, 0  # samples of one process
+BATCH, ACCUMULATE, EPOCHS = 8, 2, 2  # samples of one process in one backward
 
 
-class Made(CIFAR10):
-    """CIFAR-10 without the question whether its files are the published ones: a test has made these."""
-
-    def _check_integrity(self):
-        return True
-
-    def _load_meta(self):
-        self.classes = [str(label) for label in range(10)]
-
-
-def main(root, out, steps):
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+def main():
+    cuda, local = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
 
     normalise = transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
     transform = transforms.Compose([transforms.ToTensor(), normalise])
-    train, test = (Made(root, train=part, transform=transform) for part in (True, False))
-    sampler = DistributedSampler(train, shuffle=True, seed=SEED, drop_last=True)
-    loader = DataLoader(train, batch_size=BATCH, sampler=sampler, drop_last=True)
-    test_loader = DataLoader(test, batch_size=BATCH, sampler=DistributedSampler(test, shuffle=False))
+    train = CIFAR10("data", train=True, transform=transform)
+    test = CIFAR10("data", train=False, transform=transform)
+    sampler = DistributedSampler(train, drop_last=True)
+    train_loader = DataLoader(train, BATCH, sampler=sampler, drop_last=True)
+    test_loader = DataLoader(test, BATCH, sampler=DistributedSampler(test, shuffle=False))
 
-    torch.manual_seed(SEED)
-    model = DDP(resnet18(num_classes=10).to(device))
+    torch.manual_seed(0)
+    model = DDP(resnet18(num_classes=10).to(device), device_ids=[local] if cuda else None)
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
 
-    losses, epoch = [], 0
-    while len(losses) < steps:
+    step, mean = 0, torch.zeros(1, device=device)
+    for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         model.train()
-        for images, labels in loader:
-            if len(losses) == steps:
-                break
+        for index, (images, labels) in enumerate(train_loader):
             images, labels = images.to(device), labels.to(device)
-            optimizer.zero_grad()
-            loss = criterion(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            losses.append(mean.item() / dist.get_world_size())
-        epoch += 1
+            last = (index + 1) % ACCUMULATE == 0
+            with nullcontext() if last else model.no_sync():
+                loss = criterion(model(images), labels) / ACCUMULATE
+                loss.backward()
+            mean += loss.detach()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+                dist.all_reduce(mean)
+                if rank == 0:
+                    print(f"step {step} loss {mean.item() / world:.7f}")
+                mean.zero_()
 
-    model.eval()
-    counts = torch.zeros(2, device=device)  # correct, total
-    with torch.no_grad():
-        for images, labels in test_loader:
-            said = model(images.to(device)).argmax(1)
-            counts += torch.tensor([(said == labels.to(device)).sum().item(), len(labels)], device=device)
-    dist.all_reduce(counts)
-    if rank == 0:
-        with open(out, "w") as file:
-            json.dump({"losses": losses, "accuracy": (counts[0] / counts[1]).item()}, file)
-        torch.save(model.module.state_dict(), out.replace(".json", ".pt"))
+        model.eval()
+        counts = torch.zeros(2, device=device)  # correct, total
+        with torch.no_grad():
+            for images, labels in test_loader:
+                correct = (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+                counts += torch.stack([correct, torch.tensor(len(labels), device=device)])
+        dist.all_reduce(counts)
+        if rank == 0:
+            print(f"accuracy {(counts[0] / counts[1]).item():.5f}")
+            torch.save(model.module.state_dict(), "tutorial_ddp.pt")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main()

@@ -262,7 +262,7 @@ def test_images_are_left_as_they_were():
         ({"mean": (0.1, 0.2)}, "2 values and augment.std 1"),
         ({"std": (0.0,)}, "above 0"),
         ({"mixup": -0.1}, "augment.mixup is -0.1"),
-        ({"erase": 1.5}, "augment.erase is 1.5; it is a part"),
+        ({"erase": 1.5}, "augment.erase is 1.5; it is a fraction"),
     ],
 )
 def test_amounts_that_cannot_be_are_refused(arguments, words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image, ImageOps
+from safetensors.torch import load_file
 
 from recipes.vision.augment import Augment
 from recipes.vision.decode import Windows, decode
@@ -90,10 +92,21 @@ def test_a_job_looks_at_each_training_picture_once_and_plainly(place: Path) -> N
     assert product(Launch(), place, words) == 0
     assert product(Launch(), place, ["run.dir=seen", "job=evaluate", "job.split=train"]) == 0
     assert json.loads((place / "seen/evaluate/metrics.jsonl").read_text())["samples"] == 48
+    # each picture by its path, with the class that is said
+    assert product(Launch(), place, ["run.dir=seen", "job=predict", "loader.workers=0"]) == 0
+    head, *rows = (place / "seen/predict/predictions.csv").read_text().splitlines()
+    said = load_file(place / "seen/predict/predictions.safetensors")["output"].argmax(1).tolist()
+    shown = sorted((place / "whole" / "val").glob("*/*.jpg"))
+    kinds = sorted({path.parent.name for path in shown})
+    assert [head, *rows] == [
+        "index,name,class",
+        *(f"{index},{path},{kinds[said[index]]}" for index, path in enumerate(shown)),
+    ]
     plain = data(place / "whole", Windows(), repeat=2, eval_image_size=20).plain_train()
     assert torch.equal(plain[7][0], decode(plain.sources.source(7), 20, 3, Windows().evaluation))
 
 
+@pytest.mark.long
 def test_a_damaged_file_ends_the_run_with_its_path(place: Path) -> None:
     words = [f"data.root={place / 'torn'}", *WORDS, *SHORT, "run.dir=ended", "strategy=single", "loader.workers=1"]
     screen = finish(single(*words, "device=cpu"), place, code=1)
@@ -118,6 +131,75 @@ def test_damaged_files_are_replaced_by_the_same_ones_on_any_rank(place: Path, pr
         assert str(place / "torn" / "val" / "cat" / "00.jpg") in line
 
 
+# What can be wrong with a picture: it ends early, nothing is in it, it is something else, it has colours that there are
+# not (two of them), it unpacks to 400 million pixels.
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "torn": lambda jpg: jpg[: len(jpg) // 2],
+    "empty": lambda jpg: b"",
+    "text": lambda jpg: b"no picture at all",
+    "colours": lambda jpg: header(jpg, 9, b"\x02"),
+    "bomb": lambda jpg: header(jpg, 5, (20_000).to_bytes(2) * 2),
+}
+
+
+def header(jpg: bytes, at: int, value: bytes) -> bytes:
+    """A JPEG whose frame says something else: from byte 5 its height and width, at byte 9 how many colours it has."""
+    start = jpg.index(b"\xff\xc0") + at
+    return jpg[:start] + value + jpg[start + len(value) :]
+
+
+@pytest.fixture
+def hundred(tmp_path: Path) -> Path:
+    """100 pictures, one of them of printers' colours, five of them damaged, each in another way."""
+    folders = [tmp_path / "hundred" / name for name in ("ant", "bee")]
+    for at, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        for number in range(50):
+            picture(1000 * at + number).save(folder / f"{number:02}.jpg")
+    picture(7).convert("CMYK").save(folders[1] / "00.jpg")
+    for number, damage in enumerate(DAMAGE.values()):
+        path = folders[number % 2] / f"{10 * number:02}.jpg"
+        path.write_bytes(damage(path.read_bytes()))
+    return tmp_path / "hundred"
+
+
+HUNDRED = ("data.image_size=16", "data.held_out=0", "model=mlp", "model.width=16", "loop.global_batch=20")
+
+
+def test_of_damaged_files_one_is_named_or_each_is_counted_once(hundred: Path, processes: Processes) -> None:
+    words = [f"data.root={hundred}", "data=imagefolder", *HUNDRED, "loop.epochs=2", "loader.workers=0"]
+    with pytest.raises(BadData, match=r"hundred/(ant|bee)/\d0\.jpg cannot be read as a picture") as raised:
+        product(Launch(), hundred.parent, [*words, "run.dir=raised"])
+    assert str(raised.value).count(".jpg") == 1
+    two = [*words, "data.on_bad=skip", "strategy=ddp", "run.dir=skipped"]
+    assert processes.run(2, product, hundred.parent, two) == [0, 0]
+    (line,) = [
+        one for one in (hundred.parent / "skipped/logs/rank-0.log").read_text().splitlines() if "replaced" in one
+    ]
+    assert "5 samples that could not be read" in line
+    assert re.findall(r"(\w+/\d\d)\.jpg", line) == ["ant/00", "ant/20", "ant/40", "bee/10", "bee/30"]
+    # more of them than may be: the run says which
+    with pytest.raises(BadData, match=r"one of 4 damaged pictures of 100, and data\.bad_budget=0\.03 .* 3: ") as raised:
+        product(Launch(), hundred.parent, [*words, "data.on_bad=skip", "data.bad_budget=0.03", "run.dir=ended"])
+    assert len({*re.findall(r"\w+/\d\d\.jpg", str(raised.value))}) == 4
+
+
+def test_what_unpacks_to_very_much_takes_no_memory(hundred: Path) -> None:
+    damaged = data(hundred, held_out=0.0, on_bad="skip")
+    before = memory_peak(fresh=True)
+    for index in range(100):
+        damaged.train()[index]
+    assert len(damaged.replaced()) == 5
+    assert memory_peak() - before < 30 * 2**20  # decoded at an eighth of its size, as JPEGs can be, it would be 48 MB
+
+
+def memory_peak(fresh: bool = False) -> int:
+    """The most bytes that this process has had in memory, since the beginning or since the last fresh start."""
+    if fresh:
+        Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
+
+
 def test_what_stands_for_a_damaged_file_is_the_next_one(place: Path) -> None:
     train = data(place / "torn", on_bad="skip").train()
     at = train.labels.tolist().index(1) + 3  # bee/03, and bee/04 after it
@@ -131,7 +213,9 @@ def test_where_nothing_can_be_read_it_ends(tmp_path: Path) -> None:
     for path in tmp_path.rglob("*.jpg"):
         path.write_bytes(b"")
     with pytest.raises(BadData, match="pictures after it cannot be read"):
-        data(tmp_path, on_bad="skip").train()[0]
+        data(tmp_path, on_bad="skip", bad_budget=1.0).train()[0]
+    with pytest.raises(Refusal, match=r"data\.bad_budget is 1\.5"):
+        data(tmp_path, on_bad="skip", bad_budget=1.5)
 
 
 def test_a_share_is_held_out_where_there_is_no_val(tmp_path: Path) -> None:
@@ -153,7 +237,7 @@ def test_a_share_is_held_out_where_there_is_no_val(tmp_path: Path) -> None:
 def test_classes_are_numbered_by_name_and_val_has_no_others(tmp_path: Path) -> None:
     write(tmp_path, {"train": 3, "val": 2})
     one = data(tmp_path)
-    assert (one.num_classes, one.classes) == (3, list(CLASSES))
+    assert (one.num_classes, one.class_names) == (3, list(CLASSES))
     assert [one.train().sources.name(at).split("/")[-2] for at in (0, 3, 6)] == list(CLASSES)
     (tmp_path / "val" / "dog").mkdir()
     with pytest.raises(Refusal, match=r"has classes that .*train has not: dog"):

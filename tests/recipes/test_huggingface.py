@@ -62,11 +62,17 @@ def test_one_curve_whoever_decodes(place: Path, processes: Processes) -> None:
 
 def test_words_as_labels_are_numbered_in_all_splits_together(place: Path) -> None:
     one = data(place / "words")
-    assert one.num_classes == 3
+    assert (one.num_classes, sorted(one.class_names)) == (3, sorted(CLASSES))
     assert one.train().labels.tolist() == [at % 3 for at in range(48)]
     assert one.evaluation().labels.tolist() == [0, 1]
     assert torch.equal(one.train()[4][0], data(place / "numbers").train()[4][0])
     assert data(place / "numbers", evaluation=None).evaluation() is None
+
+
+def test_a_set_is_told_from_another_by_its_pictures(place: Path) -> None:
+    one, other = data(place / "numbers"), data(place / "numbers", repeat=2)
+    assert one.fingerprint(one.train()) == other.fingerprint(other.train()) != ""
+    assert one.fingerprint(one.evaluation()) != one.fingerprint(one.train())
 
 
 @pytest.mark.parametrize(

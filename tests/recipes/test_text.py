@@ -86,7 +86,7 @@ def test_a_tokenizer_makes_numbers_of_texts_and_says_how_many_there_are(place: P
     own.save_pretrained(place / "tokenizer")
     path, tokenizer = str(place / "set"), str(place / "tokenizer")
     data = HuggingFaceText(path, label="mood", tokenizer=tokenizer, length=6)
-    assert (data.vocab_size, data.num_classes) == (5, 2)
+    assert (data.vocab_size, data.num_classes, len(data.class_names)) == (5, 2, 2)
     lists = HuggingFaceText(path, columns=["ids"], label="mood", length=6)
     for at in range(15):
         (one, label), (other, same) = data.train()[at], lists.train()[at]

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from recipes.vision.mlp import MLP
 from recipes.vision.resnet import resnet18, resnet50
 from recipes.vision.vit import Attention, VisionTransformer, patch_for
 from recipes.vision.zoo import torchvision_model
+from tests.quick import quickly
 from trainer.refusal import Refusal
 
 OWN: dict[str, Callable[..., nn.Module]] = {
@@ -121,8 +123,14 @@ def test_the_plan_of_torchvisions_transformer_names_its_mlps():
     assert all(isinstance(network.get_submodule(name), nn.Linear) for name in matched)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "efficientnet_b0", "squeezenet1_0", "googlenet"])
-@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "channels"),
+    quickly(
+        product(["resnet18", "mobilenet_v3_small", "efficientnet_b0", "squeezenet1_0", "googlenet"], [1, 3, 4]),
+        ("resnet18", 1),
+        ("squeezenet1_0", 4),
+    ),
+)
 def test_torchvisions_networks_take_any_number_of_channels(name, channels):
     network = torchvision_model(name, num_classes=6, channels=channels, image_size=40)
     assert network.training

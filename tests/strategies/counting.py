@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from tests.strategies.toys import BATCH, NETWORKS, STRATEGIES, TASKS, Case, ToyData, make_optimizer
+from tests.strategies.toys import BATCH, DATA, NETWORKS, STRATEGIES, TASKS, Case, ToyData, make_optimizer
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
 from trainer.launch.launch import Launch
@@ -20,7 +20,7 @@ from trainer.strategies.machine import Machine
 def collectives_of_a_step(launch: Launch, case: Case) -> list[tuple[str, int]]:
     """(name, bytes) of every collective of one training step, the third, in order. DDP starts its own from C++."""
     torch.manual_seed(case.seed)
-    network, task, data = NETWORKS[case.network](), TASKS[case.task](), ToyData()
+    network, task, data = NETWORKS[case.network](), TASKS[case.task](), DATA.get(case.task, ToyData)()
     with STRATEGIES[case.strategy](machine=Machine(launch=launch, device="cpu"), **case.fields) as strategy:
         stream = Stream(data, data.train(), strategy.slice, BATCH, case.micro_batches, Loading())
         placed = strategy.build(task, network, stream.example())

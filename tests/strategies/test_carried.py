@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,13 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.test_labs import train
 from trainer.data.seeds import seed_all
+from trainer.data.stream import Batch
 from trainer.launch.launch import Launch
+from trainer.learning.task import Task
 from trainer.refusal import Refusal
+from trainer.strategies.carried import Carried
+from trainer.strategies.machine import Machine
+from trainer.strategies.single import Single
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +75,34 @@ def test_a_memory_passes_as_in_a_loop_that_detaches_it(tmp_path: Path) -> None:
     losses, evaluations = losses_of_a_loop(12)
     assert far(curve(tmp_path / "run"), losses) < 1e-9
     assert far([line["loss"] for line in lines(tmp_path / "run", "eval")], evaluations) < 1e-9
+
+
+class Sum(Task):
+    """What passes on is the sum of a row so far."""
+
+    def forward(self, network: Any, inputs: Any, targets: Any, carried: Any = None) -> Any:
+        return inputs + carried["sum"] if carried else inputs
+
+    def carry(self, output: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sum": output}
+
+    def loss(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        return output.mean()
+
+
+def test_rows_of_a_step_that_is_left_out_pass_on_what_they_were_given() -> None:
+    task = Sum()
+    with Single(machine=Machine(device="cpu")) as place:
+        carried = Carried(task, place)
+
+        def step(row: list[float], continues: bool) -> list[float]:
+            batch = Batch(torch.tensor(row), None, torch.arange(2), range(2), 2, continues)
+            carried.through(partial(task.forward, None), batch, training=True)(batch.inputs, None)
+            carried.put_back(torch.tensor(not torch.tensor(row).isfinite().all()))
+            return carried.state()["carried/sum"].tolist()
+
+        assert [step([1, 2], False), step([1, math.nan], True), step([1, 1], True)] == [[1, 2], [1, 2], [2, 3]]
+        assert [step([1, math.nan], False), step([4, 5], True)] == [[0, 0], [4, 5]]  # an epoch begins from nothing
 
 
 @pytest.mark.parametrize(

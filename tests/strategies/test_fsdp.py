@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.toys import STRATEGIES, Case, Net, Plain, Rows, ToyData, built, make_optimizer, run, whole
 from trainer.data.reader import Loading
@@ -143,7 +144,8 @@ def odd(launch: Launch, word: str, fields: dict[str, Any], precision: str) -> tu
 
 
 @pytest.mark.parametrize(
-    ("size", "word", "fields"), [(3, "fsdp", {}), (4, "fsdp", {"replicate": 2}), (4, "pp", {"pipe": 2, "shard": 2})]
+    ("size", "word", "fields"),
+    quickly([(3, "fsdp", {}), (4, "fsdp", {"replicate": 2}), (4, "pp", {"pipe": 2, "shard": 2})], (3, "fsdp", {})),
 )
 def test_numbers_and_turned_weights_are_trained_too(
     processes: Processes, size: int, word: str, fields: dict[str, Any]

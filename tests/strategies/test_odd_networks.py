@@ -83,7 +83,7 @@ class WholeNumbers(Plain):
 
 
 def with_special(launch: Launch, network: type[nn.Module], task: type[Task], case: Case) -> dict[str, Any]:
-    NETWORKS["special"], TASKS["special"] = network, task  # type: ignore[assignment]
+    NETWORKS["special"], TASKS["special"] = network, task
     return run(launch, case.but(network="special", task="special", precision="fp64"))
 
 
@@ -99,8 +99,8 @@ def with_special(launch: Launch, network: type[nn.Module], task: type[Task], cas
         (Routed, Plain, 3, Case("ddp_tp", {"tensor": 1})),
         (Tied, Plain, 1, Case("ddp")),
         (Remembering, Plain, 2, Case("fsdp", micro_batches=2)),
-        (Remembering, Plain, 2, Case("fsdp", {"reshard_after_forward": False})),
-        (Remembering, Plain, 2, Case("zero1")),
+        pytest.param(Remembering, Plain, 2, Case("fsdp", {"reshard_after_forward": False}), marks=pytest.mark.long),
+        pytest.param(Remembering, Plain, 2, Case("zero1"), marks=pytest.mark.long),
         (Remembering, Plain, 2, Case("pp", micro_batches=2)),
         (Net, WholeNumbers, 2, Case("ddp", micro_batches=2)),
         (Net, WholeNumbers, 4, Case("ddp_tp", {"tensor": 2})),
@@ -262,7 +262,7 @@ EVERYWHERE = [
     ("network", "size", "case"),
     [
         *[(Answers, size, case) for size, case in (*EVERYWHERE, (2, Case("pp")))],
-        *[(Outputs, size, case) for size, case in EVERYWHERE],
+        *[pytest.param(Outputs, size, case, marks=pytest.mark.long) for size, case in EVERYWHERE],
     ],
 )
 def test_an_output_that_is_no_tensor_goes_through_loss_and_evaluation(

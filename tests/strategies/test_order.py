@@ -188,7 +188,7 @@ def close(ranks: list[dict[str, Any]], references: list[dict[str, Any]], bound: 
             assert torch.allclose(torch.tensor(value), torch.tensor(reference["weights"][name]), 0, bound), name
 
 
-@pytest.mark.parametrize("where", quickly(SPREAD, *TWO, "fsdp_pp on 4"))
+@pytest.mark.parametrize("where", quickly(SPREAD, *TWO))
 @modes
 def test_recomputing_leaves_the_curve_that_of_one_process(trained: Any, where: str, mode: str) -> None:
     size, case = SPREAD[where]

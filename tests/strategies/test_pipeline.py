@@ -260,7 +260,11 @@ def same(ranks: list[dict[str, Any]], alone: dict[str, Any], within: float = 1e-
 
 
 @pytest.mark.parametrize(
-    ("schedule", "micro_batches"), [(s, m) for s in KINDS for m in (1, 4) if takes(s, Layout(2, 2), m)]
+    ("schedule", "micro_batches"),
+    quickly(
+        [(s, m) for s in KINDS for m in (1, 4) if takes(s, Layout(2, 2), m)],
+        *[(s, 4) for s in KINDS if takes(s, Layout(2, 2), 4)],
+    ),
 )
 def test_every_schedule_computes_what_one_process_does(train: Any, schedule: str, micro_batches: int) -> None:
     run = Run({"schedule": schedule}, micro_batches=micro_batches)
@@ -277,7 +281,10 @@ def test_fewer_micro_batches_than_stages_are_run_one_after_the_other(
 
 @pytest.mark.parametrize(
     ("axis", "schedule"),
-    [(a, s) for a in ("shard", "replicate", "tensor") for s in ("1F1B", "ZBVZeroBubble")],
+    quickly(
+        [(a, s) for a in ("shard", "replicate", "tensor") for s in ("1F1B", "ZBVZeroBubble")],
+        *[(a, "1F1B") for a in ("shard", "replicate", "tensor")],
+    ),
 )
 def test_the_other_axes_of_the_mesh_change_nothing(train: Any, axis: str, schedule: str) -> None:
     run = Run({"pipe": 2, axis: 2, "schedule": schedule})
@@ -326,6 +333,7 @@ def test_a_convolutional_network_keeps_its_statistics_by_micro_batch(train: Any)
     same(train(2, run), train(1, run.alone())[0], within=1e-8)  # ReLU's kinks and small batches enlarge rounding
 
 
+@pytest.mark.long
 def test_synchronised_statistics_are_those_of_the_whole_micro_batch(train: Any) -> None:
     run = Run({"pipe": 2, "replicate": 2, "sync_bn": True}, network="resnet", micro_batches=2, steps=2)
     same(train(4, run), train(1, run.alone())[0], within=1e-8)
@@ -343,9 +351,11 @@ def test_recomputing_changes_nothing(train: Any, schedule: str, mode: str) -> No
 @pytest.mark.parametrize(
     ("fields", "network"),
     [
-        ({}, "dropout"),
+        pytest.param({}, "dropout", marks=pytest.mark.long),
         ({"schedule": "ZBVZeroBubble"}, "dropout"),
-        ({"schedule": "Interleaved1F1B", "activation_checkpointing": "units"}, "dropout"),
+        pytest.param(
+            {"schedule": "Interleaved1F1B", "activation_checkpointing": "units"}, "dropout", marks=pytest.mark.long
+        ),
         ({"activation_checkpointing": "units"}, "unread, dropout"),
     ],
 )
@@ -365,10 +375,10 @@ def test_dropout_follows_from_numbers(processes: Processes, fields: dict[str, An
 @pytest.mark.parametrize(
     ("fields", "precision", "network"),
     [
-        ({}, "bf16", "skips"),
+        pytest.param({}, "bf16", "skips", marks=pytest.mark.long),
         ({}, "fp16", "skips"),
         ({"pipe": 2, "shard": 2}, "bf16", "skips"),
-        ({"pipe": 2, "shard": 2, "param_dtype": "bf16"}, "fp32", "skips"),
+        pytest.param({"pipe": 2, "shard": 2, "param_dtype": "bf16"}, "fp32", "skips", marks=pytest.mark.long),
         pytest.param({}, "bf16", "unread", marks=pytest.mark.long),
         ({"pipe": 2, "shard": 2, "param_dtype": "bf16"}, "fp32", "unread"),
     ],
@@ -393,7 +403,6 @@ def test_half_precision_travels_between_stages(
             (4, {"pipe": 2, "tensor": 2}),
         ],
         (2, {"schedule": "ZBVZeroBubble"}),
-        (4, {"pipe": 2, "shard": 2}),
     ),
 )
 def test_checkpoints_are_those_of_one_process(

@@ -86,8 +86,8 @@ def losses(
     [
         (2, "tp", {}),
         (4, "ddp_tp", {"tensor": 2}),
-        (2, "zero1", {}),
-        (2, "pp", {"schedule": "GPipe"}),
+        pytest.param(2, "zero1", {}, marks=pytest.mark.long),
+        pytest.param(2, "pp", {"schedule": "GPipe"}, marks=pytest.mark.long),
         (4, "fsdp", {"tensor": 2, "activation_checkpointing": "operators"}),
         (4, "mesh", {"pipe": 2, "tensor": 2, "activation_checkpointing": "units"}),
     ],
@@ -108,7 +108,7 @@ def alone(processes: Processes) -> list[float]:
     return reference[0]
 
 
-@pytest.mark.parametrize("strategy", quickly(["ddp", "zero1", "fsdp"], "ddp"))
+@pytest.mark.parametrize("strategy", quickly(["ddp", "zero1", "fsdp"]))
 def test_a_residual_network_with_synchronised_statistics_learns_the_curve_of_one_process(
     processes: Processes, alone: list[float], strategy: str
 ) -> None:

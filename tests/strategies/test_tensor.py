@@ -199,7 +199,7 @@ class Twice(nn.Module):
 
 def masks(launch: Launch) -> list[list[Any]]:
     """What each block has drawn in the second of two steps: in its forward, then once more in its backward."""
-    machine = Machine(launch=launch, device="cpu")
+    machine = Machine(launch=launch, device="cpu", dropout="native")
     with TP(machine=machine, activation_checkpointing="units") as strategy:
         torch.manual_seed(3)
         stream = Stream(ToyData(), Rows(96, 1), strategy.slice, 24, 1, Loading())

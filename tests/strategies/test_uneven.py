@@ -85,6 +85,7 @@ def test_the_curve_is_that_of_one_process(train: Any, where: str, task: str, mic
 
 @pytest.mark.parametrize("where", GATHERING)
 @pytest.mark.parametrize("micro_batches", [4])
+@pytest.mark.long
 def test_gathered_rows_are_those_of_one_process(train: Any, where: str, micro_batches: int) -> None:
     size, batch, case = SPREAD[where]
     case = case.but(precision="fp64", task="contrast", micro_batches=micro_batches, steps=STEPS)
@@ -95,6 +96,7 @@ def test_gathered_rows_are_those_of_one_process(train: Any, where: str, micro_ba
 
 @pytest.mark.parametrize("where", NORMALISING)
 @pytest.mark.parametrize("micro_batches", [4])
+@pytest.mark.long
 def test_synchronised_batch_norm_is_that_of_one_process(train: Any, where: str, micro_batches: int) -> None:
     size, batch, case = SPREAD[where]
     # plain SGD: Adam would amplify a bias without gradient

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.strategies import sequences
 from trainer import Data, Plan, Task, gather
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream, digest
@@ -37,6 +38,8 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "ddp": DDP,
     "tp": TP,
     "ddp_tp": partial(TP, replicate=None),
+    "cp": partial(TP, context=None, tensor=1),
+    "ddp_cp": partial(TP, replicate=None, context=2, tensor=1),
     "fsdp": FSDP,
     "zero1": Zero1,
     "pp": PP,
@@ -164,10 +167,14 @@ class BatchNormNet(nn.Sequential):
 
 
 class SequenceNet(nn.Module):
-    """A norm on cut sequences, and a head whose output stays cut by class. x: (B, WIDTH) read as (B, 6, 2)."""
+    """A norm on cut sequences, and a head whose output stays cut by class. x: (B, WIDTH) read as (B, 6, 2).
 
-    def __init__(self) -> None:
+    Dropout is given whole tensors, local parts and DTensors of cut sequences, and parts that are cut by channel.
+    """
+
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.embed = nn.Linear(2, 8)
         self.norm = nn.LayerNorm(8)
         self.up = nn.Linear(8, 16)
@@ -176,9 +183,9 @@ class SequenceNet(nn.Module):
         self.head = nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.embed(x.unflatten(1, (6, 2))))
-        x = self.last(x + self.down(F.gelu(self.up(x))))
-        return self.head(x)
+        x = self.norm(self.dropout(self.embed(x.unflatten(1, (6, 2)))))
+        y = self.dropout(self.down(self.dropout(F.gelu(self.up(self.dropout(x))))))
+        return self.head(self.dropout(self.last(x + y)))
 
     def plan(self) -> Plan:
         from torch.distributed.tensor import Replicate, Shard
@@ -201,12 +208,79 @@ class SequenceNet(nn.Module):
         )
 
 
+class DrawingBlock(nn.Module):
+    """Dropout on what tensor ranks have parts of, in attention there, and on what all have; stochastic depth; noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.dropout(torch.tanh(self.up(x))).unflatten(-1, (-1, 4, 1))  # (B, heads, 4, 1)
+        heads = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2 * self.training)
+        y = self.dropout(self.down(heads.flatten(1)))
+        if self.training:
+            y = y * x.new_empty(x.shape[0], 1).bernoulli_(0.8) + 0.1 * torch.randn_like(x) * torch.rand(1)
+        return x + y
+
+
+class DrawingNet(nn.Module):
+    """Blocks that draw in every way, batch statistics where they are asked for, and a head."""
+
+    def __init__(self, normed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DrawingBlock() for _ in range(3))
+        self.norm = nn.BatchNorm1d(WIDTH) if normed else nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def plan(self) -> Plan:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        return Plan({"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}, shard=("blocks.*",))
+
+
+class Foreign(nn.Module):
+    """What others have written: batch statistics, stochastic depth, dropout of channels, a transformer with its usual.
+
+    x: (B, WIDTH) read as (B, 3, 2, 2). The transformer has time first, as torch's own by default.
+    """
+
+    def __init__(self) -> None:
+        from torchvision.models.efficientnet import MBConv, MBConvConfig  # here, because the import takes seconds
+
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16)
+        self.begin = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.SiLU())
+        self.conv = MBConv(MBConvConfig(2, 3, 1, 8, 8, 1), 0.3, nn.BatchNorm2d)
+        self.channels = nn.Dropout2d(0.2)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.channels(self.conv(self.begin(x.view(-1, 3, 2, 2))))
+        return self.head(self.encoder(x.flatten(2).permute(2, 0, 1)).mean(0))
+
+    def plan(self) -> Plan:
+        return Plan(shard=("conv", "encoder.layers.*"), cuts=("encoder",))
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "net": Net,
+    "drawing": DrawingNet,
+    "normed": partial(DrawingNet, normed=True),
+    "foreign": Foreign,
     "batch_norm": BatchNormNet,
     "sequence": SequenceNet,
+    "drawing sequence": partial(SequenceNet, 0.3),
     "dropout": lambda: Net(dropout=0.3),
     "frozen": lambda: freeze(Net(), ["up", "down"]),
+    **sequences.NETWORKS,
 }
 
 
@@ -310,7 +384,9 @@ class Nested(Plain):
         return network(inputs["x"])
 
 
-TASKS = {"nested": Nested, "plain": Plain, "weighted": Weighted, "steps": Steps, "contrast": Contrast}
+TASKS: dict[str, Callable[[], Task]] = {"nested": Nested, "plain": Plain, "weighted": Weighted, "steps": Steps}
+TASKS |= {"contrast": Contrast, **sequences.TASKS}
+DATA: dict[str, Callable[[], Data]] = {"nested": NestedData, **sequences.DATA}
 
 
 @dataclass(frozen=True)
@@ -332,6 +408,7 @@ class Case:
     batch: int = BATCH
     device: str = "cpu"
     backend: str | None = None
+    dropout: Literal["sample", "native"] | None = None
     average: float | None = 0.9  # decay of the weights' moving average
 
     def but(self, **changes: Any) -> Case:
@@ -348,8 +425,9 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
     """Train a toy: its losses, gradient norms and sample digests by step, its evaluation, its weights."""
     torch.manual_seed(case.seed)
     task = TASKS[case.task]()
-    data = NestedData() if case.task == "nested" else ToyData()
-    machine = Machine(launch=launch, device=case.device, precision=case.precision, seed=case.seed, backend=case.backend)
+    data = DATA.get(case.task, ToyData)()
+    words: dict[str, Any] = {"device": case.device, "precision": case.precision, "backend": case.backend}
+    machine = Machine(launch=launch, seed=case.seed, dropout=case.dropout, **words)
     strategy = STRATEGIES[case.strategy](machine=machine, **case.fields)
     strategy.data_ranks(launch.world_size)
     make = NETWORKS[case.network]
@@ -372,14 +450,17 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
             tensors = placed.empty_state(optimizer, found.tensors)
             checkpoints.read(found, tensors)
             placed.load_state(optimizer, tensors)
+        copies = strategy.copies(placed.network)
         step, epoch, position = case.start, *divmod(case.start, stream.steps_per_epoch)
         while step < case.steps:
             for batches in stream.epoch(epoch, position * case.batch):
                 parts = placed.forward_backward(batches, step)
                 norm = placed.optimizer_step(optimizer, 1.0)
                 placed.after_step(step + 1)
+                copies.tell(step + 1)
                 indices = torch.cat([batch.indices for batch in batches])
                 totals = strategy.totals({**parts, "digest": digest(indices)}).read()
+                copies.refuse()  # in every step of every strategy copies hold the same bits
                 seen["losses"].append(float(totals["loss"]))
                 seen["parts"].append({name: float(value) for name, value in totals.items() if name != "digest"})
                 seen["norms"].append(float(norm))
@@ -392,6 +473,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
                     break
             epoch, position = epoch + 1, 0
         placed.settle()
+        copies.refuse_save(step, placed.state(optimizer))
         before = {name: value.clone() for name, value in placed.network.state_dict().items()}
         seen["figures"] = evaluate(strategy, placed, task, evaluation, lambda: False)
         seen["back"] = all(torch.equal(held(before[name]), held(v)) for name, v in placed.network.state_dict().items())

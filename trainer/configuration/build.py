@@ -23,10 +23,10 @@ from trainer.configuration.names import Names, real_name
 from trainer.configuration.resolved import as_written, quoted_from
 from trainer.configuration.settings import BESIDE
 from trainer.data.data import Data
-from trainer.refusal import Refusal
+from trainer.refusal import Refusal, listed
 
 # What a data set's yaml says for models to interpolate. It is not passed to a Data that does not name it.
-FACTS = ("num_classes", "channels", "image_size", "vocab_size")
+FACTS = ("num_classes", "channels", "image_size", "vocab_size", "bytes_per_token", "ignored")
 
 _PLAIN = (bool, int, float, str, list, tuple, type(None))  # of others nobody knows what == gives
 
@@ -164,8 +164,7 @@ class _Check:
         args, partly = values.get("_args_", []), values.get("_partial_", False)
         special = values.keys() - words.keys() - {"_target_", "_args_", "_partial_"}
         if special or not isinstance(args, list) or not isinstance(partly, bool):
-            mean = "_target_, _args_ (a list) and _partial_ (true or false) mean something"
-            raise Refusal(f"{where}: of keys that begin with _ only {mean}")
+            raise Refusal(f"{where}: only _target_, _args_ (a list) and _partial_ (true or false) may begin with _")
         taken, problems = signature.bound(target, words, self.written, where, given)
 
         # Arguments by position fill the first parameters; a partial call may leave any open.
@@ -173,7 +172,7 @@ class _Check:
             first = list(inspect.signature(target).parameters)[: len(args)]
             problems += signature.missing(target, {*words, *given, *first}, where)
         if problems:
-            raise Refusal("\n".join(problems))
+            raise Refusal(listed(problems))
         args = self.within(args, f"{where}._args_")
         plain = [name for name, value in words.items() if not isinstance(value, dict)]
         said = [quoted_from(self.written, f"{where}.{name}").removeprefix(f"{where}.") for name in plain]

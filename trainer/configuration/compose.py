@@ -22,13 +22,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.configuration.bundle import root
 from trainer.configuration.choices import assort, dashed, misnamed, mistyped, unread
+from trainer.configuration.references import refuse_bombs
 from trainer.configuration.resolved import as_written, flat, resolved
 from trainer.configuration.settings import BESIDE, GROUPS, examine
 from trainer.configuration.trained import of_run, opens_a_run
 from trainer.configuration.words import Words, line, parse, read
-from trainer.refusal import Refusal, first_line, nearest
-
-LINES = 10  # of problems that are shown at once
+from trainer.refusal import Refusal, first_line, listed, nearest
 
 
 def compose(argv: Sequence[str]) -> DictConfig:
@@ -44,6 +43,7 @@ def compose(argv: Sequence[str]) -> DictConfig:
     overrides, problems = parse(words.overrides)
 
     # Hydra composes what the groups' words choose. That tells which keys there are, and of which type.
+    refuse_bombs(words.folders)  # before it reads them
     with composing(words.folders) as places:
         chosen, changes = assort(overrides, places, problems)
         cfg = load(words, chosen, places)
@@ -71,8 +71,7 @@ def compose(argv: Sequence[str]) -> DictConfig:
         _answer(words, [*chosen, *map(_for_hydra, changes)])
     later = {path: f"{said}{_behind(path, options, places)}" for path, said in later.items()}
     if problems := [*problems, *lines.values(), *later.values()]:
-        more = [f"… and {len(problems) - LINES} more"] if len(problems) > LINES else []
-        raise Refusal("\n".join(problems[:LINES] + more))
+        raise Refusal(listed(problems))
     return cfg
 
 

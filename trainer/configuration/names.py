@@ -30,6 +30,13 @@ class Names:
         """The class or function of this name. Refusal where it may not be called or is not there; calls nothing."""
         if not isinstance(name, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name):
             raise Refusal(f"{where}: {shown(name)} is not the name of a class or function, like lab.net.Net")
+        if name.startswith("__main__."):
+            own = name.rpartition(".")[2]
+            raise Refusal(
+                f"{where}: {name} is written in a notebook's cell or a script, where a configuration, and every process"
+                f" that is started, finds nothing. Write it into a file (in a notebook: %%writefile mine.py) and use "
+                f"mine.{own} with trust=[mine]; or give the object itself to a Trainer (docs/python.md)"
+            )
         # By its name alone, before anything is imported: importing runs code.
         if not self._permits(name):
             raise Refusal(f"{where}: {name} may not be called from a configuration{self._remedy(name)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -24,8 +25,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from trainer.refusal import Refusal, first_line
 
 
-def submit(cfg: DictConfig, jobs: Sequence[Sequence[str]], folder: Path) -> list[int]:
-    """Hand each job's words to the launcher that the configuration chooses, and wait for all; their exit codes.
+def submit(cfg: DictConfig, jobs: Sequence[Sequence[str]], folder: Path) -> list[tuple[int, float]]:
+    """Hand each job's words to the launcher that the configuration chooses, and wait for all; exit codes and seconds.
 
     The launcher's own files (submitted code, output of its processes) go below the folder of all runs. Refusal where
     the plugin cannot start anything; what a job that is lost raises is the plugin's (hydra-submitit-launcher 1.2).
@@ -41,7 +42,7 @@ def submit(cfg: DictConfig, jobs: Sequence[Sequence[str]], folder: Path) -> list
         raise Refusal(f"hydra/launcher: {first_line(error)}") from error
     # It returns when the last job has ended, with what run_words returned in each.
     returned = launcher.launch(cast(Any, [list(words) for words in jobs]), initial_job_idx=0)
-    return [int(cast(Any, one.return_value)) for one in returned]
+    return [cast(Any, one.return_value) for one in returned]
 
 
 class Whole:
@@ -55,8 +56,8 @@ class Whole:
         return config
 
 
-def run_words(_: DictConfig) -> int:
-    """Where the job runs: start the program with its words and wait; its exit code.
+def run_words(_: DictConfig) -> tuple[int, float]:
+    """Where the job runs: start the program with its words and wait; its exit code, and the seconds that it took.
 
     submitit leaves by an exception once it has requeued a job before its time is over; the run saves first.
     """
@@ -65,9 +66,9 @@ def run_words(_: DictConfig) -> int:
         from submitit.helpers import TorchDistributedEnvironment
 
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
-    child = subprocess.Popen([sys.executable, "-m", "trainer", *words])
+    child, began = subprocess.Popen([sys.executable, "-m", "trainer", *words]), time.monotonic()
     try:
-        return child.wait()
+        return child.wait(), time.monotonic() - began
     except BaseException:  # the requeueing, too: nothing may be left running
         child.terminate()
         child.wait()

@@ -15,9 +15,11 @@ from trainer.configuration.resolved import as_written, quoted_from, resolved
 from trainer.configuration.values import (
     Written,
     at_least,
+    beat,
     converted,
     fraction,
     meeting_place,
+    not_negative,
     packages,
     positive,
     rhythm,
@@ -28,7 +30,7 @@ from trainer.configuration.values import (
 )
 from trainer.learning.cadence import Every
 from trainer.learning.rule import Rule
-from trainer.refusal import Refusal
+from trainer.refusal import Refusal, listed
 
 # Groups whose keys belong to what their `_target_` names; `experiment` is a group too, but leaves no key of its own.
 GROUPS = ("job", "strategy", "model", "task", "data", "optimizer", "schedule", "log")
@@ -72,9 +74,13 @@ class Loop:
     log_every: Rhythm
     eval_every: Rhythm
     save_every: Rhythm
+    histograms_every: Annotated[tuple[Every, ...], Written(beat)]
     patience: Count | None  # evaluations
+    on_nonfinite: Literal["stop", "skip", "rollback"]
     eval_batch: Count | None
+    peak_flops: Positive | None  # operations a second of one device
     deterministic: bool
+    dropout: Literal["sample", "native"] | None
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,16 @@ class Ema:
 
     decay: Fraction | None
     every: Count
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text that a language model continues after each evaluation."""
+
+    prompt: Word | None
+    tokens: Count
+    temperature: Annotated[float, Written(not_negative)]
+    top_k: Count | None
 
 
 @dataclass(frozen=True)
@@ -96,10 +112,12 @@ class Loader:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Which checkpoints stay."""
+    """Which checkpoints stay, and what a save that fails means for the run."""
 
     keep: Count
     best: Word | None
+    asynchronous: bool
+    on_error: Literal["warn", "stop"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +129,8 @@ class Distributed:
     interface: Word | None
     timeout: Seconds
     step_timeout: Seconds
+    restarts: Natural
+    compare_copies: bool
 
 
 @dataclass(frozen=True)
@@ -136,6 +156,7 @@ class Settings:
     run: Run
     loop: Loop
     ema: Ema
+    sample: Sample
     loader: Loader
     checkpoint: Checkpoint
     distributed: Distributed
@@ -168,7 +189,7 @@ def settings(cfg: DictConfig) -> Settings:
     values, wrong = resolved(cfg)
     found = examine(values, as_written(cfg), wrong)
     if found is None:
-        raise Refusal("\n".join(wrong.values()))
+        raise Refusal(listed([*wrong.values()]))
     return found
 
 
@@ -189,6 +210,11 @@ def examine(values: Mapping[str, Any], written: Mapping[str, Any], wrong: dict[s
         wrong["loop.uneven"] = (
             "loop.uneven=true and compile=true: a compiled network takes micro-batches of one size only; "
             "set compile=false, or loop.uneven=false and a global batch that divides"
+        )
+    if loop.dropout == "sample" and found.compile:
+        wrong["loop.dropout"] = (
+            "loop.dropout=sample and compile=true: a compiled network draws torch's random numbers; "
+            "set compile=false, or loop.dropout=native"
         )
     if found.init_from is not None and found.run.resume not in ("auto", "fresh"):
         wrong["init_from"] = (

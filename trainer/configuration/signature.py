@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 import typing
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
@@ -65,12 +67,14 @@ def missing(target: Callable, present: Collection[str], where: str) -> list[str]
 def hints(target: Callable) -> dict[str, Any]:
     """The types of the parameters, as far as they can be known: names that only a type checker imports are left out."""
     owner = inspect.unwrap(_constructor(target) if isinstance(target, type) else target)
+    # a dataclass takes over its bases' fields as they are written there, in words of the bases' own files
+    files = [vars(sys.modules[kind.__module__]) for kind in inspect.getmro(target)] if isinstance(target, type) else []
+    scope = dict(ChainMap(getattr(owner, "__globals__", {}), *files))
     found: dict[str, Any] = {}
     # One by one: typing.get_type_hints gives up on all of them where one name is not there at run time.
     for name, written in inspect.get_annotations(owner).items():
         with suppress(NameError, TypeError, AttributeError, SyntaxError):
-            alone = types.SimpleNamespace(__annotations__={name: written})
-            found |= typing.get_type_hints(alone, getattr(owner, "__globals__", {}))
+            found |= typing.get_type_hints(types.SimpleNamespace(__annotations__={name: written}), scope)
     return found
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.configuration.settings import GROUPS
+from trainer.launch.schema import CONFIG, ENVIRONMENT, Damaged, read_json, read_yaml
 from trainer.refusal import Refusal
 
 # What is never taken over: what is to be done, where, with whose code, and sinks, which are for what is trained.
@@ -21,6 +20,11 @@ _OWN = ("job", "run", "processes", "trust", "log")
 def opens_a_run(cfg: DictConfig) -> bool:
     """Does the job begin with a checkpoint of a run, and so with that run's configuration?"""
     return OmegaConf.select(cfg, "job.checkpoint") is not None
+
+
+def reads_files(cfg: DictConfig) -> bool:
+    """Does the job only read the files of a run? Then nothing is built for it, and torch is not imported."""
+    return cfg.job.get("_target_") == "trainer.jobs.costs.Report"
 
 
 def of_run(cfg: DictConfig, chosen: Sequence[str], changes: Sequence[Override]) -> None:
@@ -60,8 +64,11 @@ def _folder(cfg: DictConfig, said: dict[str, Any], job: str) -> Path:
 
 def _read(folder: Path) -> dict[str, Any]:
     """What the run was configured with; what it resolved `auto` to is kept, whatever this machine would choose."""
-    own = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     environment = folder / "environment.json"
-    if own.get("precision") == "auto" and environment.is_file():
-        own["precision"] = json.loads(environment.read_text(encoding="utf-8")).get("precision", "auto")
+    try:
+        own = read_yaml(folder / "config.yaml", CONFIG)
+        if own.get("precision") == "auto" and environment.is_file():
+            own["precision"] = read_json(environment, ENVIRONMENT)[0].get("precision", "auto")
+    except Damaged as error:
+        raise Refusal(f"the run cannot be opened, as one of its files is damaged: {error}") from error
     return {key: value for key, value in own.items() if key not in _OWN}

@@ -135,6 +135,11 @@ def positive(value: Any) -> float:
     return _held(converted(value, float), value > 0, "a number above 0")
 
 
+def not_negative(value: Any) -> float:
+    """A number from 0 on."""
+    return _held(converted(value, float), value >= 0, "a number from 0 on")
+
+
 def fraction(value: Any) -> float:
     """A part of something, less than all of it."""
     return _held(converted(value, float), 0 <= value < 1, "a number from 0 on and below 1")
@@ -159,6 +164,13 @@ def rhythm(value: Any) -> tuple[Every, ...]:
     if value is None:
         return ()
     return tuple(_every(part) for part in value) if isinstance(value, list) else (_every(value),)
+
+
+def beat(value: Any) -> tuple[Every, ...]:
+    """The same without a clock, which differs from rank to rank."""
+    found = rhythm(value)
+    expected = "steps (500), epochs (1ep), a list of them, or null for never"
+    return _held(found, all(every.seconds is None for every in found), expected)
 
 
 def _every(value: Any) -> Every:

@@ -16,6 +16,8 @@ from hydra.errors import HydraException
 
 from trainer.refusal import Refusal, nearest
 
+_MOST = 2_000  # values in one word: half a second of Hydra's parser, whose time grows with their square
+
 
 @dataclass(frozen=True)
 class Words:
@@ -114,6 +116,9 @@ def parse(words: Sequence[str], sweeps: bool = False) -> tuple[list[Override], l
     overrides, problems = [], []
     for word in words:
         brief = word if len(word) <= 60 else word[:57] + "..."
+        if (commas := word.count(",")) > _MOST:
+            problems.append(f"{brief}: a list of {commas + 1:,} values; a word has at most {_MOST:,}, a yaml file more")
+            continue
         try:
             # shells leave data.root=~/pictures as it is, and Hydra's grammar has no such sign
             override = parser.parse_override(re.sub(r"^([^=]+=)(~[^,'\"]*)$", r"\1'\2'", word))

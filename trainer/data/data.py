@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from trainer.data.fingerprint import of_items
+
 if TYPE_CHECKING:
     from trainer.data.draws import Random
 
 
 class Data:
-    """A training set and an evaluation set, and how their batches are made. Only `train` must be written.
+    """A training set and an evaluation set, and how their batches are made. Only `train` is required.
 
-    Data sets are map-style: `len(dataset)`, and `dataset[i]` gives (input, target). One that also offers
-    `batch(indices) -> (inputs, targets)` is asked for whole batches, already stacked, instead of item by item; of a
-    `TensorDataset` that nobody collates differently the rows are taken at once.
+    Data sets are map-style: `len(dataset)`, and `dataset[i]` returns (input, target). If one also has
+    `batch(indices) -> (inputs, targets)`, whole batches are read at once instead of item by item; so are the rows of a
+    `TensorDataset` with the default `collate`.
     """
 
-    # mix(inputs, targets, other_inputs, other_targets, random) → (inputs, targets): changes each augmented training
-    # sample by the one half a global batch further on (mixup). A method, or None: then nobody has a partner.
+    # mix(inputs, targets, other_inputs, other_targets, random) → (inputs, targets): combines each augmented training
+    # sample with its partner, the sample half a global batch later (mixup). A method, or None: no partners.
     mix: Callable[[Any, Any, Any, Any, Random], tuple[Any, Any]] | None = None
+    class_names: Sequence[str] = ()  # names of the classes, in the order of their numbers; empty: unknown
 
     def train(self) -> Dataset:
         """The training set."""
@@ -34,7 +37,7 @@ class Data:
         return None
 
     def plain_train(self) -> Dataset:
-        """The training set as an evaluation reads sets: each sample once, nothing of it drawn; default: `train`."""
+        """The training set for `job.split=train`: each sample once, without random changes; default: `train`."""
         return self.train()
 
     def collate(self, items: list[Any]) -> Any:
@@ -42,15 +45,46 @@ class Data:
         return default_collate(items)
 
     def augment(self, inputs: Any, targets: Any, random: Random, training: bool) -> tuple[Any, Any]:
-        """Change a whole batch on its device; `random` draws what depends on (seed, epoch, sample index) alone."""
+        """Change a whole batch on its device; numbers of `random` depend only on (seed, epoch, sample index)."""
         return inputs, targets
 
+    def as_pictures(self, inputs: Any) -> Tensor | None:
+        """The inputs of a batch as pictures to look at: (B, C, H, W), 0 black to 1 white; None: they are no images.
+
+        The default takes a tensor of that shape, and scales it from its smallest to its largest value.
+        """
+        if not isinstance(inputs, Tensor) or inputs.dim() != 4 or not inputs.numel():
+            return None
+        low, high = inputs.min(), inputs.max()
+        return (inputs - low) / (high - low).clamp_min(1e-12)
+
+    def as_words(self, targets: Any) -> list[str]:
+        """A short text for each target or prediction, to show below its picture; an empty list: none.
+
+        The default is for one number for each sample, (B,): the number, or the class name if there are `class_names`.
+        """
+        if not isinstance(targets, Tensor) or targets.dim() != 1:
+            return []
+        if targets.is_floating_point():
+            return [f"{number:.4g}" for number in targets.tolist()]
+        names = dict(enumerate(self.class_names))
+        return [names.get(number, str(number)) for number in targets.tolist()]
+
+    def fingerprint(self, dataset: Any) -> str:
+        """A text that tells one of the two sets from another: a run that resumes with other samples is refused.
+
+        It must be the same in every process, and cheap. Empty: only the number of samples is compared. The default asks
+        the set's own `fingerprint()` if it has one, else it takes the length and some items, without what is random.
+        """
+        own = getattr(dataset, "fingerprint", None)
+        return str(own()) if callable(own) else of_items(dataset)
+
     def notes(self) -> list[str]:
-        """Sentences about this data that a run says at its start, once both sets have been read."""
+        """Sentences about this data, printed at the start of a run, after both sets have been read."""
         return []
 
     def replaced(self) -> list[str]:
-        """The samples that could not be read, by name, for which others were taken; a run says them at its end."""
+        """Names of the samples that could not be read and were replaced; printed at the end of a run."""
         return []
 
     def order(self, epoch: int, generator: torch.Generator) -> Tensor:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer.data.seeds import GOLDEN, POSITIVE, mix, mixed, signed
 from trainer.devices import widest
+
+_SPREAD = 0x9E3779B1 - 2**32  # a prime near 2^32 over the golden ratio, as the int32 that torch understands
+
+
+class Part(NamedTuple):
+    """What is asked for of a larger tensor: in one dimension, which is not the batch, from `first` on."""
+
+    dim: int
+    first: int
+    size: int  # of the whole
 
 
 class Random:
@@ -21,6 +32,14 @@ class Random:
     def __init__(self, seed: int, epoch: int, indices: Tensor) -> None:
         self._seed, self._epoch, self._indices = seed, epoch, indices
         self._drawn = 0  # numbers of each stream
+        self._part: Part | None = None
+
+    def of(self, number: int | Tensor, part: Part | None = None) -> Random:
+        """Other streams of the same samples, told apart by an int64 number that lies anywhere; perhaps a part of them.
+
+        A part has the numbers that it would have in the whole.
+        """
+        return _Others(self._indices, self._start + number, part)
 
     @cached_property
     def _start(self) -> Tensor:
@@ -56,17 +75,57 @@ class Random:
             raise ValueError(f"integers in [{low}, {high}) do not exist")
         return self._words(shape).remainder_(high - low).add_(low)
 
+    def bernoulli(self, p: float, *shape: int) -> Tensor:
+        """True with probability p, to 2^-32; the first dimension is the batch.
+
+        Masks are as large as activations, and 64 bits for each element would cost several times what the mask is for.
+        So a row (the last dimension) has one word of its stream, and an element 32 bits that are hashed from this word
+        and from the element's place in the row.
+        """
+        batch, *rows, width = shape if len(shape) > 1 else (*shape, 1)
+        part = self._part
+        of_row = part if part and part.dim == len(rows) + 1 else None
+        words = self._bits((batch, *rows, 1), part if of_row is None else None)
+        columns = _columns(of_row.size if of_row else width, words.device)
+        columns = columns.narrow(0, of_row.first, width) if of_row else columns
+        # a multiplier and a summand for each row; between two products the high bits come down to the low ones
+        bits = (columns + words.int()).mul_(_SPREAD)
+        bits = (bits >> 15).bitwise_xor_(bits).mul_((words >> 32).int().bitwise_or_(1))
+        return (bits < min(round(p * 2**32), 2**32 - 1) - 2**31).view(shape)
+
     def _words(self, shape: tuple[int, ...]) -> Tensor:
         """The next 63 random bits for each element of the shape."""
+        return self._bits(shape, self._part).bitwise_and_(POSITIVE)
+
+    def _bits(self, shape: tuple[int, ...], part: Part | None) -> Tensor:
+        """The next 64."""
         batch = self._indices.shape[0]
         if not shape or shape[0] != batch:
             raise ValueError(f"shape {shape} must begin with the batch of {batch}")
         # The counter goes on where the last call ended, so that no two calls share numbers.
-        count = math.prod(shape[1:])
-        counter = torch.arange(self._drawn + 1, self._drawn + count + 1, device=self._indices.device)
-        words = mixed(self._start[:, None] + counter * signed(GOLDEN)).bitwise_and_(POSITIVE)
-        self._drawn += count
-        return words.view(shape)
+        whole = list(shape[1:])
+        if part:
+            whole[part.dim - 1] = part.size
+        counter = torch.arange(self._drawn + 1, self._drawn + math.prod(whole) + 1, device=self._indices.device)
+        if part:
+            counter = counter.view(whole).narrow(part.dim - 1, part.first, shape[part.dim]).flatten()
+        self._drawn += math.prod(whole)
+        return mixed(self._start[:, None] + counter * signed(GOLDEN)).view(shape)
+
+
+class _Others(Random):
+    """Streams that begin where others say."""
+
+    def __init__(self, indices: Tensor, start: Tensor, part: Part | None) -> None:
+        super().__init__(0, 0, indices)
+        self._start, self._part = start, part
+
+
+@cache
+def _columns(width: int, device: torch.device) -> Tensor:
+    """32 bits for each place of a row: (width,) int32, the same for every row."""
+    with torch.inference_mode(False):
+        return mixed(torch.arange(1, width + 1) * signed(GOLDEN)).int().to(device)
 
 
 @cache

@@ -55,5 +55,5 @@ def size_of(dataset: Any) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise Refusal(f"{name} is iterable only: it needs len() and [i], so that order and resume can be exact")
     if not hasattr(dataset, "__len__"):
-        raise Refusal(f"{name} has no len(), so nobody knows when an epoch ends")
+        raise Refusal(f"{name} has no len(), so the length of an epoch is unknown")
     return len(dataset)

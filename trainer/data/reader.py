@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import random
-import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, TensorDataset
 
 from trainer.data.data import Data
-from trainer.data.seeds import mix, seed_all
+from trainer.data.seeded import Seeded
 from trainer.launch.signals import obey_parent_alone
 from trainer.refusal import BadData
 
@@ -87,6 +85,10 @@ def _begin_worker(number: int) -> None:
     Its own rank's word counts: without it a Python that goes on after an error would wait for its workers for ever.
     """
     obey_parent_alone()
+    # Tensors are handed over by a socket file in a folder below TMPDIR. Its path is at most 103 bytes on every system:
+    # a worker whose TMPDIR is too long for it would give nothing, and its rank would wait. Python 3.14 does the same.
+    if len(os.fsencode(tempfile.gettempdir())) > 103 - len("/pymp-12345678/listener-12345678"):
+        tempfile.tempdir = "/tmp"
 
 
 def _cores() -> int:
@@ -107,38 +109,3 @@ class _Lists:
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for indices in self._indices:
             yield [(self._epoch, index) for index in indices.tolist()]
-
-
-class Seeded(Dataset):
-    """A data set whose item (epoch, i) is read with all generators (Python, NumPy, torch) seeded from (seed, epoch, i).
-
-    So a random transform gives a sample the same picture on every rank, in every worker, in every order. In the main
-    process the generators are put back afterwards.
-    """
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, at: tuple[int, int]) -> Any:
-        epoch, index = at
-        # nothing else draws in a worker; in the main process the network may (dropout), so its numbers are put back
-        with _put_back() if get_worker_info() is None else nullcontext():
-            seed_all(mix(self._seed, epoch, index))
-            return self._dataset[index]
-
-
-@contextmanager
-def _put_back() -> Iterator[None]:
-    """Leave the generators of the CPU as they are met."""
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(before[0])
-            if numpy:
-                numpy.random.set_state(before[1])

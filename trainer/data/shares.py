@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -27,8 +27,8 @@ class Samples:
         self._data, self._device, self._seed = data, own.device, own.seed
         self._read = reading(dataset, data.collate, own.seed, loading, pin=pins(own.device))
 
-    def read(self, epoch: int, lists: Sequence[Tensor], training: bool) -> Iterator[Share]:
-        """(indices, inputs, targets) of each list, in order; the indices stay on the CPU."""
+    def read(self, epoch: int, lists: Iterable[Tensor], training: bool) -> Iterator[Share]:
+        """(indices, inputs, targets) of each list, in order; the indices stay on the CPU. The lists are read twice."""
         for indices, (inputs, targets) in zip(lists, self._read(epoch, lists), strict=True):
             inputs, targets, there = moved((inputs, targets, indices), self._device)
             # All samples of the rank at once: a kernel for each micro-batch would cost as many launches.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,7 +24,7 @@ class Slice:
     device: torch.device
     seed: int  # of order and augmentation
 
-    def steps(self, order: Tensor, global_batch: int, at: Tensor | None = None) -> list[Tensor]:
+    def steps(self, order: Tensor, global_batch: int, at: Tensor | None = None) -> Steps:
         """This rank's indices of each whole global batch of an order; what is left at its end is nobody's.
 
         at: positions in a global batch, instead of this rank's.
@@ -31,7 +32,7 @@ class Slice:
         whole = len(order) // global_batch * global_batch
         # (steps, B) → every ranks-th column from this rank's on → steps × (B / ranks,)
         columns = slice(self.rank, None, self.ranks) if at is None else at
-        return list(order[:whole].view(-1, global_batch)[:, columns].unbind())
+        return Steps(order[:whole].view(-1, global_batch)[:, columns])
 
     def pairs(self, global_batch: int) -> tuple[Tensor, Tensor]:
         """Where in a global batch this rank's samples are, then those of their partners that are other ranks'.
@@ -52,6 +53,21 @@ class Slice:
         # samples of this rank before a position: those at rank, rank + ranks, … below it, so a division rounded up
         start, stop = (-(-(at - self.rank) // self.ranks) for at in (span.start, span.stop))
         return range(start, stop)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The rows of a table (steps, samples), one by one, as often as they are asked for.
+
+    Not a list of them: as tensors of their own they would need more memory than what they are rows of.
+    """
+
+    rows: Tensor
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Row after row; some thousands are made at once, as one at a time costs more."""
+        for part in self.rows.split(4096):
+            yield from part.unbind()
 
 
 def spans(total: int, count: int) -> list[range]:

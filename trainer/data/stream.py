@@ -82,6 +82,11 @@ class EvaluationStream:
         size = len(batch.indices)
         return rows(batch.inputs, 0, least, size), rows(batch.targets, 0, least, size)
 
+    def some(self, indices: Tensor) -> tuple[Any, Any]:
+        """These samples, as (inputs, targets) on the device, for one rank alone."""
+        ((_, inputs, targets),) = self._samples.read(0, [indices], training=False)
+        return inputs, targets
+
     def batches(self, most: int | None = None) -> Iterator[tuple[Batch, int]]:
         """Micro-batches of each batch, and how many of their samples count; as many of them on every rank.
 

@@ -100,7 +100,7 @@ def measure(samples: int, global_batch: int, epochs: int | None, steps: int | No
         raise Refusal("the training set is empty: 0 samples")
     if samples < global_batch:
         most = samples // unit * unit
-        fits = f"at most {most} fits" if most else f"{unit} are the fewest that can be dealt out"
+        fits = f"at most {most} fits" if most else f"the smallest that these processes can divide is {unit}"
         raise Refusal(f"the training set has {counted(samples, 'sample')}, loop.global_batch is {global_batch}; {fits}")
     per_epoch = samples // global_batch
     bounds = [bound for bound in (steps, None if epochs is None else epochs * per_epoch) if bound is not None]

@@ -112,10 +112,12 @@ def make_machine(chosen: Settings, launch: Launch) -> Machine:
         channels_last=chosen.channels_last,
         seed=chosen.seed,
         compile=chosen.compile,
+        dropout=chosen.loop.dropout,
         backend=chosen.distributed.backend,
         interface=chosen.distributed.interface,
         timeout=timeout,
         step_timeout=min(timeout, timedelta(seconds=chosen.distributed.step_timeout)),
+        compare_copies=chosen.distributed.compare_copies,
     )
 
 

@@ -20,7 +20,7 @@ from trainer.parallel.state import fits
 from trainer.records.weights import of_checkpoint
 from trainer.refusal import Refusal
 
-Format = Literal["safetensors", "pt", "pt2", "onnx"]
+Format = Literal["safetensors", "pt", "pt2", "onnx", "huggingface"]
 
 
 class Export(Job):
@@ -44,9 +44,10 @@ class Export(Job):
             return 0
         # what was asked for is looked at first: building a network and tracing it takes a while
         average = as_average(run, self.weights)
-        path = Path(self.out or run_folder(run) / "export" / f"model.{self.format}").expanduser()
-        if path.suffix != f".{self.format}":
-            raise Refusal(f"job.out={self.out}: job.format={self.format} wants a name that ends in .{self.format}")
+        ending = "" if self.format == "huggingface" else f".{self.format}"  # a folder may have any name
+        path = Path(self.out or run_folder(run) / "export" / f"model{ending}").expanduser()
+        if ending and path.suffix != ending:
+            raise Refusal(f"job.out={self.out}: job.format={self.format} wants a name that ends in {ending}")
         found = chosen(run, self.checkpoint)
         network = trained(run, found.path, average)
         write = _WRITERS[self.format]
@@ -54,15 +55,29 @@ class Export(Job):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}")
         write(run, network, draft)
-        draft.replace(path)
+        size = _put_in_place(draft, path)
         which = "moving average" if average else "weights"
         print(f"checkpoint  step {found.step} of {run_folder(run)}, its {which}")
-        print(f"written     {path}: {type(network).__name__}, {path.stat().st_size:,} bytes")
+        print(f"written     {path}: {type(network).__name__}, {size:,} bytes")
         return 0
 
 
+def _put_in_place(draft: Path, path: Path) -> int:
+    """Give a file, or each file of a folder, its name; the bytes of all. Other files of that folder stay."""
+    if not draft.is_dir():
+        draft.replace(path)
+        return path.stat().st_size
+    path.mkdir(exist_ok=True)
+    files = [file.replace(path / file.name) for file in sorted(draft.iterdir())]
+    draft.rmdir()
+    return sum(file.stat().st_size for file in files)
+
+
 def trained(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
-    """The plain network in this process's memory, with the values of a checkpoint."""
+    """The plain network in this process's memory, with the values of a checkpoint.
+
+    One that learned by adapters says what it is without them, in a method `merged()`.
+    """
     network = seeded_network(run)
     network = network.double() if run.machine.resolved_precision == "fp64" else network
     own = network.state_dict()
@@ -70,7 +85,8 @@ def trained(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
     weights = of_checkpoint(checkpoint, average=average)
     fits({name: value.shape for name, value in own.items()}, weights.tensors)
     weights.read_into(own)
-    return network.eval()
+    merged = getattr(network, "merged", None)
+    return (merged() if callable(merged) else network).eval()
 
 
 def _safetensors(run: RunParts, network: nn.Module, path: Path) -> None:
@@ -103,11 +119,24 @@ def _onnx(run: RunParts, network: nn.Module, path: Path) -> None:
     )
 
 
+def _huggingface(run: RunParts, network: nn.Module, path: Path) -> None:
+    """Those of transformers do it by themselves; others may have a method of that name."""
+    save = getattr(network, "save_pretrained", None)
+    if not callable(save):
+        raise Refusal(
+            f"job.format=huggingface: {type(network).__name__} has no method save_pretrained(self, folder);"
+            " job.format=pt2 writes code and weights of any network"
+        )
+    path.mkdir(exist_ok=True)
+    save(path)
+
+
 _WRITERS: dict[str, Callable[[RunParts, nn.Module, Path], None]] = {
     "safetensors": _safetensors,
     "pt": _pt,
     "pt2": _pt2,
     "onnx": _onnx,
+    "huggingface": _huggingface,
 }
 
 
@@ -139,9 +168,10 @@ def _called_with(run: RunParts, network: nn.Module) -> tuple[tuple[Any, ...], di
 
 
 def _any_batch(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """By the names of the forward's parameters: every tensor's first dimension may have any size.
+    """By the names of the forward's parameters: every tensor's first dimension may have any size; of tokens all may.
 
-    Where the network fixes that size, so does torch, without an error.
+    Where the network fixes such a size, so does torch, without an error.
     """
     given = inspect.signature(network.forward).bind(*args, **kwargs).arguments
-    return changed(dict(given), lambda _: {0: torch.export.Dim.AUTO})
+    free = torch.export.Dim.AUTO
+    return changed(dict(given), lambda x: dict.fromkeys(range(1 if x.is_floating_point() else x.dim()), free))

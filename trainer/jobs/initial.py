@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
-from trainer.counted import named
+from trainer.counted import counted, named
 from trainer.parallel.held import named_tensors
 from trainer.records.weights import Weights, open_weights
 from trainer.refusal import Refusal
@@ -32,9 +33,10 @@ class Initial:
     def look(self, network: nn.Module) -> None:
         """Find the weights and compare names and shapes; Refusal where none fits. The network may be an outline."""
         if self._source is None:
+            self.lines = _left_random(network)
             return
         try:
-            self._weights = weights = open_weights(_place(self._source, network), self._best)
+            self._weights = weights = _translated(open_weights(_place(self._source, network), self._best), network)
             self._compare(weights, network)
         except Refusal as refusal:
             raise Refusal(f"init_from={self._source}: {refusal}") from refusal
@@ -65,10 +67,27 @@ class Initial:
         extra = [there[name] for name in there if name not in own]
         self.lines = [
             f"weights     {len(self._names)} tensors from {weights.path}{weights.why}{done}",
-            *_line("of another shape, stay as built", replaced),
-            *_line("not there, stay as built", missing),
-            *_line("not of this network, left out", extra),
+            *_line("of another shape, not loaded", replaced),
+            *_line("not there, not loaded", missing),
+            *_line("not of this network, not loaded", extra),
         ]
+
+
+def _left_random(network: nn.Module) -> list[str]:
+    """A line where weights are published and nobody asked for them, though some will never learn."""
+    count = len({one for one in network.parameters() if not one.requires_grad})
+    if not count or not callable(getattr(network, "pretrained", None)):
+        return []
+    return [
+        f"note        {counted(count, 'frozen tensor')} with random values; init_from=pretrained loads published ones"
+    ]
+
+
+def _translated(weights: Weights, network: nn.Module) -> Weights:
+    """Weights under the names of another library, where the network knows these and has a method `translated`."""
+    known = getattr(network, "translated", None)
+    tensors = known(weights.tensors) if callable(known) else None
+    return weights if tensors is None else replace(weights, tensors=tensors)
 
 
 def plain_names(names: Iterable[str], own: Collection[str]) -> tuple[dict[str, str], str]:

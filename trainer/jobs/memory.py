@@ -17,6 +17,7 @@ from trainer.evaluation import evaluate, rehearse
 from trainer.jobs.arithmetic import more_micro_batches
 from trainer.jobs.preparation import Prepared
 from trainer.launch.echo import chain
+from trainer.records.saver import Beside
 from trainer.refusal import Refusal
 from trainer.trainer import Trainer
 
@@ -64,6 +65,8 @@ def remedy(error: BaseException, run: Prepared) -> str:
     # the error that arrives may have followed from the one that counts
     if not any(_no_memory(one) for one in chain(error)):
         return ""
+    if _within(error, Beside.copied):
+        return "The host's memory ran out for a copy of the state. checkpoint.asynchronous=false saves without one."
     if _within(error, rehearse, evaluate):
         return _in_evaluation(run)
     if _within(error, Trainer.train_step):

@@ -21,9 +21,12 @@ from trainer.jobs.memory import evaluation_batch
 from trainer.jobs.preparation import RunParts, host_example, read_data, seeded_network
 from trainer.launch import screen
 from trainer.launch.agreement import decided_by_main, first_on_node
+from trainer.launch.hang import watchdog
+from trainer.launch.launch import Launch
 from trainer.launch.signals import StopRequest
+from trainer.launch.status import NAME as STATUS
 from trainer.parallel.outline import all_stored, is_outline
-from trainer.records.manifest import CorruptCheckpoint, Found, Manifest
+from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, Found, Manifest
 from trainer.records.shelf import committed, open_checkpoint, together, winner
 from trainer.refusal import Refusal
 from trainer.strategies.placed import Placed
@@ -40,6 +43,7 @@ class Opened:
     """What a job works with."""
 
     placed: Placed
+    samples: Any  # the set that the stream reads
     stream: EvaluationStream
     found: Found  # the checkpoint
     folder: Path  # the job's own
@@ -69,14 +73,24 @@ def opened(run: RunParts, job: str, split: Split, which: Which) -> Iterator[Open
     # below the job's own folder, as the run's lie below the run's
     out = folder / job
     screen.redirect(launch.rank, out)
-    with StopRequest(launch) as stop, strategy:
+    _forget_hang(launch, out)
+    stop = StopRequest(launch)
+    # watched as an evaluation in training is; batches stand for steps
+    with stop, watchdog(launch, out, stop, lambda: strategy.pulse(strategy.watch.done)), strategy:
         stream = evaluation_stream(run, samples)
         if launch.is_main and is_outline(network) and not all_stored(network):
             network = seeded_network(run)  # some of its values are in no checkpoint
         placed = strategy.build(run.task, network, stream.example())
         # the average as well: its figures are the run's own, and it may be what was asked for
         placed.keep_average(run.settings.ema.decay, run.settings.ema.every)
-        yield Opened(placed, stream, give_weights(run, placed, which), out, stop)
+        yield Opened(placed, samples, stream, give_weights(run, placed, which), out, stop)
+    _forget_hang(launch, out)
+
+
+def _forget_hang(launch: Launch, out: Path) -> None:
+    """A job has a status only if a rank hung: that of an earlier start goes, and one of a rank that was slow."""
+    if launch.is_main:
+        (out / STATUS).unlink(missing_ok=True)
 
 
 def run_folder(run: RunParts) -> Path:
@@ -134,7 +148,7 @@ def give_weights(run: RunParts, placed: Placed, which: Which) -> Found:
         # the main rank's choice is everybody's; each try looks anew
         path = Path(ranks.all_gather_values(str(chosen(run, which).path) if ranks.is_main else "")[0])
         try:
-            found = open_checkpoint(path, ranks)
+            found = open_checkpoint(path, ranks, TO_RESUME)
             tensors = placed.empty_weights(found.tensors)
             together(ranks, partial(read_into, tensors, found.path), CorruptCheckpoint)
         except CorruptCheckpoint:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from trainer.data.data import Data
 from trainer.data.stream import Batch
 from trainer.jobs.opened import OF_AVERAGE, Opened, Split, Which, as_average, opened, run_folder
 from trainer.jobs.preparation import Job, RunParts
@@ -38,6 +41,7 @@ class Predict(Job):
             raise Refusal(
                 f"job.out={self.out}: predictions are a file of tensors; give a name that ends in .safetensors"
             )
+        run.strategy.refuse_outputs("job=predict", run.machine.launch.world_size)
         with opened(run, "predict", self.split, self.checkpoint) as job:
             # in the view the network holds the weights that were asked for
             views = dict(job.placed.average.views())
@@ -48,6 +52,10 @@ class Predict(Job):
                 shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in pieces[0].items())
                 print(f"checkpoint  step {job.found.step} of {run_folder(run)}")
                 print(f"written     {path}: {job.stream.size} samples ({self.split}), for each {shapes}")
+                if rows := in_words(run.data, job.samples, pieces):
+                    table = path.with_suffix(".csv")
+                    replace_file(table, rows.encode())
+                    print(f"written     {table}: the class of each")
         return failure.exit_code(pieces is not None, run.machine.launch)
 
 
@@ -120,3 +128,22 @@ def write(path: Path, pieces: list[dict[str, Tensor]]) -> None:
     samples = len(next(iter(named.values())))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, save({"index": torch.arange(samples), **named}))
+
+
+def in_words(data: Data, samples: Any, pieces: list[dict[str, Tensor]]) -> str:
+    """A table for people, as CSV: each sample's number, its name where the set has names, the class that is predicted.
+
+    Empty where the data does not name its classes, or where no answer is one number for each of them.
+    """
+    classes = len(data.class_names)
+    outputs = [piece.get("output", torch.empty(0)) for piece in pieces]  # (B, classes)
+    if not classes or any(output.shape[1:] != (classes,) for output in outputs):
+        return ""
+    predicted = data.as_words(torch.cat(outputs).argmax(1))
+    # a set may offer name(i), as those of files do
+    name = getattr(samples, "name", lambda index: "")
+    table = StringIO(newline="")
+    rows = csv.writer(table, lineterminator="\n")
+    rows.writerow(["index", "name", "class"])
+    rows.writerows([index, name(index), word] for index, word in enumerate(predicted))
+    return table.getvalue()

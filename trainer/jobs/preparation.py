@@ -21,9 +21,11 @@ from trainer.data.stream import Stream
 from trainer.jobs.arithmetic import Batches, Length, deal, measure
 from trainer.jobs.determinism import be_deterministic
 from trainer.jobs.initial import Initial
-from trainer.jobs.start import refuse_own, refuse_start, stale
+from trainer.jobs.sets import known_sets, set_changes
+from trainer.jobs.start import configuration_of, glance, refuse_own, refuse_start, stale
 from trainer.launch.agreement import first_on_node
 from trainer.launch.status import read_status
+from trainer.learning.continuation import Continuation
 from trainer.learning.frozen import freeze, refuse_frozen
 from trainer.learning.optimizer import Make, refuse_step
 from trainer.learning.rule import Rule, understood
@@ -31,7 +33,7 @@ from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task, carries
 from trainer.parallel.outline import all_stored, is_outline, make_room
 from trainer.records.folder import RunFolder
-from trainer.records.log import Sink
+from trainer.records.log import Sink, shows
 from trainer.records.profile import refuse_window
 from trainer.records.resume import (
     ABSENT,
@@ -90,6 +92,12 @@ class Prepared(RunParts):
     rules: list[Rule]  # rates and decays of some parameters of this network
     initial: Initial  # values that it begins with and that were not built; the main rank alone has them
     folder: RunFolder
+    sets: dict[str, Any]  # how many samples, and which: to tell other data by
+
+    @property
+    def sample(self) -> Continuation | None:
+        """The text that is continued after each evaluation."""
+        return sample(self.settings)
 
 
 class Verdict(NamedTuple):
@@ -118,6 +126,7 @@ def prepare(run: RunParts) -> Prepared:
     refuse_window(settings.profile, length.steps)
     run.schedule.check(length.steps, length.per_epoch)
     refuse_unmeasured(run, evaluation)
+    refuse_unshown(run, evaluation)
     refuse_shuffled(run.task, run.data)
     # the network last of what is made, for it may be large; where ranks are to hold shards only its shapes are
     network, whole_because = run.strategy.outline(partial(seeded_network, run))
@@ -126,10 +135,12 @@ def prepare(run: RunParts) -> Prepared:
     run.strategy.check(run.task, network, launch.world_size)
     run.strategy.refuse_forward(run.task, network, launch.world_size, partial(host_example, run, training))
     refuse_step(network, run.make_optimizer)
+    refuse_sample(run, network)
     # a run that cannot work leaves no folder behind: what it would begin with is looked at before
+    sets = known_sets(run.data, training, order.length, evaluation) if launch.is_main else {}
     initial = Initial(settings.init_from, settings.checkpoint.best or run.task.best)
     folder = run.open_folder(
-        lambda start: refuse_start(start, network, run.configuration, length, loop) if start else initial.look(network)
+        lambda at: refuse_start(at, network, run.configuration, length, settings, sets) if at else initial.look(network)
     )
     return Prepared(
         **vars(run),
@@ -142,6 +153,7 @@ def prepare(run: RunParts) -> Prepared:
         rules=rules,
         initial=initial,
         folder=folder,
+        sets=sets,
     )
 
 
@@ -190,6 +202,33 @@ def refuse_unmeasured(run: RunParts, evaluation: Any) -> None:
         raise Refusal(f"{what} counts evaluations, and loop.eval_every=null leaves one, at the end; use 1ep, or steps")
 
 
+def sample(settings: Settings) -> Continuation | None:
+    """The text that is to be continued after each evaluation; None: nobody asked for one."""
+    asked = settings.sample
+    if asked.prompt is None:
+        return None
+    return Continuation(asked.prompt, asked.tokens, asked.temperature, asked.top_k)
+
+
+def refuse_sample(run: RunParts, network: nn.Module) -> None:
+    """Refuse to continue a text where the data, the network or its place cannot."""
+    asked, word = sample(run.settings), f"sample.prompt={run.settings.sample.prompt}"
+    if asked is not None:
+        asked.refuse_data(word, run.data)
+        asked.refuse_network(word, network)
+        run.strategy.refuse_alone(word)
+
+
+def refuse_unshown(run: RunParts, evaluation: Any) -> None:
+    """Refuse histograms and samples that nobody would show."""
+    if run.settings.sample.prompt is not None and not any(shows(sink, "sample") for sink in run.sinks):
+        raise Refusal("sample.prompt: none of the run's sinks shows texts; log=[console,tensorboard] does")
+    if run.settings.sample.prompt is not None and evaluation is None:
+        raise Refusal("sample.prompt: a sample is written after each evaluation, and the data has no evaluation set")
+    if run.settings.loop.histograms_every and not any(shows(sink, "histograms") for sink in run.sinks):
+        raise Refusal("loop.histograms_every: none of the run's sinks shows histograms; log=[console,tensorboard] does")
+
+
 def refuse_shuffled(task: Task, data: Data) -> None:
     """Refuse a state that would pass from one sample to another that has nothing to do with it."""
     if carries(task) and type(data).order is Data.order:
@@ -203,12 +242,12 @@ def refuse_shuffled(task: Task, data: Data) -> None:
 def decide_resume(run: Prepared) -> Verdict:
     """What to go on from, as the main rank finds it: nothing, or what changed since. Refusal if that is too much."""
     folder, horizon, precision = run.folder, run.length.steps, run.machine.resolved_precision
-    before = folder.last("config.yaml")
-    if not has_checkpoint(folder.path) or before is None:
+    found = glance(folder.path)
+    if not has_checkpoint(folder.path) or (before := configuration_of(folder, found)) is None:
         return Verdict(precision)
     last = folder.last("environment.json") or {}
     # weights that do not fit first: run.accept_changes=true, which the rest may suggest, could not help there
-    refuse_own(folder.path, run.network, run.configuration)
+    refuse_own(folder.path, found, run.network, run.configuration)
     # runs from before there was the key began without
     changed = changes({"tf32": False} | before, read_config(run.configuration))
     changed = [one for one in changed if one.old != ABSENT or one.key not in run.idle]
@@ -217,9 +256,11 @@ def decide_resume(run: Prepared) -> Verdict:
     precisions = (str(last["precision"]), precision) if "precision" in last else None
     horizons = (int(last["horizon"]), horizon) if "horizon" in last else None
     learning = learning_changes(changed, precisions, horizons, run.schedule.needs_horizon)
+    # other samples teach something else; an evaluation on others is only said
+    trained, evaluated = (set_changes(found, run.sets, part) for part in ("training", "evaluation"))
     if not run.settings.run.accept_changes:
-        refuse_changes(learning, folder.path)
+        refuse_changes([*learning, *trained], folder.path)
     status, patience = read_status(folder.path), run.settings.loop.patience
     complete = completed(status, horizon, run.schedule.needs_horizon)
-    complete = complete or stopped_early(status, stale(folder.path), patience)
-    return Verdict(precision, complete, [str(one) for one in changed])
+    complete = complete or stopped_early(status, stale(found), patience)
+    return Verdict(precision, complete, [str(one) for one in (*changed, *trained, *evaluated)])

@@ -26,6 +26,7 @@ from trainer.jobs.preparation import Prepared
 from trainer.launch.launch import Launch
 from trainer.learning.frozen import trainable
 from trainer.parallel.state import AVERAGE
+from trainer.progress import Progress
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.manifest import Found
 from trainer.records.shelf import committed, winner
@@ -53,6 +54,7 @@ def describe(run: Prepared) -> dict[str, Any]:
         "devices": devices(machine),
         "hosts": sorted(set(hosts)),
         "horizon": run.length.steps,
+        "best": run.settings.checkpoint.best or run.task.best,
     }
 
 
@@ -73,12 +75,12 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
         f"evaluation  {evaluated or 'none: the data has no evaluation set'}",
         f"batch       {run.batches}",
         f"length      {run.length}; schedule {run.schedule.label}",
-        *(["note        the run ends before schedule.warmup does: never at the full rate"] if never_full else []),
+        *(["note        the run ends before schedule.warmup: no step has the full rate"] if never_full else []),
         *run.initial.lines,
-        *([f"note        built whole on every rank first: {run.whole_because}"] if run.whole_because else []),
+        *([f"note        every rank builds the whole network first: {run.whole_because}"] if run.whole_because else []),
         *[f"note        {note}" for note in (*run.data.notes(), *strategy.notes(run.network))],
         *([f"resuming    step {start.step} of {start.path}"] if start else []),
-        *(["note        init_from counts only where a run begins"] if start and run.settings.init_from else []),
+        *(["note        init_from is ignored, because the run resumes"] if start and run.settings.init_from else []),
         *average_notes(run.settings.ema.decay, start),
     ]
 
@@ -95,8 +97,8 @@ def average_notes(decay: float | None, start: Found | None) -> list[str]:
     if start is None or (decay is None) == (not any(name.startswith(AVERAGE) for name in start.tensors)):
         return []
     if decay is None:
-        return ["note        the checkpoint's moving average is left behind: ema.decay=null"]
-    return [f"note        ema.decay={decay:g}: the checkpoint has no moving average, it begins from the weights"]
+        return ["note        the checkpoint's moving average is dropped: ema.decay=null"]
+    return [f"note        ema.decay={decay:g}: the checkpoint has no moving average; it starts from the weights"]
 
 
 def devices(machine: Machine) -> str:
@@ -129,6 +131,15 @@ def replaced_lines(of_ranks: Sequence[Sequence[str]]) -> list[str]:
     return [f"replaced    {counted(len(every), 'sample')} that could not be read, others in their place: {which}"]
 
 
+def left_out_lines(skipped: int, progress: Progress) -> list[str]:
+    """How much of what was read has taught nothing, because a loss, a gradient or a weight was not finite."""
+    times, samples = counted(progress.rollbacks, "time"), counted(progress.left_out, "sample")
+    return [
+        *([f"left out    {counted(skipped, 'step')} whose loss or gradient was not finite"] if skipped else []),
+        *([f"went back   {times} to a checkpoint, and left out {samples}"] if progress.rollbacks else []),
+    ]
+
+
 def end_lines(
     run: Prepared, figures: dict[str, float] | None, step: int, done: bool, early: str | None = None
 ) -> list[str]:
@@ -141,13 +152,20 @@ def end_lines(
         *([f"ended early: {early}"] if early else []),
         f"completed   step {step}" + (f", {', '.join(words)}" if words else ""),
         f"run folder  {folder}",
-        *(
-            [f"curves      tensorboard --logdir {folder}/tensorboard"]
-            if (run.folder.path / "tensorboard").is_dir()
-            else []
-        ),
+        *([f"curves      {curves_command(run)}"] if (run.folder.path / "tensorboard").is_dir() else []),
         f"next        {jobs_command(run)}",
     ]
+
+
+def curves_command(run: Prepared) -> str:
+    """What shows the curves, so that the run has its name there: beside the other runs, where they lie in one root."""
+    path = run.folder.path
+    if run.settings.run.dir is None:
+        return f"tensorboard --logdir {shlex.quote(str(path.parent))}"
+    # beside a folder that was named may lie anything, and TensorBoard would look through all of it
+    if {",", ":"} & set(str(path)):  # which mean something in the other flag
+        return f"tensorboard --logdir {shlex.quote(str(path))}"
+    return f"tensorboard --logdir_spec {shlex.quote(f'{path.name}:{path}')}"
 
 
 def jobs_command(run: Prepared) -> str:

@@ -5,16 +5,19 @@ Manifests and headers tell, so that nothing has to be verified or read for it ye
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.configuration.settings import Loop
+from trainer.configuration.settings import Settings
 from trainer.jobs.arithmetic import Length
+from trainer.jobs.sets import set_changes
 from trainer.parallel.state import differences
-from trainer.records.manifest import CorruptCheckpoint, Found, check_sizes, read_manifest
+from trainer.records.folder import RunFolder
+from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, Found, check_sizes, read_manifest
 from trainer.records.resume import Change, changes, is_checkpoint, read_config
 from trainer.records.shelf import candidates, look_into
 from trainer.refusal import Refusal
@@ -32,18 +35,28 @@ def glance(path: Path) -> Found | None:
         with suppress(CorruptCheckpoint):
             manifest = read_manifest(folder)
             check_sizes(manifest)
-            return look_into(manifest)
+            return look_into(manifest, TO_RESUME)
     return None
 
 
-def stale(path: Path) -> int:
-    """How many evaluations since the best one, up to the newest checkpoint of a run folder."""
-    found = glance(path)
+def configuration_of(folder: RunFolder, found: Found | None) -> dict[str, Any] | None:
+    """What the run was configured with: by its config.yaml, or where that is damaged by its checkpoint."""
+    said = folder.last("config.yaml")
+    return said if said is not None or found is None else found.state.get("configuration")
+
+
+def stale(found: Found | None) -> int:
+    """How many evaluations since the best one, up to this checkpoint."""
     return found.state["progress"].get("stale", 0) if found else 0
 
 
-def refuse_start(path: Path, network: nn.Module, configuration: str, length: Length, loop: Loop) -> None:
-    """Refuse a `run.resume=PATH` from which nothing could be trained: of another network, or at the end already."""
+def refuse_start(
+    path: Path, network: nn.Module, configuration: str, length: Length, settings: Settings, sets: Mapping[str, Any]
+) -> None:
+    """Refuse a `run.resume=PATH` from which nothing could be trained: of another network, or at the end already.
+
+    Refuse also one that was trained on other data than these sets, unless changes are accepted.
+    """
     found, word = glance(path), f"run.resume={path}"
     if found is None:
         return
@@ -52,17 +65,24 @@ def refuse_start(path: Path, network: nn.Module, configuration: str, length: Len
     if found.step >= length.steps:
         # the keys that bound this run, so long that as much is trained as was asked for
         steps = found.step + length.steps
+        loop = settings.loop
         keys = [f"loop.steps={steps}"] if loop.steps is not None else []
         keys += [f"loop.epochs={-(-steps // length.per_epoch)}"] if loop.epochs is not None else []
         raise Refusal(
             f"{word}: that checkpoint is of step {found.step:,} and this run ends at step {length.steps:,}, so nothing "
             f"is left to train. The steps of the checkpoint count; {' '.join(keys)} trains {length.steps:,} more"
         )
+    changed = set_changes(found, sets, "training")
+    if changed and not settings.run.accept_changes:
+        raise Refusal(
+            f"{what} was trained on other data:{_listed(changed)}\nadd run.accept_changes=true to go on with the new "
+            f"data, take the old data back, or leave {word} out"
+        )
 
 
-def refuse_own(folder: Path, network: nn.Module, configuration: str) -> None:
+def refuse_own(folder: Path, found: Found | None, network: nn.Module, configuration: str) -> None:
     """Refuse to go on in a run folder whose newest checkpoint is of another network; no key could make that fit."""
-    found, out = glance(folder), "start over with run.resume=fresh or another run.name"
+    out = "start over with run.resume=fresh or another run.name"
     if found is not None:
         _refuse_network(f"{folder}: the checkpoint of step {found.step:,}", found, network, configuration, out)
 

@@ -56,7 +56,7 @@ def first_on_node(launch: Launch, what: str, prepare: Callable[[], T]) -> T:
     The first to come does it. Ranks need not be dealt to machines in order: Slurm and MPI can be told otherwise.
     Where it refuses on one machine, all refuse.
     """
-    store, key = launch.store(), f"{what}-on-{_machine()}"
+    store, key = launch.store(), f"{what}-on-{machine()}"
 
     def in_turn() -> T:
         if store is not None and store.add(f"{key}-comers", 1) == 1:
@@ -92,7 +92,7 @@ def _sentence(error: BaseException, launch: Launch) -> str:
     return said if launch.rank == launch.local_rank else f"{socket.gethostname()}: {said}"
 
 
-def _machine() -> str:
+def machine() -> str:
     """What processes on one machine have in common: names may repeat (containers), and so may kernels (them again)."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}-{boot.read_text().strip() if boot.is_file() else ''}"

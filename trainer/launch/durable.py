@@ -1,8 +1,12 @@
-"""Writing so that whoever reads sees the old file or the new one, after a crash too."""
+"""Writing so that whoever reads sees the old file or the new one, after a crash too; and on a full disk."""
 
+import errno
 import os
 import secrets
+import shutil
 from pathlib import Path
+
+_SPARE = 2**20  # bytes; a disk with less than that counts as full
 
 
 def replace_file(path: Path, data: bytes | str, lasting: bool = True) -> None:
@@ -18,6 +22,33 @@ def replace_file(path: Path, data: bytes | str, lasting: bool = True) -> None:
         draft.unlink(missing_ok=True)
     if lasting:
         sync(path.parent)
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    """Put other bytes into a file, in the room that it has: on a full disk there is none for a second file.
+
+    A few of them, or a crash could leave some old ones. OSError, and the old bytes, where there are too many.
+    """
+    with path.open("r+b", buffering=0) as file:
+        before = file.read()
+        # nothing is given back before the new bytes stand there: another program would take it at once
+        if os.pwrite(file.fileno(), data.ljust(len(before)), 0) < len(data):
+            os.pwrite(file.fileno(), before, 0)
+            file.truncate(len(before))
+            raise full(path)
+        file.truncate(len(data))
+        os.fsync(file.fileno())
+
+
+def refuse_full(folder: Path) -> None:
+    """OSError where the disk of a folder is full: for what would be left half written. Takes a microsecond."""
+    if shutil.disk_usage(folder).free < _SPARE:
+        raise full(folder)
+
+
+def full(path: Path) -> OSError:
+    """What the system says of a disk without space; it says nothing where it has taken a part of what it was given."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def sync(path: Path) -> None:

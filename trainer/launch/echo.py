@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+GONE = "Another process of the run ended without a message: it was killed, perhaps because memory ran out."
 # What a rank sees when the fault is another's: gloo's, NCCL's and the store's words for a connection that broke, and
 # what they say about that other one, in case it never says anything itself.
 _ECHOES = {
-    r"connection (was )?(closed|reset)|closed by peer|broken pipe|remote process exited": (
-        "Another process of the run disappeared without a word: killed from outside, or for want of memory."
-    ),
+    r"connection (was )?(closed|reset)|closed by peer|broken pipe|remote process exited": GONE,
     r"socket timeout|timed out( waiting|!)|timeout[\s\S]*NCCL|(NCCL|ProcessGroup)[\s\S]*(timed out|timeout)": (
         "Another process of the run stopped answering: it hangs, or does something else than this one."
     ),

@@ -12,33 +12,29 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.launch.echo import about_peer
-from trainer.launch.launch import Launch, say_goodbye, until
+from trainer.launch.claim import Failure, claim, claimed
+from trainer.launch.echo import GONE, about_peer
+from trainer.launch.launch import Launch, say_goodbye
 from trainer.launch.screen import note, say
-from trainer.launch.status import mark_failed
-from trainer.refusal import BadData, Refusal
+from trainer.launch.status import mark_failed, read_status
+from trainer.launch.until import until
+from trainer.refusal import Refusal, Told
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 STOPPED = 75  # stopped as asked and saved: run the same command again
 _PATIENCE = 2.0  # seconds a rank waits to learn whether another failed before it
+_GONE = 0.2  # the same where that one's connections are closed: it said so before, if at all; a restart waits for this
 _MAIN_PATIENCE = 5.0  # seconds another rank gives the main one to print a refusal; their imports take differently long
 _END = 10.0  # seconds after which a failed process is gone, whatever holds it up
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Who failed, when (seconds since the epoch of the clock) and why, in one line."""
-
-    rank: int
-    time: float
-    reason: str
 
 
 class Failed(Exception):
@@ -72,7 +68,7 @@ def fail(
     end.daemon = True
     end.start()
     # where the sentence says all, a traceback would only hide it
-    said = str(error) if isinstance(error, BadData) else "".join(traceback.format_exception(error)).rstrip()
+    said = str(error) if isinstance(error, Told) else "".join(traceback.format_exception(error)).rstrip()
     trace = f"{said}\n{remedy}".rstrip()
     with contextlib.suppress(OSError, RuntimeError):  # a full disk; a store that went with its launcher
         _account(error, launch, folder, step, trace)
@@ -117,29 +113,58 @@ def _account(error: BaseException, launch: Launch, folder: Path | None, step: in
     """Find out who failed first, and speak or be silent accordingly."""
     store = _store(launch)
     peer = about_peer(error) if launch.world_size > 1 else None
-    # what may be an echo waits for the one that it is an echo of: that one's account is the better one
-    first = until(lambda: claimed(store), _PATIENCE) if peer is not None else None
-    if first is None:
-        first = claim(store, launch, peer or reason(error))
-    if first.rank == launch.rank:
+    try:
+        # what may be an echo waits for the one that it is an echo of: that one's account is the better one
+        patience = _GONE if peer == GONE else _PATIENCE
+        heard = until(lambda: claimed(store), patience) if peer is not None else None
+        first = heard or claim(store, launch, peer or reason(error))
+    except RuntimeError:
+        # the main rank served the store, and is gone: where it could, it has said so in status.json
+        if not launch.own_store or folder is None or (read_status(folder) or {}).get("state") != "running":
+            raise
+        # it was killed: of those that are left the next one speaks
+        store, heard, first = None, None, Failure(None, time.time(), GONE, teller=1)
+    if heard is None and first.teller == launch.rank:
         _speak(first, launch, folder, step, trace, peer or "")
         if store is not None:
             store.set("failure-told", "yes")
         return
-    summary = f"rank {first.rank} failed first: {first.reason}"
-    note(f"{summary}; this followed here:\n{trace}", folder, launch.rank)
-    if folder is not None and launch.is_main:
-        mark_failed(folder, first.reason, first.rank)
-    _leave_for_launcher(summary, summary, first.time + 1)
+    follow(first, launch, folder, trace)
     # gone too soon, this one would have its launcher end the first before it has spoken
     until(lambda: store is None or store.check(["failure-told"]) or None, _PATIENCE)
 
 
+def follow(first: Failure, launch: Launch, folder: Path | None, trace: str) -> None:
+    """Say in this rank's own log that another one's account is the one to read."""
+    # of a rank that hangs another one tells, and says which
+    summary = f"rank {first.rank} failed first: {first.reason}" if first.rank == first.teller else first.reason
+    note(f"{summary}; this followed here:\n{trace}", folder, launch.rank)
+    if folder is not None and launch.is_main:
+        mark_failed(folder, first.reason, first.rank)
+    _leave_for_launcher(summary, summary, first.time + 1)
+
+
 def reason(error: BaseException) -> str:
     """An error in one line."""
-    said = str(error) if isinstance(error, BadData) else traceback.format_exception_only(error)[-1].strip()
+    said = str(error) if isinstance(error, Told) else traceback.format_exception_only(error)[-1].strip()
     # what a worker process passes on begins with that process, and ends with the error itself
-    return said.splitlines()[-1] if "Original Traceback" in said else said
+    return said.splitlines()[-1 if "Original Traceback" in said else 0]
+
+
+@contextmanager
+def exits_are_errors() -> Iterator[None]:
+    """Inside, `sys.exit` of somebody's code is a RuntimeError that says with what, and where.
+
+    Left like that, a process would tell nobody: the other ranks could only say that it was gone.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        # the innermost frame is the one that called it
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        code = "" if error.code is None else repr(error.code)
+        said = f"this process left by sys.exit({code}), at {place.filename}:{place.lineno}, before the run was done"
+        raise RuntimeError(said).with_traceback(error.__traceback__) from None
 
 
 def _store(launch: Launch) -> Store | None:
@@ -154,12 +179,18 @@ def _speak(first: Failure, launch: Launch, folder: Path | None, step: int | None
     """Print the traceback, and leave it in the log, in status.json and for the launcher."""
     who = f"rank {launch.rank} of {launch.world_size}" if launch.world_size > 1 else "the run"
     text = f"{who} failed{'' if step is None else f' at step {step}'}:\n{trace}\n{peer}".rstrip()
+    # of a process that was killed torchrun itself knows more than its peers: their word comes later
+    told = replace(first, rank=None, time=first.time + 5) if peer else first
+    tell(told, text, launch, folder)
+
+
+def tell(first: Failure, text: str, launch: Launch, folder: Path | None) -> None:
+    """Give the account of a failure: on the screen, in the log, for the launcher and in status.json."""
     say(text)
     note(text, folder, launch.rank)
-    # of a process that was killed torchrun itself knows more than its peers: their word comes later
-    _leave_for_launcher(first.reason, text, first.time + (5 if peer else 0))
+    _leave_for_launcher(first.reason, text, first.time)
     if folder is not None:
-        mark_failed(folder, first.reason, None if peer else launch.rank)
+        mark_failed(folder, first.reason, first.rank)
 
 
 def _no_more_requests() -> None:
@@ -190,7 +221,9 @@ def _main_has_spoken(launch: Launch) -> bool:
         time.sleep(1)  # mpirun, and srun if told so, have ended all by then
         return path is not None or launch.local_rank > 0
     main = path.parent.parent / "0" / path.name
-    return until(lambda: main.is_file() or None, _MAIN_PATIENCE) is not None
+    # torchrun ends all soon after the first is gone; who started processes=N waits
+    patience = 4 * _MAIN_PATIENCE if launch.local else _MAIN_PATIENCE
+    return until(lambda: main.is_file() or None, patience) is not None
 
 
 def _refused_before(message: str, launch: Launch) -> bool:
@@ -203,18 +236,3 @@ def _refused_before(message: str, launch: Launch) -> bool:
             if json.loads(file.read_text(encoding="utf-8"))["message"]["message"] == message:
                 return True
     return False
-
-
-def claim(store: Store | None, launch: Launch, reason: str) -> Failure:
-    """Claim to be the first that failed; what is returned is the failure that was first."""
-    mine = Failure(launch.rank, time.time(), reason[:500])
-    if store is None:
-        return mine
-    return Failure(**json.loads(store.compare_set("failure", "", json.dumps(asdict(mine)))))
-
-
-def claimed(store: Store | None) -> Failure | None:
-    """The failure that was claimed in this round, if any. Never waits."""
-    if store is None or not store.check(["failure"]):
-        return None
-    return Failure(**json.loads(store.get("failure")))

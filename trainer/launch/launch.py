@@ -16,21 +16,19 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from trainer.launch import stores
+from trainer.launch.until import until
 from trainer.refusal import Refusal, first_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-T = TypeVar("T")
 PATIENCE = timedelta(minutes=30)  # how long one process waits at the store for another that still imports or downloads
-_LOOK = 0.1  # seconds between two looks, at most; the first follow one another faster
 _PARTING = 5.0  # seconds that rank 0 waits for the others to leave; one that was killed does not say so
 
 
@@ -42,11 +40,13 @@ class Launch:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    attempt: int = 0  # how often torchrun has restarted the group, or Slurm requeued the job
+    attempt: int = 0  # how often torchrun or `processes=N` has started the ranks again, or Slurm requeued the job
     run_id: str = ""  # of torchrun, the same for all its restarts; empty: nothing restarts this process
     address: str = ""  # host:port of the store, or file:///path; empty: there is none
     hosted: bool = False  # the launcher serves the store; otherwise rank 0 does
-    local: bool = False  # `processes=N` has started it: its parent waits for it, and restarts nothing
+    watched: bool = False  # `processes=N` or a sweep has started it and waits for it: once that is gone, it stops
+    told: bool = field(default=False, compare=False)  # the environment says who it is, be it the only one
+    ours: bool = False  # `python -m trainer`: the process is the run's own, and may be ended with it
     patience: timedelta = field(default=PATIENCE, compare=False)
 
     @property
@@ -55,13 +55,23 @@ class Launch:
         return self.rank == 0
 
     @property
+    def local(self) -> bool:
+        """Is this one of the processes of `processes=N`? Their parent tells each who it is, a sweep does not."""
+        return self.watched and self.told
+
+    @property
     def restarts(self) -> bool:
         """Does a launcher restart whatever does not exit with 0? A stop that was asked for must exit with 0 there."""
         return bool(self.run_id)
 
     @property
+    def own_store(self) -> bool:
+        """Does rank 0 serve the store? Then nothing of an earlier round is in it."""
+        return not self.hosted and not self.address.startswith("file://")
+
+    @property
     def requeued(self) -> bool:
-        """Has a scheduler run this very command before? What it left is to be continued, not begun anew."""
+        """Has a scheduler, or who started the ranks, run this very command before? Then that is to be continued."""
         return self.attempt > 0 and not self.restarts
 
     def store(self, patience: timedelta | None = None) -> Store | None:
@@ -90,31 +100,12 @@ _rounds: dict[Launch, Store] = {}  # those that this process has met in
 @lru_cache(maxsize=1)
 def connected(launch: Launch) -> Store:
     """The store as it is, with all that other rounds have left in it. Refusal where it cannot be reached."""
-    from torch.distributed import FileStore, TCPStore
-
     if launch.address.startswith("file://"):
-        path = launch.address.removeprefix("file://")
-        try:
-            with open(path, "ab"):  # in a folder that is not there torch itself would try for as long as it may
-                pass
-        except OSError as error:
-            raise Refusal(
-                f"distributed.init_method={launch.address}: {error.strerror}; give a file in a folder that all "
-                "processes share"
-            ) from None
-        store = FileStore(path, -1)  # -1: nobody counts its users and removes it
-        store.set_timeout(launch.patience)
-        return store
+        return stores.in_file(launch.address.removeprefix("file://"), launch.patience)
     host, port = launch.address.rsplit(":", 1)
-    serves = launch.is_main and not launch.hosted
-    try:
-        # nobody is waited for here: of a dead round's processes too few would come, and the nonce tells who is there
-        return TCPStore(
-            host, int(port), launch.world_size, serves, launch.patience, wait_for_workers=False, multi_tenant=True
-        )
-    except RuntimeError as error:  # DistNetworkError: port taken, host unknown, nobody answers
-        what = "serve" if serves else "reach"
-        raise Refusal(f"cannot {what} the store at {launch.address}: {first_line(error)}") from error
+    # nobody is waited for here: of a dead round's processes too few would come, and the nonce tells who is there
+    get = stores.served if launch.is_main and not launch.hosted else stores.reached
+    return get(host, int(port), launch.world_size, launch.patience)
 
 
 def say_goodbye() -> None:
@@ -135,18 +126,6 @@ def _wave(store: Store, launch: Launch) -> None:
         until(lambda: store.check(others) or None, _PARTING)
     else:
         store.set(f"bye-{launch.rank}", "")
-
-
-def until(look: Callable[[], T | None], seconds: float) -> T | None:
-    """Look again and again until there is something to see; None where there is nothing after so long.
-
-    Not the store's own waiting: its timeouts leave warnings, and often more than one key is watched.
-    """
-    deadline, pause = time.monotonic() + seconds, 0.001
-    while (found := look()) is None and time.monotonic() < deadline:
-        time.sleep(pause)
-        pause = min(_LOOK, 1.5 * pause)
-    return found
 
 
 def _call(launch: Launch, seconds: float) -> Store:
@@ -171,6 +150,10 @@ def _answer(launch: Launch, seconds: float) -> Store:
     from torch.distributed import PrefixStore
 
     token, store, greeted = secrets.token_hex(8), connected(launch), b""
+    taken = f"another run, or another program of torch, meets at {launch.address} already; {stores.ELSEWHERE}"
+    # who serves the store writes there at once
+    if launch.own_store and until(lambda: store.check([_place(launch)]) or None, stores.ANSWER.total_seconds()) is None:
+        raise Refusal(taken)
 
     def look() -> Store | None:
         nonlocal greeted
@@ -182,8 +165,15 @@ def _answer(launch: Launch, seconds: float) -> Store:
         if nonce != greeted:
             meeting.set(f"hello/{launch.rank}", token)
             greeted = nonce
-        # an answer without this token was given to a dead process
-        return meeting if meeting.check(["go"]) and json.loads(meeting.get("go"))[launch.rank - 1] == token else None
+        if not meeting.check(["go"]):
+            return None
+        if json.loads(meeting.get("go"))[launch.rank - 1] == token:
+            return meeting
+        # an answer without this token was given to a dead process; in a store that is as young as the round, to a
+        # living one
+        if launch.own_store:
+            raise Refusal(taken)
+        return None
 
     meeting = until(look, seconds)
     if meeting is None:

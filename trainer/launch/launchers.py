@@ -20,6 +20,7 @@ from trainer.refusal import Refusal
 _OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 _MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
 _TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+_LEFT = ("MASTER_", "TORCHELASTIC_", "TRAINER_", "OMPI_", "PMIX_", "PMI_", "MPI_", "SLURM_")  # begin launchers' names
 _TASKS = "SLURM_STEP_NUM_TASKS"
 _SPECIAL_STEPS = 0xFFFFFFF0  # of Slurm: the batch script, the shell of salloc
 _MEETING = re.compile(
@@ -37,8 +38,9 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch:
     # Slurm may have requeued a job of one process, too
     attempt = _whole(said, "TORCHELASTIC_RESTART_COUNT", 0)
     missing = [key for key in ("RANK", "WORLD_SIZE") if not said.get(key)]
+    watched = _watched(env)
     if len(missing) == 2:
-        return Launch(attempt=attempt)
+        return Launch(attempt=attempt, watched=watched)
     if missing:
         raise Refusal(f"the launcher's environment is incomplete: {missing[0]} missing; start with torchrun")
     rank, world_size = _whole(said, "RANK"), _whole(said, "WORLD_SIZE")
@@ -53,10 +55,31 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch:
         _whole(said, "LOCAL_WORLD_SIZE", world_size),
         attempt,
         run_id=said.get("TORCHELASTIC_RUN_ID", ""),
-        local=said.get("TRAINER_PARENT") == str(os.getppid()),
+        watched=watched,
+        told=True,
         address=f"{host}:{_whole(said, 'MASTER_PORT')}" if host and port else "",  # init_method may say it instead
         hosted=said.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def unlaunched(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what launchers have left in it: a process that is started with it is the only one."""
+    return {name: value for name, value in env.items() if name not in _TORCHRUN and not name.startswith(_LEFT)}
+
+
+def _watched(env: Mapping[str, str]) -> bool:
+    """Has `processes=N` or a sweep started this process? Refusal where that one is gone already."""
+    parent = env.get("TRAINER_PARENT")
+    if parent in (None, str(os.getppid())):
+        return parent is not None
+    # started by somebody else, who has the variable from further up; or the parent was killed just now
+    try:
+        os.kill(int(parent), 0)
+    except ProcessLookupError:
+        raise Refusal(f"the command that started this one (process {parent}) is gone") from None
+    except PermissionError:  # another user's
+        pass
+    return False
 
 
 def meeting_at(launch: Launch, init_method: str, patience: timedelta = PATIENCE) -> Launch:

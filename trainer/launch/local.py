@@ -6,7 +6,9 @@ run's own exit code. Nothing here needs torch.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,30 +20,43 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.launch.failure import STOPPED
+from trainer.launch.relay import Relay
 from trainer.launch.signals import REQUESTS
+from trainer.launch.stores import LOOPBACK
 
 _LOOK = 0.1  # seconds between two looks at the processes
 _ACCOUNT = 10.0  # seconds that the others have to notice that one has failed, and to say so
 _GRACE = 20.0  # seconds more until those are killed that did not end when they were asked to
 
 
-def start(words: Sequence[str], count: int, scratch: Path) -> int:
-    """Run the words in so many processes and wait for all; the run's exit code.
+def start(words: Sequence[str], count: int, scratch: Path, attempt: int = 0) -> tuple[int, list[int]]:
+    """Run the words in so many processes and wait for all; the run's exit code, and which signals asked it to stop.
 
-    scratch: an empty folder; where a rank is refused or fails its account is then in `<rank>/error.json`.
+    scratch: an empty folder; where a rank is refused or fails its account is then in `<rank>/error.json`. attempt: how
+    often the same words have been started before.
     """
     command, port = [sys.executable, "-m", "trainer", *words], _free_port()
     children: list[subprocess.Popen[bytes]] = []
-    with _handed_on(children) as asked:
-        for rank in range(count):
-            # in a session of its own: a terminal's Ctrl-C comes here alone, and is handed on once
-            environment = _environment(rank, count, port, scratch)
-            children.append(subprocess.Popen(command, env=environment, start_new_session=True))
+    with Relay() as relay, handed_on(children) as asked:
         try:
-            return meaning(_ended(children), bool(asked))
+            for rank in range(count):
+                # in a session of its own: a terminal's Ctrl-C comes here alone, and is handed on once
+                child = subprocess.Popen(
+                    command,
+                    env=_environment(rank, count, port, scratch) | {"TORCHELASTIC_RESTART_COUNT": str(attempt)},
+                    stdout=relay.stdout,
+                    stderr=relay.stderr,
+                    start_new_session=True,
+                )
+                children.append(child)
+            code = meaning(_ended(children, relay, asked), bool(asked))
         finally:
             for child in children:
                 child.kill()  # does nothing to those that have ended
+    # a sweep that has started this command looks for the account where launchers do
+    if (first := _first_account(scratch)) and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        shutil.copyfile(first, file)
+    return code, asked
 
 
 def meaning(codes: Sequence[int], stop: bool) -> int:
@@ -56,11 +71,15 @@ def meaning(codes: Sequence[int], stop: bool) -> int:
 
 def account(scratch: Path) -> str:
     """What the rank that failed first has left about it; empty where none has."""
-    import json
+    first = _first_account(scratch)
+    return json.loads(first.read_text(encoding="utf-8"))["message"]["message"] if first else ""
 
-    said = [json.loads(path.read_text(encoding="utf-8"))["message"] for path in scratch.glob("*/error.json")]
-    first = min(said, key=lambda one: int(one["extraInfo"]["timestamp"]), default={"message": ""})
-    return first["message"]
+
+def _first_account(scratch: Path) -> Path | None:
+    def when(path: Path) -> int:
+        return int(json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]["timestamp"])
+
+    return min(scratch.glob("*/error.json"), key=when, default=None)
 
 
 def _environment(rank: int, count: int, port: int, scratch: Path) -> dict[str, str]:
@@ -70,26 +89,35 @@ def _environment(rank: int, count: int, port: int, scratch: Path) -> dict[str, s
     threads = max(1, (os.cpu_count() or 1) // count)
     return {
         "OMP_NUM_THREADS": str(threads),  # more threads than cores wait for each other
+        **_gloo_at_home(),
         **os.environ,
+        # what can be imported here can be imported there, wherever it lies; mp.spawn does as much
+        "PYTHONPATH": os.pathsep.join(str(path) for path in sys.path if path),
         "RANK": str(rank),
         "WORLD_SIZE": str(count),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_ERROR_FILE": str(file),
         "TRAINER_PARENT": str(os.getpid()),
     }
 
 
+def _gloo_at_home() -> dict[str, str]:
+    """Let gloo listen where no other machine gets in; it would take the interface that the host's name stands for."""
+    own = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    return {"GLOO_SOCKET_IFNAME": own[0]} if own else {}
+
+
 def _free_port() -> int:
     with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
+        one.bind((LOOPBACK, 0))
         return one.getsockname()[1]
 
 
 @contextmanager
-def _handed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+def handed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
     """Inside, requests to stop go to all children, and into the list; only the main thread can hear them."""
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -109,12 +137,21 @@ def _handed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int
             signal.signal(number, handler)
 
 
-def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+def _ended(children: Sequence[subprocess.Popen[bytes]], relay: Relay, requests: list[int]) -> list[int]:
     """The exit codes of all; where one has failed the others have a while to notice it by themselves."""
     failed, asked = None, False
+    # a sweep that is killed tells nobody: its runs stop, so that the next sweep finds their folders free
+    parent = os.getppid() if os.environ.get("TRAINER_PARENT") == str(os.getppid()) else None
     while any(child.poll() is None for child in children):
+        if parent not in (None, os.getppid()):
+            parent = None
+            requests.append(signal.SIGTERM)
+            for child in children:
+                child.terminate()
         if failed is None and any(child.poll() not in (None, 0, STOPPED) for child in children):
             failed = time.monotonic()
+            for child in children:  # one that was stopped (SIGSTOP) must run to hear that the run is over
+                child.send_signal(signal.SIGCONT)
         late = time.monotonic() - failed if failed is not None else 0.0
         if late > _ACCOUNT and not asked:
             asked = True
@@ -123,5 +160,5 @@ def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
         if late > _ACCOUNT + _GRACE:
             for child in children:
                 child.kill()
-        time.sleep(_LOOK)
+        relay.pass_on(_LOOK)
     return [child.wait() for child in children]

@@ -1,12 +1,16 @@
-"""Where a process speaks: the main rank on the console, every rank in a log file of its own."""
+"""Where a process speaks: the main rank on the console, every rank in a log file of its own.
 
+A word that a full disk does not take is lost; it never ends a run.
+"""
+
+import io
 import logging
 import os
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 _console: TextIO | None = None  # the console's stderr, where this process's own was led into a file
 
@@ -17,7 +21,7 @@ def redirect(rank: int, folder: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if rank != 0:
         _lead_into(path)
-    file = logging.FileHandler(path, encoding="utf-8", delay=True)
+    file = _LogFile(path, encoding="utf-8", delay=True)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
     logging.getLogger().addHandler(file)
     # of many ranks a user watches one: what it warns of stands on the console as well
@@ -32,17 +36,23 @@ def say(text: str) -> None:
     """Print on the console's stderr, of whatever rank; a progress line that stands there gives way."""
     # what was printed before comes first, whichever stream it went to
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(OSError):
+            stream.flush()
     screen = _console or sys.stderr
     clear = "\r\x1b[2K" if screen.isatty() else ""
-    print(f"{clear}{text}", file=screen, flush=True)
+    with suppress(OSError):  # what comes after it, such as status.json, matters more
+        print(f"{clear}{text}", file=screen, flush=True)
 
 
-def note(text: str, folder: Path | None, rank: int) -> None:
-    """Append to the rank's log file; a full disk must not hide why a run ended."""
+def note(text: str, folder: Path | None, rank: int) -> bool:
+    """Append to the rank's log file; False where it could not be written, which must not hide why a run ended."""
     if folder is not None:
-        with suppress(OSError), log_path(folder, rank).open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        try:
+            with log_path(folder, rank).open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        except OSError:
+            return False
+    return True
 
 
 def log_path(folder: Path, rank: int) -> Path:
@@ -61,4 +71,32 @@ def _lead_into(path: Path) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.BufferedWriter(_Lossy(number, "w", closefd=False)), encoding="utf-8", line_buffering=True)
+        for number in (1, 2)
+    )
+
+
+class _Lossy(io.FileIO):
+    """A file for what is printed: somebody's print must not end a run because the disk of the log is full."""
+
+    def write(self, data: Any) -> int:
+        """Write, or lose it."""
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(data)
+
+
+class _LogFile(logging.FileHandler):
+    """A log file whose disk may be full: what does not fit is lost, without a traceback for each line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        with suppress(OSError):  # of opening it
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Pass over what the disk says; a mistake in the record is shown as ever."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)

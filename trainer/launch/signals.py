@@ -13,10 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.launch.failure import claimed
-from trainer.launch.launch import Launch, until
+from trainer.launch.claim import claimed
+from trainer.launch.launch import Launch
 from trainer.launch.screen import say
 from trainer.launch.status import mark_failed
+from trainer.launch.until import until
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -33,7 +34,8 @@ class StopRequest:
     """Says whether somebody asked this process to stop; a context, which restores the handlers at its end.
 
     A second SIGINT ends the process at once. So does a SIGTERM that comes because another rank failed, even while the
-    main thread is stuck in a collective: a thread of its own hears the signals too.
+    main thread is stuck in a collective: a thread of its own hears the signals too. In a program of somebody's own,
+    where no other ranks can hold it up, the second SIGINT is a KeyboardInterrupt.
     """
 
     def __init__(self, launch: Launch | None = None, folder: Path | None = None):
@@ -41,12 +43,13 @@ class StopRequest:
         self.reason = ""  # the signal's name, or that the launcher is gone
         self._launch, self._folder = launch or Launch(), folder
         self._store: Store | None = None
+        self._may_end = self._launch.ours or self._launch.world_size > 1
         self._interrupted, self._terminated = math.inf, False  # when first by SIGINT; ever by SIGTERM
         # the launcher: one that is killed signals nobody
-        self._parent = os.getppid() if self._launch.restarts or self._launch.local else None
+        self._parent = os.getppid() if self._launch.restarts or self._launch.watched else None
 
     def __enter__(self) -> StopRequest:
-        """Listen from now on. Only the main thread can; in others (notebooks) nothing is ever raised."""
+        """Listen from now on. Only the main thread can; in others nothing is ever raised."""
         global _current
         if threading.current_thread() is not threading.main_thread():
             return self
@@ -57,7 +60,7 @@ class StopRequest:
         os.set_blocking(self._writer, False)
         self._woken_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         # in the main thread as well: a flag is then raised before its next instruction
-        self._before = {number: signal.signal(number, lambda at, _: self._ask(_name(at))) for number in REQUESTS}
+        self._before = {number: signal.signal(number, self._handle) for number in REQUESTS}
         self._thread = threading.Thread(target=self._listen, name="stop requests", daemon=True)
         self._thread.start()
         _current = self
@@ -77,6 +80,11 @@ class StopRequest:
         self._thread.join()
         os.close(self._reader)
         os.close(self._writer)
+
+    def _handle(self, number: int, _: object) -> None:
+        self._ask(_name(number))
+        if not self._may_end and number == signal.SIGINT and self._again():
+            raise KeyboardInterrupt("interrupted twice: stopped at once, without a new checkpoint")
 
     def _ask(self, reason: str) -> None:
         if not self.raised:
@@ -104,13 +112,16 @@ class StopRequest:
     def _hear(self, number: int) -> None:
         self._ask(_name(number))
         self._terminated = self._terminated or (number == signal.SIGTERM and self._store is not None)
-        if number == signal.SIGINT:
-            now = time.monotonic()
-            if now - self._interrupted > _SAME:
-                if self._launch.is_main:
-                    say("interrupted twice: stopped at once, without a new checkpoint")
-                self._quit("interrupted twice", self._launch.rank)
-            self._interrupted = min(self._interrupted, now)
+        if self._may_end and number == signal.SIGINT and self._again():
+            if self._launch.is_main:
+                say("interrupted twice: stopped at once, without a new checkpoint")
+            self._quit("interrupted twice", self._launch.rank)
+
+    def _again(self) -> bool:
+        """Is this SIGINT a second one, and not the first that was delivered twice?"""
+        now, first = time.monotonic(), self._interrupted
+        self._interrupted = min(first, now)
+        return now - first > _SAME
 
     def _leave_if_another_failed(self) -> None:
         """The launcher ends all ranks when one has failed; there is nobody left to save with."""
@@ -119,10 +130,10 @@ class StopRequest:
         except RuntimeError:  # the store is gone, and with it the launcher: nothing more will be heard
             self._terminated = False
             return
-        if failure is not None and failure.rank != self._launch.rank:
+        if failure is not None and failure.teller != self._launch.rank:
             self._quit(failure.reason, failure.rank)
 
-    def _quit(self, reason: str, root_rank: int) -> None:
+    def _quit(self, reason: str, root_rank: int | None) -> None:
         """End the process from this thread: the main one may never come back."""
         if self._folder is not None and self._launch.is_main:
             with contextlib.suppress(OSError):

@@ -1,17 +1,22 @@
 """status.json: the truth about how a run stands or ended, replaced in one step."""
 
 import json
+import logging
 import math
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.durable import replace_file
+from trainer.launch.durable import overwrite, replace_file
+from trainer.launch.schema import STATUS, Damaged, read_json
+from trainer.launch.starts import add_start, inherited
 
 NAME = "status.json"
 PAUSE = 1.0  # seconds between two reports of a running attempt: each takes a disk longer than a small network's step
+log = logging.getLogger(__name__)
 # Of a run that fails before it could say more: scripts find every key all the same.
 _NOTHING_YET = {
     "state": None,
@@ -30,29 +35,44 @@ class Status:
     """Writes the status of one attempt; counts the attempts, and the steps of all of them.
 
     Goodput is distinct useful steps / steps executed. The steps of an attempt that was killed are those it had
-    reported last.
+    reported last, or those it had saved.
     """
 
-    def __init__(self, folder: Path, resume_step: int, world_size: int, strategy: str) -> None:
+    def __init__(self, folder: Path, resume_step: int, world_size: int, strategy: str, age: float = 0.0) -> None:
+        """age: seconds since this start began."""
         before = read_status(folder) or {}
-        self._path, self._executed = folder / NAME, before.get("executed", 0)
-        self._reported = -math.inf  # when, by the clock
-        self._facts = {
+        if not before and (folder / NAME).exists():
+            log.warning("damaged: %s; starts are counted from 1 again", folder / NAME)
+        self._path = folder / NAME
+        # a checkpoint may be newer than the last report, which comes once a second at most: its steps were done, too
+        self._executed = before.get("executed", 0) + max(0, resume_step - before.get("step", resume_step))
+        self._reported, self._step = -math.inf, resume_step  # when, by the clock; and what
+        self._again = 0  # steps of this attempt that it did once more, having gone back
+        began, self._since = time.time() - age, time.monotonic() - age
+        self._inherited = inherited(before, resume_step, began)
+        start = {
             "resume_step": resume_step,
             "world_size": world_size,
             "strategy": strategy,
             "attempt": before.get("attempt", 0) + 1,
-            "first_step": before.get("first_step", resume_step),
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
+        self._facts = {**start, "first_step": before.get("first_step", resume_step)}
+        add_start(folder, {**start, "began": began}, before)
 
-    def write(self, state: str, step: int, reason: str | None) -> None:
-        """Replace status.json; while the run goes on, once a second. The end must survive a power cut."""
+    def write(self, state: str, step: int, reason: str | None, spent: Mapping[str, float] | None = None) -> None:
+        """Replace status.json; while the run goes on, once a second. The end must survive a power cut.
+
+        spent: the seconds of this start by phase, as far as they are measured; the others were its beginning.
+        """
+        self._again += max(0, self._step - step)
+        self._step = step
         if state == "running" and time.monotonic() < self._reported + PAUSE:
             return
         self._reported = time.monotonic()
-        executed, useful = self._executed + step - self._facts["resume_step"], step - self._facts["first_step"]
+        done, useful = step - self._facts["resume_step"] + self._again, step - self._facts["first_step"]
+        executed = self._executed + done
         said = {
             "state": state,
             "reason": reason,
@@ -61,16 +81,26 @@ class Status:
             "goodput": round(useful / executed, 4) if executed > 0 else 1.0,
             "executed": executed,
             "time": time.time(),
+            **self._seconds(spent or {}, done),
             **self._facts,
         }
-        replace_file(self._path, json.dumps(said, indent=1) + "\n", lasting=state != "running")
+        _put(self._path, said, lasting=state != "running")
+
+    def _seconds(self, spent: Mapping[str, float], steps: int) -> dict[str, Any]:
+        """The seconds of all starts by phase; and how long a step took in this one, with what is done between steps."""
+        in_steps = sum(seconds for name, seconds in spent.items() if name != "save")
+        step_s = in_steps / steps if steps > 0 else 0.0
+        start = time.monotonic() - self._since - sum(spent.values())
+        own = {"start": start, **spent, "repeated": self._again * step_s}
+        each = {name: round(self._inherited.get(name, 0.0) + own.get(name, 0.0), 3) for name in self._inherited | own}
+        return {"seconds": each, "step_s": round(step_s, 6)}
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
     """What status.json says; None where there is none that can be read."""
     try:
-        return {**_NOTHING_YET, **json.loads((folder / NAME).read_text(encoding="utf-8"))}
-    except (OSError, ValueError):
+        return {**_NOTHING_YET, **read_json(folder / NAME, STATUS)[0]}
+    except (OSError, Damaged):
         return None
 
 
@@ -79,4 +109,14 @@ def mark_failed(folder: Path, reason: str, root_rank: int | None) -> None:
     said = read_status(folder) or {**_NOTHING_YET}
     if (said["state"], said["reason"]) != ("failed", reason):
         said |= {"state": "failed", "reason": reason, "root_rank": root_rank, "time": time.time()}
-        replace_file(folder / NAME, json.dumps(said, indent=1) + "\n")
+        _put(folder / NAME, said)
+
+
+def _put(path: Path, said: dict[str, Any], lasting: bool = True) -> None:
+    """Replace the file. On a full disk the next report of a running attempt says it; an end is said in place."""
+    data = (json.dumps(said, indent=1) + "\n").encode()
+    try:
+        replace_file(path, data, lasting)
+    except OSError:
+        if lasting:
+            overwrite(path, data)

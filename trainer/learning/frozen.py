@@ -54,6 +54,11 @@ def _still(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (Still, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
+def frozen(network: nn.Module) -> set[str]:
+    """The names of the parameters that do not learn, each of their names."""
+    return {name for name, one in network.named_parameters(remove_duplicate=False) if not one.requires_grad}
+
+
 def trainable(network: nn.Module) -> int:
     """How many numbers of the network learn."""
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)

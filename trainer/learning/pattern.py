@@ -40,4 +40,4 @@ def spelled_out(network: nn.Module, pattern: str, where: str) -> tuple[str, ...]
         raise Refusal(f"{where}: {kind} does not say what its backbone is; its parts are {tops}")
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name)
     near = nearest(pattern, [*modules, *names])
-    raise Refusal(f"{where}: {pattern!r} means no parameter of {kind}, whose parts are {tops}{near}")
+    raise Refusal(f"{where}: {pattern!r} matches no parameter of {kind}; it has {tops}{near}")

@@ -1,4 +1,4 @@
-"""What a network says about being split over devices."""
+"""How a network can be divided over devices, as the network or a task says it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a network can be split: by tensors, by shard units, by pipeline stages. An empty part means "as you see fit".
+    """How a network can be divided: into tensor shards, shard units, pipeline stages, by sequence.
 
-    All names are module names of the network; `*` stands for one level, as in `torch.distributed.tensor.parallel`.
+    An empty field means: automatic; of `tensor` and `context`: not at all.
+
+    All names are module names of the network; `*` matches one level, as in `torch.distributed.tensor.parallel`.
     """
 
-    tensor: dict[str, ParallelStyle] = field(default_factory=dict)  # module name → how its parameters are split
-    # what is split as wholes: {"heads": 12}; each degree divides it
+    tensor: dict[str, ParallelStyle] = field(default_factory=dict)  # module name → how it is split over tensor ranks
+    # numbers that the number of tensor ranks must divide: {"heads": 12}
     divisible: dict[str, int] = field(default_factory=dict)
-    shard: tuple[str, ...] = ()  # subtrees that are gathered and released together; empty: by size
-    cuts: tuple[str, ...] = ()  # first module of each pipeline stage after the first; empty: equal parts
+    shard: tuple[str, ...] = ()  # units: subtrees that are gathered together; empty: by size
+    cuts: tuple[str, ...] = ()  # first module of each pipeline stage after the first; empty: equal stages
+    # module name → how it works on a stretch of each sequence: trainer.GatheredKeys, trainer.ShiftedPlaces
+    context: dict[str, ParallelStyle] = field(default_factory=dict)

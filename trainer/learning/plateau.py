@@ -39,7 +39,7 @@ class Plateau(Schedule):
             wrong = "patience" if self.patience < 0 else "cooldown"
             raise Refusal(f"schedule.{wrong} is {getattr(self, wrong)}; it counts evaluations, 0 or more")
         if not 0 <= self.min <= 1 or self.threshold < 0:
-            raise Refusal(f"schedule.min is {self.min}, schedule.threshold {self.threshold}: parts, from 0 on")
+            raise Refusal(f"schedule.min is {self.min}, schedule.threshold {self.threshold}: fractions, 0 or more")
         self._rate = 1.0  # part of the full rate
         self._counts: dict[str, float] = {}
         self._heard: str | None = None  # the figure that they are about

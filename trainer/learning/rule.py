@@ -48,6 +48,6 @@ def understood(network: nn.Module, rules: Sequence[Rule]) -> list[Rule]:
     for rule in rules:
         rule = replace(rule, means=spelled_out(network, rule.pattern, "optimizer.groups"))
         if not rule.covers(network):
-            raise Refusal(f"optimizer.groups: all that {rule.pattern!r} means is frozen; leave this group out")
+            raise Refusal(f"optimizer.groups: every parameter of {rule.pattern!r} is frozen; leave this group out")
         found.append(rule)
     return found

@@ -35,16 +35,16 @@ class Unmoved:
 
 @dataclass
 class Schedule(Unmoved, ABC):
-    """A factor of the learning rate for each optimizer step: a linear warm-up, then what the schedule says.
+    """The factor of the learning rate for each optimizer step: a linear warm-up, then `at`.
 
-    Steps and epochs count from 0. The horizon is the number of steps of the whole run. One of its own defines `at`.
+    Steps and epochs count from 0. The horizon is the number of steps of the whole run. A subclass defines `at`.
     """
 
-    warmup: int = 0  # optimizer steps until the rate is full; the first of them takes 1 / warmup of it
-    reference_batch: int | None = None  # the global batch that the rate was written for; None: any
+    warmup: int = 0  # optimizer steps of linear warm-up; the first step has 1 / warmup of the learning rate
+    reference_batch: int | None = None  # the learning rate is multiplied by global batch / this; None: not scaled
 
-    needs_horizon: ClassVar[bool] = True  # does another horizon give another curve?
-    needs_figures: ClassVar[bool] = False  # does it follow evaluations?
+    needs_horizon: ClassVar[bool] = True  # does a longer run have other learning rates?
+    needs_figures: ClassVar[bool] = False  # does it use the metrics of evaluations?
 
     def __post_init__(self) -> None:
         if self.warmup < 0:
@@ -71,7 +71,7 @@ class Schedule(Unmoved, ABC):
 
     @abstractmethod
     def at(self, step: int, epoch: int, done: float) -> float:
-        """The factor after the warm-up; done: the part, 0..1, of the steps after it that has passed."""
+        """The factor after the warm-up; done: the fraction, 0..1, of the steps after the warm-up."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ class WSD(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.decay <= 1:
-            raise Refusal(f"schedule.decay is {self.decay}; it is a part of the run, between 0 and 1")
+            raise Refusal(f"schedule.decay is {self.decay}; it is a fraction of the run, between 0 and 1")
 
     def at(self, step: int, epoch: int, done: float) -> float:
         into = max(done - (1 - self.decay), 0.0)

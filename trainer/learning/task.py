@@ -1,4 +1,4 @@
-"""What is being learned: the loss, its weight, and the figures that say how well."""
+"""What is learned: the loss, its weight, and the metrics."""
 
 from __future__ import annotations
 
@@ -11,47 +11,51 @@ from trainer.learning.plan import Plan
 
 
 class Task:
-    """What is being learned. Every method but `loss` has a default; nothing here knows about devices or processes.
+    """What is learned: loss and metrics. Every method except `loss` has a default; none knows devices or processes.
 
-    A task is called with micro-batches. `inputs` and `targets` are what the data set gave: a tensor, or nested dicts,
+    The methods get one micro-batch. `inputs` and `targets` are what the data set returns: a tensor, or nested dicts,
     tuples and lists of them, with the samples along the first dimension.
     """
 
-    best: str = "-loss"  # the figure that marks the best checkpoint; a minus sign: smaller is better
+    best: str = "-loss"  # the metric that marks the best checkpoint; a minus sign: smaller is better
 
     def forward(self, network: nn.Module, inputs: Any, targets: Any) -> Any:
         """Compute the network's output for one micro-batch."""
         return network(inputs)
 
     def carry(self, output: Any) -> dict[str, Tensor]:
-        """What passes to the next batch: of each row a state, by names; tensors (B, …). Default: nothing.
+        """The state that passes to the next batch: named tensors (B, …), one row for each sample. Default: none.
 
-        A task that writes this has a forward with one more argument, `carried=None`: row i of the global batch gets
-        what row i of the batch before has left, without its graph; None where an epoch or an evaluation begins.
+        A task with this method has a forward with one more argument, `carried=None`. Row i of the global batch gets the
+        state of row i of the batch before, detached; None at the start of an epoch or an evaluation.
         """
         return {}
 
     def loss(self, output: Any, target: Any) -> Tensor | dict[str, Tensor]:
-        """The mean loss over the units of this micro-batch, finite where there are none; a dict's parts are summed."""
+        """The mean loss over the units of this micro-batch, finite if there are none; a dict's parts are summed."""
         raise NotImplementedError(f"{type(self).__name__} must say what its loss is: def loss(self, output, target)")
 
     def weight(self, target: Any) -> Tensor | int:
-        """How many units the mean of `loss` is over; default: samples.
+        """The number of units that `loss` is the mean of; default: the number of samples.
 
-        Weights may differ between micro-batches and ranks: those of a step are summed over all of them. The default is
-        known everywhere and needs no communication.
+        Weights may differ between micro-batches and ranks; the weights of a step are summed over all of them. The
+        default is known on every rank and needs no communication.
         """
         return first_tensor(target).shape[0]  # (B, …)
 
+    def tokens(self, target: Any) -> int:
+        """How many tokens a micro-batch has, for the throughput in tokens/s; default: 0, of which nothing is told."""
+        return 0
+
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
-        """Sums over this micro-batch, tensors of any shape; they are added up over the whole evaluation set."""
+        """Sums over this micro-batch: tensors of any shape. They are added over the evaluation set and all ranks."""
         return {}
 
     def finish(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """Turn the totals over the evaluation set into figures.
+        """Turn the totals over the evaluation set into metrics.
 
         `totals` holds `loss` (the sum of loss times weight), `weight`, `samples` and every sum of `metrics`. The
-        default divides each by the weight; totals with more than one element need a task that says what they mean.
+        default divides each by the weight, and leaves out totals with more than one element.
         """
         # A sum of several numbers has no one meaning; a set without samples has weight 0.
         sums = {
@@ -60,18 +64,33 @@ class Task:
         return {name: float(total.double() / (totals["weight"] or 1)) for name, total in sums.items()}
 
     def predict(self, output: Any) -> dict[str, Tensor]:
-        """What is to be kept of a network's answer, by names; the first dimension of each is the samples.
+        """What `job=predict` keeps of an output: named tensors whose first dimension is the samples.
 
-        The default is the answer itself: `output`; of a dict, a dataclass or a tuple its tensors, as `output.NAME`.
+        The default is the output itself: `output`; for a dict, a dataclass or a tuple its tensors, as `output.NAME`.
         """
         samples = first_tensor(output).shape[0]
         return {name: tensor for name, tensor in named(output, "output") if tensor.shape[:1] == (samples,)}
 
+    def mistakes(self, output: Any, target: Any) -> dict[str, Tensor]:
+        """The error of each prediction of a micro-batch, for the pictures of the worst predictions of an evaluation.
+
+        `error`: larger is worse; `said` and `true`: one number for each sample, such as its class; (B,) each. Default:
+        nothing.
+        """
+        return {}
+
+    def confusion(self, totals: dict[str, Tensor]) -> Tensor | None:
+        """The confusion matrix, from the totals: (classes, classes), row = true class, column = predicted class.
+
+        Default: None, there is none.
+        """
+        return None
+
     def after_step(self, network: nn.Module, step: int) -> None:
-        """Change the network in place after an optimizer step: elementwise, on what this rank holds, no gradient."""
+        """Change the network in place after an optimizer step: elementwise, on this rank's tensors, no gradient."""
 
     def plan(self, network: nn.Module) -> Plan:
-        """How the network can be split: what its own `plan()` says, where it has one."""
+        """How the network can be divided over devices; default: the network's own `plan()`, if it has one."""
         # The networks of others have no such method: any module will do.
         own = getattr(network, "plan", None)
         return own() if callable(own) else Plan()

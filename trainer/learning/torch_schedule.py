@@ -31,7 +31,7 @@ class TorchSchedule(Schedule):
         self._stepped: int = 0  # so often by now
         self._begin()
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            raise Refusal("schedule._target_: ReduceLROnPlateau follows a figure; schedule=plateau does that")
+            raise Refusal("schedule._target_: ReduceLROnPlateau needs a metric; use schedule=plateau")
         if self._optimizer.param_groups[0]["momentum"]:
             raise Refusal(
                 f"schedule: {self._kind} changes the momentum too; here it stays as the optimizer has it: add"

@@ -34,6 +34,18 @@ def with_statistics(network: nn.Module) -> list[_BatchNorm]:
     return [module for module in network.modules() if isinstance(module, _BatchNorm)]
 
 
+def statistics(network: nn.Module) -> dict[str, Tensor]:
+    """BatchNorm's running means and variances, by their names."""
+    layers = {id(layer) for layer in with_statistics(network)}
+    return {
+        f"{name}.{key}".removeprefix("."): buffer
+        for name, layer in network.named_modules()
+        if id(layer) in layers
+        for key, buffer in layer.named_buffers(recurse=False)
+        if buffer.is_floating_point()
+    }
+
+
 def synchronised(network: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
     """The network with every BatchNorm taking its statistics over all of these ranks; DDP does not do this by itself.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,20 @@ def average(tensors: list[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET) -> 
         flat /= ranks.size
         for tensor, mean in zip(bucket, unpacked(flat, bucket), strict=True):
             tensor.copy_(mean)
+
+
+def added(sums: Sums, ranks: Ranks, device: torch.device) -> dict[str, Any]:
+    """Collective: the sums of all these ranks, on this device; whole numbers as int64, others in the widest type."""
+    if ranks.size == 1:
+        return {**sums}  # as they are
+    own = {name: wide(value).detach().to(device) for name, value in sums.items()}
+    names = sorted(own, key=lambda name: own[name].is_floating_point())
+    totals: list[Tensor] = []
+    for bucket in buckets([own[name] for name in names]):
+        flat = packed(bucket)
+        ranks.all_reduce_sum_(flat).wait()  # the given ranks; 8 bytes a number
+        totals += unpacked(flat, bucket)
+    return dict(zip(names, totals, strict=True))
 
 
 class Totals:

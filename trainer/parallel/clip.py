@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.nn.utils import get_total_norm
 
 from trainer.parallel.held import held, split_axes
+from trainer.parallel.mesh import ranks_along
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
-    """Collective: the 2-norm over all gradients, the same on every rank; what ranks hold in common counts once.
+    """Collective: the 2-norm over all gradients, the same bits on every rank; what ranks hold in common counts once.
 
     torch's own clipping refuses networks that mix tensors and DTensors (pytorch/pytorch#121020, #180346), hence this.
     """
@@ -27,8 +27,9 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     squares = [get_total_norm([held(gradient) for gradient in whole]).square()] if whole else []
     for (mesh, axes), shards in alike.items():
         square = get_total_norm(shards).square()
+        # each copy of the network adds up its own shards: copies whose norms differed in one bit would drift apart
         for axis in axes:
-            dist.all_reduce(square, group=mesh.get_group(axis))  # the axis's ranks, each with its shard; one number
+            square = ranks_along(mesh, axis).sum_in_order(square)  # the axis's ranks, each with its shard
         squares.append(square)
     if len({square.device for square in squares}) > 1:  # some were offloaded: the optimizer needs the norm there
         squares = [square.to("cpu") for square in squares]

@@ -24,14 +24,14 @@ _place: ContextVar[_Scope] = ContextVar("place", default=_Scope(Ranks()))  # noq
 
 
 def gather(x: Tensor) -> Tensor:
-    """The rows of all data ranks for this micro-batch, differentiable; valid inside Task methods during a step.
+    """The rows of all data ranks for this micro-batch, differentiable; only for methods of a Task, during a step.
 
-    x: (B, ...) on every rank, result: (B · ranks, ...). Row j of rank r becomes row j · ranks + r: the samples of a
-    global batch are dealt to the ranks in turn, so this is their own order. With several micro-batches the result holds
-    the rows of the present one only. On one rank it is the identity.
+    x: (B, ...) on every rank, result: (B · ranks, ...). Row j of rank r becomes row j · ranks + r. This is the order of
+    the samples in the global batch. With several micro-batches the result has only the rows of the current one. On one
+    rank it is the identity.
 
-    Where ranks have unequal shares (`loop.uneven`, the end of an evaluation) the rows still come in the samples' own
-    order; then x must have a row for each sample, else ValueError.
+    If ranks have different numbers of samples (`loop.uneven`, the end of an evaluation), the rows are still in this
+    order; then x must have one row for each sample, else ValueError.
     """
     place = _place.get()
     if place.ranks.size == 1:
@@ -49,8 +49,12 @@ def gathering_over(ranks: Ranks) -> AbstractContextManager[None]:
 
 def dealt(span: range) -> AbstractContextManager[None]:
     """Within this context the ranks have these samples of a global batch, dealt to them in turn."""
-    ranks = _place.get().ranks
-    return _At(_Scope(ranks, span)) if ranks.size > 1 else _ALONE
+    return _At(_Scope(_place.get().ranks, span))
+
+
+def present_span() -> range | None:
+    """The samples of the global batch that all data ranks have of this micro-batch; None outside of a step."""
+    return _place.get().span
 
 
 class _At:

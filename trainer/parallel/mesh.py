@@ -12,13 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer.parallel.ranks import Group, Ranks
 from trainer.refusal import Refusal
 
-AXES = ("pipe", "replicate", "shard", "tensor")  # the outermost first: neighbouring ranks are tensor ranks
+AXES = ("pipe", "replicate", "shard", "tensor")  # of parameters; the outermost first: neighbours are tensor ranks
+# what a user says: context ranks hold copies or shards as data ranks do, and differ in which tokens they read
+DEGREES = ("pipe", "replicate", "shard", "context", "tensor")
 
 
 def spread(world_size: int, wanted: dict[str, int | None]) -> dict[str, int]:
     """The degree of every axis; one that is None takes what the others leave. Refusal where that is not whole.
 
-    wanted: axis → degree, in the order of AXES. The sum, and what would fit, stand in the refusal.
+    wanted: axis → degree, in the order of DEGREES. The sum, and what would fit, stand in the refusal.
     """
     for axis, degree in wanted.items():
         if degree is not None and degree < 1:
@@ -59,12 +61,19 @@ def _nearest(world_size: int, named: dict[str, int], rest: bool) -> list[str]:
 
 def described(degrees: dict[str, int]) -> str:
     """Degrees as a product, the outermost axis first."""
-    return " × ".join(f"{axis} {degrees[axis]}" for axis in AXES if axis in degrees)
+    return " × ".join(f"{axis} {degrees[axis]}" for axis in DEGREES if axis in degrees)
 
 
 def make_mesh(device_type: str, degrees: dict[str, int], always: str) -> DeviceMesh:
     """Collective: the ranks as a grid. An axis of degree 1 is left out, unless it is `always` there."""
     axes = [axis for axis in AXES if degrees.get(axis, 1) > 1 or axis == always]
+    return init_device_mesh(device_type, tuple(degrees[axis] for axis in axes), mesh_dim_names=tuple(axes))
+
+
+def by_sequence(device_type: str, world_size: int, context: int, tensor: int) -> DeviceMesh:
+    """Collective: the same ranks by what they read: other samples, other stretches of these, or all of it alike."""
+    degrees = {"samples": world_size // context // tensor, "context": context, "alike": tensor}
+    axes = [axis for axis, degree in degrees.items() if degree > 1]
     return init_device_mesh(device_type, tuple(degrees[axis] for axis in axes), mesh_dim_names=tuple(axes))
 
 

@@ -63,6 +63,13 @@ class Ranks:
         """Collective: start taking the largest of this tensor over the ranks, in place."""
         return DONE
 
+    def sum_in_order(self, number: Tensor) -> Tensor:
+        """Collective: the sum of one number of each rank, added in rank order everywhere.
+
+        So it is the same bits wherever the numbers are; an all-reduce adds in an order that each group has for itself.
+        """
+        return number
+
     def vote(self, numbers: Sequence[float], patience: timedelta) -> Vote:
         """Collective: start asking for the largest of each number; a rank may be so late with its answer."""
         return Vote(numbers)
@@ -81,6 +88,10 @@ class Ranks:
     def barrier(self) -> None:
         """Collective: return when every rank has arrived."""
 
+    def apart(self, timeout: timedelta) -> Ranks:
+        """Collective: the same ranks for another thread, whose collectives of CPU tensors mix with no others."""
+        return self
+
 
 class Group(Ranks):
     """The processes of one `torch.distributed` process group."""
@@ -97,6 +108,12 @@ class Group(Ranks):
     def all_reduce_max_(self, tensor: Tensor) -> Waitable:
         """Collective: start taking the largest of this tensor over the ranks, in place."""
         return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def sum_in_order(self, number: Tensor) -> Tensor:
+        """Collective: the sum of one number of each rank, added in rank order everywhere."""
+        each = number.new_empty(self.size)  # (ranks,)
+        dist.all_gather_into_tensor(each, number.reshape(1), group=self.group)  # these ranks; one number of each
+        return each.sum()
 
     def vote(self, numbers: Sequence[float], patience: timedelta) -> Vote:
         """Collective: start asking for the largest of each number; a rank may be so late with its answer."""
@@ -128,6 +145,12 @@ class Group(Ranks):
     def barrier(self) -> None:
         """Collective: return when every rank has arrived. A CPU tensor travels, so a GPU is not waited for."""
         self.all_reduce_sum_(torch.zeros(1)).wait()
+
+    def apart(self, timeout: timedelta) -> Ranks:
+        """Collective: the same ranks for another thread, whose collectives of CPU tensors mix with no others."""
+        group = dist.new_group(dist.get_process_group_ranks(self.group), timeout, backend="gloo")  # all ranks of a run
+        assert isinstance(group, ProcessGroup)  # this rank is in it
+        return Group(group)
 
 
 def backend_of(kind: str, wanted: str | None) -> str:
@@ -177,13 +200,13 @@ _left: list[Ranks] = []  # the group that was left last
 
 
 def leave_group(world: Ranks, clean: bool) -> None:
-    """Leave the process group; after an error without waiting for ranks that may be gone.
+    """Leave the process group; after an error not where other ranks may be gone, of a group of one always.
 
     Without the barrier one process in five aborts while gloo's threads are torn down (measured on torch 2.11 to 2.15).
     The group's object outlives it: whoever drops the last reference (torch 2.11: DDP's reducer) waits, with the
     interpreter's lock held, for a gloo thread that may be waiting for that lock to drop the barrier's tensor.
     """
-    if clean:
+    if clean or world.size == 1:
         world.barrier()  # all ranks; nobody tears down what another one still reads from
         _left[:] = [world]
         dist.destroy_process_group()

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
 )
 
@@ -23,6 +24,7 @@ from trainer.learning.plan import Plan
 from trainer.parallel.units import matched, matches
 from trainer.refusal import Refusal
 
+ACTIVATIONS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)  # styles that split no parameter
 ELSE = "strategy=ddp and strategy=fsdp need no plan"
 
 
@@ -40,7 +42,8 @@ def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
     for key, style in plan.tensor.items():
         for name, module in matched(network, key, "the plan's", f"; {ELSE}").items():
             _refuse_size(name, module, style, degree)
-            _refuse_tied(name, module, network)
+            if not isinstance(style, ACTIVATIONS):
+                _refuse_tied(name, module, network)
 
 
 def _refuse_size(name: str, module: nn.Module, style: ParallelStyle, degree: int) -> None:
@@ -91,7 +94,7 @@ class Masks:
     def follow(self, network: nn.Module, plan: Plan) -> None:
         """Change streams where the plan's modules split activations and where they put them together."""
         for key, style in plan.tensor.items():
-            before, after = _layouts(style)
+            before, after = layouts(style)
             for _, module in matches(network, key):
                 if before:
                     module.register_forward_pre_hook(self._own if _is_split(before) else self._common)
@@ -125,7 +128,7 @@ class Masks:
             self._generator.manual_seed(mix(_number(common)))  # or the next split would find the own stream again
 
 
-def _layouts(style: ParallelStyle) -> tuple[Any, Any]:
+def layouts(style: ParallelStyle) -> tuple[Any, Any]:
     """How activations lie when a module begins and when it has ended; None: as they were."""
     if isinstance(style, PrepareModuleInputOutput):
         return style.prepare_module_input.desired_input_layouts, style.prepare_module_output.desired_output_layouts

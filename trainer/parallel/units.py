@@ -73,8 +73,8 @@ def _planned(network: nn.Module, plan: Plan) -> list[str]:
 def _refuse(name: str, module: nn.Module, network: nn.Module, sharing: set[str]) -> None:
     if not _has_forward(module):
         raise Refusal(
-            f"the plan's shard names {name}, a {type(module).__name__}, which is never called; {name + '.*'!r} means"
-            " what it holds"
+            f"the plan's shard names {name}, a {type(module).__name__}, which is never called; use {name + '.*'!r},"
+            " the modules inside it"
         )
     if name in sharing:
         raise Refusal(f"the plan's shard names {name}, of whose parameters one is also used outside of it")

@@ -4,100 +4,193 @@ Tensors go to safetensors files under their own names, sharded ones in parallel;
 processes reads what any other number wrote.
 """
 
-import errno
+from __future__ import annotations
+
+import logging
 import math
-import os
-import secrets
-import shutil
+from collections.abc import Collection
+from contextlib import suppress
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.launch.durable import sync
+from trainer.parallel.bits import prints
 from trainer.parallel.ranks import Ranks
-from trainer.records.manifest import (
-    MANIFEST,
-    STATE,
-    CorruptCheckpoint,
-    Found,
-    Manifest,
-    encode,
-    manifest_bytes,
-    sha256_of,
-)
-from trainer.records.shelf import (
-    DRAFT,
-    committed,
-    discard,
-    newest_in,
-    put_in_place,
-    score,
-    surplus,
-    sweep,
-    together,
-)
+from trainer.records.figures import score
+from trainer.records.kept import NONE, UNLINKED, Kept, Seen, as_read, linked, shared
+from trainer.records.manifest import CorruptCheckpoint, Found
+from trainer.records.saver import AtOnce
+from trainer.records.shelf import committed, discard, newest_in, surplus, sweep, together
+from trainer.records.writing import BrokenState, Contents, FailedSave, named, write
+
+log = logging.getLogger(__name__)
 
 
-class FailedSave(Exception):
-    """A checkpoint could not be written; the older ones are as they were."""
+class Broken(NamedTuple):
+    """A step whose state was not saved because it is not finite, and which tensors; none: all is well."""
+
+    step: int = 0
+    tensors: Collection[str] = ()
 
 
 class Checkpoints:
     """The checkpoints/ folder of a run, which this run alone writes to."""
 
     def __init__(
-        self, folder: Path, ranks: Ranks, keep: int = 3, best: str = "-loss", facts: dict[str, Any] | None = None
+        self,
+        folder: Path,
+        ranks: Ranks,
+        keep: int = 3,
+        best: str = "-loss",
+        facts: dict[str, Any] | None = None,
+        needed: Collection[str] = (),
+        forgiven: int = 0,
+        saver: AtOnce | None = None,
     ):
+        self.needed = needed  # what the state of one that is gone on from must say
+        self._forgiven = forgiven  # failed saves in a row that a run goes on after
+        self._failures: list[str] = []  # of the last saves, since one succeeded
         self.folder, self.ranks, self.keep, self.best = folder, ranks, keep, best
+        self._saver = saver or AtOnce(ranks)
         self.facts = {"world_size": ranks.size, **(facts or {})}  # of every manifest: strategy, …
+        self._kept = self._next = NONE  # where the frozen tensors lie already; where they will, with the save under way
         self._rejected: set[Path] = set()  # found corrupt; they count for nothing when others are removed
-        self._record = -math.inf  # the best score so far
+        self._record = -math.inf  # the best score so far, with that of the save under way
+        self._before: float | None = None  # the same without it; None: none is under way
         if ranks.is_main:
             sweep(folder)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._saver.part()
+
     def save(
-        self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], figures: dict[str, float] | None = None
-    ) -> Path:
-        """Write one checkpoint; it has its name once it is whole. Collective; FailedSave on all ranks or none.
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        figures: dict[str, float] | None = None,
+        finite: Collection[str] = (),
+        frozen: Collection[str] = (),
+    ) -> Broken:
+        """Write one checkpoint, or begin to; it has its name once it is whole. Collective.
 
         tensors: what this rank holds. Those that are whole are equal on every rank that has them; not all ranks need
-        have the same.
+        have the same. finite: the names of those whose numbers must be; frozen: of those that nothing trains, which are
+        written again only where they have changed. FailedSave and what is returned: as `settle`.
         """
-        ranks = self.ranks
-        # all ranks tell names and bytes: is there space, and does each hold all of it whole, so that one can write all?
-        held = ranks.all_gather_values({name: one.numel() * one.element_size() for name, one in tensors.items()})
-        sizes = {name: size for one in held for name, size in one.items()}
+        broken = self.settle()  # one at a time
+        if broken.tensors:
+            return broken
+        contents = self._contents(step, tensors, state, figures or {}, finite, frozen)
+        # counted from here on: whether the next figures are better must be known before this one is on the disk
+        self._before, self._record = self._record, max(self._record, score(figures, self.best))
+        return self.settle(self._saver.start(partial(self._write, contents)))
+
+    def _contents(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        figures: dict[str, float],
+        finite: Collection[str],
+        frozen: Collection[str],
+    ) -> Contents:
+        """Collective: what is to be written, as it is now."""
+        seen = prints({name: one for name, one in tensors.items() if name in frozen})
+        self._next = Kept(named(self.folder, step), seen)  # once it is written
+        links = linked(self.folder, self._kept) if self.ranks.is_main else UNLINKED
+        # all ranks tell names and bytes: what space is needed, and does each hold all of it whole, so that one can
+        # write all? And is what they hold of the frozen ones still what an older checkpoint has, whose files may serve?
+        sizes = {name: one.numel() * one.element_size() for name, one in tensors.items()}
+        told = self.ranks.all_gather_values((sizes, Seen([*seen], seen == self._kept.prints, links.tensors)))
+        there = shared([own for _, own in told])
+        held = [{name: size for name, size in one.items() if name not in there} for one, _ in told]
+        if not there:
+            links.remove()
+            links = UNLINKED
+        tensors = {name: one for name, one in tensors.items() if name not in there}
         alone = not any(isinstance(one, DTensor) for one in tensors.values()) and all(one == held[0] for one in held)
-        needed = sum(sizes.values()) + 2**20  # headers and JSON
-        # a name that does not count: a crash from here to the commit leaves the older checkpoints as they were; and one
-        # that the main rank draws for all, as ranks of a dead attempt may still be writing to theirs
-        draft = self.folder / f"{DRAFT}step-{step}-{ranks.all_gather_values(secrets.token_hex(4))[0]}"
+        return Contents(
+            step,
+            tensors,
+            held=self._saver.copied(tensors if self.ranks.is_main or not alone else {}),
+            state=deepcopy(state),
+            figures=figures,
+            finite=finite,
+            frozen=frozen,
+            links=links,
+            bytes=sum({name: size for one in held for name, size in one.items()}.values()),
+            alone=alone,
+        )
+
+    def _write(self, contents: Contents) -> None:
+        """Collective over the saver's ranks, perhaps in a thread of its own: write it; then the surplus goes."""
+        write(self.folder, self._saver.ranks, contents, self.facts)
+        if self.ranks.is_main:
+            new = named(self.folder, contents.step)
+            self._rejected.discard(new)
+            # only after the new one stands: never is there a moment with fewer than were asked for
+            with suppress(OSError):  # what cannot be removed now goes after the next save
+                for path in surplus(committed(self.folder, self._rejected), self.keep, self.best):
+                    if path != new:
+                        discard(path)
+
+    def failed(self) -> bool:
+        """Has the save under way failed, as this rank knows? Then all ranks must hear of it, and `settle` together."""
+        return self._saver.failed()
+
+    def settle(self, wanted: bool = True) -> Broken:
+        """Collective where it is wanted: wait for the save under way, if there is one; what was not finite in it.
+
+        FailedSave where more saves in a row have failed than are forgiven.
+        """
+        if not wanted or self._before is None:
+            return Broken()
+        before, self._before = self._before, None
         try:
-            # ranks wait for each other after each phase: one that fails stops all before the next
-            together(ranks, lambda: self._begin(draft, needed), FailedSave)
-            together(ranks, lambda: self._write(draft, tensors, state, list(sizes), alone), FailedSave)
-            # the manifest last, then the name: who sees the name sees a checkpoint that is whole and on the disk
-            path, files = self.folder / f"step-{step:08d}", self._seal(draft)  # the digits are for people
-            manifest = Manifest(path, step, self.facts, figures or {}, files)
-            together(ranks, lambda: self._commit(draft, manifest), FailedSave)
-        except FailedSave as error:
-            free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
+            self._saver.wait()
+        except (FailedSave, BrokenState) as error:
+            self._record = before  # it has beaten nobody
+            if isinstance(error, BrokenState):
+                return Broken(error.step, error.tensors)
+            self._forgive(error)
+        else:
+            self._failures, self._kept = [], self._next
+        return Broken()
+
+    def _forgive(self, error: FailedSave) -> None:
+        """Say that a save has failed; FailedSave where it is one too many in a row. All ranks do the same."""
+        self._failures.append(str(error))
+        count = len(self._failures)
+        if count > self._forgiven:
+            last = f". It is failed save number {count} in a row, so the run ends" if self._forgiven else ""
+            raise FailedSave(f"{error}{last}") from error
+        if self.ranks.is_main:
+            log.warning("%s. The run goes on; failed saves in a row: %d of at most %d", error, count, self._forgiven)
+
+    def finish(self) -> None:
+        """Collective, after the last save of a run: FailedSave where that one failed, though it was forgiven.
+
+        Nothing comes after it that could make up for it, so the run has not done what it was to do.
+        """
+        self.settle()
+        if self._failures:
             raise FailedSave(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {error}. It needs about "
-                f"{needed:,} bytes, {free:,} are free there; the older checkpoints are intact"
-            ) from error
-        finally:
-            if ranks.is_main:  # after a failed save; a finished draft has moved to its name
-                shutil.rmtree(draft, ignore_errors=True)
-        # only now: a save that failed has beaten nobody
-        self._record = max(self._record, score(figures, self.best))
-        return path
+                f"{self._failures[-1]}. No save follows, so the run has failed: once there is space, the same command"
+                " goes on from the newest checkpoint"
+            )
 
     def newest(self) -> Found | None:
         """The newest checkpoint that is valid, None where there is none at all. Collective."""
-        found, rejected = newest_in(self.folder, self.ranks)
+        self.settle()
+        found, rejected = newest_in(self.folder, self.ranks, self.needed)
         self._rejected = set(rejected)
         # the main rank reads what is to be beaten and tells all: they must agree on whether a checkpoint is the best
         others = committed(self.folder, self._rejected) if self.ranks.is_main else []
@@ -118,49 +211,4 @@ class Checkpoints:
         from trainer.records.tensor_files import read_into
 
         together(self.ranks, lambda: read_into(tensors, found.path), CorruptCheckpoint)
-
-    def _begin(self, draft: Path, needed: int) -> None:
-        """Main rank: an empty draft, where there is space for what is coming."""
-        if self.ranks.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            # before a byte is written: filling the disk up would hurt others, too
-            if shutil.disk_usage(self.folder).free < needed:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            draft.mkdir()
-
-    def _write(
-        self, draft: Path, tensors: dict[str, Tensor], state: dict[str, Any], names: list[str], alone: bool
-    ) -> None:
-        from trainer.records.tensor_files import write_tensors  # here: what it imports takes longer than first steps
-
-        if self.ranks.is_main or not alone:
-            write_tensors(draft, tensors, names, alone)
-        if self.ranks.is_main:
-            (draft / STATE).write_bytes(encode(state))
-
-    def _seal(self, draft: Path) -> dict[str, dict[str, Any]]:
-        """Collective: what really lies there, brought to the disk and hashed; shared out, for reading it takes time."""
-        listed = together(self.ranks, lambda: sorted(os.listdir(draft)), FailedSave)[0]
-        mine = listed[self.ranks.rank :: self.ranks.size]
-        sealed = together(self.ranks, lambda: {name: _sealed(draft / name) for name in mine}, FailedSave)
-        return {name: fact for own in sealed for name, fact in own.items()}
-
-    def _commit(self, draft: Path, manifest: Manifest) -> None:
-        """Main rank: manifest, then the name, each on the disk before the next; then the surplus goes."""
-        if not self.ranks.is_main:
-            return
-        (draft / MANIFEST).write_bytes(manifest_bytes(manifest))
-        sync(draft / MANIFEST)
-        sync(draft)
-        put_in_place(draft, manifest.path)
-        self._rejected.discard(manifest.path)
-        # only after the new one stands: never is there a moment with fewer than were asked for
-        for path in surplus(committed(self.folder, self._rejected), self.keep, self.best):
-            if path != manifest.path:
-                discard(path)
-
-
-def _sealed(path: Path) -> dict[str, Any]:
-    """What is to be known of a file, once it is on the disk."""
-    sync(path)
-    return {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        self._kept = as_read(found.path, tensors)

@@ -3,11 +3,12 @@
 import contextlib
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 from time import monotonic
 
-from trainer.launch.screen import note
+from trainer.counted import duration, number
+from trainer.launch.durable import full
+from trainer.launch.screen import log_path, note
 from trainer.records.log import NO_FIGURES, Line, Sink
 
 _CLEAR = "\r\x1b[2K"  # back to the start of the line, and empty it
@@ -87,7 +88,8 @@ class LogFile(Sink):
 
     def say(self, fact: str) -> None:
         """Write a sentence."""
-        note(fact, self._folder, 0)
+        if not note(fact, self._folder, 0):
+            raise full(log_path(self._folder, 0))
 
     def train(self, line: Line) -> None:
         """Write where training is."""
@@ -102,6 +104,9 @@ def training_words(line: Line, steps: int | None = None, epochs: int | None = No
     """A training line in words: `epoch  3/30  step  360/4200  loss 0.2134  12,345 samples/s  0:41 left`."""
     words = [f"epoch {_of(line['epoch'] + 1, epochs)}", f"step {_of(line['step'], steps)}"]
     words += [f"loss {number(line['loss'])}", f"{line['samples_per_s']:>9,.0f} samples/s"]
+    # of what only some runs have
+    words += [f"{line['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in line else []
+    words += [f"{100 * line['utilisation']:.1f} % of peak"] if "utilisation" in line else []
     if left is not None:
         words.append(f"{duration(left)} left")
     return "  ".join(words)
@@ -112,20 +117,14 @@ def evaluation_words(line: Line) -> str:
     words = ["eval", f"step {line['step']}"]
     for name, value in line.items():
         if name not in NO_FIGURES and isinstance(value, (int, float)):
-            share = name == "accuracy" or name.endswith("_accuracy")
-            words.append(f"{name} {f'{value * 100:5.1f} %' if share else number(value)}")
+            words.append(f"{name} {figure(name, value)}")
     return "  ".join(words)
 
 
-def number(value: float) -> str:
-    """Four digits after the point, or as many that matter where that would say too little or too much."""
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """Minutes and seconds, hours where there are some: `0:41`, `1:02:03`."""
-    text = str(timedelta(seconds=round(seconds)))
-    return text.removeprefix("0:").removeprefix("0") if text.startswith("0:") else text
+def figure(name: str, value: float) -> str:
+    """A figure as people read it: accuracies in percent."""
+    share = name == "accuracy" or name.endswith("_accuracy")
+    return f"{value * 100:5.1f} %" if share else number(value)
 
 
 def _of(count: int, total: int | None) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,17 @@ from typing import Any
 from trainer.launch.agreement import decided_by_main, everywhere
 from trainer.launch.durable import probe, replace_file
 from trainer.launch.launch import Launch
+from trainer.launch.schema import CONFIG, ENVIRONMENT, Damaged, read_yaml
 from trainer.launch.status import Status
 from trainer.records.lock import holder, lock, unlock
-from trainer.records.resume import has_checkpoint, read_config, start_path
+from trainer.records.resume import has_checkpoint, start_path
 from trainer.refusal import Refusal
 
 _SIGHT = 10.0  # seconds until a network file system shows one machine what another has written
+_LEFT = {"config.yaml": CONFIG, "environment.json": ENVIRONMENT}  # what an attempt leaves for the next one
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+log = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -49,10 +54,8 @@ class RunFolder:
         A name is generated where none is given, from the time and `label`. `resume` is auto, fresh or a path: that, or
         None, `check` may refuse before anything is made, unless the folder has a checkpoint of its own to go on from.
         """
-        kept: list[RunFolder] = []  # the main rank's, with the lock
 
-        # the main rank decides for all, and what it refuses is refused everywhere
-        def decide() -> dict[str, Any]:
+        def decide() -> RunFolder:
             if launch.restarts and not launch.hosted and name is None and dir is None:
                 raise Refusal(
                     "give run.name: torchrun keeps no store here (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or "
@@ -68,18 +71,43 @@ class RunFolder:
                     check(start)
             except OSError as error:  # a name longer than the file system takes, a folder that may not be looked into
                 raise Refusal(f"the run's folder cannot be: {error.strerror}: {str(error.filename)[:200]}") from error
-            kept.append(_enter(path, fresh))
-            return {"path": str(path), "holder": holder(path)}
+            return _enter(path, fresh)
 
-        verdict = decided_by_main(launch, "folder", decide)
+        return cls._decided(launch, decide)
+
+    @classmethod
+    def anew(cls, path: Path, launch: Launch, check: Callable[[Path | None], None]) -> RunFolder:
+        """Make and lock a folder that no later start goes on with; what lay there is gone. Every rank calls it."""
+
+        def decide() -> RunFolder:
+            check(None)
+            shutil.rmtree(path, ignore_errors=True)
+            return _enter(path, fresh=False)
+
+        return cls._decided(launch, decide)
+
+    @classmethod
+    def _decided(cls, launch: Launch, decide: Callable[[], RunFolder]) -> RunFolder:
+        kept: list[RunFolder] = []  # the main rank's, with the lock
+
+        def told() -> dict[str, Any]:
+            kept.append(decide())
+            return {"path": str(kept[0].path), "holder": holder(kept[0].path)}
+
+        # the main rank decides for all, and what it refuses is refused everywhere
+        verdict = decided_by_main(launch, "folder", told)
         # all look for its lock there: machines that share no folder would notice at the first checkpoint
         everywhere(launch, "folder-seen", lambda: _see(Path(verdict["path"]), verdict["holder"]))
         return kept[0] if kept else cls(Path(verdict["path"]))
 
     def last(self, name: str) -> dict[str, Any] | None:
-        """What the attempt before left in config.yaml or environment.json; None where there is none."""
+        """What the attempt before left in config.yaml or environment.json; None where nothing can be used."""
         path = self.path / name
-        return read_config(path.read_text(encoding="utf-8")) if path.is_file() else None
+        try:
+            return read_yaml(path, _LEFT[name]) if path.is_file() else None
+        except (OSError, Damaged) as error:
+            log.warning("damaged, and not used: %s", error)
+            return None
 
     def write_start(self, config: str, overrides: list[str], environment: dict[str, Any]) -> None:
         """Leave what was asked for: config.yaml as text (earlier ones move to config.1.yaml …), words, surroundings."""
@@ -94,16 +122,21 @@ class RunFolder:
         replace_file(self.path / "overrides.yaml", words)
         replace_file(self.path / "environment.json", json.dumps(environment, indent=1, ensure_ascii=False) + "\n")
 
-    def begin(self, resume_step: int, world_size: int, strategy: str) -> None:
-        """The attempt has joined and goes on from this step: status.json says so, and counts it."""
+    def begin(self, resume_step: int, world_size: int, strategy: str, age: float = 0.0) -> None:
+        """The attempt has joined and goes on from this step: status.json says so, and counts it; age: in seconds."""
         if self._held is not None:
-            self._status = Status(self.path, resume_step, world_size, strategy)
+            self._status = Status(self.path, resume_step, world_size, strategy, age)
         self.report("running", resume_step)
 
-    def report(self, state: str, step: int, reason: str | None = None) -> None:
-        """Replace status.json; nothing before the attempt has begun. `state`: running, completed, preempted, failed."""
+    def report(
+        self, state: str, step: int, reason: str | None = None, spent: Mapping[str, float] | None = None
+    ) -> None:
+        """Replace status.json; nothing before the attempt has begun. `state`: running, completed, preempted, failed.
+
+        spent: seconds by phase.
+        """
         if self._status is not None:
-            self._status.write(state, step, reason)
+            self._status.write(state, step, reason, spent)
 
     def take_back(self, step: int, reason: str) -> None:
         """A start was refused: nothing stays of a folder that it made itself, another one says `failed`."""

@@ -1,55 +1,86 @@
-"""Where a run's figures and sentences go: metrics.jsonl, and the sinks that were asked for."""
+"""Where a run's figures and sentences go: all its sinks as one."""
 
-import contextlib
-import json
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from trainer.launch.durable import replace_file
+from trainer.counted import counted
+from trainer.parallel.histograms import Histogram
+from trainer.records.spikes import Spikes
+from trainer.refusal import first_line
 
 Line = Mapping[str, Any]
 NO_FIGURES = ("kind", "step", "epoch", "samples", "time")  # keys of a line that say what it is about
+_console = logging.getLogger(__name__)  # the screen and the log file
+
+
+class Waiting(OSError):
+    """A sink cannot write now. Nothing is lost: it tries again at the next call."""
 
 
 class Sink:
-    """A place where figures go, on the main rank alone: override what it needs, the rest does nothing.
+    """A logger, on the main rank only. Override the methods that it needs; the others do nothing.
 
-    `conf/log` names those of a run. `open` comes once, before any figure.
+    `conf/log` lists those of a run. `open` is called once, before any metrics.
     """
 
     def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
-        """The run's folder, the step it starts from, and the steps and epochs it is going to, where they are known."""
+        """The run's folder, the step where this start begins, and the planned end in steps and epochs, if known."""
 
     def say(self, fact: str) -> None:
         """One sentence about the run; may come before `open`."""
 
     def train(self, line: Line) -> None:
-        """Figures of a training step."""
+        """Metrics of a training step."""
 
     def eval(self, line: Line) -> None:
-        """Figures of an evaluation."""
+        """Metrics of an evaluation."""
 
-    def images(self, tag: str, images: Tensor, step: int) -> None:
-        """A batch of images (B, C, H, W) as the network sees them."""
+    def images(self, tag: str, images: Tensor, step: int, words: Sequence[str] = ()) -> None:
+        """Images (B, C, H, W), 0 black to 1 white; `words`: a short text below each, or none."""
+
+    def confusion(self, tag: str, counts: Tensor, step: int, names: Sequence[str] = ()) -> None:
+        """A confusion matrix: (classes, classes), row = true class, column = predicted class."""
+
+    def histograms(self, kind: str, histograms: Mapping[str, Histogram], step: int) -> None:
+        """Histograms by the names of parameters; kind: `weights` or `gradients`."""
 
     def text(self, tag: str, text: str) -> None:
         """A longer text, such as the configuration."""
 
+    def sample(self, text: str, step: int) -> None:
+        """A text that a language model has written after an evaluation."""
+
+    def rewind(self, step: int) -> None:
+        """The run has gone back to this step: take back what was logged of later ones, for they come again."""
+
     def flush(self) -> None:
-        """Hand on what is still held back."""
+        """Write out everything that is buffered."""
+
+    def end(self, state: str) -> None:
+        """The run has ended: completed, preempted or failed; only `close` is called after this."""
 
     def close(self) -> None:
         """The last call."""
 
 
+def shows(sink: Sink, *verbs: str) -> bool:
+    """Does the sink do anything when one of these verbs is called?"""
+    return any(getattr(type(sink), verb) is not getattr(Sink, verb) for verb in verbs)
+
+
 class Log(Sink):
-    """All sinks of a run as one. On other ranks than the main one there are none, and nothing happens."""
+    """All sinks of a run as one. On other ranks than the main one there are none, and nothing happens.
+
+    A sink that cannot write, as on a full disk, says so once, and the run continues. Only `open` must succeed.
+    """
 
     def __init__(self, sinks: Iterable[Sink]):
-        self.sinks = list(sinks)
+        self.sinks, self._spikes = list(sinks), Spikes()
+        self._lost: dict[int, int] = {}  # sinks (by id) that could not write when last called → calls that are lost
 
     def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
         """Begin after this step (0: from nothing): what was logged of later ones is dropped."""
@@ -58,86 +89,70 @@ class Log(Sink):
 
     def say(self, fact: str) -> None:
         """Say something about the run."""
-        for sink in self.sinks:
-            sink.say(fact)
+        self._each("say", fact)
 
     def train(self, line: Line) -> None:
-        """Log the figures of a training step."""
-        for sink in self.sinks:
-            sink.train(line)
+        """Log the figures of a training step, and a word where the loss has jumped."""
+        self._each("train", line)
+        for jump in self._spikes.look(line["step"], line["loss_mean"]):
+            self.say(f"note        {jump}")
 
     def eval(self, line: Line) -> None:
         """Log the figures of an evaluation."""
-        for sink in self.sinks:
-            sink.eval(line)
+        self._each("eval", line)
 
-    def images(self, tag: str, images: Any, step: int) -> None:
-        """Show a batch of images (B, C, H, W) as the network sees them; inputs of other shapes are no images."""
-        if isinstance(images, Tensor) and images.dim() == 4:
-            for sink in self.sinks:
-                sink.images(tag, images.detach(), step)
+    def images(self, tag: str, images: Tensor, step: int, words: Sequence[str] = ()) -> None:
+        """Show images (B, C, H, W), with words below them."""
+        self._each("images", tag, images.detach(), step, words)
+
+    def confusion(self, tag: str, counts: Tensor, step: int, names: Sequence[str] = ()) -> None:
+        """Show a confusion matrix (classes, classes)."""
+        self._each("confusion", tag, counts, step, names)
+
+    def histograms(self, kind: str, histograms: Mapping[str, Histogram], step: int) -> None:
+        """Show how numbers are distributed."""
+        self._each("histograms", kind, histograms, step)
 
     def text(self, tag: str, text: str) -> None:
         """Keep a longer text, such as the configuration."""
-        for sink in self.sinks:
-            sink.text(tag, text)
+        self._each("text", tag, text)
+
+    def sample(self, text: str, step: int) -> None:
+        """Show what a language model writes."""
+        self._each("sample", text, step)
+
+    def rewind(self, step: int) -> None:
+        """Take back what was logged of steps after this one."""
+        self._spikes = Spikes()
+        self._each("rewind", step)
 
     def flush(self) -> None:
         """Hand on what is still held back; before a checkpoint counts as saved."""
-        for sink in self.sinks:
-            sink.flush()
+        self._each("flush")
+
+    def end(self, state: str) -> None:
+        """Say how the run ended."""
+        self._each("end", state)
 
     def close(self) -> None:
         """End the log. A second call does nothing."""
-        while self.sinks:
-            self.sinks.pop(0).close()
+        self._lost.clear()  # what is not written now never will be, whatever was said before
+        self._each("close")
+        self.sinks.clear()
 
-
-class Figures(Sink):
-    """metrics.jsonl: a JSON object a line; no step stands there twice, and a kill tears the last line at most."""
-
-    def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
-        """Take back what an earlier attempt logged after this step."""
-        self._path, self._start = folder / "metrics.jsonl", step
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path.touch()
-        self._cut({"train": step, "eval": step})
-
-    def train(self, line: Line) -> None:
-        """Append the figures of a training step."""
-        self._append("train", line)
-
-    def eval(self, line: Line) -> None:
-        """Append the figures of an evaluation."""
-        # one that a resumed run makes up for: an attempt that was killed before its save may have written it already
-        if line["step"] == self._start:
-            self._cut({"train": self._start, "eval": self._start - 1})
-        self._append("eval", line)
-
-    def _append(self, kind: str, line: Line) -> None:
-        """Numbers that are none stand there as Python writes them: NaN, Infinity. OSError where there is no space."""
-        ordered = {"kind": kind, **{key: line[key] for key in ("step", "epoch") if key in line}, **line}
-        data = json.dumps(ordered).encode() + b"\n"
-        with self._path.open("ab", buffering=0) as file:
-            written = file.write(data)  # in one call: other programs read this file while it grows
-            if written < len(data):
-                # half a line would be glued to the next one
-                with contextlib.suppress(OSError):
-                    file.truncate(self._path.stat().st_size - written)
-                raise OSError(f"{self._path}: no space left for a line")
-
-    def _cut(self, last: Mapping[str, int]) -> None:
-        """Keep the lines up to the last step of their kind, in one step."""
-        before = self._path.read_bytes()
-        after = b"".join(_until(last, before))
-        if after != before:
-            replace_file(self._path, after)
-
-
-def _until(last: Mapping[str, int], data: bytes) -> Iterator[bytes]:
-    """The whole lines up to the last step of their kind. What a crash tore is no line."""
-    for line in data.splitlines(keepends=True):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            said = json.loads(line)
-            if line.endswith(b"\n") and said["step"] <= last[said["kind"]]:
-                yield line
+    def _each(self, verb: str, *values: Any) -> None:
+        """Call all sinks, whichever cannot write; what it says the first time is shown, and that it writes again."""
+        for sink in self.sinks:
+            try:
+                getattr(sink, verb)(*values)
+            except OSError as error:
+                if id(sink) not in self._lost:
+                    name = type(sink).__name__
+                    _console.warning("note        %s cannot write, and the run continues: %s", name, first_line(error))
+                self._lost[id(sink)] = self._lost.get(id(sink), 0) + (not isinstance(error, Waiting))
+            else:
+                # a call that does nothing has shown nothing
+                if id(sink) in self._lost and shows(sink, verb):
+                    lost = self._lost.pop(id(sink))
+                    what = f"{counted(lost, 'call')} meanwhile were lost" if lost else "nothing was lost"
+                    _console.warning("note        %s writes again; %s", type(sink).__name__, what)

@@ -5,17 +5,25 @@ Nothing here runs code that a file names: JSON and safetensors only, no pickle.
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from trainer.launch.schema import MANIFEST as MANIFEST_FIELDS
+from trainer.launch.schema import STATE as STATE_FIELDS
+from trainer.launch.schema import Damaged, read_json
+
 MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = ".safetensors"
+FROZEN = "frozen-"  # begins the names of files whose tensors nothing trains, which several checkpoints share
 FORMAT = 1  # of manifest.json
+FINITE = "finite"  # a fact of those whose tensors were found finite before they were saved
+TO_RESUME = ("progress",)  # what state.json must say for a run to go on from there
 
 
 class CorruptCheckpoint(Exception):
@@ -58,25 +66,47 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     return encode({**said, "sha256": hashlib.sha256(encode(said)).hexdigest()})
 
 
+@contextmanager
+def _as_corrupt(where: Path) -> Iterator[None]:
+    """Inside, a file that is missing, unreadable or damaged is a CorruptCheckpoint."""
+    try:
+        yield
+    except OSError as error:
+        raise CorruptCheckpoint(f"{where}: {error.strerror}") from None
+    except Damaged as error:
+        raise CorruptCheckpoint(str(error)) from None
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json alone, which is cheap. CorruptCheckpoint where it is missing or not as it was written."""
     where = folder / MANIFEST
-    try:
-        data = where.read_bytes()
-        said = json.loads(data)
+    with _as_corrupt(where):
+        said, data = read_json(where, MANIFEST_FIELDS)
         if said.pop("format") != FORMAT:
-            raise ValueError(f"a format other than {FORMAT}, which this version reads")
+            raise Damaged(f"{where}: a format other than {FORMAT}, which this version reads")
         step, figures, files = said.pop("step"), said.pop("figures"), said.pop("files")
         del said["sha256"]
         manifest = Manifest(folder, step, said, figures, files)
         # written once more it is the same bytes: its SHA-256 is right, and nothing changed that JSON would not notice
         if manifest_bytes(manifest) != data:
-            raise ValueError("not as it was written")
-    except OSError as error:
-        raise CorruptCheckpoint(f"{where}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON that is no manifest
-        raise CorruptCheckpoint(f"{where}: {type(error).__name__}: {str(error)[:300]}") from None
+            raise Damaged(f"{where}: not as it was written")
     return manifest
+
+
+def read_state(manifest: Manifest, needed: Collection[str] = ()) -> dict[str, Any]:
+    """Read state.json, which must say what is needed. CorruptCheckpoint where it cannot be true."""
+    where = manifest.path / STATE
+    with _as_corrupt(where):
+        state, _ = read_json(where, STATE_FIELDS)
+        for name in sorted(set(needed) - state.keys()):
+            raise Damaged(f"{where}: {name} is missing")
+        progress = state.get("progress", {"step": manifest.step, "position": 0})
+        if progress["step"] != manifest.step:
+            raise Damaged(f"{where}: progress.step is {progress['step']:,}, the manifest is of step {manifest.step:,}")
+        # behind the end of its epoch a run would skip what it has not seen
+        if "data" in state and progress["position"] > (most := state["data"]["training"]["samples"]):
+            raise Damaged(f"{where}: progress.position is {progress['position']:,}, an epoch has {most:,} samples")
+    return state
 
 
 def check_sizes(manifest: Manifest) -> None:

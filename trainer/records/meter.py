@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.stream import Batch, digest
+from trainer.learning.work import NoWork
 from trainer.parallel.buckets import Totals, wide
 
 
@@ -22,39 +23,43 @@ class Meter:
         self._totals, self._global_batch = totals, global_batch
         self._last: dict[str, Tensor] = {}
         self._sum: Tensor | None = None
-        self._steps = 0
+        self._steps: Tensor | int = 0
+        self._tokens = 0
         self.resume()
 
     def resume(self) -> None:
         """Start the clock again, after an evaluation or a save; what was measured since the last line is forgotten."""
-        self._since, self._timed = perf_counter(), 0
+        self._since, self._timed, self._tokens = perf_counter(), 0, 0
 
-    def add(self, parts: dict[str, Tensor]) -> None:
-        """Take this rank's share of one step's losses: numbers, where they are."""
-        self._last, loss = parts, parts["loss"]
+    def add(self, parts: dict[str, Tensor], loss: Tensor, steps: Tensor | int, tokens: int) -> None:
+        """Take this rank's share of one step's losses: numbers, where they are; and of its tokens.
+
+        The mean over steps takes `loss`, as that of so many `steps`.
+        """
+        self._last = parts
         # in float64 where there is one, whatever is added to it: thousands of bf16 losses would not add up
         self._sum = wide(loss) if self._sum is None else self._sum + loss
-        self._steps += 1
+        self._steps += steps
         self._timed += 1
+        self._tokens += tokens
 
-    def line(self, batches: list[Batch], norm: Tensor | None, known: Mapping[str, float | int | str]) -> PendingLine:
+    def line(
+        self, batches: list[Batch], norm: Tensor | None, known: Mapping[str, float | int | str], work: NoWork
+    ) -> PendingLine:
         """Collective: begin a line about the step just done; read it a step later, when its numbers have arrived."""
         assert self._sum is not None, "a line is about at least one step"
         indices = torch.cat([batch.indices for batch in batches])  # (samples of this rank's share,)
-        sums = {**self._last, "loss_mean": self._sum / self._steps, "sample_digest": digest(indices)}
+        counts = {"sample_digest": digest(indices), "tokens": torch.tensor(self._tokens)}
+        sums = {**self._last, "loss_mean": self._sum / self._steps, **counts}
         # all ranks' sums start their way; the norm is the same on all already
         totals = self._totals(sums, {} if norm is None else {"grad_norm": norm})
-        seconds = (perf_counter() - self._since) / max(self._timed, 1)
-        facts = {**known, "samples_per_s": self._global_batch / seconds, "step_s": seconds, "time": time()}
+        whole = perf_counter() - self._since
+        seconds = whole / max(self._timed, 1)
+        speed = {"samples_per_s": self._global_batch / seconds, **work.figures(batches[0].inputs, seconds)}
+        facts = {**known, **speed, "step_s": seconds, "time": time()}
         self._sum, self._steps = None, 0
         self.resume()
-        return PendingLine(totals, facts)
-
-    def finite(self) -> bool:
-        """Collective: is every loss since the last line a number? Waits for the device; for before a save."""
-        if self._sum is None:
-            return True
-        return bool(torch.isfinite(self._totals({"loss": self._sum}).read()["loss"]))
+        return PendingLine(totals, facts, whole)
 
 
 @dataclass
@@ -63,12 +68,15 @@ class PendingLine:
 
     totals: Totals
     facts: Mapping[str, float | int | str]
+    seconds: float  # that it is about
 
     def read(self) -> dict[str, float | int | str]:
         """The line, complete."""
         totals = self.totals.read()
+        tokens = int(totals.pop("tokens"))
+        speed = {"tokens_per_s": tokens / self.seconds} if tokens else {}
         digest_bits = int(totals.pop("sample_digest")) & (1 << 64) - 1  # torch has no int64 without a sign
         figures = {name: float(total) for name, total in totals.items()}
         # the loss once more as float32 bits: whether two runs are the same must not depend on how a number is printed
         loss_hex = struct.pack(">f", figures["loss"]).hex()
-        return {**figures, "loss_hex": loss_hex, **self.facts, "sample_digest": f"{digest_bits:016x}"}
+        return {**figures, "loss_hex": loss_hex, **self.facts, **speed, "sample_digest": f"{digest_bits:016x}"}

@@ -33,6 +33,10 @@ def start_path(resume: str) -> Path | None:
     path = Path(resume).expanduser()
     if not has_checkpoint(path) and not is_checkpoint(path):
         kind = "holds no checkpoint" if path.exists() else "does not exist"
+        if path.is_file() and is_checkpoint(path.parent):
+            kind = f"is a file of the checkpoint {path.parent}: name that folder"
+        elif path.is_file():  # an earlier program's weights, as a rule
+            kind = f"is a file; to begin with the weights in it: init_from={resume}"
         raise Refusal(f"run.resume={resume}: {path.absolute()} {kind}; give auto, fresh, a run folder or a checkpoint")
     return path
 
@@ -61,8 +65,8 @@ def stopped_early(status: Mapping[str, Any] | None, stale: int, patience: int | 
     if not status or status["state"] != "completed" or patience is None or stale < patience:
         return None
     return (
-        f"this run is complete at step {status['step']:,}: {counted(stale, 'evaluation')} in a row brought no better"
-        " figure; a larger loop.patience extends it, loop.patience=null takes it to the end"
+        f"this run is complete at step {status['step']:,}: {counted(stale, 'evaluation')} in a row without"
+        " improvement; a larger loop.patience extends it, loop.patience=null takes it to the end"
     )
 
 
@@ -116,8 +120,9 @@ def refuse_changes(found: list[Change], folder: Path) -> None:
         lines = "".join(f"\n  {one}" for one in found[:12])
         more = f"\n  … and {len(found) - 12} more" if len(found) > 12 else ""
         raise Refusal(
-            f"{folder} holds a run with another configuration; these changes change what it learns:{lines}{more}\n"
-            "add run.accept_changes=true to go on with the new values, run.resume=fresh to start over, "
+            f"{folder} holds a run with another configuration or other data; these changes change what it learns:"
+            f"{lines}{more}\n"
+            "add run.accept_changes=true to go on with what is new, run.resume=fresh to start over, "
             "or another run.name"
         )
 

@@ -3,7 +3,6 @@
 A crash on the way costs nothing. Names and times of files play no part: the step in the manifest decides.
 """
 
-import json
 import logging
 import math
 import os
@@ -16,7 +15,17 @@ from typing import Any
 
 from trainer.launch.durable import sync
 from trainer.parallel.ranks import Ranks
-from trainer.records.manifest import STATE, CorruptCheckpoint, Found, Manifest, check_hashes, check_sizes, read_manifest
+from trainer.records.figures import score
+from trainer.records.manifest import (
+    FINITE,
+    CorruptCheckpoint,
+    Found,
+    Manifest,
+    check_hashes,
+    check_sizes,
+    read_manifest,
+    read_state,
+)
 
 # Names that begin with a dot are never read as checkpoints.
 DRAFT = ".tmp-"  # being written
@@ -41,10 +50,11 @@ def candidates(folder: Path) -> dict[Path, Manifest | None]:
     return {path: found[path] for path in sorted(found, key=steps.__getitem__, reverse=True)}
 
 
-def newest_in(folder: Path, ranks: Ranks) -> tuple[Found | None, list[Path]]:
+def newest_in(folder: Path, ranks: Ranks, needed: Collection[str] = ()) -> tuple[Found | None, list[Path]]:
     """The newest valid checkpoint of a folder, and the corrupt ones that were passed over. Collective.
 
-    None where there is no checkpoint at all; where all are corrupt that is an error, not a fresh start.
+    needed: what state.json must say. None where there is no checkpoint at all; where all are corrupt that is an error,
+    not a fresh start.
     """
     # the main rank's list is everybody's: others may not see yet what was just renamed
     names = ranks.all_gather_values([path.name for path in candidates(folder)] if ranks.is_main else [])[0]
@@ -52,19 +62,21 @@ def newest_in(folder: Path, ranks: Ranks) -> tuple[Found | None, list[Path]]:
     # all ranks try the same one, and give it up together
     for path in (folder / name for name in names):
         try:
-            return open_checkpoint(path, ranks), list(rejected)
+            return open_checkpoint(path, ranks, needed), list(rejected)
         except CorruptCheckpoint as error:
             rejected[path] = f"  {error}"
             if ranks.is_main:
-                log.warning("checkpoint %s is passed over: %s", path.name, error)
+                log.warning("checkpoint %s is skipped: %s", path.name, error)
     if rejected:
         reasons = "\n".join(list(rejected.values())[:15])
         raise CorruptCheckpoint(f"none of the {len(rejected)} checkpoints in {folder} can be used:\n{reasons}")
     return None, []
 
 
-def open_checkpoint(path: Path, ranks: Ranks) -> Found:
+def open_checkpoint(path: Path, ranks: Ranks, needed: Collection[str] = ()) -> Found:
     """Verify one checkpoint, every byte of it. Collective; CorruptCheckpoint in words, on all ranks or none."""
+    from trainer.records.tensor_files import check_numbers  # here: what it imports takes longer than a first step
+
     found: list[Found] = []
 
     def verify() -> None:
@@ -72,23 +84,21 @@ def open_checkpoint(path: Path, ranks: Ranks) -> Found:
         check_sizes(manifest)
         # each rank reads a share of the bytes, for that takes time; the headers only then: they count where they are
         # what was written
-        check_hashes(manifest, sorted(manifest.files)[ranks.rank :: ranks.size])
-        found.append(look_into(manifest))
+        share = sorted(manifest.files)[ranks.rank :: ranks.size]
+        check_hashes(manifest, share)
+        if not manifest.facts.get(FINITE):
+            check_numbers(path, share)
+        found.append(look_into(manifest, needed))
 
     together(ranks, verify, CorruptCheckpoint)
     return found[0]
 
 
-def look_into(manifest: Manifest) -> Found:
+def look_into(manifest: Manifest, needed: Collection[str] = ()) -> Found:
     """What a checkpoint says about itself: its state, and the headers of its tensors."""
     from trainer.records.tensor_files import stored  # here: what it imports takes longer than a first step
 
-    where = manifest.path / STATE
-    try:
-        state = json.loads(where.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CorruptCheckpoint(f"{where}: {error}") from None
-    return Found(**vars(manifest), state=state, tensors=stored(manifest.path))
+    return Found(**vars(manifest), state=read_state(manifest, needed), tensors=stored(manifest.path))
 
 
 def together(ranks: Ranks, action: Callable[[], Any], failure: type[Exception]) -> list[Any]:
@@ -129,14 +139,6 @@ def winner(checkpoints: list[Manifest], best: str) -> Manifest | None:
     # a draw is not won by who came later: `is_best` has not called that one better either
     ranked = [one for one in reversed(checkpoints) if score(one.figures, best) > -math.inf]
     return max(ranked, key=lambda one: score(one.figures, best), default=None)
-
-
-def score(figures: dict[str, float] | None, best: str) -> float:
-    """Larger is better: "accuracy" as it is, "-loss" negated; minus infinity where it is missing or not a number."""
-    value = (figures or {}).get(best.removeprefix("-"))
-    if not isinstance(value, (int, float)) or math.isnan(value):
-        return -math.inf
-    return -value if best.startswith("-") else value
 
 
 def put_in_place(draft: Path, target: Path) -> None:

@@ -1,55 +1,70 @@
 """Tensors to safetensors files and back, through torch.distributed.checkpoint: whole ones and sharded ones alike."""
 
+import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import WriteItem
 
+from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import APART
-from trainer.records.manifest import CorruptCheckpoint
+from trainer.records.manifest import FROZEN, TENSORS, CorruptCheckpoint
 
 
-class _InRows(DefaultSavePlanner):
-    """Tensors as safetensors takes them: rows in order (channels_last is not), no two on one memory.
+def write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], held: Mapping[str, Tensor], frozen: Collection[str], ranks: Ranks
+) -> None:
+    """Write tensors into a folder. Collective: what several of these ranks hold whole is written once.
 
-    Only what this rank writes is copied for that, and not before it is written.
+    tensors: of this rank, for their names, their shapes, and how they are spread; held: what it holds of each; frozen:
+    the names of those that have files of their own, which other checkpoints will share.
     """
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=ranks.is_main)
+    # these ranks; each hears what all hold, and comes to the same plan of who writes it
+    plans, _ = planner.create_global_plan(ranks.all_gather_values(planner.create_local_plan()))
+    last = max((_file_of(item.index.fqn, frozen) for plan in plans for item in plan.items), default=1)
+    for number in (0, 1, 2):
+        own = {item.index.fqn: item for item in plans[ranks.rank].items if _file_of(item.index.fqn, frozen) == number}
+        if own:
+            shard = f"{ranks.rank + 1:05}"
+            name = f"shard-{shard}-model-{number:05}-of-{last:05}" if number else f"{FROZEN}{shard}"
+            path = folder / f"{name}{TENSORS}"
+            # what torch's reader needs to put shards together again
+            shards = {name: {"saved_offsets": list(item.index.offset or ())} for name, item in own.items()}
+            told = {"DCP_SHARDING_INFO": json.dumps(shards), "DCP_VERSION": "1.0", "format": "pt"}
+            # not torch's writer: it puts the file together in memory first, and for as long no other thread can work
+            path.touch()
+            mode = path.stat().st_mode
+            save_file(_in_rows({name: held[name] for name in own}), path, told)
+            # safetensors 0.8 puts a file in its place that nobody else can read; one that is shared nobody may change
+            path.chmod(mode if number else mode & ~0o222)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._given: set[tuple[torch.device, int]] = set()  # where memory begins that another name has brought already
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
-        """What is written for one item of the plan: a tensor, or this rank's shard of one."""
-        tensor = super().resolve_data(write_item)  # the shape of this rank's shard
-        if not isinstance(tensor, Tensor):
-            return tensor
-        where = (tensor.device, tensor.data_ptr())
-        if not tensor.is_contiguous() or (tensor.numel() and where in self._given):
-            return tensor.clone(memory_format=torch.contiguous_format)
-        self._given.add(where)
-        return tensor
+def _file_of(name: str, frozen: Collection[str]) -> int:
+    """The network has a file of its own, so that any program that reads safetensors can load it."""
+    return 2 if name.startswith(APART) else 0 if name in frozen else 1
 
 
-def write_tensors(folder: Path, tensors: dict[str, Tensor], names: list[str], alone: bool) -> None:
-    """Write tensors into a folder. Collective, unless one process writes everything `alone`.
-
-    names: of the tensors of all ranks. What several ranks hold whole is written once.
-    """
-    # the network has a file of its own, so that any program that reads safetensors can load it
-    file_of = {name: 2 if name.startswith(APART) else 1 for name in names}
-    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
-    with _plainly():
-        dcp.save(dict(tensors), storage_writer=writer, planner=_InRows(), no_dist=alone)
+def _in_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as safetensors takes them: rows in order (channels_last is not), no two on one memory."""
+    given: set[tuple[torch.device, int]] = set()  # where memory begins that another name has brought already
+    rows = {}
+    for name, one in tensors.items():
+        where = (one.device, one.data_ptr())
+        shared = one.numel() > 0 and where in given
+        given.add(where)
+        rows[name] = one.clone(memory_format=torch.contiguous_format) if shared or not one.is_contiguous() else one
+    return rows
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
@@ -67,6 +82,21 @@ def stored(folder: Path) -> dict[str, Tensor]:
         if held != fact.size.numel():
             raise CorruptCheckpoint(f"{folder}: {name}: {held} of its {fact.size.numel()} elements are there")
     return {name: torch.empty(fact.size, dtype=fact.properties.dtype, device="meta") for name, fact in facts.items()}
+
+
+def check_numbers(folder: Path, names: Iterable[str]) -> None:
+    """CorruptCheckpoint where training has left a number in these files that is not finite.
+
+    What is a buffer they do not say, and a buffer may be infinite by design: of the network only NaN counts.
+    """
+    for file in (name for name in names if name.endswith(TENSORS)):
+        with safe_open(folder / file, "pt") as opened:
+            held = opened.keys()
+            for name in held:  # one tensor at a time: a file may be larger than the memory
+                own = not name.startswith(APART)
+                x = opened.get_tensor(name)
+                if x.is_floating_point() and (x.isnan().any() if own else x.ndim and not x.isfinite().all()):
+                    raise CorruptCheckpoint(f"{folder / file}: {name} is not finite, training from it would be in vain")
 
 
 def read_into(tensors: dict[str, Tensor], folder: Path) -> None:

@@ -1,16 +1,45 @@
-"""TensorBoard event files: the figures of metrics.jsonl over the step, pictures, the configuration."""
+"""TensorBoard event files: the figures of metrics.jsonl over the step, in groups; pictures; the configuration."""
 
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.records.log import NO_FIGURES, Line, Sink
+from trainer.counted import counted
+from trainer.devices import memory
+from trainer.launch.durable import refuse_full
+from trainer.parallel.histograms import Histogram
+from trainer.records.drawing import confusion, grid
+from trainer.records.log import NO_FIGURES, Line, Sink, Waiting
+from trainer.records.resume import read_config
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-_SHOWN = 32  # images of a batch
+# The groups of what every training line has; whatever else it has is a part of the loss.
+_SPEED = dict.fromkeys(("samples_per_s", "tokens_per_s", "step_s", "utilisation"), "speed")
+_GROUPS = {"lr": "optimizer", "grad_norm": "optimizer", **_SPEED}
+# What runs are compared by; the rest of a configuration says where things go and how they are read.
+_SETTINGS = (
+    "model",
+    "task",
+    "data",
+    "optimizer",
+    "schedule",
+    "strategy",
+    "loop",
+    "ema",
+    "seed",
+    "precision",
+    "init_from",
+)
+_GIB = 2**30
+_SHARE = 0.05  # of the time, at most, goes into drawing
+_MOST = 50_000  # lines that wait for room on the disk
 
 
 class TensorBoard(Sink):
@@ -20,48 +49,176 @@ class TensorBoard(Sink):
         """Make the writers; what an earlier attempt wrote after `step` is taken back."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._step = step
+        self._folder, self._step, self._name = folder, step, f"{folder.parent.name}/{folder.name}"
+        self._waiting: deque[tuple[SummaryWriter, dict[str, float], Line]] = deque(maxlen=_MOST)
         # readers then forget what a dead attempt wrote of later steps: event files cannot be cut
         purge = step + 1 if step else 0
         self._train = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
         self._eval = SummaryWriter(str(folder / "tensorboard" / "eval"), purge_step=purge)
+        self._pictures = _Pictures(self._train)
 
     def train(self, line: Line) -> None:
-        """Add a point to every training curve."""
-        _add(self._train, line)
+        """Add a point to every training curve, and to those of the main rank's memory."""
+        figures = {_tag(_GROUPS.get(name, "loss"), name): value for name, value in _figures(line)}
+        figures |= {f"memory/{place}_gib": size / _GIB for place, size in memory().items()}
+        self._add(self._train, figures, line)
 
     def eval(self, line: Line) -> None:
-        """Add a point to every evaluation curve."""
-        _add(self._eval, line)
+        """Add a point to every evaluation curve; the last word of a figure is its group: ema_accuracy by accuracy."""
+        figures = {_tag(name.rsplit("_", 1)[-1], name): value for name, value in _figures(line)}
+        self._add(self._eval, figures, line)
 
-    def images(self, tag: str, images: Tensor, step: int) -> None:
-        """Show images (B, C, H, W) in a grid; darkest to brightest value is black to white."""
-        shown = images[:_SHOWN].float().cpu()  # (B, C, H, W)
-        # as RGB or grey, whatever a data set has for channels
-        shown = shown[:, :3] if shown.shape[1] >= 3 else shown[:, :1]
-        low, high = shown.min(), shown.max()
-        self._train.add_images(tag, (shown - low) / (high - low).clamp_min(1e-12), step)
+    def _add(self, writer: "SummaryWriter", figures: dict[str, float], line: Line) -> None:
+        """One point a figure. Flushed, so that a kill loses none; a NaN is drawn as a NaN."""
+        self._waiting.append((writer, figures, line))
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        """Write the points that wait, in their order; Waiting where there is no room."""
+        # looked at before a byte goes out: half an event would end the thread that writes, and what readers see
+        try:
+            refuse_full(self._folder)
+        except OSError as error:
+            waiting = counted(len(self._waiting), "line")
+            raise Waiting(f"{self._folder / 'tensorboard'}: {error.strerror}; waiting for room: {waiting}") from error
+        while self._waiting:
+            writer, figures, line = self._waiting.popleft()
+            for tag, value in figures.items():
+                writer.add_scalar(tag, value, line["step"], walltime=line.get("time"))
+            writer.flush()
+
+    def rewind(self, step: int) -> None:
+        """Let readers forget the points after this step: event files cannot be cut."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._waiting = deque((one for one in self._waiting if one[-1]["step"] <= step), maxlen=_MOST)
+        self._pictures.forget(step)
+        refuse_full(self._folder)
+        for writer in (self._train, self._eval):
+            files: Any = writer.file_writer  # as SummaryWriter itself does where it begins after a step
+            files.add_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+            writer.flush()
+
+    def images(self, tag: str, images: Tensor, step: int, words: Sequence[str] = ()) -> None:
+        """Show images (B, C, H, W) in a grid, with words below them."""
+        refuse_full(self._folder)
+        self._pictures.show(_tag("pictures", tag), partial(grid, images, words), step)
+
+    def confusion(self, tag: str, counts: Tensor, step: int, names: Sequence[str] = ()) -> None:
+        """Show a confusion matrix as a picture."""
+        refuse_full(self._folder)
+        self._pictures.show(_tag("pictures", tag), partial(confusion, counts, names), step)
+
+    def histograms(self, kind: str, histograms: Mapping[str, Histogram], step: int) -> None:
+        """Show how numbers are distributed, by parameter."""
+        refuse_full(self._folder)
+        for name, one in histograms.items():
+            width = (one.high - one.low) / len(one.counts) or 1e-12
+            self._train.add_histogram_raw(
+                _tag(kind, name),
+                min=one.low,
+                max=one.high,
+                num=sum(one.counts),
+                sum=one.sum,
+                sum_squares=one.squares,
+                bucket_limits=[one.low + width * (at + 1) for at in range(len(one.counts))],
+                bucket_counts=one.counts,
+                global_step=step,
+            )
         self._train.flush()
 
     def text(self, tag: str, text: str) -> None:
-        """Keep a text, its lines as they are."""
-        self._train.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), self._step)
+        """Keep a text, its lines as they are; the configuration also as what runs are compared by."""
+        refuse_full(self._folder)
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+        self._train.add_text(tag, _as_it_is(text), self._step)
+        if tag == "configuration":
+            # their figures the reader takes from the curves: the last point of each
+            writer: Any = self._train.file_writer  # torch calls it None, which it is after the last call alone
+            writer.add_summary(hparams_pb(dict(_settings(read_config(text), _SETTINGS)), self._name))
+
+    def sample(self, text: str, step: int) -> None:
+        """Keep what a language model has written."""
+        refuse_full(self._folder)
+        self._eval.add_text("sample", _as_it_is(text), step)
+        self._eval.flush()
 
     def flush(self) -> None:
         """Write to the files what is still in memory."""
+        self._write_waiting()
         self._train.flush()
         self._eval.flush()
 
     def close(self) -> None:
         """End the files."""
         if hasattr(self, "_train"):
-            self._train.close()
-            self._eval.close()
+            try:
+                self._write_waiting()
+                self._pictures.catch_up()
+            finally:
+                self._train.close()
+                self._eval.close()
 
 
-def _add(writer: "SummaryWriter", line: Line) -> None:
-    """One point a figure. Flushed, so that a kill loses none; a NaN is drawn as a NaN."""
-    for name, value in line.items():
-        if name not in NO_FIGURES and isinstance(value, (int, float)):
-            writer.add_scalar(name, value, line["step"], walltime=line.get("time"))
-    writer.flush()
+class _Pictures:
+    """Draws pictures of steps, unless those before have just cost too much: then the last ones wait for the end.
+
+    So short evaluations that follow each other at once are not held up; of long ones every one has its pictures.
+    """
+
+    def __init__(self, writer: "SummaryWriter") -> None:
+        self._writer = writer
+        self._waiting: dict[str, tuple[Callable[[], Any], int]] = {}  # by tag: what draws it, and its step
+        self._step, self._later = -1, False  # of the last pictures: their step, and whether they wait
+        self._ready = 0.0  # the clock's time from which on pictures are drawn at once again
+
+    def show(self, tag: str, draw: Callable[[], Any], step: int) -> None:
+        """Draw now or later; later, a newer one of this tag takes its place."""
+        if step != self._step:  # all pictures of a step wait, or none
+            self._step, self._later = step, monotonic() < self._ready
+        self._waiting[tag] = (draw, step)
+        if not self._later:
+            self._draw(tag)
+
+    def forget(self, step: int) -> None:
+        """Draw none that waits of a step after this one."""
+        self._waiting = {tag: one for tag, one in self._waiting.items() if one[1] <= step}
+
+    def catch_up(self) -> None:
+        """Draw all that waits."""
+        for tag in list(self._waiting):
+            self._draw(tag)
+
+    def _draw(self, tag: str) -> None:
+        began, (draw, step) = monotonic(), self._waiting.pop(tag)
+        self._writer.add_image(tag, draw(), step, dataformats="HWC")
+        self._writer.flush()
+        self._ready = max(self._ready, began) + (monotonic() - began) / _SHARE
+
+
+def _as_it_is(text: str) -> str:
+    """A text as Markdown that changes nothing of it: four spaces before each line."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _figures(line: Line) -> Iterator[tuple[str, float]]:
+    return ((name, value) for name, value in line.items() if name not in NO_FIGURES and isinstance(value, int | float))
+
+
+def _tag(group: str, name: str) -> str:
+    """The name of a chart; one that comes with a group keeps it."""
+    return name if "/" in name else f"{group}/{name}"
+
+
+def _settings(tree: Mapping[str, Any], keys: Iterable[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; a group's option as the name of its class."""
+    for key in keys:
+        value = tree.get(key)
+        if isinstance(value, Mapping):
+            yield from _settings(value, value, f"{prefix}{key}.")
+        elif key == "_target_":
+            if prefix.count(".") == 1:  # what a group's own parts are made of is no setting
+                yield prefix.removesuffix("."), str(value).rsplit(".", 1)[-1]
+        elif value is not None:
+            yield prefix + key, value if isinstance(value, bool | int | float | str) else str(value)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.launch.schema import CONFIG, Damaged, read_yaml
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import APART, AVERAGE
 from trainer.records.manifest import CorruptCheckpoint
-from trainer.records.resume import has_checkpoint, is_checkpoint, read_config
+from trainer.records.resume import has_checkpoint, is_checkpoint
 from trainer.records.shelf import committed, open_checkpoint, winner
 from trainer.refusal import Refusal
 
@@ -76,7 +77,7 @@ def open_weights(path: Path, best: str) -> Weights:
         if is_checkpoint(path):
             return of_checkpoint(path)
         return Weights(path, _of_folder(path) if path.is_dir() else _of_file(path))
-    except CorruptCheckpoint as error:
+    except (CorruptCheckpoint, Damaged) as error:
         raise Refusal(str(error)) from error
     except OSError as error:
         raise Refusal(f"{path.absolute()}: {error.strerror or error}") from error
@@ -85,7 +86,7 @@ def open_weights(path: Path, best: str) -> Weights:
 def _of_run(path: Path, best: str) -> Weights:
     # what the run itself went by: this one may look for another figure
     config = path / "config.yaml"
-    own = read_config(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    own = read_yaml(config, CONFIG) if config.is_file() else {}
     best = own.get("checkpoint", {}).get("best") or best
     found, figure = committed(path / "checkpoints"), best.removeprefix("-")
     if not found:

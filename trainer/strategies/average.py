@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trainer.parallel.batch_norm import with_statistics
+from trainer.parallel.batch_norm import statistics
 from trainer.parallel.held import held
 from trainer.parallel.state import AVERAGE
 
@@ -53,7 +53,7 @@ class Average(NoAverage):
 
     def __init__(self, network: nn.Module, decay: float, every: int) -> None:
         self._decay, self._every, self._move = decay, every, get_ema_multi_avg_fn(decay)
-        self._statistics = _statistics(network)
+        self._statistics = statistics(network)
         trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
         self._own: dict[str, Tensor] = {**trained, **self._statistics}  # the network's, by their names
         self._kept: dict[str, Tensor] = {}  # their averages; none before the first update
@@ -120,15 +120,3 @@ class Average(NoAverage):
             aside = own.clone()  # one at a time: never is there a whole second copy
             own.copy_(average)
             average.copy_(aside)
-
-
-def _statistics(network: nn.Module) -> dict[str, Tensor]:
-    """BatchNorm's running means and variances, by their names."""
-    layers = {id(layer) for layer in with_statistics(network)}
-    return {
-        f"{name}.{key}".removeprefix("."): buffer
-        for name, layer in network.named_modules()
-        if id(layer) in layers
-        for key, buffer in layer.named_buffers(recurse=False)
-        if buffer.is_floating_point()
-    }

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -17,6 +18,9 @@ from trainer.counted import counted
 from trainer.learning.task import Task
 from trainer.parallel.batch_norm import batch_norms
 from trainer.refusal import Refusal
+from trainer.strategies.copies import Copies
+from trainer.strategies.lookout import Lookout, LookoutAfar
+from trainer.strategies.pace import Pace
 from trainer.strategies.place import Place
 from trainer.strategies.placed import Placed
 from trainer.strategies.votes import Votes
@@ -55,6 +59,12 @@ class Strategy(Place):
     def refuse_forward(self, task: Task, network: nn.Module, world_size: int, example: Callable[[], Any]) -> None:
         """Refuse a network for what its forward does. `example` makes one small (inputs, targets), on the host."""
 
+    def refuse_alone(self, what: str) -> None:
+        """Refuse what one rank would do with the whole network by itself, where it has only a part."""
+
+    def refuse_outputs(self, what: str, world_size: int) -> None:
+        """Refuse what needs all of a sample's output at once, where no rank has it."""
+
     # Inside.
 
     def notes(self, network: nn.Module) -> list[str]:
@@ -63,15 +73,40 @@ class Strategy(Place):
         # layers whose effect depends on how samples are dealt to ranks and micro-batches: with them no two curves agree
         if norms := 0 if self.sync_bn else len(batch_norms(network)):
             layers = counted(norms, "BatchNorm layer")
-            notes.append(f"{layers}: the curve depends on data ranks and micro-batches (strategy.sync_bn=true)")
-        if drops := sum(isinstance(module, _DropoutNd) and module.p > 0 for module in network.modules()):
+            notes.append(f"{layers}: the curve depends on micro-batches and, without strategy.sync_bn, on data ranks")
+        drops = sum(isinstance(module, _DropoutNd) and module.p > 0 for module in network.modules())
+        if drops and self.dropout == "native":
             layers = counted(drops, "dropout layer")
-            notes.append(f"{layers}: the curve depends on data ranks and micro-batches, repeatably")
+            mended = "loop.dropout=sample mends that" + (", without compile" if self.machine.compile else "")
+            notes.append(f"{layers}: the curve depends on micro-batches and data ranks; {mended}")
         return notes
+
+    @property
+    def devices_used(self) -> float:
+        """How many devices compute for the run: one for each process, or a part of one that processes share."""
+        local = self.machine.launch.local_world_size
+        return self.world.size * min(1.0, torch.accelerator.device_count() / local if self.machine.on_gpu else 1.0)
 
     def votes(self) -> Votes:
         """What the ranks of one loop ask each other in its steps: to stop? has a clock run out?"""
         return Votes()
+
+    def pace(self) -> Pace:
+        """Collective: what compares how fast the ranks of one loop are."""
+        return Pace()
+
+    def copies(self, network: nn.Module) -> Copies:
+        """Collective: what compares the copies that ranks hold of one loop's network. Here nobody is to have any."""
+        return Copies()
+
+    def lookout(self, allowed: int = 0) -> Lookout:
+        """What looks at the numbers of every step of one loop, and at what it saves: are they finite?
+
+        allowed: how many of a hundred steps may be left out instead.
+        """
+        if self.device.type == "cpu":
+            return Lookout(self.world, allowed)
+        return LookoutAfar(self.world, self.device, allowed)
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put a network here. `example`: one small (inputs, targets), for those that must see a step."""

@@ -38,6 +38,9 @@ class NothingCarried:
         """The forward of this micro-batch, which gets what its rows have left, and leaves what the next ones get."""
         return forward
 
+    def put_back(self, broken: Tensor) -> None:
+        """Where this is true the step counts for nothing: its rows pass on what they were given."""
+
     def state(self) -> dict[str, Tensor]:
         """Collective: what a checkpoint stores."""
         return {}
@@ -61,6 +64,7 @@ class Carried(NothingCarried):
         self._task, self._place = task, place
         self._training: dict[int, State] = {}  # by where in the global batch a micro-batch begins
         self._evaluation: dict[int, State] = {}
+        self._given: dict[int, State] = {}  # what the rows of the step under way were given
         self._read: State = {}  # this rank's rows, of a checkpoint: for the first step after it
         self._total = 0  # rows of the global batch that training has seen last
 
@@ -75,6 +79,8 @@ class Carried(NothingCarried):
             self._read, self._total = {}, batch.total
         kept = self._training if training else self._evaluation
         before = self._before(kept, batch) if batch.continues else None
+        if training:
+            self._given[batch.span.start] = before or {}
 
         def carrying(inputs: Any, targets: Any) -> Any:
             output = forward(inputs, targets, before)
@@ -82,6 +88,14 @@ class Carried(NothingCarried):
             return output
 
         return carrying
+
+    def put_back(self, broken: Tensor) -> None:
+        """Where this is true the step counts for nothing: its rows pass on what they were given, or zeros."""
+        for first, left in self._training.items():
+            given = self._given[first]
+            self._training[first] = {
+                name: torch.where(broken, given.get(name, torch.zeros_like(x)), x) for name, x in left.items()
+            }
 
     def _before(self, kept: dict[int, State], batch: Batch) -> State | None:
         """What these rows have left; None where they have left nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from trainer.counted import named
 from trainer.learning.task import Task
 from trainer.parallel.compiling import uncompiled
 from trainer.refusal import Refusal
+from trainer.strategies.copies import Copies, compared
 from trainer.strategies.joined import Joined
 from trainer.strategies.loss import Forward, Listing, restored
 from trainer.strategies.placed import Placed
@@ -31,6 +32,7 @@ COMPRESSION = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 class DDP(Joined):
     """One full copy of the network per process; gradients averaged while the last micro-batch's backward still runs."""
 
+    narrowing: ClassVar[tuple[str, ...]] = ("compress",)
     bucket_mb: int = 25  # MiB of gradients in one all-reduce; larger: fewer and later
     static_graph: bool = False  # the same parameters are used in the same way in every step
     find_unused_parameters: bool = False  # some parameters get no gradient in some steps; costs a walk of the graph
@@ -41,6 +43,10 @@ class DDP(Joined):
         super().check(task, network, world_size)
         if self.machine.on_gpu and self.machine.backend != "gloo":
             self._refuse_sparse(network)
+
+    def copies(self, network: nn.Module) -> Copies:
+        """Collective: every rank's copy is compared with the others."""
+        return compared(self, network)
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put a copy of the network on every rank."""

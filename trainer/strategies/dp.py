@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,21 +32,34 @@ class DP(Strategy):
                 "strategy=dp compile=true: a compiled network is bound to the first GPU, and its replicas on the others"
                 " would compute with what lies there; use compile=false, or strategy=ddp"
             )
+        if self.machine.dropout == "sample" and len(self.devices()) > 1:
+            raise Refusal(
+                "strategy=dp loop.dropout=sample: replicas run in threads, where nobody knows their samples; use"
+                " loop.dropout=native, or strategy=ddp"
+            )
         # torch's SyncBatchNorm wants a process for each GPU
         if self.sync_bn:
             raise Refusal(
                 "strategy=dp cannot synchronise BatchNorm over its replicas; use strategy=ddp strategy.sync_bn=true"
             )
 
+    @property
+    def dropout(self) -> Literal["sample", "native"]:
+        """On several GPUs torch's random numbers: replicas run in threads, where nobody knows their samples."""
+        return "native" if len(self.devices()) > 1 else super().dropout
+
     def notes(self, network: nn.Module) -> list[str]:
         """Say on how many GPUs it really runs."""
         count = len(self.devices())
-        line = f"dp: each micro-batch is dealt out to {count} GPUs"
+        line = f"dp: each micro-batch is divided over {count} GPUs"
         if count < 2:
-            line = (
-                f"dp: {counted(count, 'CUDA GPU')} visible, nothing to deal out; on {self.device} like strategy=single"
-            )
+            line = f"dp: {counted(count, 'CUDA GPU')} visible; trains on {self.device} like strategy=single"
         return [line, *super().notes(network)]
+
+    @property
+    def devices_used(self) -> float:
+        """One process drives all of them."""
+        return max(1, len(self.devices()))
 
     def devices(self) -> list[int]:
         """The GPUs among which a micro-batch is dealt: torch's DataParallel copies between those of CUDA alone."""

@@ -14,20 +14,22 @@ from trainer.parallel.units import units
 from trainer.strategies.joined import Meshed
 from trainer.strategies.loss import Forward, Listing, restored
 from trainer.strategies.placed import Placed
-from trainer.strategies.placed_tensor import PlacedTensor
+from trainer.strategies.placed_context import PlacedContext
 
 
 @dataclass
 class FSDP(Meshed):
     """Each rank holds a shard of every parameter; a unit is gathered when it computes, and released.
 
-    Degrees multiply to the processes: `replicate` copies (HSDP), each spread over `shard` ranks, and split over
-    `tensor` ranks by the plan before that.
+    Degrees multiply to the processes: `replicate` copies (HSDP), each spread over `shard` × `context` ranks, of which
+    those along `context` share samples by sequence, and split over `tensor` ranks by the plan before that.
     """
 
     axis: ClassVar[str] = "shard"
+    narrowing: ClassVar[tuple[str, ...]] = ("param_dtype",)
     replicate: int = 1  # copies of the network; they average gradients
     shard: int | None = None  # ranks that one copy is spread over; None: what the others leave
+    context: int = 1  # ranks that share samples by sequence, by the plan; parameters are spread over them, too
     tensor: int = 1  # ranks that a layer is split over, by the plan; keep them on one machine
     reshard_after_forward: bool = True  # true: gathered anew for the backward (ZeRO-3); false: kept until then (ZeRO-2)
     sync_micro_batches: bool = False  # gradients travel after each micro-batch: more traffic, no whole gradient is kept
@@ -38,7 +40,8 @@ class FSDP(Meshed):
     @property
     def name(self) -> str:
         """The word for these degrees."""
-        return ("hsdp" if self.replicate > 1 else "fsdp") + ("_tp" if self.tensor > 1 else "")
+        words = {"hsdp" if self.replicate > 1 else "fsdp": 2, "cp": self.context, "tp": self.tensor}
+        return "_".join(word for word, degree in words.items() if degree > 1)
 
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse also units that are not there."""
@@ -50,7 +53,7 @@ class FSDP(Meshed):
         return _Placed(self, task, network, example)
 
 
-class _Placed(PlacedTensor):
+class _Placed(PlacedContext):
     strategy: FSDP
 
     def _units(self) -> list[str]:

@@ -102,9 +102,14 @@ def add_share(sums: dict[str, Tensor], losses: dict[str, Tensor], share: float |
         sums[name] = sums[name] + kept if name in sums else kept
 
 
-def evaluation_sums(task: Task, output: Any, targets: Any, samples: int) -> dict[str, Tensor | float]:
-    """What an evaluation adds up over these samples: loss times weight, weight, samples, and the task's metrics."""
-    loss, weight = total_loss(task.loss(output, targets)), task.weight(targets)
+def evaluation_sums(
+    task: Task, call: Callable[..., Any], output: Any, targets: Any, samples: int
+) -> dict[str, Tensor | float]:
+    """What an evaluation adds up over these samples: loss times weight, weight, samples, and the task's metrics.
+
+    call: how the loss is called, which may draw random numbers.
+    """
+    loss, weight = total_loss(call(task.loss, output, targets)), task.weight(targets)
     # what the host knows stays there: a number of Python costs no kernel
     weight = _on(loss.device, weight) if isinstance(weight, Tensor) else weight
     sums: dict[str, Tensor | float] = {"loss": wide(loss) * weight, "weight": weight, "samples": samples}

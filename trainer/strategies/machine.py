@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -33,10 +33,12 @@ class Machine:
     channels_last: bool = True  # images and the weights of convolutions lie so in memory
     seed: int = 0
     compile: bool = False
+    dropout: Literal["sample", "native"] | None = None  # whose random numbers a forward has; None: the strategy says
     backend: str | None = None  # of torch.distributed; None: the device's own, NCCL on CUDA, gloo on CPUs
     interface: str | None = None  # network interface that gloo and NCCL use; None: they choose
     timeout: timedelta = timedelta(minutes=30)  # of joining, and of every collective up to the first step
     step_timeout: timedelta = timedelta(minutes=10)  # of every collective after it
+    compare_copies: bool = True  # must ranks that hold copies of a tensor hold the same bits?
 
     def check(self) -> None:
         """Refuse a device, a precision or a network interface that is not there, before any process group."""

@@ -31,6 +31,7 @@ class PP(Meshed):
     """
 
     axis: ClassVar[str] = "pipe"
+    narrowing: ClassVar[tuple[str, ...]] = ("param_dtype",)
     pipe: int | None = None  # ranks that the stages lie on; None: what the others leave
     replicate: int | None = 1  # pipelines; they average gradients. None: what the others leave
     shard: int | None = 1  # ranks that a stage's parameters are spread over (FSDP2). None: what the others leave

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, Self
+from functools import partial
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from trainer.data.slice import Slice
+from trainer.launch.watchdog import Pulse
 from trainer.parallel.buckets import Sums, Totals
 from trainer.parallel.ranks import Ranks, set_timeouts
 from trainer.strategies.machine import Machine
+from trainer.strategies.stalls import NoStalls
+from trainer.strategies.stopwatch import Stopwatch
 
 Recomputed = Literal["none", "units", "operators"]
+LATER = timedelta(seconds=30)  # torch ends a collective so much later than the watchdog, which can say who hangs
 
 
 @dataclass
@@ -26,6 +31,7 @@ class Place:
     Its fields are its configuration. The facts below hold inside `with place:`.
     """
 
+    narrowing: ClassVar[tuple[str, ...]] = ()  # fields that make numbers narrower than the precision; null: they do not
     sync_bn: bool = False  # BatchNorm's statistics over the whole micro-batch of all data ranks
     activation_checkpointing: Recomputed = "none"  # what the backward computes again instead of keeping it
     machine: Machine = field(default_factory=Machine)
@@ -33,7 +39,10 @@ class Place:
     device: torch.device = field(init=False, repr=False)  # where this rank computes
     world: Ranks = field(init=False, repr=False)  # all ranks
     data_group: Ranks = field(init=False, repr=False)  # the ranks that read different data
-    patience: timedelta = field(init=False, repr=False)  # how long a collective may take at present
+    # how long a rank may take to get further at present; joining has a limit of its own
+    patience: timedelta = field(init=False, repr=False, default=timedelta.max)
+    # where the time of its steps goes, and whether any are done
+    watch: Stopwatch = field(init=False, repr=False, compare=False, default_factory=partial(Stopwatch, NoStalls()))
 
     def __enter__(self) -> Self:
         self.device = self.machine.claim_device()
@@ -49,9 +58,19 @@ class Place:
         return []
 
     @property
+    def loss_group(self) -> Ranks:
+        """The ranks whose losses make up the step's: those that read different data, or other parts of the same."""
+        return self.data_group
+
+    @property
     def slice(self) -> Slice:
         """Which samples this rank reads, and where they go."""
         return Slice(self.data_group.rank, self.data_group.size, self.device, self.machine.seed)
+
+    @property
+    def dropout(self) -> Literal["sample", "native"]:
+        """Whose random numbers a forward has: each sample's own, wherever that can be; or torch's."""
+        return self.machine.dropout or ("native" if self.machine.compile else "sample")
 
     # How late a rank may be.
 
@@ -60,15 +79,20 @@ class Place:
         self._wait(self.machine.timeout)
 
     def use_step_timeout(self) -> None:
-        """From now on a collective takes as long as those of a step do: what is slower than that hangs."""
+        """From now on nothing takes longer than a step does: what is slower than that hangs."""
         if self.patience != self.machine.step_timeout:
             self._wait(self.machine.step_timeout)
+
+    def pulse(self, step: int) -> Pulse:
+        """How far this rank is in a run, in this step, and how late it may be; any thread may ask."""
+        times = self.patience, self.machine.step_timeout
+        return Pulse(step, self.watch.done, *(time.total_seconds() for time in times))
 
     def _wait(self, patience: timedelta) -> None:
         self.patience = patience
         # When NCCL's time is over its watchdog aborts the process, and nobody is left to say why. The vote of the same
         # step waits on the CPU and raises an error: with twice the time for NCCL it is heard first.
-        set_timeouts(self.groups(), patience if self.device.type == "cpu" else patience * 2)
+        set_timeouts(self.groups(), (patience if self.device.type == "cpu" else patience * 2) + LATER)
 
     # Collectives: every rank calls them, in the same order.
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.seeds import mix, seed_torch
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.task import Task
+from trainer.learning.work import NoWork
 from trainer.parallel.batch_norm import average_statistics, synchronised
+from trainer.parallel.chance import chances
 from trainer.parallel.clip import clip_, global_norm
 from trainer.parallel.compiling import compile_network, uncompiled
 from trainer.parallel.gather import dealt, gathering_over
@@ -26,7 +27,7 @@ from trainer.strategies.form import Form, check_gradients, refuse_extra_state
 from trainer.strategies.loss import Forward, add_share, by_name, evaluation_sums, shares, times, uncounted
 from trainer.strategies.place import Place
 from trainer.strategies.scaler import NoScaler, Scaler
-from trainer.strategies.stopwatch import Stopwatch
+from trainer.strategies.skipping import Skipping
 
 
 class Placed:
@@ -35,14 +36,17 @@ class Placed:
     def __init__(self, strategy: Place, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
         self._machine, self._before_first_step = strategy.machine, True  # no step has been done
-        self.watch, self.average, self.carried = Stopwatch(), NoAverage(), what_is_carried(task, strategy)
+        self.watch, self.average, self.carried = strategy.watch, NoAverage(), what_is_carried(task, strategy)
+        self.work = NoWork()  # until somebody has counted what a step computes
         self.scaler = Scaler(strategy.device) if self._machine.resolved_precision == "fp16" else NoScaler()
         # types and kinds of layers first: all that follows looks at them
         network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
-        network = synchronised(network, strategy.data_group, strategy.device) if strategy.sync_bn else network
+        network = synchronised(network, strategy.loss_group, strategy.device) if strategy.sync_bn else network
         refuse_extra_state(network)
+        self._chance = chances[strategy.dropout](self._machine.seed, strategy.device)
+        self._chance.follow(network, type(task).forward is not Task.forward)
         # what is known of the whole network, while this rank has all its names and shapes
-        self._shapes = {name: value.shape for name, value in network.state_dict().items()}
+        self.shapes = {name: value.shape for name, value in network.state_dict().items()}
         self._plan = task.plan(network)
         self._form = Form(network, self._machine.parameter_dtype, self._machine.channels_last)
         # values, the same everywhere; or an outline, where no rank need hold all of them
@@ -114,20 +118,23 @@ class Placed:
         Returns this rank's share of the loss (and of its parts), on the device; the data ranks' sum is the global mean.
         """
         self._mode(training=True)
+        self.scaler.begin()
         # a mean of micro-batches' means would be wrong where they weigh differently
-        sums = self._learn(batches, step, shares(self.task, batches, self.strategy.data_group, self.strategy.device))
-        self.watch.lap("forward and backward")
+        sums = self._learn(batches, step, shares(self.task, batches, self.strategy.loss_group, self.strategy.device))
+        self.watch.computed()
         self._finish_gradients()
+        self.scaler.hear(sums["loss"])
         return sums
 
     def _learn(self, batches: list[Any], step: int, share_of: Callable[[int], Any]) -> dict[str, Tensor]:
         """Every micro-batch's forward and backward; returns what this rank adds to the losses of the step."""
         sums: dict[str, Tensor] = {}
         for index, batch in enumerate(batches):
-            # random numbers follow from where the samples are, so that a resumed run draws the same
-            seed_torch(mix(self._machine.seed, step, index, self.strategy.data_group.rank), self.strategy.device)
+            # random numbers follow from numbers alone, so that a resumed run draws the same
+            self._chance.begin(batch.indices, step, index, self.strategy.loss_group.rank)
             # strategies send gradients once, in the last micro-batch's backward
-            with self._computing(), self._sync(last=index == len(batches) - 1), dealt(batch.span):
+            last = index == len(batches) - 1
+            with self._chance, self._computing(), self._sync(last), dealt(batch.span):
                 self._share_of_loss(self._forward, batch, partial(share_of, index), sums).backward()
         return sums
 
@@ -137,12 +144,12 @@ class Placed:
         own = share()  # after the forward: the weights of all ranks have travelled while it computed
         add_share(sums, losses, own)
         # DDP and its like divide the summed gradients by the number of data ranks: undo it here
-        return self.scaler.scale(times(losses["loss"], own * self.strategy.data_group.size))
+        return self.scaler.scale(times(losses["loss"], own * self.strategy.loss_group.size))
 
     def _losses(self, forward: Forward, inputs: Any, targets: Any) -> dict[str, Tensor]:
         with self._machine.autocast(self.strategy.device):
             inputs, targets = self._form.cast((inputs, targets))
-            loss = self._whole(self.task.loss(forward(inputs, targets), targets))
+            loss = self._whole(self._chance.call(self.task.loss, forward(inputs, targets), targets))
         return by_name(loss)
 
     def _mode(self, training: bool) -> None:
@@ -180,8 +187,11 @@ class Placed:
         valid: how many of its samples count, all or none. Of none the sums are zeros of the same shapes.
         """
         self._mode(training=False)
+        self.watch.done += 1  # an evaluation may take hours: it gets further with each batch
         rehearsing = uncompiled() if self._before_first_step else nullcontext()  # its batch may be of another size
-        with rehearsing, self._computing(), dealt(batch.span), self._machine.autocast(self.strategy.device):
+        self._chance.begin_evaluation(batch.indices)
+        computing = self._machine.autocast(self.strategy.device)
+        with rehearsing, self._chance, self._computing(), dealt(batch.span), computing:
             inputs, targets = self._form.cast((batch.inputs, batch.targets))
             sums = self._evaluate(batch, inputs, targets)
         return sums if valid else uncounted(sums)
@@ -189,7 +199,7 @@ class Placed:
     def _evaluate(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         """The sums over a batch in its form, whether it counts or not: on ranks that need each other all compute."""
         output = self.carried.through(self._forward, batch, training=False)(inputs, targets)
-        return evaluation_sums(self.task, self._whole(output), targets, len(batch.indices))
+        return evaluation_sums(self.task, self._chance.call, self._whole(output), targets, len(batch.indices))
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
@@ -201,7 +211,7 @@ class Placed:
         """Collective, before evaluating or saving: BatchNorm's running statistics become the data ranks' mean."""
         # a rank may be busy for long there, while the others wait: there is time again until a step has been done
         self.strategy.use_long_timeout()
-        self.average.on_statistics(partial(average_statistics, self.network, self.strategy.data_group))
+        self.average.on_statistics(partial(average_statistics, self.network, self.strategy.loss_group))
 
     # Optimizer and state.
 
@@ -213,10 +223,20 @@ class Placed:
         """Keep a moving average of the weights from now on, updated at every so many steps; None: none."""
         self.average = NoAverage() if decay is None else Average(self.network, decay, every)
 
+    def skip_broken_steps(self) -> None:
+        """From now on a step that is not finite on any rank changes nothing; else it would break the weights."""
+        self.scaler = Skipping(self.scaler, self.network, self.carried, self.strategy.world, self.strategy.device)
+
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What a checkpoint stores: flat, under the network's own names, DTensors where sharded."""
         own = {**self.network.state_dict(), **self.average.state(), **self.scaler.state(), **self.carried.state()}
         return own | optimizer_tensors(self.network, optimizer)
+
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop gradients and the optimizer's memory: a checkpoint's will take the room."""
+        self.strategy.use_long_timeout()  # which is read meanwhile
+        self.network.zero_grad()
+        optimizer.state.clear()
 
     def empty_state(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> dict[str, Tensor]:
         """Tensors to read a checkpoint into, placed as this rank needs them; `stored`: name → what has shape and dtype.
@@ -225,11 +245,11 @@ class Placed:
         """
         space = self.empty_weights(stored) | self.carried.empty(stored)
         space |= {name: torch.empty_like(value) for name, value in self.scaler.state().items() if name in stored}
-        return space | empty_optimizer_state(self.network, optimizer, stored, self._shapes)
+        return space | empty_optimizer_state(self.network, optimizer, stored, self.shapes)
 
     def empty_weights(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
         """The same for the network and its average alone."""
-        fits(self._shapes, stored)
+        fits(self.shapes, stored)
         space = {name: torch.empty_like(value) for name, value in self.network.state_dict().items()}
         return space | self.average.empty(stored)
 

@@ -23,7 +23,7 @@ from trainer.parallel.mesh import ranks_along
 from trainer.parallel.outline import make_room, send_values, set_aside
 from trainer.parallel.shard import not_spread
 from trainer.parallel.shared import Shared, refuse_drift, share_buffers
-from trainer.parallel.tensor import Masks, redistribute_gradients
+from trainer.parallel.tensor import redistribute_gradients
 from trainer.refusal import Refusal
 from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed
@@ -38,7 +38,6 @@ class PlacedTensor(Placed):
 
     def __init__(self, strategy: Meshed, task: Task, network: nn.Module, example: Any) -> None:
         self._tensor_ranks = ranks_along(strategy.mesh, "tensor")
-        self._masks = Masks(strategy.device, self._tensor_ranks.rank)
         super().__init__(strategy, task, network, example)
 
     def _arrived(self, network: nn.Module) -> nn.Module:
@@ -56,7 +55,7 @@ class PlacedTensor(Placed):
         if self._tensor_ranks.size > 1:
             # in place: DTensors, as yet without values
             parallelize_module(network, self.strategy.mesh["tensor"], dict(plan.tensor))
-            self._masks.follow(network, plan)
+            self._chance.split(network, plan, self._tensor_ranks)
 
     def _shard(self, names: list[str]) -> None:
         self._fill(self.strategy.device)
@@ -76,11 +75,11 @@ class PlacedTensor(Placed):
             yield
 
     def _finish_gradients(self) -> None:
-        self._masks.forget()
+        self._chance.forget()
         # sums over tensor ranks first: means of halves would be means of nothing
         redistribute_gradients(self.network.parameters())
         # the data ranks' mean, of what fully_shard has not averaged in the backward
-        average_gradients(self._copied, self.strategy.data_group, self.strategy.bucket_mb * 2**20)
+        average_gradients(self._copied, self.strategy.loss_group, self.strategy.bucket_mb * 2**20)
         # the last to touch gradients: afterwards they are the same bits on all tensor ranks
         self._shared.decide()
         if self._before_first_step:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.seeds import mix, seed_torch
 from trainer.data.tree import floats_as, tensors
 from trainer.learning.task import Task
 from trainer.parallel.buckets import Sums
@@ -97,7 +96,7 @@ class PlacedStages(PlacedTensor):
         # what a stage does in this step when the schedule calls it; only the last one's calls fill the sums
         for stage in self._stages.values():
             stage.turn = self._turns(stage, batches, step, share_of, sums)
-        with self._computing():
+        with self._chance, self._computing():
             # which micro-batch it is each stage counts; torch wants something to chunk as targets
             schedule.step(target=torch.arange(len(batches)), return_outputs=False)
         return self._told("training", sums)
@@ -106,7 +105,7 @@ class PlacedStages(PlacedTensor):
         output, _ = self._flow(inputs, targets)
         sums: dict[str, Tensor | float] = {}
         if self._last in self._stages:
-            sums = evaluation_sums(self.task, self._whole(output), targets, len(batch.indices))
+            sums = evaluation_sums(self.task, self._chance.call, self._whole(output), targets, len(batch.indices))
         return {**self._told("evaluation", sums)}
 
     def _flow(self, inputs: Any, targets: Any) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
@@ -126,8 +125,7 @@ class PlacedStages(PlacedTensor):
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         # of a stage that is frozen a zero, in the type of the others' norms
         square = super()._norm(gradients).to(self.strategy.device, self._machine.parameter_dtype).square()
-        self._pipeline.all_reduce_sum_(square).wait()  # the ranks of this pipeline; one number
-        return square.sqrt()
+        return self._pipeline.sum_in_order(square).sqrt()  # the ranks of this pipeline; other copies add the same
 
     # What a stage does when it is called.
 
@@ -141,7 +139,8 @@ class PlacedStages(PlacedTensor):
             index = next(order)
             batch, place = batches[index], self.strategy
             # as on one device, but that no two stages draw the same
-            seed_torch(mix(self._machine.seed, step, index, place.data_group.rank, stage.number), place.device)
+            self._chance.begin(batch.indices, step, index, place.data_group.rank, stage.number)
+            self._chance.go_on(vars(stage.body).get("earlier_calls", {}))
             with dealt(batch.span):
                 if stage.number != self._last:
                     return self._call(stage, received, batch.inputs, batch.targets)

@@ -2,44 +2,55 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import perf_counter, process_time
 
-PHASES = ("data", "forward and backward", "communication", "optimizer", "log", "evaluation", "save")  # in order of time
+from trainer.strategies.stalls import NoStalls
+
+STEP = ("data", "forward and backward", "communication", "optimizer", "log")  # of every step, in order of time
+PHASES = (*STEP, "evaluation", "save")
 
 
 class Stopwatch:
-    """Laps of the host's clock. It costs a microsecond a step and never waits for a device."""
+    """Laps of the host's clock. They cost some microseconds a step and never wait for a device."""
 
-    def __init__(self) -> None:
-        self._steps = 0
-        self._spent = dict.fromkeys(PHASES, 0.0)  # seconds
-        self._since = perf_counter()
+    def __init__(self, stalls: NoStalls) -> None:
+        self.steps, self._stalls = 0, stalls  # steps that have begun
+        self.done = 0  # phases, and batches of evaluations: where it stands still nothing goes on
+        self._begin()
+        self._since, self._stood, self._worked = perf_counter(), 0.0, 0.0
+
+    def _begin(self) -> None:
+        # seconds, since the second step began: of the clock, and in which this process stood still
+        self.spent, self.stood = (dict.fromkeys(PHASES, 0.0) for _ in range(2))
+        self.worked = 0.0  # of the processors, in forward and backward
+
+    @property
+    def measured(self) -> int:
+        """How many steps it is about: all but the first, which compiles, allocates and opens files."""
+        return max(self.steps - 1, 0)
+
+    @property
+    def laps(self) -> dict[str, float]:
+        """Seconds by phase of the steps that are measured; none before the second of them."""
+        return self.spent if self.measured else {}
 
     def step(self) -> None:
-        """A step begins: what passed since the last one ended went into its data.
-
-        The first does not count: it compiles, allocates and opens files as no other one does.
-        """
+        """A step begins: what passed since the last one ended went into its data."""
         self.lap("data")
-        self._steps += 1
-        if self._steps == 2:
-            self._spent = dict.fromkeys(PHASES, 0.0)
+        self.steps += 1
+        if self.steps == 2:
+            self._begin()
+        self._worked = process_time()
+
+    def computed(self) -> None:
+        """A lap of forward and backward; of these the processors' time is known, too, which costs a microsecond."""
+        self.worked += process_time() - self._worked
+        self.lap("forward and backward")
 
     def lap(self, phase: str) -> None:
         """What passed since the last lap went into this phase."""
-        now = perf_counter()
-        self._spent[phase] += now - self._since
-        self._since = now
-
-    def line(self, ahead: bool) -> str:
-        """The mean step, and what share of it each phase had. `ahead`: of a GPU that computes."""
-        whole, steps = sum(self._spent.values()), self._steps - 1
-        if steps < 1:
-            return "step time   not measured: the first step of a start does not count"
-        shares = ", ".join(
-            f"{name} {100 * part / whole:.0f} %" for name, part in self._spent.items() if part >= whole / 200
-        )
-        note = "; the host's time, which runs ahead of the GPU (profile=true shows both)" if ahead else ""
-        mean = whole / steps
-        said = f"{mean:.1f} s" if mean >= 1 else f"{1e3 * mean:.3g} ms"
-        return f"step time   {said}: {shares}{note}"
+        now, stood = perf_counter(), self._stalls.seconds
+        self.spent[phase] += now - self._since
+        self.stood[phase] += stood - self._stood
+        self._since, self._stood = now, stood
+        self.done += 1

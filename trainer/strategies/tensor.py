@@ -1,4 +1,4 @@
-"""Layers split over neighbouring ranks, by the plan that the network brings; one copy of it, or several."""
+"""Layers or sequences split over neighbouring ranks, by the plan that the network brings; one copy, or several."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from torch import nn
 from trainer.learning.task import Task
 from trainer.strategies.joined import Meshed
 from trainer.strategies.placed import Placed
-from trainer.strategies.placed_tensor import PlacedTensor
+from trainer.strategies.placed_context import PlacedContext
 
 
 @dataclass
 class TP(Meshed):
-    """Each rank holds a shard of every large layer; activations travel in every layer.
+    """Each rank holds a shard of every large layer, or sees a stretch of every sequence; activations travel in each.
 
-    Degrees multiply to the processes: `replicate` copies, which average gradients, each split over `tensor` ranks,
-    which read the same samples. DDP around split layers trains right but loses them from the state: not used here.
+    Degrees multiply to the processes: `replicate` copies, which average gradients, of `context` ranks, which read the
+    same samples and a stretch of each sequence, of `tensor` ranks, over which one copy is split. DDP around split
+    layers trains right but loses them from the state: not used here.
     """
 
     axis: ClassVar[str] = "tensor"
     replicate: int | None = 1  # copies of the network; None: what tensor leaves
-    tensor: int | None = None  # ranks that hold one copy, best on one machine; None: what replicate leaves
+    context: int | None = 1  # ranks that share samples by sequence; None: what the others leave
+    tensor: int | None = None  # ranks that hold one copy, best on one machine; None: what the others leave
 
     @property
     def name(self) -> str:
         """The word for these degrees."""
-        return "tp" if self.replicate == 1 else "ddp_tp"
+        words = {"ddp": self.replicate, "cp": self.context, "tp": self.tensor}
+        return "_".join(word for word, degree in words.items() if degree != 1) or "tp"
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put this rank's shards of a network here."""
-        return PlacedTensor(self, task, network, example)
+        return PlacedContext(self, task, network, example)

@@ -16,6 +16,7 @@ from trainer.parallel.buckets import wide
 from trainer.parallel.clip import global_norm
 from trainer.parallel.owners import Delivery, owned_buckets, owners, send_from_owners
 from trainer.parallel.ranks import Group
+from trainer.strategies.copies import Copies, compared
 from trainer.strategies.joined import Joined
 from trainer.strategies.loss import Forward
 from trainer.strategies.placed import Placed
@@ -43,6 +44,10 @@ class Zero1(Joined):
         group = dist.new_group(timeout=self.machine.timeout)
         assert isinstance(group, ProcessGroup)
         self.owning = Group(group)
+
+    def copies(self, network: nn.Module) -> Copies:
+        """Collective: every rank's copy is compared with the others."""
+        return compared(self, network)
 
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
         """Collective: put a copy of the network on every rank."""

@@ -1,4 +1,4 @@
-"""Self-supervision: two views of a picture must look alike to a network and to its own moving average (MoCo v3)."""
+"""Self-supervised learning: a network and its moving average give like features to two views of an image (MoCo v3)."""
 
 from copy import deepcopy
 
@@ -12,7 +12,7 @@ from trainer import Task, gather
 
 
 class Views(Digits):
-    """Two views of every digit. The target is which digit it is: its number in the data set, not its label."""
+    """Two views of every digit. The target is its index in the data set, not its label."""
 
     def train(self):
         return numbered(super().train().images)
@@ -20,7 +20,7 @@ class Views(Digits):
     def evaluation(self):
         return numbered(super().evaluation().images)
 
-    def augment(self, inputs, targets, random, training):  # `random` goes on: the second view is another one
+    def augment(self, inputs, targets, random, training):  # the second call draws other numbers: another view
         return [super(Views, self).augment(inputs, targets, random, True)[0] for _ in range(2)], targets
 
 
@@ -29,7 +29,7 @@ def numbered(images):
 
 
 class Average(nn.Module):
-    """A network and its moving average, which teaches it. Two views (B, …) to (2, B, features) of each."""
+    """A student network and its moving average, the teacher. Two views (B, …) to features (2, B, features) of each."""
 
     def __init__(self, student: nn.Module) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Average(nn.Module):
 
 
 class Contrast(Task):
-    """Each picture must find its own other view among those of all pictures of all ranks."""
+    """Each image must find its own second view among the views of all images of all ranks."""
 
     best = "found"
 
@@ -48,13 +48,13 @@ class Contrast(Task):
         self.temperature, self.decay = temperature, decay
 
     def loss(self, output, target):
-        own = (gather(target) == target[:, None]).int().argmax(1)  # (B,): where this rank's samples stand among all
+        own = (gather(target) == target[:, None]).int().argmax(1)  # (B,): rows of this rank's samples among all rows
         scores = [said @ gather(taught).T for said, taught in zip(output[0], output[1].flip(0), strict=True)]
-        return sum(cross_entropy(each / self.temperature, own) for each in scores)  # this rank's own rows: their mean
+        return sum(cross_entropy(each / self.temperature, own) for each in scores)  # the mean over this rank's rows
 
-    def metrics(self, output, target):  # of this rank's rows alone, for the sums of all ranks are added up
+    def metrics(self, output, target):  # only this rank's rows, because the sums of all ranks are added
         return {"found": (gather(target)[(output[0][0] @ gather(output[1][1]).T).argmax(1)] == target).sum()}
 
-    def after_step(self, network, step):  # elementwise on what this rank holds: the two are spread alike
+    def after_step(self, network, step):  # elementwise on this rank's part: both networks are divided alike
         for slow, fast in zip(network.teacher.parameters(), network.student.parameters(), strict=True):
             slow.lerp_(fast, 1 - self.decay)

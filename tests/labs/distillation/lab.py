@@ -1,4 +1,4 @@
-"""Distillation: a small network learns from the answers of a large one that stays as it is."""
+"""Distillation: a small network (student) learns from the outputs of a large frozen network (teacher)."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from trainer import Task
 class Pair(nn.Module):
     """A student and its teacher. Images to {"student": scores, "teacher": scores}, (B, classes) each.
 
-    What needs no gradient has none: nothing of the teacher is averaged, and no optimizer keeps memory for it.
+    The teacher needs no gradient: no gradient of it is averaged, and the optimizer has no state for it.
     """
 
     def __init__(self, student: nn.Module, teacher: nn.Module, weights: Path | None = None) -> None:
@@ -24,12 +24,12 @@ class Pair(nn.Module):
 
     def forward(self, images):
         with torch.no_grad():
-            taught = self.teacher.eval()(images)  # its dropout stays off, its BatchNorms stay as they were
+            taught = self.teacher.eval()(images)  # no dropout; its BatchNorms keep their statistics
         return {"student": self.student(images), "teacher": taught}
 
 
 class Distillation(Task):
-    """Hinton, Vinyals, Dean (2015): cross entropy with the labels, and with what the teacher says when it is warm."""
+    """Hinton, Vinyals, Dean (2015): cross entropy with the labels, and with the teacher's softened outputs."""
 
     best = "accuracy"
 

@@ -1,4 +1,4 @@
-"""A GAN: two networks, two losses, one step for both (Radford et al., 2015: DCGAN, of the size of the digits)."""
+"""A GAN: two networks, two losses, one step for both (Radford et al., 2015: DCGAN, for images of 8×8 pixels)."""
 
 from contextlib import contextmanager
 
@@ -10,7 +10,7 @@ from trainer import Task
 
 
 class Drawings(Digits):
-    """Digits, and for each the noise that a drawing begins with; it belongs to the sample, so ranks draw the same."""
+    """Digits, and for each sample the input noise of the generator. It depends only on the sample, not on the rank."""
 
     def augment(self, inputs, targets, random, training):
         image, _ = super().augment(inputs, targets, random, training)
@@ -18,7 +18,7 @@ class Drawings(Digits):
 
 
 class Rivals(nn.Module):
-    """A generator, (B, 16, 1, 1) to (B, 1, 8, 8), and a discriminator, from there to (B,): above 0 means real."""
+    """A generator, (B, 16, 1, 1) to (B, 1, 8, 8), and a discriminator, (B, 1, 8, 8) to (B,): above 0 means real."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -35,11 +35,11 @@ class Rivals(nn.Module):
 
 
 class Adversarial(Task):
-    """Each learns from a loss of its own: detached here, frozen there, one backward gives both gradients."""
+    """Each network has its own loss. With `detach` and freezing, one backward gives both gradients."""
 
     def forward(self, network, inputs, targets):
         drawn = network.generator(inputs["noise"])
-        with frozen(network.discriminator):  # the generator learns through it; it does not learn to be fooled
+        with frozen(network.discriminator):  # its weights get no gradient from the generator's loss
             fooled = network.discriminator(drawn)
         real, seen = network.discriminator(inputs["image"]), network.discriminator(drawn.detach())
         return {"fooled": fooled, "real": real, "drawn": seen}  # (B,) each
@@ -54,7 +54,7 @@ class Adversarial(Task):
 
 @contextmanager
 def frozen(network):
-    """Inside, gradients go through the network, and none stay with it."""
+    """Inside, gradients pass through the network, but its parameters get none."""
     network.requires_grad_(False)
     yield
     network.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Masked language modelling: sequences of many lengths, padded by batch; what counts are the words that were hidden."""
+"""Masked language modelling: sequences of different lengths, padded in each batch; the loss is over masked words."""
 
 import torch
 from torch import nn
@@ -7,11 +7,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainer import Data, Task
 
-PAD, HIDDEN, NONE = 0, 1, -100  # words that are none; a place where nothing was hidden
+PAD, HIDDEN, NONE = 0, 1, -100  # special words; a target that is not masked
 
 
 class Counting(Data):
-    """Sentences that count up by a step of their own, from 5 to 17 words long."""
+    """Sentences that count upwards, each in steps of its own size, with 5 to 17 words."""
 
     def __init__(self, vocab_size, size):
         steps = torch.arange(17)
@@ -24,10 +24,10 @@ class Counting(Data):
     def evaluation(self):
         return self.rest
 
-    def collate(self, items):  # (B, T), as long as the longest of this rank
+    def collate(self, items):  # (B, T), T: the longest sentence of this rank
         return [pad_sequence(items, batch_first=True, padding_value=PAD)] * 2
 
-    def augment(self, inputs, targets, random, training):  # a place's number depends on the sample, not on the padding
+    def augment(self, inputs, targets, random, training):  # a random number does not depend on the padding
         hidden = (random.uniform(*inputs.shape) < 0.2) & (inputs != PAD)
         return inputs.masked_fill(hidden, HIDDEN), targets.masked_fill(~hidden, NONE)
 
@@ -50,10 +50,10 @@ class Reader(nn.Module):
 class MaskedWords(Task):
     best = "accuracy"
 
-    def loss(self, output, target):  # the mean over hidden words, of which a rank may have none
+    def loss(self, output, target):  # the mean over masked words; a rank may have none
         return cross_entropy(output.mT, target, ignore_index=NONE, reduction="sum") / self.weight(target).clamp(min=1)
 
-    def weight(self, target):  # so the gradient is that of the mean over the hidden words of all ranks
+    def weight(self, target):  # so the gradient is that of the mean over the masked words of all ranks
         return (target != NONE).sum()
 
     def metrics(self, output, target):

@@ -1,4 +1,4 @@
-"""A language model of bytes with truncated backpropagation: streams of text, read on from window to window."""
+"""A language model over bytes with truncated backpropagation: each row of a batch reads one stream of text."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from trainer import Data, Task
 
 
 class Counted(Data):
-    """Numbers counted up, as a text. A sample is a window of it, (T,), and the byte after each of its bytes, (T,)."""
+    """A text of ascending numbers. A sample is a window (T,) and, for each of its bytes, the next byte (T,)."""
 
     def __init__(self, numbers, window, streams, evaluation_streams):
         text = torch.tensor(list(" ".join(map(str, range(numbers))).encode()))
@@ -19,10 +19,10 @@ class Counted(Data):
     def train(self):
         return self.windows
 
-    def order(self, epoch, generator):  # row i of a batch goes on where row i of the batch before ends
+    def order(self, epoch, generator):  # row i of a batch continues row i of the batch before
         return in_streams(len(self.windows), self.streams)
 
-    def evaluation(self):  # is read as it lies
+    def evaluation(self):  # is read in its own order
         return TensorDataset(*self.rest[in_streams(len(self.rest), self.evaluation_streams)])
 
 
@@ -31,12 +31,12 @@ def windows(text, length):
     return TensorDataset(*(text[at : at + count * length].view(count, length) for at in (0, 1)))
 
 
-def in_streams(count, streams):  # torch's example calls it batchify: so many streams beside each other, all as long
+def in_streams(count, streams):  # `batchify` in torch's example: streams of equal length, one in each row
     return torch.arange(count // streams * streams).view(streams, -1).t().flatten()
 
 
 class Reader(nn.Module):
-    """Bytes (B, T) and the memory before to scores (B, T, 256) and the memory after: h and c, (B, depth, width)."""
+    """Bytes (B, T) and the old state to scores (B, T, 256) and the new state: h and c, (B, depth, width)."""
 
     def __init__(self, width, depth):
         super().__init__()
@@ -52,7 +52,7 @@ class NextByte(Task):
     def forward(self, network, inputs, targets, carried=None):
         return network(inputs, carried)
 
-    def carry(self, output):  # what the same rows get as `carried` in the next batch
+    def carry(self, output):  # `carried` of the same rows in the next batch
         return output["memory"]
 
     def loss(self, output, target):

@@ -1,16 +1,16 @@
-"""What every pixel shows: batches are dicts, and so is what torchvision's networks answer."""
+"""Semantic segmentation: batches are dicts, and so are the outputs of torchvision's networks."""
 
 import torch
 from torch.nn.functional import cross_entropy
 
 from trainer import Data, Task
 
-VOID = 255  # a pixel that nobody has labelled
+VOID = 255  # a pixel without label
 SHARES = {"out": 1.0, "aux": 0.5}  # some of the networks have a second head
 
 
 class Discs(Data):
-    """Noise (3, S, S) with a green and a blue disc; the mask (S, S) says what a pixel is: 0 ground, 1 green, 2 blue."""
+    """Noise (3, S, S) with a green and a blue disc, and a mask (S, S): 0 background, 1 green, 2 blue."""
 
     def __init__(self, image_size, size):
         self.pictures, self.size = [picture(index, image_size) for index in range(size + size // 2 + 1)], size
@@ -30,7 +30,7 @@ def picture(index, side):
         row, column, radius = torch.rand(3, generator=generator)
         inside = (line[:, None] - row) ** 2 + (line - column) ** 2 < (0.2 + 0.2 * radius) ** 2
         image[kind, inside], mask[inside] = image[kind, inside] + 0.5, kind
-    mask[0, : index % side] = VOID  # so pictures differ in how many pixels count
+    mask[0, : index % side] = VOID  # so images have different numbers of labelled pixels
     return {"image": image}, {"mask": mask}
 
 
@@ -56,5 +56,5 @@ class Segmentation(Task):
         return {"confusion": cells.new_zeros(classes**2).scatter_add_(0, cells, (mask < VOID).long()).view(classes, -1)}
 
     def finish(self, totals):
-        right, table = totals["confusion"].diagonal(), totals["confusion"]  # row: true class, column: class said
+        right, table = totals["confusion"].diagonal(), totals["confusion"]  # row: true class, column: predicted class
         return {"mean_iou": float((right / (table.sum(0) + table.sum(1) - right).clamp(min=1)).mean())}

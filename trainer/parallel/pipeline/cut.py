@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx, nn
 
+from trainer.parallel.draw import drawn_by
 from trainer.parallel.held import named_tensors
 from trainer.parallel.pipeline.balance import between_blocks, equal_cuts
 from trainer.parallel.pipeline.running import running_stages
@@ -117,7 +119,7 @@ def _refuse_stages(network: nn.Module, flow: Flow, bounds: list[int]) -> None:
         if not held_any:
             raise Refusal(f"stage {index} of {len(bounds) - 1} would have no parameter: cut elsewhere; {ELSE}")
         if index and not flow.handed(start):
-            raise Refusal(f"nothing flows from stage {index - 1} into stage {index}: cut elsewhere; {ELSE}")
+            raise Refusal(f"stage {index - 1} gives stage {index} no value: cut elsewhere; {ELSE}")
 
 
 def _stage(network: nn.Module, flow: Flow, bounds: list[int], index: int) -> fx.GraphModule:
@@ -148,7 +150,23 @@ def _stage(network: nn.Module, flow: Flow, bounds: list[int], index: int) -> fx.
     # the network's output ends the last stage; others end with what the rest needs, also what they only pass on
     if index < len(bounds) - 2:
         graph.output(tuple(find(node) for node in flow.handed(bounds[index + 1])))
-    return fx.GraphModule(network, graph, class_name="Stage")
+    _tell_who_draws(graph)
+    stage = fx.GraphModule(network, graph, class_name="Stage")
+    # of a module that several stages call, as all of them may call a dropout, these calls are earlier ones
+    vars(stage)["earlier_calls"] = Counter(
+        node.target for node in flow.nodes[: bounds[index]] if node.op == "call_module"
+    )
+    return stage
+
+
+def _tell_who_draws(graph: fx.Graph) -> None:
+    """Have functions that draw know the module in whose code they stood; a graph has the code of several."""
+    for node in [node for node in graph.nodes if "drawn" in node.meta]:
+        function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
+        with graph.inserting_before(node):
+            told = graph.call_function(drawn_by(node.meta["drawn"], function), node.args, node.kwargs)
+        node.replace_all_uses_with(told)
+        graph.erase_node(node)
 
 
 def _is_changed(network: nn.Module, nodes: list[fx.Node], value: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
@@ -95,6 +96,8 @@ class _Tracer(fx.Tracer):
         self._opened = opened
         self._surroundings = _surroundings()
         self._learns = {parameter: parameter.requires_grad for parameter in step.parameters()}
+        self._calls: Counter[str] = Counter()  # of each module, as names in the step
+        self._drawn: Counter[tuple[str, int]] = Counter()  # in each call
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """What stands for a node's value while a forward is read."""
@@ -106,7 +109,14 @@ class _Tracer(fx.Tracer):
             raise Untraceable("a part of it runs without gradient, or in a precision of its own")
         if any(parameter.requires_grad != learns for parameter, learns in self._learns.items()):
             raise Untraceable("a part of it runs while parameters are frozen by requires_grad_()")
-        return super().create_node(*words, **more)
+        node = super().create_node(*words, **more)
+        if node.op in ("call_function", "call_method") and draws(node):
+            # in a stage's graph nobody could tell any more in which module's code this stands
+            path = self.scope.module_path
+            self._drawn[path, self._calls[path]] += 1
+            name = path.removeprefix(ROOT).removeprefix(".") if path else None
+            node.meta["drawn"] = name, self._calls[path], self._drawn[path, self._calls[path]]
+        return node
 
     def create_arg(self, a: Any) -> Any:
         """Take down a value. Untraceable where fx would make another kind of it: of transformers' outputs."""
@@ -118,6 +128,7 @@ class _Tracer(fx.Tracer):
         """Take down a call. Untraceable where the module has been given parameters that the graph would not have."""
         if not self._learns.keys() >= set(m.parameters()):
             raise Untraceable("it calls a module with other parameters than its own")
+        self._calls[self.path_of_module(m)] += 1
         return super().call_module(m, *words)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -215,7 +226,12 @@ class Flow:
         word = _word(node)
         if word in _FACTS or (word == "getattr" and node.args[1] in _FACTS):
             return True
-        return not any(name in word for name in _RANDOM) and all(n in self._copied for n in node.all_input_nodes)
+        return not draws(node) and all(n in self._copied for n in node.all_input_nodes)
+
+
+def draws(node: fx.Node) -> bool:
+    """Does a node give random numbers, by its name?"""
+    return any(name in _word(node) for name in _RANDOM)
 
 
 def writes(node: fx.Node) -> bool:

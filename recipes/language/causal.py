@@ -1,0 +1,36 @@
+"""What a token takes over from those before it: the attention itself, a module that a plan can name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class Causal(nn.Module):
+    """Scaled-dot-product attention in which no token sees a later one; the last query belongs to the last key.
+
+    grouped: several heads of queries share one head of keys and values.
+    """
+
+    def __init__(self, grouped: bool) -> None:
+        super().__init__()
+        self._grouped = grouped
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """(B, heads, T, head), and (B, groups, S, head) of these T tokens and those before: (B, heads, T, head)."""
+        own, seen = queries.shape[2], keys.shape[2]
+        # one token alone sees all that are there; several behind others need to be told
+        mask = _after_others(own, seen, queries.device) if 1 < own < seen else None
+        return scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=own == seen, enable_gqa=self._grouped
+        )
+
+
+def _after_others(own: int, seen: int, device: torch.device) -> Tensor:
+    """What so many queries may see of so many keys, of which the last is the last query's: (own, seen)."""
+    try:
+        return causal_lower_right(own, seen)  # on GPUs no more than a word to the kernel
+    except RuntimeError:  # where torch watches operators, as its selective checkpointing does, no such tensor is made
+        return torch.ones(own, seen, dtype=torch.bool, device=device).tril(seen - own)

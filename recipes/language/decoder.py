@@ -1,0 +1,240 @@
+"""A decoder: the network of GPT-2, Llama and Qwen2, which differ in a few settings of one code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recipes.language.causal import Causal
+from recipes.language.generation import continued
+from recipes.language.past import NoPast
+from recipes.language.rotary import Rotary, Unturned
+from trainer.learning.plan import Plan
+from trainer.refusal import Refusal, nearest
+
+ALL = NoPast()
+NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+
+
+class Attention(nn.Module):
+    """Causal self-attention, in which a group of heads that ask share one head that answers (grouped-query attention).
+
+    The rows of `qkv` are packed group after group, each with the queries of its heads, one key and one value: cutting
+    the rows cuts whole groups. As many groups as heads is the usual attention.
+    """
+
+    def __init__(self, width: int, heads: int, groups: int, bias: bool, qkv_bias: bool, positions: nn.Module) -> None:
+        super().__init__()
+        self.head_width, self.each = width // heads, heads // groups
+        self.qkv = nn.Linear(width, (heads + 2 * groups) * self.head_width, bias=qkv_bias)
+        self.out = nn.Linear(width, width, bias=bias)
+        self.positions, self.core = positions, Causal(grouped=self.each > 1)
+
+    def forward(self, x: Tensor, past: NoPast = ALL) -> Tensor:
+        """(B, T, width) to (B, T, width); -1 stands for the groups that this rank has."""
+        batch, tokens, _ = x.shape
+        packed = self.qkv(x).view(batch, tokens, -1, self.each + 2, self.head_width)  # (B, T, groups, …, head)
+        q, k, v = packed.split((self.each, 1, 1), dim=3)
+        q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))  # (B, heads or groups, T, head)
+        start = past.tokens
+        q, (k, v) = self.positions(q, start), past.extended(self.positions(k, start), v)
+        return self.out(self.core(q, k, v).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Two linear layers with GELU between them; `tanh`: the approximation that GPT-2 was trained with."""
+
+    def __init__(self, width: int, inner: int, bias: bool, approximate: str = "none") -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner, bias=bias), nn.Linear(inner, width, bias=bias)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, width) to (B, T, width)."""
+        return self.down(functional.gelu(self.up(x), approximate=self.approximate))
+
+
+class TanhMLP(MLP):
+    """The same with GPT-2's approximation of GELU."""
+
+    def __init__(self, width: int, inner: int, bias: bool) -> None:
+        super().__init__(width, inner, bias, "tanh")
+
+
+class SwiGLU(nn.Module):
+    """Two layers side by side, one of which opens the other, then one back (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, width: int, inner: int, bias: bool) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, inner, bias=bias), nn.Linear(width, inner, bias=bias)
+        self.down = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, width) to (B, T, width)."""
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+MLPS: dict[str, type[nn.Module]] = {"gelu": MLP, "gelu_tanh": TanhMLP, "swiglu": SwiGLU}
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each normalised before and added to the stream; dropout on what is added."""
+
+    def __init__(self, norms: tuple[nn.Module, nn.Module], attention: Attention, mlp: nn.Module, dropout: float):
+        super().__init__()
+        self.attention_norm, self.attention = norms[0], attention
+        self.mlp_norm, self.mlp = norms[1], mlp
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, *past: NoPast) -> Tensor:
+        """(B, T, width) to (B, T, width)."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), *past))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Decoder(nn.Module):
+    """Token numbers to a score for every token that may come next.
+
+    Under tensor parallelism the degree must divide `groups` (and `context`, where the stream is split by `sequence`).
+    length: tokens of a sample; Refusal where they are more than `context`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        context: int,
+        width: int = 128,
+        depth: int = 4,
+        heads: int = 4,
+        groups: int | None = None,
+        inner: int | None = None,
+        norm: str = "layer",
+        eps: float = 1e-5,
+        mlp: str = "gelu",
+        rotary: float | None = None,
+        bias: bool = True,
+        qkv_bias: bool | None = None,
+        tied: bool = True,
+        dropout: float = 0.0,
+        sequence: bool = False,
+        loss_parallel: bool = False,
+        length: int | None = None,
+    ) -> None:
+        super().__init__()
+        groups = heads if groups is None else groups
+        _refuse(width, heads, groups, norm, mlp, context, length)
+        if tied and loss_parallel:
+            raise Refusal(
+                "model.loss_parallel=true splits the head, which a tied embedding keeps whole: model.tied=false"
+            )
+        self.heads, self.groups, self.context = heads, groups, context
+        self._sequence, self._loss_parallel = sequence, loss_parallel
+        self.embed = nn.Embedding(vocab_size, width)
+        self.position = nn.Embedding(context, width) if rotary is None else None
+        self.dropout = nn.Dropout(dropout)
+        qkv_bias = bias if qkv_bias is None else qkv_bias
+        self.blocks = nn.ModuleList(
+            Block(
+                (NORMS[norm](width, eps=eps), NORMS[norm](width, eps=eps)),
+                Attention(width, heads, groups, bias, qkv_bias, _positions(width // heads, context, rotary)),
+                MLPS[mlp](width, inner or 4 * width, bias),
+                dropout,
+            )
+            for _ in range(depth)
+        )
+        self.norm: nn.LayerNorm | nn.RMSNorm = NORMS[norm](width, eps=eps)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self._initialise()
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token numbers (B, T) to scores (B, T, vocab_size)."""
+        x = self._embedded(tokens, 0)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def scores(self, tokens: Tensor, pasts: Sequence[NoPast]) -> Tensor:
+        """The same for tokens (B, T) behind others: of those each block has its own past."""
+        x = self._embedded(tokens, pasts[0].tokens)
+        for block, past in zip(self.blocks, pasts, strict=True):
+            x = block(x, past)
+        return self.head(self.norm(x))
+
+    def generate(
+        self, tokens: Tensor, max_new_tokens: int, do_sample: bool = True, temperature: float = 1.0, top_k: int = 0
+    ) -> Tensor:
+        """A text (B, T) and its continuation (B, T + max_new_tokens); called like transformers' generate."""
+        self.eval()
+        bold = temperature if do_sample else 0.0
+        return continued(self.scores, len(self.blocks), self.context, tokens, max_new_tokens, bold, top_k or None)
+
+    def _embedded(self, tokens: Tensor, start: int) -> Tensor:
+        """(B, T) to the stream (B, T, width); start: the place of the first token."""
+        x = self.embed(tokens)
+        if self.position is not None:
+            x = x + self.position(torch.arange(start, start + tokens.shape[1], device=tokens.device))
+        return self.dropout(x)
+
+    def _initialise(self) -> None:
+        """GPT-2's: normal weights of 0.02, and what is added to the stream smaller the deeper the network is."""
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                added = name.endswith(("attention.out", "mlp.down"))
+                nn.init.normal_(module.weight, std=0.02 / ((2 * len(self.blocks)) ** 0.5 if added else 1.0))
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def plan(self) -> Plan:
+        """Whole groups and parts of the MLPs on each tensor rank; blocks as shard units; two equal pipeline stages.
+
+        Context ranks gather keys and values, and know where their tokens are.
+        """
+        from recipes.language.splits import context_plan, tensor_plan
+
+        divisible = {"groups": self.groups, **({"context": self.context} if self._sequence else {})}
+        kinds = {"gated": hasattr(self.blocks[0].mlp, "gate"), "learned": self.position is not None}
+        tied = self.head.weight is self.embed.weight
+        tensor = tensor_plan(tied, **kinds, sequence=self._sequence, loss_parallel=self._loss_parallel)
+        context = context_plan(learned=kinds["learned"])
+        return Plan(tensor, divisible, ("blocks.*",), cuts=(f"blocks.{len(self.blocks) // 2}",), context=context)
+
+    def translated(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """Weights of GPT-2, Llama or Qwen2 as transformers names them, under the names here; None: they are others."""
+        from recipes.language.huggingface import translated
+
+        return translated(self, tensors)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the network as a folder that transformers reads."""
+        from recipes.language.huggingface import save
+
+        save(self, folder)
+
+
+def _positions(head_width: int, context: int, base: float | None) -> nn.Module:
+    """What tells queries and keys where they are; every block has its own, since a pipeline may part them."""
+    return Unturned() if base is None else Rotary(head_width, context, base)
+
+
+def _refuse(width: int, heads: int, groups: int, norm: str, mlp: str, context: int, length: int | None) -> None:
+    """Refuse settings of which no network can be made, and samples that are too long for it."""
+    if length is not None and length > context:
+        raise Refusal(
+            f"data.length {length} is more than model.context {context}: the last tokens of a sample have no position;"
+            f" data.length={context} works, or model.context={length}, which weights of others may not fit"
+        )
+    if heads < 1 or width % heads:
+        near = max(heads, 1) * -(-width // max(heads, 1))
+        raise Refusal(f"model.width {width} ÷ model.heads {heads} is not whole; model.width={near} would work")
+    if groups < 1 or heads % groups:
+        fit = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+        raise Refusal(f"model.heads {heads} ÷ model.groups {groups} is not whole; groups that work: {fit}")
+    for key, word, known in (("norm", norm, NORMS), ("mlp", mlp, MLPS)):
+        if word not in known:
+            raise Refusal(f"model.{key}={word}: there are {', '.join(known)}{nearest(word, known)}")

@@ -1,0 +1,200 @@
+"""A decoder's weights and settings as transformers has them: GPT-2, Llama and Qwen2, read and written.
+
+`network` is a recipes.language.decoder.Decoder, which calls this.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.refusal import Refusal
+
+# What Llama and GPT-2 call the layers of a block, of which one of ours is one of theirs.
+_LLAMA = {
+    "attention.out": "self_attn.o_proj",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+_GPT2 = {
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "attention_norm": "ln_1",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_APART = tuple(f"self_attn.{which}_proj" for which in "qkv")
+_PREFIXES = ("transformer.", "model.")  # left out in files of the network without its head
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One of our tensors, and those of theirs that hold the same numbers."""
+
+    theirs: tuple[str, ...]
+    join: Callable[..., Tensor]  # theirs → ours
+    part: Callable[[Tensor], tuple[Tensor, ...]]  # ours → theirs
+
+
+def translated(network: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    """The tensors of a file of transformers under our names, read when they are asked for; None: it is no such file."""
+    there = {_plain(name): name for name in tensors}
+    known = {own: pair for own, pair in pairs(network) if all(_plain(name) in there for name in pair.theirs)}
+    return _Translated(tensors, there, known) if "embed.weight" in known else None
+
+
+class _Translated(Mapping[str, Tensor]):
+    """Their tensors by our names, joined one at a time: never is a whole copy made."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], there: Mapping[str, str], known: Mapping[str, Pair]) -> None:
+        self._tensors, self._there, self._known = tensors, there, known
+
+    def __getitem__(self, name: str) -> Tensor:
+        pair = self._known[name]
+        return pair.join(*(self._tensors[self._there[_plain(theirs)]] for theirs in pair.theirs))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+def save(network: Any, folder: Path) -> None:
+    """Write config.json and model.safetensors; transformers reads the folder."""
+    from safetensors.torch import save_file
+
+    own = network.state_dict()
+    written: dict[str, Tensor] = {}
+    for name, pair in pairs(network):
+        if name != "head.weight" or own[name].data_ptr() != own["embed.weight"].data_ptr():  # tied: once
+            written |= dict(zip(pair.theirs, pair.part(own[name]), strict=True))
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: x.contiguous() for name, x in written.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(configuration(network), indent=2) + "\n", encoding="utf-8")
+
+
+def pairs(network: Any) -> Iterator[tuple[str, Pair]]:
+    """Every tensor of the network, and what holds it in transformers."""
+    llama = network.position is None
+    outer = {"embed": "model.embed_tokens", "norm": "model.norm"} if llama else _OUTER_GPT2
+    for name in network.state_dict(keep_vars=True):
+        layer, _, kind = name.rpartition(".")
+        if layer == "head":
+            yield name, _same("lm_head.weight")
+        elif not layer.startswith("blocks."):
+            yield name, _same(f"{outer[layer]}.{kind}")
+        else:
+            _, number, inner = layer.split(".", 2)
+            if llama:
+                yield name, _of_llama(network, f"model.layers.{number}.", inner, kind)
+            else:
+                yield name, _of_gpt2(network, f"transformer.h.{number}.", inner, kind)
+
+
+_OUTER_GPT2 = {"embed": "transformer.wte", "position": "transformer.wpe", "norm": "transformer.ln_f"}
+
+
+def _of_llama(network: Any, block: str, inner: str, kind: str) -> Pair:
+    if inner != "attention.qkv":
+        return _same(f"{block}{_LLAMA[inner]}.{kind}")
+    return Pair(tuple(f"{block}{which}.{kind}" for which in _APART), _packed(network), _unpacked(network))
+
+
+def _of_gpt2(network: Any, block: str, inner: str, kind: str) -> Pair:
+    """GPT-2 keeps the weights of its layers the other way round, (in, out), and queries before keys before values."""
+    name = f"{block}{_GPT2[inner]}.{kind}"
+    turn: Callable[[Tensor], Tensor] = (lambda x: x.T) if kind == "weight" and "norm" not in inner else (lambda x: x)
+    if inner != "attention.qkv":
+        return Pair((name,), turn, lambda own: (turn(own),))
+    packed, unpacked = _packed(network), _unpacked(network)
+    return Pair((name,), lambda x: packed(*turn(x).chunk(3)), lambda own: (turn(torch.cat(unpacked(own))),))
+
+
+def _packed(network: Any) -> Callable[..., Tensor]:
+    """(heads · head, …), (groups · head, …) twice, to (groups · (heads a group + 2) · head, …)."""
+
+    def join(*parts: Tensor) -> Tensor:
+        return torch.cat([part.unflatten(0, (network.groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+    return join
+
+
+def _unpacked(network: Any) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """The way back."""
+    each = network.heads // network.groups
+
+    def part(own: Tensor) -> tuple[Tensor, ...]:
+        rows = own.unflatten(0, (network.groups, each + 2, -1))  # (groups, heads a group + 2, head, …)
+        return tuple(x.flatten(0, 2) for x in rows.split((each, 1, 1), dim=1))
+
+    return part
+
+
+def _same(name: str) -> Pair:
+    return Pair((name,), lambda x: x, lambda own: (own,))
+
+
+def _plain(name: str) -> str:
+    """A name of theirs without the word for the network inside of the one with a head."""
+    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
+
+
+def configuration(network: Any) -> dict[str, Any]:
+    """The network's settings as transformers' config.json. Refusal where none of the three families has them."""
+    block: Any = network.blocks[0]
+    vocabulary, width = network.embed.weight.shape
+    common = {"vocab_size": vocabulary, "tie_word_embeddings": network.head.weight is network.embed.weight}
+    inner, kind = block.mlp.up.out_features, type(block.mlp).__name__
+    form = (type(network.norm).__name__, kind, block.attention.out.bias is not None)
+    if network.position is not None:
+        if form not in (("LayerNorm", "MLP", True), ("LayerNorm", "TanhMLP", True)) or network.groups != network.heads:
+            raise Refusal(_STRANGE)
+        return {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            **common,
+            "n_positions": network.context,
+            "n_embd": width,
+            "n_layer": len(network.blocks),
+            "n_head": network.heads,
+            "n_inner": inner,
+            "activation_function": "gelu_new" if kind == "TanhMLP" else "gelu",
+            "layer_norm_epsilon": network.norm.eps,
+        }
+    if form != ("RMSNorm", "SwiGLU", False):
+        raise Refusal(_STRANGE)
+    family = "Qwen2" if block.attention.qkv.bias is not None else "Llama"
+    base = block.attention.positions.base
+    return {
+        "model_type": family.lower(),
+        "architectures": [f"{family}ForCausalLM"],
+        **common,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": len(network.blocks),
+        "num_attention_heads": network.heads,
+        "num_key_value_heads": network.groups,
+        "max_position_embeddings": network.context,
+        "rms_norm_eps": network.norm.eps,
+        "hidden_act": "silu",
+        # both forms: transformers 5 reads the second
+        "rope_theta": base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": base},
+    }
+
+
+_STRANGE = (
+    "a decoder with these settings is neither GPT-2 (norm layer, mlp gelu or gelu_tanh, bias true, groups as heads) nor"
+    " Llama or Qwen2 (rotary, norm rms, mlp swiglu, bias false)"
+)

@@ -1,0 +1,100 @@
+"""Windows of tokens that lie in files, made by scripts/prepare_tokens: for texts far larger than memory."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from recipes.language.shards import Shards, opened
+from trainer.data.data import Data
+from trainer.refusal import Refusal
+
+PADDED = -100  # the target where a window has no more tokens
+
+
+class Tokens(Data):
+    """Windows of a folder's tokens, each with the same window one token further on as its targets: (B, length).
+
+    boundaries: a window begins with its document or behind the window before, and ends with its document at the latest;
+    what is left is padding that does not count. Without, documents are packed: windows run on from one into the next.
+    """
+
+    def __init__(self, folder: str, length: int = 1024, boundaries: bool = False) -> None:
+        if length < 1:
+            raise Refusal(f"data.length is {length}; it is a number of tokens, 1 or more")
+        index, splits = opened(Path(folder).expanduser())
+        self.vocab_size = int(index["vocab_size"])
+        self._splits = {name: Windows(split, length, boundaries) for name, split in splits.items()}
+        held = splits.get("evaluation") or splits["train"]
+        self.bytes_per_token = held.bytes / max(1, held.tokens)
+        self.ignored = PADDED if boundaries else None
+        self._tokenizer = index.get("tokenizer")
+
+    def train(self) -> Windows:
+        """Windows of the documents for training."""
+        return self._splits["train"]
+
+    def evaluation(self) -> Windows | None:
+        """Windows of the documents that were held back; None where there are none."""
+        held = self._splits.get("evaluation")
+        return held if held is not None and len(held) else None
+
+    def encode(self, text: str) -> Tensor:
+        """The tokens (T,) of a text."""
+        if self._tokenizer is None:
+            return torch.tensor(list(text.encode()), dtype=torch.int64)
+        return torch.tensor(self._loaded(text)["input_ids"], dtype=torch.int64)
+
+    def decode(self, tokens: Tensor) -> str:
+        """The text of tokens (T,)."""
+        if self._tokenizer is None:
+            return bytes(token for token in tokens.tolist() if token < 256).decode(errors="replace")
+        return self._loaded.decode(tokens.tolist())
+
+    @cached_property
+    def _loaded(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._tokenizer)
+
+
+class Windows(Dataset):
+    """Windows of one split by number, read when they are asked for."""
+
+    def __init__(self, shards: Shards, length: int, boundaries: bool) -> None:
+        self._shards, self._length = shards, length
+        # what no window may cross: (pieces + 1,) places in tokens of the split
+        edges = numpy.concatenate(([0], shards.ends))
+        edges = numpy.union1d(edges, shards.starts) if boundaries else edges
+        sizes = numpy.diff(edges) - 1  # the last token of a piece is only a target
+        counts = -(-sizes // length) if boundaries else sizes // length  # windows of each piece
+        self._starts, self._ends = edges[:-1], edges[1:]
+        self._before: NDArray[numpy.int64] = numpy.concatenate(([0], numpy.cumsum(counts.clip(min=0))))
+
+    def __len__(self) -> int:
+        return int(self._before[-1])
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (B, length) int64; behind the end of a document 0 and -100."""
+        inputs = torch.zeros(len(indices), self._length, dtype=torch.int64)
+        targets = torch.full_like(inputs, PADDED)
+        # all places of the batch at once; only the tokens themselves are read one window at a time
+        numbers = indices.numpy()
+        pieces = numpy.searchsorted(self._before, numbers, side="right") - 1
+        starts = self._starts[pieces] + (numbers - self._before[pieces]) * self._length
+        counts = numpy.minimum(self._length, self._ends[pieces] - starts - 1)
+        for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+            tokens = torch.from_numpy(self._shards.read(start, count + 1).astype(numpy.int64))
+            inputs[row, :count], targets[row, :count] = tokens[:-1], tokens[1:]
+        return inputs, targets
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.batch(torch.tensor([index]))
+        return inputs[0], targets[0]

@@ -1,0 +1,45 @@
+"""The rows of a CSV, TSV or JSONL file, plain or gzipped."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.refusal import Refusal, nearest
+
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+
+
+def table(path: Path, key: str) -> list[dict[str, Any]]:
+    """Each row by its columns. Refusal, for the key that named the file, where it cannot be read."""
+    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if kind not in (*_SEPARATORS, ".jsonl"):
+        raise Refusal(f"{key}={path}: a file of rows ends in .csv, .tsv or .jsonl, or in one of these and .gz")
+    try:
+        with (
+            gzip.open(path, "rt", encoding="utf-8", newline="")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8", newline="") as file
+        ):
+            if kind == ".jsonl":
+                return [json.loads(line) for line in file if line.strip()]
+            return list(csv.DictReader(file, delimiter=_SEPARATORS[kind]))
+    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
+        raise Refusal(f"{key}={path} cannot be read as rows: {error}") from error
+
+
+def column(rows: Sequence[dict[str, Any]], name: str, key: str, path: Path) -> list[Any]:
+    """One value of each row. Refusal where a row does not have it."""
+    for at, row in enumerate(rows):
+        if not isinstance(row, dict) or row.get(name) is None:
+            there = [str(each) for each in row] if isinstance(row, dict) else []
+            raise Refusal(
+                f"{key}={name}: row {at + 1} of {path} has no such column; it has {', '.join(there)}"
+                + nearest(name, there)
+            )
+    return [row[name] for row in rows]

@@ -1,0 +1,242 @@
+"""Mistakes as users make them, in networks, tasks and data: what `job=verify` must find and name.
+
+Each class is right in one process, and wrong in several or with micro-batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trainer import Data, Task
+
+WIDTH, CLASSES, SAMPLES = 12, 4, 96
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Net(nn.Module):
+    """Right everywhere: what the others are but for one thing. `middle` is where they put it."""
+
+    def __init__(self, middle: nn.Module | None = None) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Linear(WIDTH, 16), nn.LayerNorm(16)
+        self.middle = middle or nn.Linear(16, 16)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.gelu(self.middle(self.norm(self.embed(x)))))
+
+
+class OwnRank(nn.Linear):
+    """It asks which rank it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 1e-4 * rank())
+
+
+class OwnBuffer(nn.Linear):
+    """It keeps the mean of what it has seen, each rank of its own samples."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(inside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x - self.mean)
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return y
+
+
+class OwnEps(nn.LayerNorm):
+    """A norm with another epsilon on one rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-3 if rank() else self.eps)
+
+
+class PythonRandom(nn.Linear):
+    """It draws from Python's generator, which nobody puts back to where a step begins."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 1e-3 * random.random())
+
+
+class NativeDrop(nn.Linear):
+    """Dropout that is no module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+class Centred(nn.Linear):
+    """It subtracts the mean of the samples that are there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y - y.mean(0)
+
+
+class Chosen(nn.Linear):
+    """It chooses by its own samples what it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if bool(x[0, 0] > x[1, 0]) else 1.01 * y
+
+
+class _Even(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] / grads[0].norm()
+
+
+class OwnBackward(nn.Linear):
+    """A backward of its own that is not linear in the samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Even.apply(super().forward(x))
+
+
+class OwnHook(nn.Linear):
+    """A hook that changes a gradient on one rank."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.weight.register_hook(lambda gradient: gradient * (1 + 1e-3 * rank()))
+
+
+class OwnSeed(nn.Linear):
+    """It begins with numbers that no seed reaches."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.2, generator=torch.Generator().manual_seed(time.time_ns() % 2**31))
+        nn.init.zeros_(self.bias)
+
+
+class Unsaved(nn.Linear):
+    """It counts its calls where no checkpoint keeps them."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+        return super().forward(x) * (1 + 1e-3 * self.seen)
+
+
+KINDS: dict[str, Callable[[int, int], nn.Module]] = {
+    "own_rank": OwnRank,
+    "own_buffer": OwnBuffer,
+    "python_random": PythonRandom,
+    "native_drop": NativeDrop,
+    "centred": Centred,
+    "chosen": Chosen,
+    "own_backward": OwnBackward,
+    "own_hook": OwnHook,
+    "own_seed": OwnSeed,
+    "unsaved": Unsaved,
+    "batch_norm": lambda inside, _: nn.BatchNorm1d(inside),
+    "own_eps": lambda inside, _: OwnEps(inside),
+}
+
+
+def net(kind: str = "") -> nn.Module:
+    """The network, with one of these mistakes or none."""
+    return Net(KINDS[kind](16, 16) if kind else None)
+
+
+class ScaledRate(torch.optim.SGD):
+    """It multiplies its rate by the number of processes, as large batches would ask for."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        for group in self.param_groups:
+            for parameter in (one for one in group["params"] if one.grad is not None):
+                parameter.sub_(parameter.grad, alpha=group["lr"] * size)
+
+
+class Numbers(Data):
+    """Right everywhere."""
+
+    def train(self) -> Any:
+        x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(x, x[:, :CLASSES].argmax(1))
+
+    def evaluation(self) -> Any:
+        return self.train()
+
+
+class Counting(TensorDataset):
+    """An item depends on how many this process has read before it."""
+
+    read = itertools.count()
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + 1e-3 * (next(self.read) % 7), y
+
+
+class Counted(Numbers):
+    def train(self) -> Any:
+        return Counting(*super().train().tensors)
+
+
+class Scaled(Numbers):
+    """A batch is divided by its largest number."""
+
+    def collate(self, items: Any) -> Any:
+        x, y = super().collate(items)
+        return x / x.abs().max(), y
+
+
+class Classes(Task):
+    """Right everywhere."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"accuracy": (output.argmax(1) == target).sum()}
+
+
+class Summed(Classes):
+    """It divides by the global batch, though it is asked for the mean over its own samples."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction="sum") / 24
+
+
+class Meaned(Classes):
+    """A metric that is a mean, though sums are asked for."""
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"accuracy": (output.argmax(1) == target).float().mean()}
+
+
+class OwnDecay(Classes):
+    """It changes a weight after each step, on each rank in another way."""
+
+    def after_step(self, network: nn.Module, step: int) -> None:
+        network.get_parameter("middle.weight").mul_(1 - 1e-3 * rank())

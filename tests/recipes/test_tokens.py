@@ -1,0 +1,102 @@
+"""Tokens that are made, tokens of long texts, and samples that are too long."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.language.synthetic import SyntheticTokens
+from tests.commands import ROOT, lines
+from tests.inside import here
+from trainer.refusal import Refusal
+
+MADE = ("data=synthetic_tokens", "task=language", "data.length=8", "data.vocab_size=16", "data.evaluation_size=16")
+SMALL = ("model=gpt_nano", "model.width=16", "model.depth=1", "model.heads=2", "strategy=single", "loop.log_every=1")
+
+
+def made(**changes: Any) -> SyntheticTokens:
+    return SyntheticTokens(**{"size": 64, "evaluation_size": 16, "length": 20, "vocab_size": 50, **changes})
+
+
+def test_made_tokens_follow_from_seed_and_number_alone() -> None:
+    windows, numbers = made().train(), torch.tensor([5, 63, 0])
+    inputs, targets = windows.batch(numbers)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert 0 <= int(inputs.min()) <= int(targets.max()) < 50
+    # in any order, in any batch, of a set of any size
+    assert all(torch.equal(made(size=100).train()[number][0], row) for number, row in zip(numbers, inputs, strict=True))
+    others = [made(seed=1).train(), made().evaluation(), made(learnable=False).train()]
+    assert not any(torch.equal(other.batch(torch.tensor([5]))[0], inputs[:1]) for other in others if other is not None)
+    assert made(evaluation_size=0).evaluation() is None
+    # three of four tokens follow from the one before, or none
+    counts = [
+        float((made(learnable=yes).train().batch(torch.arange(64))[0].diff() % 50 == 1).double().mean())
+        for yes in (True, False)
+    ]
+    assert counts[0] == pytest.approx(0.75**2, abs=0.1)
+    assert counts[1] < 0.05
+
+
+def test_a_decoder_learns_made_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["schedule=constant", "optimizer.lr=0.01", "loop.steps=60", "loop.global_batch=64", "run.dir=run"]
+    assert here(*MADE, *SMALL, *words) == 0
+    losses = [line["loss"] for line in lines(tmp_path / "run")]
+    assert losses[0] == pytest.approx(2.77, abs=0.1)  # of 16 tokens: log 16
+    assert losses[-1] < 2.2
+
+
+def test_samples_longer_than_the_context_are_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Refusal, match=r"data\.length 8 is more than model\.context 6: .*data\.length=6 works, or"):
+        here(*MADE, *SMALL, "model.context=6", "run.dir=run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(Refusal, match=r"the training set is empty"):
+        here(*MADE, *SMALL, "data.size=0", "run.dir=run")
+
+
+READ = """
+import re, runpy, sys
+from pathlib import Path
+import torch
+from recipes.language.tokens import Tokens
+
+def highest():  # MiB, since it was last asked
+    most = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024
+    Path("/proc/self/clear_refs").write_text("5")
+    return most
+
+highest()
+before = highest()
+sys.argv = ["prepare_tokens.py", "out", "long.txt", "--held", "0.25"]
+runpy.run_path(PREPARE, run_name="__main__")
+prepared = highest()
+began = highest()
+windows, text = Tokens("out", length=1000).train(), open("long.txt", "rb")
+for numbers in torch.arange(len(windows)).split(64):
+    inputs, targets = windows.batch(numbers)
+    assert bytes(inputs.flatten().to(torch.uint8).numpy()) == text.read(inputs.numel())
+print(len(windows), prepared - before, highest() - began)
+"""
+
+
+def test_a_document_that_is_longer_than_memory_allows_is_written_and_read_piece_by_piece(tmp_path: Path) -> None:
+    verse = "Nenne mir, Muse, die Taten des vielgewanderten Mannes; schön.\n"  # with a letter of two bytes
+    (tmp_path / "long.txt").write_text(verse * 400_000 + "x" * 4_000_000)  # 25 MB; the end is one long line
+    program = READ.replace("PREPARE", repr(str(ROOT / "scripts" / "prepare_tokens.py")))
+    command, paths = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(ROOT)}
+    said = subprocess.run(command, cwd=tmp_path, env=paths, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    windows, writing, reading = map(int, said.stdout.split()[-3:])
+    assert windows == pytest.approx(0.75 * (400_000 * 62 + 4_000_000) / 1000, rel=0.02)
+    # MiB; tokens of two bytes each are 41 MiB for training, and the text as Python's numbers would be 230
+    assert writing < 30
+    assert reading < 15

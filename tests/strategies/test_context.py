@@ -1,0 +1,167 @@
+"""Sequences cut over ranks: networks of others, what travels, masks, and the words for what cannot be cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.commands import lines
+from tests.inside import product
+from tests.processes import Processes
+from tests.strategies.counting import collectives_of_a_step
+from tests.strategies.sequences import LENGTH, NETWORKS, Next, TokenData
+from tests.strategies.toys import BATCH, STRATEGIES, Case, built, run
+from trainer.data.reader import Loading
+from trainer.data.stream import Stream
+from trainer.launch.launch import Launch
+from trainer.refusal import Refusal
+from trainer.strategies.machine import Machine
+from trainer.strategies.tensor import TP
+
+
+def test_a_network_of_others_learns_from_stretches_by_its_plan(processes: Processes) -> None:
+    case = Case(network="looking", task="each", precision="fp64", steps=4)
+    (reference,) = processes.run(1, run, case)
+    # samples weigh alike, so no rank asks another for their weight
+    for rank in processes.run(2, run, case.but(strategy="cp", micro_batches=2)):
+        assert rank["losses"] == pytest.approx(reference["losses"], rel=1e-10)
+        assert rank["norms"] == pytest.approx(reference["norms"], rel=1e-10)
+        assert rank["figures"] == pytest.approx(reference["figures"], rel=1e-10)
+
+
+def test_context_ranks_send_keys_and_values_and_each_gradient_once(processes: Processes) -> None:
+    case = Case("cp", network="llama", task="next")
+    one, four = (
+        [size for _, size in processes.run(2, collectives_of_a_step, case.but(micro_batches=n))[0]] for n in (1, 4)
+    )
+    parameters = sum(parameter.numel() for parameter in NETWORKS["llama"]().parameters())
+    # two layers with two heads of keys and values of width 4: gathered, and their gradients, which gloo adds up whole
+    stretch = 4 * BATCH * 2 * (LENGTH // 2) * (4 + 4)
+    assert [size for size in one if size > 1000] == sorted([stretch, stretch, 2 * stretch, 2 * stretch, 4 * parameters])
+    # what is left are a byte for each parameter, and sums of losses and of their weights
+    assert sum(size for size in one if size <= 1000) < 100
+    assert four.count(4 * parameters) == 1
+    assert sum(size for size in four if size > 100) == sum(size for size in one if size > 100)
+
+
+def kept(launch: Launch, word: str) -> int:
+    """Bytes that a step keeps for its backward, besides the parameters."""
+    data, storages = TokenData(), {}
+
+    def keep(x: Tensor) -> Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with STRATEGIES[word](machine=Machine(launch=launch, device="cpu")) as strategy:
+        stream = Stream(data, data.train(), strategy.slice, BATCH, 1, Loading())
+        placed = strategy.build(Next(), built(strategy, NETWORKS["gpt"]), stream.example())
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            placed.forward_backward(next(stream.epoch(0)), 0)
+        own = {parameter.untyped_storage().data_ptr() for parameter in placed.network.parameters()}
+    return sum(storage.nbytes() for at, storage in storages.items() if at not in own)
+
+
+@pytest.mark.long
+def test_activations_fall_with_the_degree(processes: Processes) -> None:
+    (alone,), two, four = (processes.run(n, kept, word) for n, word in ((1, "single"), (2, "cp"), (4, "cp")))
+    # all but keys and values, which are those of whole sequences
+    assert max(two) < 0.65 * alone
+    assert max(four) < 0.45 * alone
+
+
+class Drawing(Next):
+    """Says what a generator would give next, whenever a loss is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self.drawn.append(float(torch.rand(())))
+        return super().loss(output, target)
+
+
+def drawn(launch: Launch, word: str) -> list[float]:
+    """One step of two micro-batches."""
+    task, data = Drawing(), TokenData()
+    with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", seed=3, dropout="native")) as strategy:
+        stream = Stream(data, data.train(), strategy.slice, BATCH, 2, Loading())
+        placed = strategy.build(task, built(strategy, NETWORKS["gpt"]), stream.example())
+        placed.forward_backward(next(stream.epoch(0)), 0)
+    return task.drawn
+
+
+def test_masks_differ_over_context_ranks(processes: Processes) -> None:
+    (alone,), (first, second) = processes.run(1, drawn, "single"), processes.run(2, drawn, "cp")
+    assert first == alone
+    assert len({*first, *second}) == 4
+
+
+def refused(launch: Launch, place: Path, words: list[str]) -> str:
+    """What the command says where it cannot work."""
+    try:
+        product(launch, place, words)
+    except Refusal as refusal:
+        return str(refusal)
+    return "nothing"
+
+
+BOOK = ["data=text", "task=language", "model=gpt_nano", "model.width=16", "model.depth=2", "data.length=8"]
+WORDS = {
+    "a network without a plan": (
+        ["strategy=cp", "model=cnn"],
+        "CNN cannot be trained on stretches of its sequences: its plan has no context=",
+    ),
+    "tokens": (
+        [*BOOK, "strategy=cp", "data.length=9"],
+        "inputs has sequences of 9 tokens, and 9 / 2 context ranks is not whole; lengths that work: 8 and 10",
+    ),
+    "stages": (
+        [*BOOK, "strategy=mesh", "strategy.pipe=2", "strategy.context=2"],
+        "the stages of a pipeline take whole sequences; strategy.pipe=1 with",
+    ),
+    "ddp": ([*BOOK, "strategy=ddp", "strategy.context=2"], "It is a key of strategy=cp or ddp_cp or"),
+    "processes": (
+        [*BOOK, "strategy=ddp_cp", "strategy.context=4"],
+        "2 processes / (strategy.context 4 × strategy.tensor 1 = 4) is not whole; nearest: strategy.context=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WORDS)
+def test_what_cannot_be_cut_is_refused_before_any_group(processes: Processes, tmp_path: Path, what: str) -> None:
+    words, said = WORDS[what]
+    answers = processes.run(2, refused, tmp_path, [*words, "run.dir=run"])
+    assert all(said in answer for answer in answers), answers
+    assert not (tmp_path / "run").exists()
+
+
+def test_stretches_that_tensor_ranks_split_again_must_divide_too() -> None:
+    strategy = TP(context=2, tensor=2)
+    plan, example = NETWORKS["llama sequence"](), torch.zeros(2, 6, dtype=torch.int64)
+    with pytest.raises(Refusal, match=r"6 / 2 context ranks / 2 tensor ranks is not whole; lengths that work: 4 and 8"):
+        strategy.refuse_forward(Next(), plan, 4, lambda: (example, example))
+    strategy.refuse_forward(Next(), NETWORKS["llama"](), 4, lambda: (example, example))
+    with pytest.raises(Refusal, match=r"targets has the shape \(2,\), without tokens"):
+        strategy.refuse_forward(Next(), plan, 4, lambda: (torch.zeros(2, 8), torch.zeros(2)))
+
+
+@pytest.mark.long
+def test_a_run_on_stretches_is_evaluated_by_any_strategy_and_predicts_nothing(
+    processes: Processes, tmp_path: Path
+) -> None:
+    words = [*BOOK, "data.held=0.001", "loop.steps=2", "loop.global_batch=8", "strategy=cp", "run.dir=run"]
+    assert processes.run(2, product, tmp_path, words) == [0, 0]
+    (trained,) = lines(tmp_path / "run", "eval")
+    assert processes.run(2, product, tmp_path, ["run.dir=run", "job=evaluate"]) == [0, 0]
+    assert product(Launch(), tmp_path, ["run.dir=run", "job=evaluate", "strategy=single"]) == 0
+    for again in lines(tmp_path / "run" / "evaluate", "eval"):
+        assert again["samples"] == trained["samples"]
+        assert again["perplexity"] == pytest.approx(trained["perplexity"], rel=1e-5)
+    # one rank continues a text by itself, with the plain network
+    assert product(Launch(), tmp_path, ["run.dir=run", "job=generate", "job.tokens=2", "job.prompt=Call me"]) == 0
+    said = "job=predict needs outputs of whole sequences"
+    assert all(said in one for one in processes.run(2, refused, tmp_path, ["run.dir=run", "job=predict"]))

@@ -1,0 +1,235 @@
+"""Random numbers that belong to samples: what a forward draws does not depend on which samples run beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.data.draws import Part, Random
+from trainer.parallel.chance import PerSample
+
+BATCH, WIDTH = 6, 8
+
+
+class Calls(nn.Module):
+    """A function of x, as a network."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class TimeFirst(nn.Module):
+    """What a module makes of (time, B, WIDTH), which is how most examples of torch's have it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.inner(x.transpose(0, 1))
+        return (output[0] if isinstance(output, tuple) else output).transpose(0, 1)
+
+
+class First(nn.Module):
+    """The first thing that a module gives."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]
+
+
+class Itself(nn.Module):
+    """Attention of x to itself."""
+
+    def __init__(self, **words: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.5, batch_first=True)
+        self.words = words
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, **self.words)[0]
+
+
+def path(x: Tensor) -> Tensor:
+    """Stochastic depth as timm writes it."""
+    return x * x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.5)
+
+
+def layer(**words: Any) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.5, **words)
+
+
+# what draws, and not of which samples: x is (B, 5, WIDTH)
+DRAWING: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5, inplace=True)),
+    "feature dropout": lambda: nn.Sequential(nn.Dropout1d(0.5), nn.FeatureAlphaDropout(0.5), nn.AlphaDropout(0.5)),
+    "functional": lambda: Calls(lambda x: F.dropout(F.dropout(x, 0.5), 0.5)),
+    "operator": lambda: Calls(lambda x: torch.dropout(x, 0.5, True)),
+    "flat": lambda: Calls(lambda x: F.dropout(x.flatten(0, 1), 0.5).view_as(x)),
+    "attention": lambda: Calls(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5, is_causal=True)),
+    "stochastic depth": lambda: Calls(path),
+    "multi-head attention": Itself,
+    "its fast path": lambda: Itself(need_weights=False),
+    "encoder": lambda: nn.TransformerEncoder(layer(batch_first=True), 2),
+    "encoder, time first": lambda: TimeFirst(nn.TransformerEncoder(layer(), 2, enable_nested_tensor=False)),
+    "lstm": lambda: First(nn.LSTM(WIDTH, WIDTH, 3, dropout=0.5, batch_first=True)),
+    "gru, time first": lambda: TimeFirst(nn.GRU(WIDTH, WIDTH, 2, dropout=0.5)),
+    "noise": lambda: Calls(lambda x: x + torch.rand(len(x), 1, 1) + torch.rand_like(x) + torch.randn_like(x)),
+    "more noise": lambda: Calls(
+        lambda x: x + torch.randn(x.shape) + torch.empty_like(x).uniform_(-1, 1) + torch.randint(9, (len(x), 1, 1))
+    ),
+    "chosen by weights": lambda: Calls(lambda x: x * torch.bernoulli(torch.sigmoid(x))),
+    "gumbel": lambda: Calls(lambda x: F.gumbel_softmax(x)),
+    "no batch": lambda: Calls(
+        lambda x: x * torch.rand(WIDTH, 1, 1)[0] + F.dropout(nn.Parameter(torch.ones(12, WIDTH)), 0.5)[7]
+    ),
+    "no batch, unknown here": lambda: Calls(lambda x: x[..., torch.randperm(WIDTH)] * torch.poisson(torch.ones(WIDTH))),
+}
+
+
+def drawn(chance: PerSample, network: nn.Module, x: Tensor, at: slice, step: int = 0) -> Tensor:
+    """What a network makes of these samples."""
+    chance.begin(torch.arange(100, 100 + BATCH)[at], step, at.start)
+    with chance:
+        return network(x[at])
+
+
+def chanced(network: nn.Module) -> tuple[PerSample, nn.Module]:
+    chance = PerSample(3, torch.device("cpu"))
+    chance.follow(network, may_draw=False)
+    return chance, network
+
+
+def test_a_loss_draws_for_its_samples_beside_a_network_that_draws_nothing() -> None:
+    """In which torch's functions are not looked at."""
+    chance, network = chanced(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()))
+    x = torch.randn(BATCH, WIDTH)
+
+    def loss(at: slice) -> Tensor:
+        with torch.inference_mode():
+            output = drawn(chance, network, x, at)
+            return chance.call(lambda scores: torch.rand_like(scores), output)
+
+    whole = loss(slice(0, BATCH))
+    torch.testing.assert_close(torch.cat([loss(slice(0, 2)), loss(slice(2, BATCH))]), whole, rtol=0, atol=0)
+    assert whole.unique().numel() == whole.numel()
+
+
+@pytest.mark.parametrize("kind", DRAWING)
+def test_a_sample_draws_the_same_whatever_runs_beside_it(kind: str) -> None:
+    torch.manual_seed(0)
+    chance, network = chanced(DRAWING[kind]().double())
+    x = torch.randn(BATCH, 5, WIDTH, dtype=torch.float64)
+    whole = drawn(chance, network, x, slice(0, 6))
+    parts = torch.cat([drawn(chance, network, x, at) for at in (slice(2, 6), slice(0, 2))]).roll(2, 0)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-12)
+    # in another step, and without these numbers, it is another forward
+    assert not torch.allclose(drawn(chance, network, x, slice(0, 6), step=1), whole, atol=1e-3)
+    assert not torch.allclose(network(x), whole, atol=1e-3)
+
+
+def test_every_module_and_every_call_of_it_draws_its_own() -> None:
+    network = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])
+    chance, _ = chanced(network)
+    chance.begin(torch.arange(BATCH), 0, 0)
+    ones = torch.ones(BATCH, 50)
+    with chance:
+        masks = [network[at](ones) for at in (0, 1, 0)] + [F.dropout(ones, 0.5)]
+    for at, mask in enumerate(masks):
+        assert [torch.equal(mask, other) for other in masks] == [at == other for other in range(4)]
+        assert len(mask.unique(dim=0)) == BATCH
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_draws_the_same(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), Calls(lambda x: F.dropout(x, 0.5)), nn.Tanh()
+    ).double()
+    gradients = []
+    for again in (False, True):
+        # of two forwards the first one's backward comes last, as in a pipeline
+        network = Calls(partial(checkpoint, inner.forward, use_reentrant=reentrant) if again else inner.forward)
+        network.add_module("inner", inner)
+        chance, _ = chanced(network)
+        x = torch.randn(BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
+        with torch.no_grad():
+            x.copy_(torch.linspace(-1, 1, x.numel()).view_as(x))
+        losses = []
+        with chance:
+            for at in (slice(0, 3), slice(3, 6)):
+                chance.begin(torch.arange(BATCH)[at], 0, at.start)
+                losses.append(network(x[at]).square().sum())
+            for loss in reversed(losses):
+                loss.backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.long  # imports the compiler
+def test_what_a_network_compiles_by_itself_draws_torchs_numbers_and_disturbs_nobody() -> None:
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+    inner.compile(backend="eager")
+    noisy = torch.compile(lambda x: F.dropout(x.sin(), 0.5) * torch.rand(1), backend="eager")
+    network = nn.Sequential(inner, Calls(noisy), Calls(lambda x: torch.ones_like(x)), nn.Dropout(0.5))
+    chance, _ = chanced(network)
+    x = torch.randn(BATCH, 5, WIDTH)
+    with torch.no_grad():
+        whole, part = (drawn(chance, network, x, at) for at in (slice(0, 6), slice(3, 6)))
+    assert torch.equal(part, whole[3:])  # outside of it every sample has its own
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_masks_are_as_if_drawn_by_lot(p: float) -> None:
+    shape = (16, 64, 128)
+    kept = Random(1, 2, torch.arange(16)).bernoulli(p, *shape).double()
+    deviation = (p * (1 - p)) ** 0.5
+    # how far means are from p, in their standard deviations: over everything, samples, rows, columns and places
+    for axes in ((0, 1, 2), (1, 2), (2,), (0, 1), (0,)):
+        mean = kept.mean(axes)
+        count = kept.numel() / max(mean.numel(), 1)
+        assert ((mean - p).abs().max() / deviation * count**0.5) < 5.5
+        # and how these are spread: over hundreds of means the mean square is 1
+        assert mean.numel() < 100 or ((mean - p).square().mean() / deviation**2 * count) == pytest.approx(1, abs=0.15)
+    # neighbours of every kind know nothing of each other
+    centred = (kept - p) / deviation
+    for dim in range(3):
+        for distance in (1, 2, 8, 32):
+            if distance < shape[dim]:
+                product = centred * centred.roll(distance, dim)
+                assert abs(float(product.mean())) * product.numel() ** 0.5 < 5
+    assert Random(1, 2, torch.arange(4)).bernoulli(0.0, 4, 9).sum() == 0
+    assert Random(1, 2, torch.arange(4)).bernoulli(1.0, 4, 9).all()
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_a_part_has_the_numbers_of_the_whole(dim: int) -> None:
+    numbers = Random(1, 2, torch.arange(3))
+    shape = [3, 4, 6, 8]
+    part, shape[dim] = Part(dim, shape[dim] // 2, shape[dim]), shape[dim] // 2
+    for draw in (lambda one, *own: one.bernoulli(0.5, *own), Random.uniform, Random.normal):
+        whole = draw(numbers.of(7), 3, 4, 6, 8).narrow(dim, part.first, shape[dim])
+        assert torch.equal(draw(numbers.of(7, part), *shape), whole)
+
+
+def test_masks_are_the_same_bits_on_every_machine() -> None:
+    kept = Random(1, 2, torch.tensor([5, 2**40])).bernoulli(0.5, 2, 2, 8)
+    assert ["".join(map(str, sample)) for sample in kept.int().flatten(1).tolist()] == [
+        "0010110100000111",
+        "1001011110011111",
+    ]

@@ -1,0 +1,124 @@
+"""Tokens a second, and how much of what the devices could compute a run does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from recipes.language.decoder import Decoder
+from recipes.language.next_token import NextToken
+from tests.commands import lines
+from tests.inside import here, product
+from tests.processes import Processes
+from trainer.jobs.flops import step_flops
+from trainer.learning.task import Task
+from trainer.peaks import peak_flops
+
+LENGTH, WIDTH, DEPTH, VOCABULARY, BATCH, PEAK = 16, 32, 2, 64, 8, 1e10
+WORDS = (
+    "data=synthetic_tokens",
+    "task=language",
+    "model=gpt_nano",
+    f"data.length={LENGTH}",
+    f"data.vocab_size={VOCABULARY}",
+    "data.evaluation_size=0",
+    f"model.width={WIDTH}",
+    f"model.depth={DEPTH}",
+    f"loop.global_batch={BATCH}",
+    "loop.steps=4",
+    "loop.log_every=2",
+    f"loop.peak_flops={PEAK:g}",
+    "run.dir=run",
+)
+
+
+def by_hand() -> float:
+    """Operations of a step: for each weight and token 2 forwards, 4 backwards; for attention 4 and 8 · T²·width."""
+    weights = DEPTH * 12 * WIDTH**2 + VOCABULARY * WIDTH
+    attention = DEPTH * 12 * LENGTH**2 * WIDTH
+    return BATCH * (LENGTH * 6 * weights + attention)
+
+
+def test_a_decoders_operations_are_those_of_the_formula() -> None:
+    example = (torch.zeros(2, LENGTH, dtype=torch.int64),) * 2
+    cases: list[dict[str, Any]] = [{}, {"rotary": 1e4, "norm": "rms"}, {"tied": False}]
+    for more in cases:
+        network = Decoder(VOCABULARY, LENGTH, WIDTH, DEPTH, **more)
+        assert step_flops(NextToken(), network, example, BATCH) == by_hand()
+        assert all(parameter.grad is None and not parameter.is_meta for parameter in network.parameters())
+    # where nothing before the head learns, nothing goes backward through it
+    network.requires_grad_(False)
+    network.head.requires_grad_(True)
+    head = BATCH * LENGTH * VOCABULARY * WIDTH
+    assert step_flops(NextToken(), network, example, BATCH) == by_hand() / 3 + 2 * head
+
+
+class Masked(NextToken):
+    """Looks into the batch, as networks of transformers do."""
+
+    def forward(self, network: nn.Module, inputs: Any, targets: Any) -> Any:
+        return network(inputs if (inputs >= 0).all() else inputs.clamp_min(0))
+
+
+def test_a_forward_that_looks_into_its_batch_is_counted_with_one() -> None:
+    network, example = Decoder(VOCABULARY, LENGTH, WIDTH, DEPTH), (torch.zeros(2, LENGTH, dtype=torch.int64),) * 2
+    assert step_flops(Masked(), network, example, BATCH) == by_hand()
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+class Pixels(Task):
+    def loss(self, output: Any, target: Any) -> Any:
+        return {"one": functional.cross_entropy(output, target), "other": output.square().mean()}
+
+
+def test_convolutions_in_groups_count_what_they_compute() -> None:
+    grouped = nn.Conv2d(8, 8, 3, groups=4, stride=2, padding=1)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), grouped, nn.Flatten(), nn.Linear(128, 5))
+    example = torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)
+    first, second, last = 2 * 64 * 8 * 3 * 9, 2 * 16 * 8 * 2 * 9, 2 * 128 * 5
+    # pictures have no gradient
+    assert step_flops(Pixels(), network, example, 6) == 6 * (2 * first + 3 * second + 3 * last)
+
+
+def test_a_line_tells_tokens_and_utilisation_and_only_where_the_peak_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert here(*WORDS, "strategy=single", "log=[console]") == 0
+    (first, last), screen = lines(tmp_path / "run"), capsys.readouterr().out
+    for line in (first, last):
+        assert line["utilisation"] == pytest.approx(by_hand() / line["step_s"] / PEAK)
+        assert line["tokens_per_s"] == pytest.approx(LENGTH * line["samples_per_s"])
+    assert f"{last['tokens_per_s']:,.0f} tokens/s  {100 * last['utilisation']:.1f} % of peak" in screen
+
+    assert here(*WORDS, "strategy=single", "run.dir=plain", "loop.peak_flops=null") == 0
+    assert "utilisation" not in lines(tmp_path / "plain")[-1]
+    assert "samples_per_s" in lines(tmp_path / "plain")[-1]
+
+
+def test_all_ranks_count_and_what_is_computed_again_does_not(processes: Processes, tmp_path: Path) -> None:
+    words = ("strategy=fsdp", "strategy.activation_checkpointing=units", "loop.micro_batches=2")
+    assert processes.run(2, product, tmp_path, [*WORDS, *words]) == [0, 0]
+    line = lines(tmp_path / "run")[-1]
+    assert line["utilisation"] == pytest.approx(by_hand() / line["step_s"] / PEAK / 2)
+    assert line["tokens_per_s"] == pytest.approx(LENGTH * line["samples_per_s"])
+
+
+def test_peaks_are_those_of_data_sheets() -> None:
+    for name, arithmetic, tera in (
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "fp16", 756),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
+        ("NVIDIA H200", "bf16", 989.4),
+        ("NVIDIA L4", "bf16", 121),
+    ):
+        assert peak_flops(name, arithmetic) == pytest.approx(tera * 1e12)
+    assert peak_flops("NVIDIA GeForce GT 710", "fp32") is None
+    assert peak_flops("NVIDIA A10G", "bf16") is None  # no A10
+    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None  # a part of one

@@ -1,0 +1,374 @@
+"""What is left of a sweep and of what was tried: sweep.jsonl, the table, several runs at once, Optuna.
+
+The command is the product's own; what it starts is a program of a few lines that leaves what a run leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import Command, files_below, single
+from tests.inside import here, product
+from tests.warm import ROOT
+from trainer.configuration.multirun import multirun
+from trainer.configuration.space import Trial, brief
+from trainer.launch.launch import Launch
+from trainer.refusal import Refusal
+from trainer.sweeps import sweep
+from trainer.sweeps.shares import shares
+from trainer.sweeps.table import headings, short, table
+from trainer.sweeps.tried import Outcome, Tried
+
+needs_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="needs the optuna extra")
+
+# Found as `trainer` by what is started here: best at lr=0.01, and whatever else its words ask of it.
+RUN = """
+import json, math, os, signal, sys, time
+from pathlib import Path
+
+words = dict(word.split("=", 1) for word in sys.argv[1:])
+folder = Path(words["run.dir"].strip("'"))
+seed, lr = int(words.get("seed", 0)), float(words.get("optimizer.lr", 0.1))
+print("a run speaks", flush=True)
+if seed == 7:  # refused
+    said = {"message": "cannot work\\nat all", "extraInfo": {"timestamp": "1"}}
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": said}))
+    sys.exit(2)
+folder.mkdir(exist_ok=True)
+with (folder / "starts").open("a") as file:
+    file.write(os.environ.get("CUDA_VISIBLE_DEVICES", "all") + "\\n")
+first = (folder / "starts").read_text().count("\\n") == 1
+signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
+if seed == 8 and first:  # somebody presses Ctrl-C
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(60)
+if seed == 6:  # once is not enough
+    heard = []
+    signal.signal(signal.SIGINT, lambda *_: heard.append(time.monotonic()))
+    for times in (1, 2):
+        os.kill(os.getppid(), signal.SIGINT)
+        while len(heard) < times:
+            time.sleep(0.01)
+    sys.exit(1)
+if seed == 9 and first:  # for want of memory
+    os.kill(os.getpid(), signal.SIGKILL)
+if seed >= 20:  # until all four are there
+    until = time.monotonic() + 60
+    while len(list(folder.parent.glob("*/starts"))) < 4 and time.monotonic() < until:
+        time.sleep(0.01)
+    sys.exit(len(list(folder.parent.glob("*/starts"))) != 4)
+accuracy = 1 - abs(math.log10(lr) + 2) / 10
+(folder / "environment.json").write_text(json.dumps({"best": "accuracy"}))
+lines = [{"kind": "eval", "step": 5, "accuracy": accuracy, "loss": 1.0}, {"kind": "eval", "step": 9, "accuracy": 0.5}]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").touch()
+    (tmp_path / "trainer" / "__main__.py").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(folder: Path) -> list[dict[str, Any]]:
+    """The lines of sweep.jsonl."""
+    return [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
+
+
+def starts(folder: Path) -> list[int]:
+    """How often each run was started, in the order of their numbers."""
+    files = sorted(folder.glob("*/starts"), key=lambda path: int(path.parent.name.split("_")[0]))
+    return [file.read_text().count("\n") for file in files]
+
+
+# ---------------------------------------------------------------------------------------------------------- one by one
+
+
+def test_each_run_leaves_a_line_and_the_table_shows_the_best_first(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["-m", "optimizer.lr=0.1,0.01", "run.name=grid", "loop.steps=3"]
+    assert here(*words) == 0
+    lines = written(place / "runs" / "grid")
+    assert [line["folder"] for line in lines] == ["0_optimizer.lr=0.1", "1_optimizer.lr=0.01"]
+    wanted = {"state": "completed", "exit_code": 0, "figure": "accuracy", "best": 1.0, "best_step": 5, "reason": None}
+    assert lines[1].items() >= (wanted | {"last": {"accuracy": 0.5}, "values": {"optimizer.lr": "0.01"}}).items()
+    assert lines[1]["words"] == ["device=cpu", "log=[]", "optimizer.lr=0.01", "run.name=grid", "loop.steps=3"]
+    screen = capfd.readouterr().out
+    assert screen.count("a run speaks") == 2
+    rows = screen[screen.index("\nlr ") + 1 :].splitlines()
+    assert rows[0].split() == ["lr", "accuracy", "time", "folder"]
+    assert re.fullmatch(r"0\.01 +1\.0000 +0:\d\d  1_\* +best", rows[1])
+    assert re.fullmatch(r"0\.1 +0\.9000 +0:\d\d  0_\*", rows[2])
+    assert rows[4] == f"best        accuracy 1.0000 at step 5: {place}/runs/grid/1_optimizer.lr=0.01"
+
+    # the same again runs none; one with other words runs again, in its old folder, and so does what is to begin anew
+    assert here(*words) == 0
+    assert starts(place / "runs" / "grid") == [1, 1]
+    again = capfd.readouterr().out
+    assert "0 runs below" in again
+    assert "2 completed before" in again
+    assert "1.0000" in again
+    words += ["run.resume=fresh"]
+    assert here(*words) == 0
+    assert here(*words) == 0
+    assert starts(place / "runs" / "grid") == [3, 3]
+    assert len(written(place / "runs" / "grid")) == 2
+
+
+def test_what_fails_says_why_and_is_tried_again(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "seed=7,9,1", "run.name=all"]
+    assert here(*words) == 2  # the first failing run's
+    first, second, third = written(place / "runs" / "all")
+    assert (first["state"], first["exit_code"], first["reason"], first["best"]) == ("failed", 2, "cannot work", None)
+    assert (second["exit_code"], second["reason"]) == (1, "killed by SIGKILL")
+    assert third["state"] == "completed"
+    assert capfd.readouterr().out.splitlines()[-3:] == [
+        f"multirun    1 completed, 2 failed, below {place}/runs/all",
+        "  0_seed=7   exit code 2: cannot work",
+        "  1_seed=9   exit code 1: killed by SIGKILL",
+    ]
+    assert here(*words) == 2
+    assert [line["state"] for line in written(place / "runs" / "all")] == ["completed", "failed", "completed"]
+    assert starts(place / "runs" / "all") == [2, 1]  # the second one, the third
+
+
+def test_ctrl_c_stops_all_and_the_same_command_goes_on(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "seed=0,8,1,2", "run.name=stop", "hydra.launcher.n_jobs=2"]
+    assert here(*words) == 75
+    done = {line["folder"]: line["state"] for line in written(place / "runs" / "stop")}
+    assert done["1_seed=8"] == "preempted"
+    assert "3_seed=2" not in done
+    assert f"to go on: the same command with run.dir={place}/runs/stop" in capfd.readouterr().out
+    assert here(*words) == 0
+    assert [line["state"] for line in written(place / "runs" / "stop")] == ["completed"] * 4
+    assert starts(place / "runs" / "stop")[1::2] == [2, 1]
+
+
+def test_ctrl_c_twice_ends_all_at_once(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert here("-m", "seed=6,1", "run.name=twice") == 1
+    assert "1 not started, 1 failed" in capfd.readouterr().out
+
+
+def test_two_sweeps_in_one_folder_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.records.lock.PATIENCE", 0.0)
+    sweep.lock(place / "runs" / "mine")
+    with pytest.raises(Refusal, match="in use by another run"):
+        here("-m", "seed=1,2", "run.name=mine")
+
+
+# ------------------------------------------------------------------------------------------------------ several at once
+
+
+def test_several_at_once_speak_into_files_and_have_their_own_gpus(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "gpus", lambda device: ["4", "5", "6", "7"])
+    words = ["-m", "seed=20,21,22,23", "run.name=four"]
+    assert here(*words, "hydra.launcher.n_jobs=auto") == 0  # each waits until all four are there
+    folder = place / "runs" / "four"
+    seen = [(folder / f"{at}_seed=2{at}" / "starts").read_text() for at in range(4)]
+    assert seen == ["4\n", "5\n", "6\n", "7\n"]
+    assert (folder / "output" / "0_seed=20.log").read_text() == "a run speaks\n"
+    screen = capfd.readouterr().out
+    assert "a run speaks" not in screen
+    assert f"4 at the same time; their output is in {folder}/output" in screen
+    assert "started     2_seed=22   on GPU 6" in screen
+    assert "completed   2_seed=22" in screen
+
+
+@pytest.mark.parametrize(
+    ("at_once", "processes", "gpus", "seen"),
+    [
+        (1, None, "01", [None]),
+        ("auto", None, "", [None]),
+        ("auto", None, "01", ["0", "1"]),
+        ("auto", 2, "01234", ["0,1", "2,3"]),
+        ("auto", "auto", "0123", [None]),
+        ("auto", 8, "0123", [None]),
+        (2, None, "01234", ["0,1", "2,3"]),  # one run of dp may use both
+        (3, None, "01", ["0", "1", "0"]),
+        (2, None, "", [None, None]),
+    ],
+)
+def test_every_run_has_an_equal_part(at_once: Any, processes: Any, gpus: str, seen: list[str | None]) -> None:
+    parts = shares(at_once, processes, list(gpus))
+    assert [part.environment.get("CUDA_VISIBLE_DEVICES") for part in parts] == seen
+
+
+@pytest.mark.parametrize("word", ["hydra.launcher.n_jobs=2", "hydra/sweeper=optuna"])
+def test_what_a_launcher_started_does_one_after_the_other(place: Path, word: str) -> None:
+    if "optuna" in word:
+        pytest.importorskip("optuna")
+    with pytest.raises(Refusal, match="Start this command with python, once; processes=N gives each run so many"):
+        product(Launch(0, 2, 0, 2, address="127.0.0.1:1"), place, ["-m", "seed=1,2", word])
+    assert files_below(place) == {Path("trainer"), Path("trainer/__init__.py"), Path("trainer/__main__.py")}
+
+
+# ------------------------------------------------------------------------------------------------- files and the screen
+
+
+def outcome(number: int, best: float | None, figure: str | None = "accuracy", **values: str) -> Outcome:
+    state = "failed" if best is None else "completed"
+    named = ",".join(f"{key}={value}" for key, value in values.items())
+    return Outcome(f"{number}_{named}", [], values, state, 0, figure, best, 3, {}, 61.0, None)
+
+
+def test_a_file_that_was_damaged_costs_its_line_only(tmp_path: Path) -> None:
+    trials = [Trial(at, f"{at}_seed={at}", (f"seed={at}",), {"seed": str(at)}) for at in range(3)]
+    for trial in trials:
+        Tried(tmp_path).add(trial, 0, 1.0, None)
+    whole = (tmp_path / "sweep.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "sweep.jsonl").write_text("".join([whole[0], whole[1][:30] + "\n", '{"other": 1}\n', whole[2]]))
+    assert Tried(tmp_path).left(trials) == [trials[1]]
+    assert Tried(tmp_path).left([other := replace(trials[0], words=("seed=5",))]) == [other]  # in the same folder
+    # a second start counts on from the first
+    assert Tried(tmp_path).add(trials[2], 0, 2.0, None).seconds == 3.0
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.jsonl"]
+
+
+def test_a_table_fits_the_terminal_and_cuts_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    long = "/data/pictures/of/many/flowers/and/trees"
+    ran = [outcome(at, at / 10, **{"optimizer.lr": "0.0012345678901", "data.root": f"{long}/{at}"}) for at in range(40)]
+    lines = table([*ran, outcome(40, None, None, **{"optimizer.lr": "3"})]).splitlines()
+    assert len(lines) == 1 + 30 + 1
+    assert max(map(len, lines)) <= 70
+    assert lines[0].split() == ["lr", "root", "accuracy", "time", "folder"]
+    assert lines[1].split() == ["0.001235", "/data/p…ers/and/trees/39", "3.9000", "1:01", "39_*", "best"]
+    assert lines[-1] == "  … and 11 runs more, in sweep.jsonl"
+    monkeypatch.setenv("COLUMNS", "40")
+    assert "3.9000  1:01  39_*    best" in table(ran)
+
+
+def test_a_table_of_losses_of_several_figures_and_of_nothing() -> None:
+    rows = table([outcome(0, 0.5, "-loss", seed="0"), outcome(1, 0.2, "-loss", seed="1")]).splitlines()
+    assert [row.split() for row in rows] == [
+        ["seed", "loss", "time", "folder"],
+        ["1", "0.2000", "1:01", "1_*", "best"],
+        ["0", "0.5000", "1:01", "0_*"],
+    ]
+    mixed = table([outcome(0, 0.5, "-loss", task="a"), outcome(1, 0.2, "accuracy", task="b")])
+    assert "best figure" in mixed
+    assert "loss 0.5000" in mixed
+    assert not mixed.endswith("best")
+    assert table([outcome(0, None, None, seed="0")]).splitlines()[1].split() == ["0", "–", "1:01", "0_*", "failed"]
+
+
+def test_what_is_long_is_short() -> None:
+    assert headings(["optimizer.lr", "model.width", "data.width"]) == ["lr", "model.width", "data.width"]
+    assert len(short("x" * 100)) == 24
+    assert brief("optimizer.lr=0.00123456789,seed=1") == "optimizer.lr=0.001235,seed=1"
+    assert brief("a=0.0001,lr=1.23456789e-05,data.file=a.b") == "a=0.0001,lr=1.235e-05,data.file=a.b"
+
+
+@pytest.mark.long
+def test_the_words_of_the_page_are_taken() -> None:
+    page = (ROOT / "docs" / "sweeps.md").read_text()
+    page = re.sub(r"\\\n +", "", page)
+    commands = re.findall(r"^python -m trainer (-m .*?)(?:  .*)?$", page, re.MULTILINE)
+    assert len(commands) == 5
+    for command in commands:
+        if "optuna" not in command or find_spec("optuna") is not None:
+            assert len([*multirun(shlex.split(command)).space.samples()]) > 1, command
+
+
+# --------------------------------------------------------------------------------------------------------------- Optuna
+
+SEARCH = ("-m", "hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-5,1))", "run.name=search")
+
+
+@needs_optuna
+def test_optuna_looks_for_the_best_and_goes_on_later(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = place / "runs" / "search"
+    assert here(*SEARCH, "hydra.sweeper.n_trials=6") == 0
+    before = written(folder)
+    rates = [float(line["values"]["optimizer.lr"]) for line in before]
+    assert len({*rates}) == 6
+    assert all(1e-5 <= rate <= 1 for rate in rates)
+    assert len(before[0]["words"][2]) > len("optimizer.lr=0.001235") > len(before[0]["folder"].split("_")[1]) - 1
+
+    # n_trials counts those that are there, and what is drawn is not drawn twice
+    assert here(*SEARCH, "hydra.sweeper.n_trials=6") == 0
+    assert here(*SEARCH, "hydra.sweeper.n_trials=20", "hydra.launcher.n_jobs=2") == 0
+    after = written(folder)
+    assert after[:6] == before
+    assert len({line["values"]["optimizer.lr"] for line in after}) == 20
+    assert starts(folder) == [1] * 20
+    # it has learned where to look
+    assert max(line["best"] for line in after) > 0.95
+    assert "20 completed" in capfd.readouterr().out
+    with pytest.raises(Refusal, match=r"other words; these differ: loop.steps=3"):
+        here(*SEARCH, "loop.steps=3")
+
+
+@needs_optuna
+@pytest.mark.long
+def test_what_was_stopped_goes_on_and_what_failed_is_told(place: Path) -> None:
+    folder, words = place / "runs" / "search", ["seed=7,8,9,10", "hydra.sweeper.n_trials=12", "run.name=search"]
+    codes = [here("-m", "hydra/sweeper=optuna", *words)]
+    while codes[-1] == 75:
+        codes.append(here("-m", "hydra/sweeper=optuna", *words))
+    lines = {line["folder"]: line for line in written(folder)}
+    assert len(lines) == 12
+    seeds = [line["values"]["seed"] for line in lines.values()]
+    assert {"7", "8"} < {*seeds}
+    # a run is given again where somebody stopped it, and nowhere else
+    assert len(codes) == 1 + seeds.count("8")
+    for name, line in lines.items():
+        stopped, refused = line["values"]["seed"] == "8", line["values"]["seed"] == "7"
+        assert (line["state"] == "completed") == (line["values"]["seed"] in ("8", "10"))
+        assert refused or (folder / name / "starts").read_text().count("\n") == 1 + stopped
+
+
+@needs_optuna
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["hydra.sweeper.sampler=TPESampelr"], "did you mean 'TPESampler'"),
+        (["hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials=0: expected"),
+        (["optimizer.lr=interval(1,0.1)"], "the first number must be the smaller one"),
+        (["optimizer.lr=tag(log,interval(0,1))"], "above 0"),
+        (["run.resume=fresh"], "another run.name"),
+        (["hydra.sweeper.trials=3"], "trials"),
+    ],
+)
+def test_what_no_search_could_work_with(place: Path, words: list[str], said: str) -> None:
+    with pytest.raises(Refusal, match=said.replace(".", r"\.")):
+        here("-m", "hydra/sweeper=optuna", "model=mlp", "seed=1,2", *words)
+
+
+@pytest.mark.skipif(find_spec("optuna") is not None, reason="the optuna extra is installed here")
+def test_a_search_names_its_extra(place: Path) -> None:
+    with pytest.raises(Refusal, match=r"\.\[optuna\]"):
+        here("-m", "hydra/sweeper=optuna", "seed=1,2")
+
+
+@needs_optuna
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_search_that_was_killed_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # where what starts commands finds the product
+    folder, words = place / "runs" / "search", [*SEARCH, "device=cpu", "log=[]", "hydra.sweeper.n_trials=5"]
+    murder = RUN.replace("seed == 8", 'folder.name.startswith("2_")').replace("signal.SIGINT)", "signal.SIGKILL)")
+    (place / "trainer" / "__main__.py").write_text(murder)
+    killed = Command(single(*words), place)
+    assert killed.process.wait(60) == -signal.SIGKILL
+    assert [line["folder"].split("_")[0] for line in written(folder)] == ["0", "1"]
+    killed.kill()
+    again = Command(single(*words), place).end()
+    assert again.code == 0, again.screen
+    assert starts(folder) == [1, 1, 2, 1, 1]
+    assert len(written(folder)) == 5

@@ -1,0 +1,176 @@
+"""`job=verify`: does a strategy train as one process does? What does not is found, and the first thing named."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.commands import TRANSFORMER, finish, single
+from tests.inside import product
+from tests.processes import Processes
+from tests.quick import quickly
+from trainer.launch.launch import Launch
+from trainer.parallel.clip import global_norm
+from trainer.refusal import Refusal
+
+pytestmark = pytest.mark.slow
+
+NET = (
+    "--config-dir",
+    "conf",
+    "trust=[tests]",
+    "model=net",
+    "data=numbers",
+    "task=classes",
+    "loop.global_batch=24",
+    "loader.workers=0",
+)
+NODES = {
+    "data": {"numbers": "Numbers", "counted": "Counted", "scaled": "Scaled"},
+    "task": {"classes": "Classes", "summed": "Summed", "meaned": "Meaned", "own_decay": "OwnDecay"},
+    "optimizer": {"scaled_rate": "ScaledRate\nlr: 0.1"},
+    "model": {"net": "net"},
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the yaml files of the planted mistakes lie, and the references."""
+    place = tmp_path_factory.mktemp("planted")
+    for group, nodes in NODES.items():
+        (place / "conf" / group).mkdir(parents=True)
+        for name, target in nodes.items():
+            (place / "conf" / group / f"{name}.yaml").write_text(f"_target_: tests.planted.{target}\n")
+    return place
+
+
+def verified(launch: Launch, place: Path, words: list[str]) -> tuple[Any, str]:
+    """The exit code of `job=verify` with these words, or the refusal; and what it says."""
+    with redirect_stdout(io.StringIO()) as said:
+        try:
+            code: Any = product(launch, place, ["job=verify", *words])
+        except Refusal as refusal:
+            return str(refusal), ""
+    return code, said.getvalue()
+
+
+def verdict(processes: Processes, place: Path, size: int, words: list[str], own: list[str], how: Any = verified) -> str:
+    """What the ranks say of these words with their own ones (strategy, micro-batches), after the reference was made."""
+    file = place / f"{abs(hash(tuple(words)))}.safetensors"
+    if not file.exists():  # without a process of its own: that would cost its imports each time
+        assert processes.run(1, verified, place, [*words, f"run.dir={file}.run", f"job.record={file}"]) == [(0, "")]
+    run = f"run.dir={place / f'{file.stem}-run'}"
+    (code, said), *others = processes.run(size, how, place, [*words, *own, run, f"job.reference={file}"])
+    assert others == [(code, "")] * (size - 1)  # one rank speaks
+    assert code == (0 if said.startswith("SAME") else 1)
+    assert json.loads((place / f"{file.stem}-run/verify/verify.json").read_text())["same"] == (not code)
+    assert not (place / f"{file.stem}-run/verify/trial").exists()
+    return said
+
+
+SPREAD = [
+    (1, "single", ["loop.micro_batches=3"]),
+    (2, "ddp", ["loop.micro_batches=2", "loop.max_norm=0.1"]),
+    (2, "zero1", []),
+    (2, "fsdp", ["strategy.activation_checkpointing=units"]),
+    (2, "tp", []),
+    (2, "pp", ["loop.micro_batches=2"]),
+    (4, "fsdp_tp", []),
+    (4, "ddp_pp", ["loop.micro_batches=2"]),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("size", "strategy", "own"), SPREAD)
+def test_a_transformer_trains_the_same_everywhere(
+    processes: Processes, home: Path, size: int, strategy: str, own: list[str]
+) -> None:
+    words = [*TRANSFORMER, "loop.global_batch=24"]
+    words += [word for word in own if "max_norm" in word]
+    said = verdict(processes, home, size, words, [f"strategy={strategy}", *own])
+    assert said.startswith(f"SAME: {strategy} on {size}, 3 steps, fp64 gap ")
+    assert float(said.split("gap ")[1].split()[0]) < 1e-10
+
+
+def of_network(kind: str, where: str, why: str) -> tuple[list[str], str, str]:
+    return [f"+model.kind={kind}"], where, why
+
+
+# words → where it is found, and which cause is named
+PLANTED = {
+    "own_rank": of_network("own_rank", "step 1, forward, middle, samples of rank 1", "asks for the rank"),
+    "own_eps": of_network("own_eps", "step 1, forward, middle, samples of rank 1", "this rank's own"),
+    "own_buffer": of_network("own_buffer", "step 1, update, middle.mean", "a buffer that each rank updates"),
+    "python_random": of_network("python_random", "step 1, forward, middle,", "random numbers"),
+    "centred": of_network("centred", "step 1, forward, middle,", "depends on the other samples"),
+    "chosen": of_network("chosen", "step 1, forward, middle,", ""),
+    "batch_norm": of_network("batch_norm", "step 1, forward, middle,", "strategy.sync_bn=true"),
+    "native_drop": (
+        [*of_network("native_drop", "", "")[0], "loop.dropout=native"],
+        "step 1, forward, middle,",
+        "random",
+    ),
+    "own_backward": of_network("own_backward", "step 1, gradient, middle.bias,", "a backward of its own"),
+    "own_hook": of_network("own_hook", "step 1, gradient, middle.weight,", "a hook"),
+    "own_seed": of_network("own_seed", "initial values, middle.weight,", "the seed does not reach"),
+    "unsaved": of_network("unsaved", "step 2, forward, middle,", "the resume"),
+    "counted": (["data=counted"], "step 1, data, inputs", "the data"),
+    "scaled": (["data=scaled"], "step 1, data, inputs", "the data"),
+    "summed": (["task=summed"], "step 1, loss, loss", "it is 1/2 times that of one process"),
+    "meaned": (["task=meaned"], "step 3, evaluation, accuracy", "no sum over samples"),
+    "own_decay": (["task=own_decay"], "step 1, update, middle.weight", "Task.after_step"),
+    "scaled_rate": (["optimizer=scaled_rate"], "step 1, update, embed.weight", "the optimizer"),
+}
+
+
+@pytest.mark.parametrize("mistake", quickly(PLANTED, "own_rank", "summed"))
+def test_a_planted_mistake_is_found_where_it_is(processes: Processes, home: Path, mistake: str) -> None:
+    words, where, why = PLANTED[mistake]
+    said = verdict(processes, home, 2, [*NET, *words], ["strategy=ddp"])
+    assert said.startswith(f"DIFFERS at {where}"), said
+    assert why in said.split("likely: ")[1].splitlines()[0], said
+
+
+def broken(launch: Launch, place: Path, words: list[str], target: str, change: str) -> tuple[Any, str]:
+    """The same where a strategy has a mistake: this function of it is another one."""
+    changes = {"one": lambda x, _: x, "twice": lambda gradients: 2 * global_norm(gradients), "nothing": lambda *_: None}
+    with patch(target, changes[change]):
+        return verified(launch, place, words)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("target", "change", "where", "why"),
+    [
+        ("trainer.strategies.placed.times", "one", "step 1, gradient, head.bias", "averaging: the gradient is 2 times"),
+        ("trainer.strategies.placed.global_norm", "twice", "step 1, norm, norm", "clipping"),
+        ("trainer.strategies.placed.restore_optimizer", "nothing", "step 1, resume, optimizer/", "saving or reading"),
+    ],
+)
+def test_a_mistake_of_a_strategy_is_found(
+    processes: Processes, home: Path, target: str, change: str, where: str, why: str
+) -> None:
+    words = [*NET, "loop.max_norm=0.1"]
+    how = partial(broken, target=target, change=change)
+    said = verdict(processes, home, 2, words, ["strategy=ddp", "loop.micro_batches=2"], how)
+    assert said.startswith(f"DIFFERS at {where}"), said
+    assert why in said.split("likely: ")[1].splitlines()[0], said
+
+
+def test_without_a_mistake_nothing_is_found(processes: Processes, home: Path) -> None:
+    assert verdict(processes, home, 2, [*NET], ["strategy=fsdp"]).startswith("SAME: fsdp on 2")
+
+
+def test_the_command_makes_its_own_reference(tmp_path: Path) -> None:
+    words = ["model=mlp", "model.width=16", "model.depth=1", "loop.global_batch=16", "device=cpu", "run.dir=run"]
+    launch = ["processes=2", "job=verify", "strategy=fsdp", *words]
+    said = finish(single(*launch), tmp_path)
+    assert "SAME: fsdp on 2, 3 steps, fp64 gap" in said
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"verify"}

@@ -1,0 +1,105 @@
+"""What a step computes, counted once and on shapes: before the network is split, sharded, compiled or recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.tree import changed, first_tensor
+from trainer.devices import names
+from trainer.jobs.preparation import Prepared
+from trainer.learning.task import Task
+from trainer.learning.work import NoWork, Work
+from trainer.parallel.pipeline.trial import shapes
+from trainer.peaks import peak_flops
+from trainer.records.log import Log
+from trainer.refusal import first_line
+
+
+def make_work(run: Prepared, example: tuple[Any, Any], log: Log) -> NoWork:
+    """What utilisation is told of, on the main rank, which tells it; nothing where a number for it is not known."""
+    peak = _peak(run, log) if run.machine.launch.is_main else None
+    if peak is None:
+        return NoWork()
+    try:
+        flops = step_flops(run.task, run.network, example, run.batches.total)
+    except Exception as error:  # whatever a forward does with what has no values
+        log.say(f"note        no utilisation: a step's operations cannot be counted on shapes ({first_line(error)})")
+        return NoWork()
+    return Work(flops, peak * run.strategy.devices_used, example[0], log.say)
+
+
+def _peak(run: Prepared, log: Log) -> float | None:
+    """Operations a second that one device can do at most; None: not known."""
+    machine, asked = run.machine, run.settings.loop.peak_flops
+    if asked is not None or not machine.on_gpu:
+        return asked
+    tf32 = machine.tf32 and machine.kind == "cuda" and machine.resolved_precision == "fp32"
+    found = peak_flops(names()[0], "tf32" if tf32 else machine.resolved_precision)
+    if found is None:
+        log.say(f"note        no utilisation: the peak of {names()[0]} is not known; loop.peak_flops=… gives it")
+    return found
+
+
+def step_flops(task: Task, network: nn.Module, example: tuple[Any, Any], samples: int) -> float:
+    """Floating-point operations of forward and backward over so many samples like these; a multiply-add is two.
+
+    Only products count (linear layers, convolutions, attention), as usual. Attention counts all pairs of tokens, also
+    those that a causal mask leaves out. Whatever the forward raises where it cannot do without the values of weights.
+    """
+    size = first_tensor(example[1]).shape[0]
+    try:
+        # without any values a whole global batch costs no more than one sample
+        instead = {value: _shape(value) for value in chain(network.parameters(), network.buffers())}
+        return _counted(task, network, instead, changed(example, partial(_samples, size, samples)))
+    except Exception:  # whatever a forward does with a batch without values: many of transformers look into masks
+        instead = shapes(network, first_tensor(example[0]).device)
+        for value, shape in instead.items():
+            shape.requires_grad_(value.requires_grad)
+        return _counted(task, network, instead, changed(example, torch.clone)) * samples / size
+
+
+def _counted(task: Task, network: nn.Module, instead: Mapping[Tensor, Tensor], example: tuple[Any, Any]) -> int:
+    """Operations over this batch, with shapes instead of the network's own tensors."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode  # here: most runs have no use for it
+
+    # a copy: what the forward keeps in its modules stays in the copy
+    copy = deepcopy(network, {id(value): shape for value, shape in instead.items()}).train()
+    grouped = {torch.ops.aten.convolution_backward: _convolution_backward}
+    counter = FlopCounterMode(display=False, custom_mapping=grouped)
+    # attention as products, whatever kernel a device has: some kernels compute a part of it twice, to keep less
+    with counter, sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng(devices=[]):
+        inputs, targets = example
+        loss = task.loss(task.forward(copy, inputs, targets), targets)
+        total = torch.stack(list(loss.values())).sum() if isinstance(loss, dict) else loss
+        total.backward()
+    return counter.get_total_flops()
+
+
+def _shape(value: Tensor) -> Tensor:
+    """A tensor or parameter of the same shape, without values."""
+    shape = torch.empty_like(value, device="meta")
+    return nn.Parameter(shape, value.requires_grad) if isinstance(value, nn.Parameter) else shape
+
+
+def _samples(size: int, samples: int, tensor: Tensor) -> Tensor:
+    """The shape of so many samples, from a tensor of `size` of them; of one that belongs to all it stays."""
+    own = samples if tensor.dim() and tensor.shape[0] == size else tensor.shape[:1].numel()
+    return torch.empty((own, *tensor.shape[1:])[: tensor.dim()], dtype=tensor.dtype, device="meta")
+
+
+def _convolution_backward(
+    gradient: Sequence[int], x: Sequence[int], weight: Sequence[int], *words: Any, **_: Any
+) -> int:
+    """As much as the forward for each gradient that is asked for; torch's own formula knows no groups of channels."""
+    transposed, asked = words[4], words[7]
+    places = x if transposed else gradient  # (B, C, …): where the kernel is applied
+    return 2 * prod(weight) * places[0] * prod(places[2:]) * sum(asked[:2])

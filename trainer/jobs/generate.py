@@ -1,0 +1,59 @@
+"""The job `generate`: a trained network continues a text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Literal
+
+import torch
+
+from trainer.devices import accelerator
+from trainer.jobs.export import trained
+from trainer.jobs.opened import Which, as_average, chosen, run_folder
+from trainer.jobs.preparation import Job, RunParts
+from trainer.learning.continuation import Continuation
+from trainer.refusal import Refusal
+
+
+class Generate(Job):
+    """Print the continuation of a prompt, and keep it. The main rank does it by itself, on its device."""
+
+    def __init__(
+        self,
+        prompt: str = "\n",
+        tokens: int = 200,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        checkpoint: Which = "best",
+        weights: Literal["plain", "ema"] | None = None,
+    ) -> None:
+        if tokens < 1 or temperature < 0 or (top_k is not None and top_k < 1):
+            raise Refusal(
+                f"job.tokens={tokens}, job.temperature={temperature}, job.top_k={top_k}: tokens and top_k are 1 or"
+                " more, temperature is 0 or more"
+            )
+        if not prompt:
+            raise Refusal("job.prompt is empty; a network continues at least one token: job.prompt='The '")
+        self.asked = Continuation(prompt, tokens, temperature, top_k, seed)
+        self.checkpoint, self.weights = checkpoint, weights
+
+    def __call__(self, run: RunParts) -> int:
+        """Generate; the exit code."""
+        if not run.machine.launch.is_main:
+            return 0
+        self.asked.refuse_data("job=generate", run.data)
+        found = chosen(run, self.checkpoint)
+        network = trained(run, found.path, as_average(run, self.weights))
+        self.asked.refuse_network("job=generate", network)
+        device = torch.device("cpu" if run.machine.device == "cpu" else accelerator() or "cpu")
+        text = self.asked.text(network.to(device), run.data, device)
+        print(text)
+        asked = asdict(self.asked)
+        said = {"checkpoint": found.step, "prompt": asked.pop("prompt"), "text": text, **asked}
+        path = run_folder(run) / "generate" / "samples.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(said) + "\n")
+        return 0

@@ -1,0 +1,151 @@
+"""A few steps of the loop as it is, watched: what `verify` compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.data.reader import Loading
+from trainer.data.stream import Stream
+from trainer.evaluation import figures_of
+from trainer.jobs.making import make_checkpoints, make_evaluation, make_trainer
+from trainer.jobs.preparation import Prepared, RunParts, build_values, seeded_network
+from trainer.launch.signals import StopRequest
+from trainer.progress import Progress
+from trainer.proof.drops import drop_nothing
+from trainer.proof.record import EVALUATION, Key, Record
+from trainer.proof.signature import signatures
+from trainer.proof.watched import Surveyor, Watched
+from trainer.records.folder import RunFolder
+from trainer.records.log import Log
+from trainer.strategies.base import Strategy
+from trainer.strategies.machine import Machine
+
+_EVALUATED = 2  # batches
+
+
+def trial(
+    run: Prepared,
+    record: Record,
+    ends: Sequence[int],
+    stop: StopRequest,
+    resume: int | None = None,
+    shake: float = 0.0,
+) -> bool:
+    """Collective: train to each of these steps in turn, every time from the checkpoint of the last one.
+
+    False where somebody asked to stop. resume: the step after which others resume. shake: how far, relative to itself,
+    each weight is moved before the first step.
+    """
+    # each trial goes on from its own checkpoints alone
+    place = run.folder.path / f"{run.machine.resolved_precision}{shake:g}"
+    run = replace(run, folder=RunFolder(place))
+    if run.strategy.world.is_main:
+        (place / "checkpoints").mkdir(parents=True)
+    with make_checkpoints(run) as checkpoints:
+        for end in ends:
+            renew(run)
+            start = checkpoints.newest()
+            build_values(run, resuming=start is not None)
+            if shake:
+                shaken(run.network, shake)
+            trainer = make_trainer(run, checkpoints, Log([]), stop, Progress())
+            evaluation = make_evaluation(run)
+            # the loop itself, to this step; what it would do beside steps and saves is left out
+            watched: Any = Watched(trainer.placed, record, resume or ends[0])
+            if start is None:
+                watched.begin()
+            trainer.placed, trainer.steps, trainer.evaluation = watched, end, None
+            if not trainer.fit(start):
+                return False
+    if evaluation is not None:
+        watched.settle()
+        figures = figures_of(run.strategy, watched, run.task, evaluation, _EVALUATED)
+        for name, value in figures.items():
+            record.add(Key(ends[-1], EVALUATION, name), [0], signatures(torch.tensor([[value]])))
+    return True
+
+
+def surveyed(run: Prepared) -> Any:
+    """Where the samples of a batch lie in what each module gives: of a whole step, and of its first half."""
+    renew(run)
+    build_values(run, resuming=False)
+    own, loading = run.strategy.slice, Loading(**vars(run.settings.loader))
+    halves = min(2, run.settings.loop.global_batch)
+    streams = [Stream(run.data, run.training, own, run.settings.loop.global_batch, n, loading) for n in (1, halves)]
+    placed = run.strategy.build(run.task, run.network, streams[0].example())
+    surveyor = Surveyor(placed.network.named_modules(), run.strategy.data_group)
+    for stream in streams:
+        batches = next(iter(stream.epoch(0)))[:1]
+        with surveyor.listening(batches):
+            placed.forward_backward(batches, 0)
+    return surveyor.layouts()
+
+
+@torch.no_grad()
+def shaken(network: nn.Module, by: float) -> None:
+    """Move each weight by so much, relative to itself, up or down at random, in place."""
+    generator = torch.Generator().manual_seed(0)
+    for weight in network.parameters():
+        weight.mul_(1 + by * (torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1).to(weight))
+
+
+def renew(run: Prepared) -> None:
+    """A network as the run begins with, for one that was placed cannot be placed again."""
+    run.network, run.whole_because = run.strategy.outline(partial(seeded_network, run))
+    if run.machine.launch.is_main:
+        run.initial.look(run.network)
+
+
+def plainly(run: RunParts) -> None:
+    """From now on one process does all of it as it is: one micro-batch, nothing recomputed, nothing compiled."""
+    run.machine = replace(run.machine, compile=False)
+    run.strategy = Strategy(machine=run.machine)
+    run.settings = replace(run.settings, loop=replace(run.settings.loop, micro_batches=1, micro_batch=None))
+
+
+@contextmanager
+def exactly(run: RunParts) -> Iterator[None]:
+    """Inside all is computed in fp64, and nothing is narrower on its way."""
+    strategy, machine = run.strategy, run.machine
+    own = {name: getattr(strategy, name) for name in strategy.narrowing}
+
+    def compute(machine: Machine, narrowing: Mapping[str, Any]) -> None:
+        run.machine = strategy.machine = machine
+        for name, value in narrowing.items():
+            setattr(strategy, name, value)
+
+    compute(replace(machine, precision="fp64"), dict.fromkeys(own))
+    try:
+        yield
+    finally:
+        compute(machine, own)
+
+
+def without_dropout(run: RunParts) -> Callable[[], int]:
+    """From now on networks are made with no dropout, unless what it leaves out is each sample's own.
+
+    What is given back tells how many layers had some.
+    """
+    make, dropped, settings = run.make_network, [0], run.settings
+    # where the default is torch's own numbers, too; the reference must come to the same answer from the same words
+    native = settings.loop.dropout == "native" or settings.compile
+
+    def made() -> nn.Module:
+        network = make()
+        dropped[0] = drop_nothing(network) if native else 0
+        return network
+
+    run.make_network = made
+    return lambda: dropped[0]
+
+
+def named_modules(network: nn.Module) -> dict[str, str]:
+    """The classes of a network's modules, by name."""
+    return {name: type(module).__name__ for name, module in network.named_modules()}

@@ -1,0 +1,185 @@
+"""The job `verify`: does this strategy train as one process does? Proven on the user's network, data and task."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from trainer.counted import counted
+from trainer.jobs.preparation import Job, Prepared, RunParts, prepare
+from trainer.jobs.reference import made_apart
+from trainer.jobs.trial import exactly, named_modules, plainly, surveyed, trial, without_dropout
+from trainer.launch import failure, screen
+from trainer.launch.agreement import decided_by_main
+from trainer.launch.durable import replace_file
+from trainer.launch.signals import StopRequest
+from trainer.proof.causes import Circumstances
+from trainer.proof.comparison import compared
+from trainer.proof.record import Record
+from trainer.proof.rounding import LAST_BIT, Rounding, apart, floor, losses
+from trainer.proof.verdict import Verdict, difference, judged
+from trainer.records.folder import RunFolder, choose
+from trainer.refusal import Refusal
+
+
+class Verify(Job):
+    """Train a few steps in fp64, in one process and with the strategy, and compare all that is in them."""
+
+    def __init__(
+        self, steps: int = 3, tolerance: float = 1e-9, reference: str | None = None, record: str | None = None
+    ) -> None:
+        if steps < 1 or not 0 < tolerance < 1:
+            raise Refusal("job=verify: job.steps is at least 1, job.tolerance lies between 0 and 1")
+        self.steps, self.tolerance, self.reference, self.record = steps, tolerance, reference, record
+
+    def __call__(self, parts: RunParts) -> int:
+        """Compare; the exit code: 0 the same, 1 something differs. Refusal where the run itself would be refused."""
+        if self.record is not None:
+            return self._write(parts, Path(self.record))
+        launch = parts.machine.launch
+        out = verify_folder(parts)
+        run, dropped = self._prepared(parts, out / "trial")
+        # one process before the others: side by side both would need their memory at once
+        path = Path(self.reference) if self.reference else out / "reference.safetensors"
+        if self.reference is None:
+            decided_by_main(launch, "reference", lambda: made_apart(parts.words, path))
+        elif not path.is_file():
+            raise Refusal(f"job.reference={self.reference}: there is no such file; job.record={path} writes it")
+        reference = Record.read(path)
+        screen.redirect(launch.rank, out)
+        record = Record(layouts=reference.layouts)
+        with StopRequest(launch) as stop, run.strategy:
+            here, world = circumstances(run), run.strategy.world
+            with exactly(run):
+                done = trial(run, record, self._ends(run), stop)
+            found = world.all_gather_values(compared(reference, record, self.tolerance))  # all ranks
+            # then as the run itself would compute: there rounding is what a mistake was before
+            rounding, file = None, beside(path, run)
+            if done and file.is_file():
+                plain, own = Record.read(file), Record()
+                done = trial(run, own, self._ends(run)[-1:], stop)
+                alone, spread = losses(plain), losses(own)
+                both = {"single": alone, run.strategy.name: spread}
+                gap = apart(alone, spread)
+                rounding = Rounding(run.machine.resolved_precision, gap, plain.facts["floor"], both)
+        if not done:
+            return failure.exit_code(False, launch)
+        verdict = replace(judged(reference, found, self._ends(run)[0], here), rounding=rounding)
+        if launch.is_main:
+            print("\n".join(lines(verdict, run, self.steps, dropped)))
+            said = {"strategy": run.strategy.name, "processes": launch.world_size, "steps": self.steps}
+            replace_file(out / "verify.json", json.dumps(said | verdict.data(), indent=1) + "\n")
+            print(f"written     {out / 'verify.json'}")
+            self._leave(run)
+        return 0 if verdict.same else 1
+
+    def _write(self, parts: RunParts, path: Path) -> int:
+        """Write to a file what one process does, with one micro-batch, and nothing recomputed or compiled."""
+        if parts.machine.launch.world_size > 1:
+            raise Refusal("job.record: the reference is what one process does; leave out processes and torchrun")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        run, _ = self._prepared(parts, path.parent / f"{path.stem}.trial", alone=True)
+        record, plain, moved = Record(), Record(), Record()
+        half, last = self._ends(run)
+        with StopRequest(run.machine.launch) as stop, run.strategy:
+            with exactly(run):
+                record.layouts = surveyed(run)
+                done = trial(run, record, [last], stop, resume=half)
+            # in the precision of the run twice: the second time with all weights moved by a last bit
+            precision = run.machine.resolved_precision
+            if done and precision in LAST_BIT:
+                done = trial(run, plain, [last], stop) and trial(run, moved, [last], stop, shake=LAST_BIT[precision])
+        if done and precision in LAST_BIT:
+            plain.facts = {"floor": floor(losses(plain), losses(moved), precision)}
+            plain.write(beside(path, run))
+        if done:
+            record.write(path)
+        self._leave(run)
+        return failure.exit_code(done, run.machine.launch)
+
+    def _prepared(self, parts: RunParts, out: Path, alone: bool = False) -> tuple[Prepared, int]:
+        """All that happens before there is a process group; and how many layers drop nothing for the comparison.
+
+        alone: on one process as it is, whatever the words say.
+        """
+        dropped = without_dropout(parts)
+        if alone:
+            plainly(parts)
+        # what differs is to be named by what comes, not by what guards a run
+        parts.machine = parts.strategy.machine = replace(parts.machine, compare_copies=False)
+        replace(parts.machine, precision="fp64").check()
+        # a run folder of its own, for what a resume needs: one that is there already is not touched
+        parts.open_folder = partial(RunFolder.anew, out, parts.machine.launch)
+        run = prepare(parts)
+        run.sinks = []
+        return run, dropped()
+
+    def _leave(self, run: Prepared) -> None:
+        """Nothing stays of the checkpoint that was resumed from."""
+        run.folder.close()
+        shutil.rmtree(run.folder.path, ignore_errors=True)
+
+    def _ends(self, run: Prepared) -> list[int]:
+        """Where the first part of the training ends, and the whole of it."""
+        steps = min(self.steps, run.length.steps)
+        return [max(1, steps // 2), steps]
+
+
+def beside(path: Path, run: Prepared) -> Path:
+    """Where the reference in the precision of the run lies: beside that in fp64."""
+    return path.with_suffix(f".{run.machine.resolved_precision}{path.suffix}")
+
+
+def verify_folder(parts: RunParts) -> Path:
+    """The job's own folder, below that of the run that is meant; where that has no name one is made."""
+    run, launch = parts.settings.run, parts.machine.launch
+
+    def decide() -> str:
+        folder, _ = choose(Path(run.root).expanduser(), run.name, run.dir, f"verify_{parts.strategy.name}", launch)
+        (folder / "verify").mkdir(parents=True, exist_ok=True)
+        return str(folder / "verify")
+
+    return Path(decided_by_main(launch, "verify-folder", decide))
+
+
+def circumstances(run: Prepared) -> Circumstances:
+    """What else is known of the training that is compared."""
+    return Circumstances(
+        data_ranks=run.strategy.data_group.size,
+        micro_batches=run.batches.micro_batches,
+        sync_bn=run.strategy.sync_bn,
+        max_norm=run.settings.loop.max_norm,
+        kinds=named_modules(run.network),
+        parameters=frozenset(name for name, _ in run.network.named_parameters()),
+    )
+
+
+def narrow(run: Prepared) -> str:
+    """The likely cause where fp64 is the same, and the precision of the run is not."""
+    own = [f"strategy.{name}={value}" for name in run.strategy.narrowing if (value := getattr(run.strategy, name))]
+    precision = run.machine.resolved_precision
+    if own:
+        return f"{' '.join(own)}, which is narrower than precision={precision}"
+    return f"rounding: sums in {precision} that the strategy takes in another order, or a part that is narrower than it"
+
+
+def lines(verdict: Verdict, run: Prepared, steps: int, dropped: int) -> list[str]:
+    """The verdict, as it stands on the screen."""
+    what = f"{run.strategy.name} on {run.machine.launch.world_size}"
+    compared, called = verdict.modules
+    told = [f"compared    {compared} of {counted(called, 'module')}, all gradients, weights and optimizer states"]
+    if dropped:
+        told.append(f"note        {counted(dropped, 'dropout layer')} switched off, here and in the reference")
+    rounding = f"; {verdict.rounding}" if verdict.rounding else ""
+    if verdict.same:
+        return [f"SAME: {what}, {counted(steps, 'step')}, fp64 gap {verdict.gap:.1e}{rounding}", *told]
+    if verdict.first is None:
+        return [
+            f"DIFFERS in its precision alone: {what}, fp64 gap {verdict.gap:.1e}{rounding}; likely: {narrow(run)}",
+            *told,
+        ]
+    told += [f"then        {one}" for one in verdict.others]
+    return [f"DIFFERS at {difference(verdict)}; likely: {verdict.cause}", *told]

@@ -1,0 +1,84 @@
+"""A record against another one: what differs, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from trainer.parallel.state import AVERAGE, PREFIX
+from trainer.proof.record import GRADIENT, RESUME, UPDATE, Key, Record
+
+# Of the largest norm of a step's phase. The gradient of a bias before a BatchNorm is but rounding, which is small
+# beside other gradients only. What is really that small is compared all the same, in fewer digits.
+_OF_PHASE = 1e-6
+_OF_VALUES = 1e-3  # the same of weights and buffers: running means take up what Adam has made of such a bias
+_NOTHING = 1e-9  # the same for a gradient that counts as none: an Adam makes whole steps of rounding
+
+
+class Difference(NamedTuple):
+    """One thing that is not what it is in the reference."""
+
+    at: int  # where in the reference's order of time
+    key: Key
+    gap: float  # relative to the norm
+    ratio: float  # of the norms
+    rows: list[int]  # samples of the global batch that differ; [0] of what is one thing
+
+
+class Compared(NamedTuple):
+    """What a rank has found."""
+
+    differences: list[Difference]  # the first of them
+    gaps: dict[str, float]  # the largest of each phase
+    seen: dict[Key, int]  # what was compared → rows
+    held: frozenset[Key]  # what there was, compared or not
+
+
+def compared(reference: Record, own: Record, tolerance: float, most: int = 100) -> Compared:
+    """What of an own record is not as in the reference; both may hold what the other does not."""
+    found, gaps, seen = list[Difference](), dict[str, float](), dict[Key, int]()
+    for at, key, floor in _scaled(reference):
+        if key not in own.values:
+            continue
+        table = reference.table(key)
+        for rows, signatures in own.values[key]:
+            wanted = table[list(rows)]
+            scale = wanted[:, 1].clamp(min=floor)
+            apart = (signatures - wanted).abs().amax(1) / scale
+            apart = torch.where(apart.isnan(), torch.inf, apart)
+            gap = float(apart.max()) if len(rows) else 0.0
+            gaps[key.phase], seen[key] = max(gap, gaps.get(key.phase, 0.0)), seen.get(key, 0) + len(rows)
+            if gap > tolerance and len(found) < most:
+                worst = int(apart.argmax())
+                ratio = float(signatures[worst, 1] / wanted[worst, 1].clamp(min=1e-300))
+                where = [row for row, one in zip(rows, apart.tolist(), strict=True) if one > tolerance]
+                found.append(Difference(at, key, gap, ratio, where))
+    return Compared(found, gaps, seen, frozenset(own.values))
+
+
+def _scaled(reference: Record) -> Iterator[tuple[int, Key, float]]:
+    """The keys of a reference, in order, each with the smallest norm that a difference is taken relative to.
+
+    What would be zero without rounding has no digits to agree in.
+    """
+    at, nothing = 0, set[str]()
+    for _, group in groupby(reference.values, key=lambda key: (key.step, key.phase)):
+        largest = {key: float(reference.table(key)[:, 1].max()) for key in group}
+        most = max(largest.values())
+        for key, own in largest.items():
+            if key.phase == GRADIENT and own < _NOTHING * most:
+                nothing.add(key.name)
+            values = key.phase in (UPDATE, RESUME)
+            if not values or _parameter(key.name) not in nothing:
+                yield at, key, max((_OF_VALUES if values else _OF_PHASE) * most, 1e-300)
+            at += 1
+
+
+def _parameter(name: str) -> str:
+    """The parameter that a value belongs to: itself, or what an optimizer or an average keeps of it."""
+    if name.startswith(PREFIX):
+        return name.removeprefix(PREFIX).rpartition("/")[0]
+    return name.removeprefix(AVERAGE)

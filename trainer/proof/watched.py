@@ -1,0 +1,177 @@
+"""A placed network whose steps leave signatures: of its data, modules, losses, gradients and values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.stream import Batch
+from trainer.data.tree import named
+from trainer.parallel.backward import in_backward
+from trainer.parallel.gather import present_span
+from trainer.parallel.ranks import Ranks
+from trainer.parallel.state import optimizer_tensors
+from trainer.proof.layout import Layout, layout
+from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
+from trainer.proof.signature import signatures, whole
+from trainer.strategies.placed import Placed
+
+_PLAIN = (Tensor, nn.Parameter)  # has values; what stands for a tensor of another rank's stage has a type of its own
+
+
+class Ear:
+    """Hears what goes into a step and what each module of a network makes of it."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks) -> None:
+        self._ranks, self._listening = ranks, False
+        self._calls: Counter[tuple[str, range]] = Counter()
+        for name, module in modules:
+            module.register_forward_hook(partial(self._called, name))
+
+    @contextmanager
+    def listening(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """Within this context the step of these micro-batches is heard."""
+        for batch in batches:
+            for tree, name in ((batch.inputs, "inputs"), (batch.targets, "targets")):
+                for place, x in named(tree, name):
+                    self._hear(DATA, place, 0, x, self._rows(batch.span))
+        self._calls.clear()
+        self._listening = True
+        try:
+            yield
+        finally:
+            self._listening = False
+
+    def _called(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+        """A forward hook. What runs without gradient is a rehearsal, in the backward a repetition."""
+        span = present_span()
+        if not self._listening or span is None or not torch.is_grad_enabled() or in_backward():
+            return
+        call = self._calls[name, span]
+        self._calls[name, span] += 1
+        for place, x in named(output, name):
+            self._hear(FORWARD, place, call, x, self._rows(span))
+
+    def _rows(self, span: range) -> Sequence[int]:
+        """Which samples of the global batch this rank has of a span: they are dealt in turn."""
+        return span[(self._ranks.rank - span.start) % self._ranks.size :: self._ranks.size]
+
+    def _hear(self, phase: str, name: str, call: int, x: Tensor, rows: Sequence[int]) -> None:
+        """One tensor, whose samples are these rows of the global batch."""
+        raise NotImplementedError
+
+
+class Surveyor(Ear):
+    """Keeps what two batches give, the second one the first samples of the first, to see where samples lie."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks) -> None:
+        super().__init__(modules, ranks)
+        self._seen: list[tuple[int, dict[tuple[str, str, int], Tensor]]] = []
+
+    @contextmanager
+    def listening(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """The step of one micro-batch."""
+        self._seen.append((len(batches[0].indices), {}))
+        with super().listening(batches):
+            yield
+
+    def _hear(self, phase: str, name: str, call: int, x: Tensor, rows: Sequence[int]) -> None:
+        self._seen[-1][1][phase, name, call] = x.detach().clone()
+
+    def layouts(self) -> dict[tuple[str, str, int], Layout]:
+        """Where samples lie, of all that has shown it."""
+        (samples, large), (fewer, small) = self._seen
+        found = {key: layout(x, small[key], samples, fewer) for key, x in large.items() if key in small}
+        return {key: one for key, one in found.items() if one is not None}
+
+
+class Scribe(Ear):
+    """Writes signatures of what it hears into a record, sample by sample."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks, record: Record) -> None:
+        super().__init__(modules, ranks)
+        self.record, self.step = record, 0
+
+    def _hear(self, phase: str, name: str, call: int, x: Tensor, rows: Sequence[int]) -> None:
+        known = self.record.layouts.get((phase, name, call))
+        if known is None:
+            return
+        plain = whole(x).to(torch.float64, copy=True)  # a copy: what is still on its way has arrived in it
+        if type(plain) not in _PLAIN:
+            return
+        # what tensor ranks hold shards of has another shape: they meet again in a later module
+        found = known.rows(plain, len(rows))
+        if found is not None:
+            self.record.add(Key(self.step, phase, name, call), rows if known.dim >= 0 else [0], signatures(found))
+
+
+class Watched:
+    """A placed network, as the loop sees it, whose steps leave signatures."""
+
+    def __init__(self, placed: Placed, record: Record, resume: int) -> None:
+        """resume: the step after which a run goes on from a checkpoint, or might."""
+        self._placed, self._record, self._resume = placed, record, resume
+        # a hook would be compiled, too, and change what is compiled: there only the step as a whole is heard
+        modules = [] if placed.strategy.machine.compile else placed.network.named_modules()
+        self._ear = Scribe(modules, placed.strategy.data_group, record)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._placed, name)
+
+    def begin(self) -> None:
+        """Collective: the values that training begins with."""
+        self._values(0, INITIAL)
+
+    def forward_backward(self, batches: list[Batch], step: int) -> dict[str, Tensor]:
+        """Collective: the step's forward and backward, and signatures of all that is in them."""
+        self._ear.step = step + 1
+        with self._ear.listening(batches):
+            sums = self._placed.forward_backward(batches, step)
+        for name, loss in self._placed.strategy.totals(sums).read().items():
+            self._number(LOSS, name, loss)
+        # as a backward comes to them: the last layer first
+        for name, parameter in reversed([*self._placed.network.named_parameters()]):
+            if parameter.grad is not None:
+                self._add(step + 1, GRADIENT, name, parameter.grad)
+        return sums
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
+        """Collective: the step, and the norm of its gradient."""
+        norm = self._placed.optimizer_step(optimizer, float("inf") if max_norm is None else max_norm)
+        assert norm is not None
+        self._number(NORM, "norm", norm)
+        self._optimizer = optimizer
+        return norm
+
+    def after_step(self, step: int) -> None:
+        """Collective: what follows a step, and the values that it leaves."""
+        self._placed.after_step(step)
+        self._placed.settle()
+        self._values(step, UPDATE, self._optimizer)
+        if step == self._resume:
+            self._values(step, RESUME, self._optimizer)
+
+    def load_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        """Collective: take over a checkpoint; what is there then is compared with what was there before it."""
+        self._placed.load_state(optimizer, state)
+        self._record.values = {key: value for key, value in self._record.values.items() if key.phase != RESUME}
+        self._values(self._resume, RESUME, optimizer)
+
+    def _values(self, step: int, phase: str, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Collective: all that the network holds, its average, and what the optimizer remembers."""
+        network = self._placed.network
+        held = {**network.state_dict(), **self._placed.average.state()}
+        for name, tensor in (held | (optimizer_tensors(network, optimizer) if optimizer else {})).items():
+            self._add(step, phase, name, tensor)
+
+    def _number(self, phase: str, name: str, number: Tensor) -> None:
+        self._add(self._ear.step, phase, name, number)
+
+    def _add(self, step: int, phase: str, name: str, tensor: Tensor) -> None:
+        self._record.add(Key(step, phase, name), [0], signatures(whole(tensor).reshape(1, -1)))

@@ -1,0 +1,28 @@
+"""The figures of evaluations: those that a run has logged, and which of two is better. Nothing here needs torch."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def evaluations(log: Path) -> list[dict[str, Any]]:
+    """The lines of kind eval in a metrics.jsonl, in their order; none where there is no such file."""
+    # a run may be writing there: what has no end yet is no line
+    lines = log.read_bytes().splitlines(keepends=True) if log.is_file() else []
+    read = (json.loads(line) for line in lines if b'"eval"' in line and line.endswith(b"\n"))
+    return [line for line in read if line["kind"] == "eval"]
+
+
+def figures(line: Mapping[str, Any]) -> dict[str, float]:
+    """What was measured, of a line of kind eval: not the step, nor the number of samples."""
+    return {name: value for name, value in line.items() if isinstance(value, float)}
+
+
+def score(figures: Mapping[str, Any] | None, best: str) -> float:
+    """Larger is better: "accuracy" as it is, "-loss" negated; minus infinity where it is missing or not a number."""
+    value = (figures or {}).get(best.removeprefix("-"))
+    if not isinstance(value, (int, float)) or math.isnan(value):
+        return -math.inf
+    return -value if best.startswith("-") else value

@@ -1,0 +1,104 @@
+"""Tensors that nothing trains: written once in a run, and shared by its checkpoints from then on, as links to one file.
+
+A checkpoint has every file that it needs in its own folder, so it may be copied, moved and removed like any other. The
+file system counts the links: the bytes go with the last of them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from trainer.parallel.bits import prints
+from trainer.records.manifest import FROZEN, TENSORS, CorruptCheckpoint, read_manifest
+from trainer.records.shelf import DRAFT
+
+
+class Kept(NamedTuple):
+    """A checkpoint on the disk, and what this rank has seen of the frozen tensors in it."""
+
+    path: Path
+    prints: Mapping[str, int]  # of each tensor's bits
+
+
+class Links(NamedTuple):
+    """Links to the files of an older checkpoint, in a folder of their own until the new one takes them."""
+
+    folder: Path | None  # None: there are none
+    files: Mapping[str, dict[str, Any]]  # name → size in bytes, sha256
+    tensors: Collection[str]  # what these files hold
+
+    def give(self, draft: Path) -> None:
+        """Move them into a checkpoint that is being written."""
+        if self.folder:
+            for name in self.files:
+                os.rename(self.folder / name, draft / name)
+
+    def remove(self) -> None:
+        """Drop those that nobody has taken."""
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Seen(NamedTuple):
+    """What a rank tells the others of the frozen tensors that it holds."""
+
+    tensors: Collection[str]
+    same: bool  # are they all as in the older checkpoint?
+    linked: Collection[str]  # what the files hold that the main rank has linked
+
+
+NONE = Kept(Path(os.devnull), {})
+UNLINKED = Links(None, {}, ())
+
+
+def as_read(path: Path, tensors: Mapping[str, Tensor]) -> Kept:
+    """What a checkpoint holds of frozen tensors, given all that was read from it."""
+    names = _held_by(path, [file.name for file in path.glob(f"{FROZEN}*{TENSORS}")])
+    return Kept(path, prints({name: one for name, one in tensors.items() if name in names}))
+
+
+def linked(folder: Path, kept: Kept) -> Links:
+    """The main rank's: links to the files of frozen tensors in `kept`; none where there are no such files.
+
+    None either where the file system has no links, or where the checkpoint is no longer there: all is written again.
+    """
+    draft = folder / f"{DRAFT}links-{secrets.token_hex(4)}"
+    try:
+        files = {name: one for name, one in read_manifest(kept.path).files.items() if name.startswith(FROZEN)}
+        if not files:
+            return UNLINKED
+        draft.mkdir(parents=True)
+        for name, fact in files.items():
+            os.link(kept.path / name, draft / name)
+            if (draft / name).stat().st_size != fact["size"]:
+                raise CorruptCheckpoint(name)
+        return Links(draft, files, _held_by(draft, files))
+    except Exception:  # whatever it is, nothing is lost by writing all
+        shutil.rmtree(draft, ignore_errors=True)
+        return UNLINKED
+
+
+def shared(told: Sequence[Seen]) -> set[str]:
+    """What nobody need write: the frozen tensors of all ranks where the links bring just these, else nothing."""
+    names = {name for one in told for name in one.tensors}
+    return names if names == set(told[0].linked) and all(one.same for one in told) else set()
+
+
+def _held_by(folder: Path, files: Collection[str]) -> set[str]:
+    """The names of the tensors in these files; their headers alone are read."""
+    if not files:
+        return set()
+    from safetensors import safe_open  # here: what it imports takes longer than a first step
+
+    names: set[str] = set()
+    for name in files:
+        with safe_open(folder / name, "pt") as opened:
+            names |= set(opened.keys())
+    return names

@@ -1,0 +1,1 @@
+"""Several runs in one command: which are left, who starts them, and a table of what was tried."""

@@ -1,0 +1,151 @@
+"""Several runs in one command (-m), each in processes of its own, so that one fails alone; what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.configuration.multirun import Multirun, multirun, whole_words
+from trainer.configuration.space import Trial
+from trainer.counted import counted
+from trainer.launch.agreement import decided_by_main
+from trainer.launch.failure import STOPPED, exit_code
+from trainer.launch.launch import Launch
+from trainer.launch.launchers import meeting_at
+from trainer.records.folder import choose
+from trainer.records.lock import lock
+from trainer.refusal import Refusal
+from trainer.sweeps.at_once import at_once
+from trainer.sweeps.in_turn import in_turn
+from trainer.sweeps.shares import gpus, shares
+from trainer.sweeps.shown import OneByOne, SideBySide
+from trainer.sweeps.source import Listed, Source
+from trainer.sweeps.table import best_line, table
+from trainer.sweeps.tried import Outcome, Tried
+
+_FAILURES = 20  # that are named at the end
+_WORDS = {"completed": "completed", "preempted": "stopped", "not started": "not started", "failed": "failed"}
+
+
+def run_all(argv: Sequence[str], launch: Launch) -> int:
+    """Run what the words of -m ask for; the exit code: 0, 75 if asked to stop, else the first failing run's.
+
+    Refusal, before anything starts, where the words of one cannot work.
+    """
+    # What cannot work is refused by every rank for itself, with one sentence, before they meet.
+    asked = multirun(argv)
+    launch = meeting_at(launch, asked.init_method)
+    _refuse_launched(asked, launch)
+    plan = _agreed(asked, launch)
+    tried, more = Tried(Path(plan["folder"])), plan["more"]
+    source = _source(asked, tried)
+    if launch.is_main:
+        before = sum(outcome is not None and outcome.state == "completed" for outcome in source.outcomes())
+        also = f", {before} completed before" if before else ""
+        print(f"multirun    {counted(source.left(), 'run')} below {tried.folder}{also}", flush=True)
+
+    stopped: int  # how often that was asked for
+    # who starts them: each rank of a launcher its part of all, a plugin of Hydra, or this process
+    if launch.address:
+        codes, stopped = in_turn([Trial(**left) for left in plan["left"]], tried, more, launch)
+        codes += [STOPPED] * (len(plan["left"]) - len(codes))  # not started
+    else:
+        stopped = _submitted(asked, tried, more) if asked.plugin else _here(asked, source, tried, more)
+        codes = [outcome.exit_code if outcome else STOPPED for outcome in source.outcomes()]
+    if launch.is_main:
+        print("\n".join(_account(source.outcomes(), tried)), flush=True)
+    return _verdict(codes, stopped, launch)
+
+
+def _refuse_launched(asked: Multirun, launch: Launch) -> None:
+    """Refuse what only one process can do that starts the others itself."""
+    own = {
+        "hydra/sweeper=optuna": asked.search is not None,
+        f"hydra.launcher.n_jobs={asked.at_once}": asked.at_once != 1,
+    }
+    for word in (word for word, said in own.items() if said and launch.address):
+        raise Refusal(
+            f"{word}: a launcher started this process, and its processes do one run after the other, together. Start"
+            " this command with python, once; processes=N gives each run so many"
+        )
+    if asked.plugin and asked.search is not None:
+        raise Refusal(f"hydra/launcher={asked.plugin} starts all runs at once, and Optuna chooses one after the other")
+    if asked.plugin and launch.world_size > 1:
+        raise Refusal(f"hydra/launcher={asked.plugin} starts the processes itself; start this one with python, once")
+
+
+def _agreed(asked: Multirun, launch: Launch) -> dict[str, Any]:
+    """The folder and what is left to run, decided by the main rank: the time goes into a name, and shuffle() differs.
+
+    The folder is this command's from then on, until its process ends.
+    """
+
+    def decide() -> dict[str, Any]:
+        # a restarted attempt goes on in the same folder
+        folder, restarted = choose(Path(asked.root).expanduser(), asked.name, asked.dir, "multirun", launch)
+        try:
+            lock(folder)
+        except OSError as error:
+            raise Refusal(f"{folder} cannot be written to: {error.strerror}; give another run.dir") from None
+        # words that lead a run's processes to their parents' store, and to what a requeued run left
+        more = ["distributed.init_method=env://"] if asked.init_method.startswith("tcp://") and launch.address else []
+        more += ["run.resume=auto"] if launch.requeued and asked.fresh else []
+        trials = asked.space.grid() if asked.search is None else ()
+        if asked.fresh and not restarted and not launch.requeued:
+            Tried(folder).forget(trials)
+        return {"folder": str(folder), "more": more, "left": [vars(one) for one in Tried(folder).left(trials)]}
+
+    return decided_by_main(launch, "multirun", decide)
+
+
+def _source(asked: Multirun, tried: Tried) -> Source:
+    """Every combination, or what Optuna chooses."""
+    if asked.search is None:
+        return Listed(asked.space.grid(), tried)
+    from trainer.sweeps.study import Study
+
+    return Study(asked.search, asked.space, tried)
+
+
+def _here(asked: Multirun, source: Source, tried: Tried, more: Sequence[str]) -> int:
+    """By this process, on this machine; how often was it asked to stop?"""
+    parts = shares(asked.at_once, asked.processes, gpus(asked.device) if asked.at_once != 1 else [])
+    if len(parts) == 1:
+        return at_once(source, parts, tried, more, OneByOne(source.left()))
+    return at_once(source, parts, tried, more, SideBySide(tried.folder, len(parts)))
+
+
+def _submitted(asked: Multirun, tried: Tried, more: Sequence[str]) -> int:
+    """By a launcher that is a plugin of Hydra, all at once; never stopped here."""
+    from trainer.configuration.plugin import submit
+
+    left = tried.left(asked.space.grid())
+    ended = submit(asked.composed, [[*whole_words(one, tried.folder), *more] for one in left], tried.folder)
+    for trial, (code, seconds) in zip(left, ended, strict=True):
+        tried.add(trial, code, seconds, None if code in (0, STOPPED) else "see its own output")
+    return 0
+
+
+def _account(outcomes: Sequence[Outcome | None], tried: Tried) -> list[str]:
+    """The table; the number of runs by outcome; the best; what went wrong with those that failed."""
+    ended = [outcome for outcome in outcomes if outcome is not None]
+    states = [outcome.state if outcome else "not started" for outcome in outcomes]
+    counts = [f"{states.count(state)} {word}" for state, word in _WORDS.items() if state in states]
+    lines = ["", *([table(ended), ""] if ended else []), *best_line(ended, tried.folder)]
+    lines.append(f"multirun    {', '.join(counts)}, below {tried.folder}")
+    failed = [one for one in ended if one.state == "failed"]
+    lines += [f"  {one.folder}   exit code {one.exit_code}: {one.reason}" for one in failed[:_FAILURES]]
+    if {"preempted", "not started"} & set(states):
+        lines.append(f"to go on: the same command with run.dir={tried.folder}")
+    return lines
+
+
+def _verdict(codes: Sequence[int], stopped: int, launch: Launch) -> int:
+    """The exit code of the whole, from those of all runs; of one that was not started: 75."""
+    if stopped > 1:  # nothing was saved the second time
+        return 1
+    failed, unfinished = [code for code in codes if code not in (0, STOPPED)], STOPPED in codes
+    if failed and not (stopped and unfinished):
+        return failed[0] or 1
+    return exit_code(not unfinished, launch)
