@@ -98,6 +98,17 @@ class Chosen(nn.Linear):
         return y if bool(x[0, 0] > x[1, 0]) else 1.01 * y
 
 
+class ChosenLayer(nn.Module):
+    """It chooses by its own samples which of its layers it uses: under fsdp, ranks then gather different ones."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(inside, outside)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[int(x[0, 0] > x[1, 0])](x)
+
+
 class _Even(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -152,6 +163,7 @@ KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "native_drop": NativeDrop,
     "centred": Centred,
     "chosen": Chosen,
+    "chosen_layer": ChosenLayer,
     "own_backward": OwnBackward,
     "own_hook": OwnHook,
     "own_seed": OwnSeed,

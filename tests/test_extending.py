@@ -49,13 +49,14 @@ def train(launch: Launch, home: Path, *words: str) -> Any:
 
 
 def test_the_lab_ends_with_the_figure_that_the_page_names(home: Path, processes: Processes) -> None:
-    said = re.search(r"completed   (step 300, rms [\d.]+)", (DOCS / "extending.md").read_text())
+    said = re.search(r"completed   step 300, rms ([\d.]+)", (DOCS / "extending.md").read_text())
+    assert said is not None
     for size, word in ((1, "single"), (2, "ddp"), (2, "tp")):
         seldom = ["loop.save_every=null", "loop.eval_every=null", "loop.log_every=null"]
         assert processes.run(size, train, home, f"run.dir={word}", f"strategy={word}", *seldom) == [0] * size
         last = lines(home / word, "eval")[-1]
-        assert said is not None
-        assert f"step {last['step']}, rms {last['rms']:.4f}" == said[1]
+        # signs of gradients blow rounding up, and kinds of processors round in other ways
+        assert (last["step"], last["rms"]) == (300, pytest.approx(float(said[1]), rel=0.05))
 
 
 BRIEF = ("schedule=constant", "loop.epochs=null")

@@ -90,7 +90,8 @@ def log(place: Path, rank: int) -> str:
 
 
 def test_a_stopped_rank_is_named_and_all_end_without_a_launcher(tmp_path) -> None:
-    ranks = by_hand(tmp_path, *WORDS, SOON)
+    # long enough for a process to know that it was stopped and is not only slow
+    ranks = by_hand(tmp_path, *WORDS, "distributed.step_timeout=3")
     ranks[0].wait_for_step(tmp_path / "run", 9)
     os.kill(ranks[1].pid, signal.SIGSTOP)
     ended = [rank.end() for rank in ranks]

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from xml.etree import ElementTree
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.processes import Processes
 from tests.quick import quickly
 from trainer.launch.launch import Launch
 from trainer.parallel.clip import global_norm
+from trainer.proof.picture import picture
 from trainer.refusal import Refusal
 
 pytestmark = pytest.mark.slow
@@ -70,9 +72,18 @@ def verdict(processes: Processes, place: Path, size: int, words: list[str], own:
     (code, said), *others = processes.run(size, how, place, [*words, *own, run, f"job.reference={file}"])
     assert others == [(code, "")] * (size - 1)  # one rank speaks
     assert code == (0 if said.startswith("SAME") else 1)
-    assert json.loads((place / f"{file.stem}-run/verify/verify.json").read_text())["same"] == (not code)
+    out = place / f"{file.stem}-run/verify"
+    assert json.loads((out / "verify.json").read_text())["same"] == (not code)
+    ElementTree.parse(out / "curves.svg")
     assert not (place / f"{file.stem}-run/verify/trial").exists()
     return said
+
+
+@pytest.mark.parametrize("losses", [[2.0], [float("nan"), 1.0], [-3e7, 2e9], [0.0, 0.0], [2.3, float("inf"), 1e-9]])
+def test_any_curve_can_be_drawn(losses: list[float]) -> None:
+    drawn = picture("<loss>", "a & b" * 50, {"one": losses, "<two>": [loss + 1e-8 for loss in losses]}, 1, floor=1e-7)
+    assert len(drawn) < 10_000
+    ElementTree.fromstring(drawn)
 
 
 SPREAD = [
@@ -97,6 +108,37 @@ def test_a_transformer_trains_the_same_everywhere(
     said = verdict(processes, home, size, words, [f"strategy={strategy}", *own])
     assert said.startswith(f"SAME: {strategy} on {size}, 3 steps, fp64 gap ")
     assert float(said.split("gap ")[1].split()[0]) < 1e-10
+
+
+IMAGES = [
+    "data=synthetic_images",
+    "data.size=48",
+    "data.image_size=64",
+    "loop.global_batch=12",
+    "strategy.sync_bn=true",
+]
+ZOO = ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "convnext_tiny")
+PEOPLES = {
+    "mlp": ["model=mlp", "model.width=32", "loop.global_batch=24"],
+    "cnn": ["model=cnn", "loop.global_batch=24"],
+    "vit_tiny": [*TRANSFORMER, "model.dropout=0.1", "loop.global_batch=24"],
+    "gpt_nano": ["data=synthetic_tokens", "data.length=16", "task=language", "model=gpt_nano", "loop.global_batch=8"],
+    **{name: ["model=torchvision", f"model.name={name}", *IMAGES] for name in ZOO},
+}
+EVERYWHERE = [(1, "single"), (2, "ddp"), (2, "zero1"), (2, "fsdp"), (4, "hsdp")]
+PLANNED = [(2, "tp"), (4, "ddp_tp"), (4, "fsdp_tp"), (2, "pp"), (4, "ddp_pp"), (4, "fsdp_pp")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("network", PEOPLES)
+def test_there_is_no_false_alarm(processes: Processes, home: Path, network: str, precision: str) -> None:
+    words = [*PEOPLES[network], f"precision={precision}"]
+    planned = network in ("vit_tiny", "gpt_nano")
+    for size, strategy in [*EVERYWHERE, *(PLANNED if planned else ())]:
+        own = [f"strategy={strategy}", *(["loop.micro_batches=2"] if "pp" in strategy else [])]
+        said = verdict(processes, home, size, words, own)
+        assert said.startswith(f"SAME: {strategy} on {size}"), said
 
 
 def of_network(kind: str, where: str, why: str) -> tuple[list[str], str, str]:

@@ -12,8 +12,9 @@ from trainer.counted import counted
 from trainer.jobs.determinism import way_out
 from trainer.jobs.making import make_checkpoints, make_trainer
 from trainer.jobs.memory import give_back_freed_memory, keep_freed_memory, remedy
-from trainer.jobs.preparation import Job, Prepared, RunParts, Verdict, build_values, decide_resume, prepare
+from trainer.jobs.preparation import Job, Prepared, RunParts, build_values, prepare
 from trainer.jobs.report import best_lines, describe, end_lines, left_out_lines, replaced_lines, start_lines
+from trainer.jobs.resuming import Verdict, decide_resume
 from trainer.jobs.summary import summary
 from trainer.launch import failure, screen
 from trainer.launch.agreement import decided_by_main

@@ -1,12 +1,12 @@
-"""What a run is made of, and what follows from it before any process group: data, sums, the network, what to resume."""
+"""What a run is made of, and what follows from it before any process group: data, sums, the network, the folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,10 +21,9 @@ from trainer.data.stream import Stream
 from trainer.jobs.arithmetic import Batches, Length, deal, measure
 from trainer.jobs.determinism import be_deterministic
 from trainer.jobs.initial import Initial
-from trainer.jobs.sets import known_sets, set_changes
-from trainer.jobs.start import configuration_of, glance, refuse_own, refuse_start, stale
+from trainer.jobs.sets import known_sets
+from trainer.jobs.start import refuse_start
 from trainer.launch.agreement import first_on_node
-from trainer.launch.status import read_status
 from trainer.learning.continuation import Continuation
 from trainer.learning.frozen import freeze, refuse_frozen
 from trainer.learning.optimizer import Make, refuse_step
@@ -35,16 +34,6 @@ from trainer.parallel.outline import all_stored, is_outline, make_room
 from trainer.records.folder import RunFolder
 from trainer.records.log import Sink, shows
 from trainer.records.profile import refuse_window
-from trainer.records.resume import (
-    ABSENT,
-    changes,
-    completed,
-    has_checkpoint,
-    learning_changes,
-    read_config,
-    refuse_changes,
-    stopped_early,
-)
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
@@ -98,14 +87,6 @@ class Prepared(RunParts):
     def sample(self) -> Continuation | None:
         """The text that is continued after each evaluation."""
         return sample(self.settings)
-
-
-class Verdict(NamedTuple):
-    """What the main rank found in a run's folder."""
-
-    precision: str  # in which the run computes from now on
-    complete: str | None = None  # nothing is left to do: how to extend it
-    changed: Sequence[str] = ()  # keys, with their old and new values
 
 
 def prepare(run: RunParts) -> Prepared:
@@ -237,30 +218,3 @@ def refuse_shuffled(task: Task, data: Data) -> None:
             " shuffled: row i of a batch must go on where row i of the batch before ends. An order(self, epoch,"
             " generator) of the data says so; docs/extending.md shows one"
         )
-
-
-def decide_resume(run: Prepared) -> Verdict:
-    """What to go on from, as the main rank finds it: nothing, or what changed since. Refusal if that is too much."""
-    folder, horizon, precision = run.folder, run.length.steps, run.machine.resolved_precision
-    found = glance(folder.path)
-    if not has_checkpoint(folder.path) or (before := configuration_of(folder, found)) is None:
-        return Verdict(precision)
-    last = folder.last("environment.json") or {}
-    # weights that do not fit first: run.accept_changes=true, which the rest may suggest, could not help there
-    refuse_own(folder.path, found, run.network, run.configuration)
-    # runs from before there was the key began without
-    changed = changes({"tf32": False} | before, read_config(run.configuration))
-    changed = [one for one in changed if one.old != ABSENT or one.key not in run.idle]
-    if run.settings.precision == "auto":
-        precision = last.get("precision", precision)  # what auto meant is kept, whatever devices there are now
-    precisions = (str(last["precision"]), precision) if "precision" in last else None
-    horizons = (int(last["horizon"]), horizon) if "horizon" in last else None
-    learning = learning_changes(changed, precisions, horizons, run.schedule.needs_horizon)
-    # other samples teach something else; an evaluation on others is only said
-    trained, evaluated = (set_changes(found, run.sets, part) for part in ("training", "evaluation"))
-    if not run.settings.run.accept_changes:
-        refuse_changes([*learning, *trained], folder.path)
-    status, patience = read_status(folder.path), run.settings.loop.patience
-    complete = completed(status, horizon, run.schedule.needs_horizon)
-    complete = complete or stopped_early(status, stale(found), patience)
-    return Verdict(precision, complete, [str(one) for one in (*changed, *trained, *evaluated)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from trainer.launch.durable import replace_file
 from trainer.launch.signals import StopRequest
 from trainer.proof.causes import Circumstances
 from trainer.proof.comparison import compared
+from trainer.proof.picture import picture
 from trainer.proof.record import Record
 from trainer.proof.rounding import LAST_BIT, Rounding, apart, floor, losses
 from trainer.proof.verdict import Verdict, difference, judged
@@ -56,23 +58,27 @@ class Verify(Job):
             with exactly(run):
                 done = trial(run, record, self._ends(run), stop)
             found = world.all_gather_values(compared(reference, record, self.tolerance))  # all ranks
+            curves = [losses(reference), losses(record)]
             # then as the run itself would compute: there rounding is what a mistake was before
-            rounding, file = None, beside(path, run)
-            if done and file.is_file():
-                plain, own = Record.read(file), Record()
+            file = beside(path, run)
+            plain = Record.read(file) if file.is_file() else None
+            if done and plain:
+                own = Record()
                 done = trial(run, own, self._ends(run)[-1:], stop)
-                alone, spread = losses(plain), losses(own)
-                both = {"single": alone, run.strategy.name: spread}
-                gap = apart(alone, spread)
-                rounding = Rounding(run.machine.resolved_precision, gap, plain.facts["floor"], both)
+                curves = [losses(plain), losses(own)]
         if not done:
             return failure.exit_code(False, launch)
+        precision = run.machine.resolved_precision
+        rounding = Rounding(precision, apart(*curves), plain.facts["floor"]) if plain else None
         verdict = replace(judged(reference, found, self._ends(run)[0], here), rounding=rounding)
         if launch.is_main:
             print("\n".join(lines(verdict, run, self.steps, dropped)))
             said = {"strategy": run.strategy.name, "processes": launch.world_size, "steps": self.steps}
-            replace_file(out / "verify.json", json.dumps(said | verdict.data(), indent=1) + "\n")
-            print(f"written     {out / 'verify.json'}")
+            both = dict(zip(("one process", f"{run.strategy.name} on {launch.world_size}"), curves, strict=True))
+            said |= {**verdict.data(), "losses": both}
+            replace_file(out / "verify.json", json.dumps(said, indent=1) + "\n")
+            replace_file(out / "curves.svg", drawn(both, parts.words, rounding))
+            print(f"written     {out / 'verify.json'}, and both curves as a picture, curves.svg")
             self._leave(run)
         return 0 if verdict.same else 1
 
@@ -155,6 +161,14 @@ def circumstances(run: Prepared) -> Circumstances:
         kinds=named_modules(run.network),
         parameters=frozenset(name for name, _ in run.network.named_parameters()),
     )
+
+
+def drawn(curves: Mapping[str, Sequence[float]], words: Sequence[str], rounding: Rounding | None) -> str:
+    """Both curves and how far they are apart, in the precision of the run; in fp64 where that is all there is."""
+    precision = rounding.precision if rounding else "fp64"
+    smallest = rounding.floor * abs(next(iter(curves.values()))[0]) if rounding else 0.0  # the floor is relative
+    title = f"Training loss at every step in {precision}: one process, and the strategy"
+    return picture(title, " ".join(["trainer", *words]), curves, 1, smallest)
 
 
 def narrow(run: Prepared) -> str:

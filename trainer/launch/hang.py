@@ -165,7 +165,10 @@ class WatchdogOfRanks(Watchdog):
         """End the process from this thread: the main one may never come back."""
         _be_gone_soon()
         with suppress(OSError, RuntimeError):  # a full disk; a store that is gone, or does not answer
-            if first.teller != self._launch.rank:
+            if first.teller == self._launch.rank:
+                # the thread that answered may still be writing where this rank stands
+                until(lambda: self._answered or None, PAUSE)
+            else:
                 where = doing(self._main)[0] if self._answered else self._where(first.reason)
                 follow(first, self._launch, self._folder, where)
             # whoever was to say it may not have been able to; or a main thread has got further meanwhile

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import cached_property, partial
-from hashlib import blake2b
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from trainer.data.draws import Random
-from trainer.data.seeds import mix, seed_torch, signed
+from trainer.data.seeds import mix, seed_torch
 from trainer.data.tree import first_tensor, moved
 from trainer.learning.plan import Plan
 from trainer.parallel.draw import Cut, Draw, Stretch, drawer
 from trainer.parallel.drawing import Drawing
+from trainer.parallel.drawn import OUTSIDE, Drawn, number
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.units import matches
 
 _LEARNING, _EVALUATING = 0x6C6561726E, 0x6576616C  # set a forward's numbers apart from those of augmentation
-_OUTSIDE = "the task"  # draws when no module of the network runs; no module has such a name
 _OF_TORCH = ("Dropout", "Transformer", "Attention", "RNN", "LSTM", "GRU", "RReLU", "Fractional")  # modules that draw
-_CALL, _DRAW = 0xD6E8FEB86659FD93, 0xA0761D6478BD642F  # calls of a module are so far apart, and draws of a call
 
 
 class Native:
@@ -84,8 +80,8 @@ class PerSample(Native):
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, device)
         self._mode = Drawing(self)
-        self._running = [_number(_OUTSIDE)]  # calls of modules that are under way, the innermost last
-        self._forward = _Forward(seed, 0, torch.empty(0, dtype=torch.int64))  # nobody's
+        self._running = [number(OUTSIDE)]  # calls of modules that are under way, the innermost last
+        self._forward = Drawn(seed, 0, torch.empty(0, dtype=torch.int64))  # nobody's
         self._begun: tuple[int, int, Tensor, tuple[int, ...]] | None = None  # a forward in which nothing has been drawn
         self._time_first = False
         # Of torch's own modules it is known which ones draw. Where there are no others the loss alone is looked at, and
@@ -94,7 +90,7 @@ class PerSample(Native):
         self._aside: Any = self._mode
         self._quiet = device.type == "cpu"  # nothing has been drawn yet aside from the network
         self._step: int | None = None
-        self._places: dict[int, tuple[_Forward, int]] = {}
+        self._places: dict[int, tuple[Drawn, int]] = {}
         self._stretch: Stretch | None = None  # of each sample's tokens, where ranks share them
         self._cut: Cut | None = None  # of activations as they lie at present
 
@@ -110,7 +106,7 @@ class PerSample(Native):
             self._time_first |= getattr(module, "batch_first", True) is False
             if _may_draw(module):
                 may_draw = True
-                self._tell(module, _number(name))
+                self._tell(module, number(name))
         if may_draw:
             self._around, self._aside, self._quiet = self._aside, self._around, False
 
@@ -135,7 +131,7 @@ class PerSample(Native):
         """The forward that begins is the rest of one that has called these modules so often."""
         self._start()
         for name, count in calls.items():
-            self._forward.calls[_number(name)] += count
+            self._forward.calls[number(name)] += count
 
     def begin_evaluation(self, indices: Tensor) -> None:
         """The same where nothing is learned: a sample draws the same in every evaluation."""
@@ -185,7 +181,7 @@ class PerSample(Native):
         if self._begun is not None:
             (kind, step, indices, place), self._begun = self._begun, None
             seed_torch(mix(self._seed, kind, step, *place), self._device)
-            self._forward = _Forward(mix(self._seed, kind), step, moved(indices, self._device))
+            self._forward = Drawn(mix(self._seed, kind), step, moved(indices, self._device))
             self._places[torch.default_generator.initial_seed()] = self._forward, 0
 
     def next(self) -> Draw | None:
@@ -222,51 +218,10 @@ class PerSample(Native):
         module.register_forward_hook(ends)
 
 
-class _Forward:
-    """The forward of one micro-batch: its samples, and what has been drawn in it."""
-
-    def __init__(self, seed: int, step: int, indices: Tensor) -> None:
-        self.batch, self.seed = len(indices), mix(seed, step)
-        self._from = seed, step, indices
-        self.draws: list[tuple[int, Cut | None]] = []
-        self.calls: Counter[int] = Counter()  # by module
-        self._drawn: Counter[int] = Counter()  # by call
-
-    @cached_property
-    def samples(self) -> Random:
-        """Of each sample."""
-        return Random(*self._from)
-
-    @cached_property
-    def common(self) -> Random:
-        """Of what has no samples."""
-        seed, step, indices = self._from
-        return Random(seed, step, torch.full((1,), -1, dtype=torch.int64, device=indices.device))
-
-    def called(self, module: int) -> int:
-        """The number of one more call of this module."""
-        self.calls[module] += 1
-        return module + self.calls[module] * _CALL
-
-    def add(self, call: int, cut: Cut | None) -> None:
-        """One more draw, in this call."""
-        self._drawn[call] += 1
-        self.draws.append((signed(call + self._drawn[call] * _DRAW), cut))
-
-    def add_told(self, name: str | None, call: int, draw: int, cut: Cut | None) -> None:
-        """One more draw, of which it is known where it stands."""
-        number = _number(_OUTSIDE) if name is None else _number(name) + call * _CALL
-        self.draws.append((signed(number + draw * _DRAW), cut))
-
-
 def _may_draw(module: nn.Module) -> bool:
     """Has a forward of this module anything to draw by itself? Of torch's own modules few have."""
     kind = type(module)
     return not kind.__module__.startswith("torch.nn.") or any(word in kind.__name__ for word in _OF_TORCH)
-
-
-def _number(name: str) -> int:
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 chances: dict[str, Callable[[int, torch.device], Native]] = {"sample": PerSample, "native": Native}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from trainer.proof.record import LOSS, Record
 
@@ -11,13 +11,13 @@ LAST_BIT = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12}  # of a number,
 _ABOVE = 30  # times the noise floor, of which one draw is known
 
 
-class Rounding(NamedTuple):
+@dataclass(frozen=True)
+class Rounding:
     """How far a strategy is from one process in the configured precision."""
 
     precision: str
     gap: float  # of losses, relative
     floor: float  # how far one process is from itself, with each weight moved by the last bit
-    losses: dict[str, list[float]]  # by step: of one process, of the strategy
 
     @property
     def explains(self) -> bool:

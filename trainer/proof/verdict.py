@@ -34,8 +34,7 @@ class Verdict:
 
     def data(self) -> dict[str, Any]:
         """For a file."""
-        rounding = self.rounding._asdict() if self.rounding else None
-        return {"same": self.same, **asdict(self), "rounding": rounding}
+        return {"same": self.same, **asdict(self)}
 
 
 def judged(reference: Record, found: Sequence[Compared], resume: int, here: Circumstances) -> Verdict:
