@@ -180,6 +180,19 @@ def test_a_planted_mistake_is_found_where_it_is(processes: Processes, home: Path
     assert why in said.split("likely: ")[1].splitlines()[0], said
 
 
+@pytest.mark.parametrize(
+    ("mistake", "whose"),
+    quickly([("own_rank", ", samples of rank 1,"), ("centred", ",")], ("own_rank", ", samples of rank 1,")),
+)
+def test_a_rank_with_several_micro_batches_is_one_rank(
+    processes: Processes, home: Path, mistake: str, whose: str
+) -> None:
+    words, where, why = PLANTED[mistake]
+    said = verdict(processes, home, 2, [*NET, *words], ["strategy=ddp", "loop.micro_batches=2"])
+    assert said.startswith(f"DIFFERS at step 1, forward, middle{whose} "), said
+    assert why in said.splitlines()[0], said
+
+
 def broken(launch: Launch, place: Path, words: list[str], target: str, change: str) -> tuple[Any, str]:
     """The same where a strategy has a mistake: this function of it is another one."""
     changes = {"one": lambda x, _: x, "twice": lambda gradients: 2 * global_norm(gradients), "nothing": lambda *_: None}

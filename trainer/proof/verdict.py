@@ -65,7 +65,7 @@ def judged(reference: Record, found: Sequence[Compared], resume: int, here: Circ
 
 def _first(key: Key, here: Sequence[tuple[int, Difference]], found: Sequence[Compared], resume: int) -> First:
     gap, ratio = max(((one.gap, one.ratio) for _, one in here), default=(1.0, 0.0))
-    ranks = tuple(rank for rank, _ in here)
+    ranks = tuple(sorted({rank for rank, _ in here}))  # each once, in however many of its micro-batches
     others = sum(key in one.seen for one in found) - len(ranks)
     return First(key.step, key.phase, key.name, gap, ratio, ranks, others, key.step == resume + 1 > 1)
 
