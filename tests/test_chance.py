@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Beta, Binomial, Gamma
 from torch.utils.checkpoint import checkpoint
 
 from trainer.data.draws import Part, Random
@@ -92,12 +93,17 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
     "more noise": lambda: Calls(
         lambda x: x + torch.randn(x.shape) + torch.empty_like(x).uniform_(-1, 1) + torch.randint(9, (len(x), 1, 1))
     ),
+    "normal": lambda: Calls(lambda x: torch.normal(x, 1.0) + torch.normal(0.0, x.abs()) + torch.normal(x, x.abs())),
+    "normal, of a size": lambda: Calls(lambda x: x + torch.normal(1.0, 2.0, (len(x), 5, 1))),
     "chosen by weights": lambda: Calls(lambda x: x * torch.bernoulli(torch.sigmoid(x))),
     "gumbel": lambda: Calls(lambda x: F.gumbel_softmax(x)),
     "no batch": lambda: Calls(
         lambda x: x * torch.rand(WIDTH, 1, 1)[0] + F.dropout(nn.Parameter(torch.ones(12, WIDTH)), 0.5)[7]
     ),
     "no batch, unknown here": lambda: Calls(lambda x: x[..., torch.randperm(WIDTH)] * torch.poisson(torch.ones(WIDTH))),
+    "no batch, of distributions": lambda: Calls(
+        lambda x: x * Beta(2.0, 3.0).sample() + Gamma(2.0, 3.0).sample() + Binomial(9, torch.ones(WIDTH) / 3).sample()
+    ),
 }
 
 

@@ -64,6 +64,14 @@ def _normal_(draw: Draw, func: Any, x: Tensor, mean: float = 0.0, std: float = 1
     return x.copy_(draw.normal(tuple(x.shape))).mul_(std).add_(mean)
 
 
+def _normal(draw: Draw, func: Any, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
+    if size is not None:
+        return _normal_(draw, func, torch.empty(size, **kwargs), mean, std)
+    given = [x for x in (mean, std) if isinstance(x, Tensor)]
+    x = given[0].new_empty(torch.broadcast_shapes(*(each.shape for each in given)))
+    return x.copy_(draw.normal(tuple(x.shape))).mul_(std).add_(mean)
+
+
 def _exponential_(draw: Draw, func: Any, x: Tensor, rate: float = 1.0) -> Tensor:
     return x.copy_(draw.uniform(tuple(x.shape))).neg_().log1p_().div_(-rate)
 
@@ -96,6 +104,7 @@ _MAKES: dict[Any, Callable[..., Any]] = {
     _AT.rand: partial(_new, _uniform_),
     _AT.rand_like: partial(_as, _uniform_),
     _AT.normal_: _normal_,
+    _AT.normal: _normal,
     _AT.randn: partial(_new, _normal_),
     _AT.randn_like: partial(_as, _normal_),
     _AT.exponential_: _exponential_,

@@ -21,6 +21,7 @@ NAMES = (
     *("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout"),
     *("bernoulli", "bernoulli_", "rand", "rand_like", "uniform_", "randn", "randn_like", "normal", "normal_"),
     *("randint", "randint_like", "random_", "randperm", "multinomial", "poisson", "exponential_", "geometric_"),
+    *("binomial", "_standard_gamma", "_sample_dirichlet"),  # the last two: of torch.distributions
     *("cauchy_", "log_normal_", "rrelu", "rrelu_", "gumbel_softmax", "scaled_dot_product_attention"),
     *("fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward"),
     *("lstm", "gru", "rnn_tanh", "rnn_relu"),
