@@ -253,6 +253,7 @@ class TestWhatIsBuilt:
     def test_a_sink_is_one_by_its_class(self, names: Names) -> None:
         build(node("trainer.records.console.Console"), Sink, "log.console", Names())
         assert "not a Sink" in refusal(node("biolab.net.Elastic", amount=1), Sink, "log.mine", names)
+        assert "log.console=null: nothing can be built" in refusal(None, Sink, "log.console", names)
 
     def test_facts_of_data_go_to_those_who_name_them(self, names: Names) -> None:
         facts = {"num_classes": 10, "channels": 3, "image_size": None}

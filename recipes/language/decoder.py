@@ -204,11 +204,11 @@ class Decoder(nn.Module):
         context = context_plan(learned=kinds["learned"])
         return Plan(tensor, divisible, ("blocks.*",), cuts=(f"blocks.{len(self.blocks) // 2}",), context=context)
 
-    def translated(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    def translated(self, tensors: Mapping[str, Tensor], settings: Mapping[str, object]) -> Mapping[str, Tensor] | None:
         """Weights of GPT-2, Llama or Qwen2 as transformers names them, under the names here; None: they are others."""
         from recipes.language.huggingface import translated
 
-        return translated(self, tensors)
+        return translated(self, tensors, settings)
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the network as a folder that transformers reads."""

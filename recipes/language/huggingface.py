@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.language.settings import refuse_others
 from trainer.refusal import Refusal
 
 # What Llama and GPT-2 call the layers of a block, of which one of ours is one of theirs.
@@ -46,11 +47,20 @@ class Pair:
     part: Callable[[Tensor], tuple[Tensor, ...]]  # ours → theirs
 
 
-def translated(network: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-    """The tensors of a file of transformers under our names, read when they are asked for; None: it is no such file."""
+def translated(network: Any, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
+    """The tensors of a file of transformers under our names, read when they are asked for; None: it is no such file.
+
+    settings: what the config.json beside it says. Refusal where it describes another network.
+    """
     there = {_plain(name): name for name in tensors}
     known = {own: pair for own, pair in pairs(network) if all(_plain(name) in there for name in pair.theirs)}
-    return _Translated(tensors, there, known) if "embed.weight" in known else None
+    if "embed.weight" not in known:
+        return None
+    if settings:
+        refuse_others(settings, configuration(network), head="head.weight" in known)
+    if settings.get("tie_word_embeddings", True):
+        known.setdefault("head.weight", known["embed.weight"])  # what is tied there need not be here
+    return _Translated(tensors, there, known)
 
 
 class _Translated(Mapping[str, Tensor]):
@@ -154,7 +164,11 @@ def configuration(network: Any) -> dict[str, Any]:
     """The network's settings as transformers' config.json. Refusal where none of the three families has them."""
     block: Any = network.blocks[0]
     vocabulary, width = network.embed.weight.shape
-    common = {"vocab_size": vocabulary, "tie_word_embeddings": network.head.weight is network.embed.weight}
+    common = {
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": network.head.weight is network.embed.weight,
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # null: theirs would be tokens of another vocabulary
+    }
     inner, kind = block.mlp.up.out_features, type(block.mlp).__name__
     form = (type(network.norm).__name__, kind, block.attention.out.bias is not None)
     if network.position is not None:
@@ -171,6 +185,8 @@ def configuration(network: Any) -> dict[str, Any]:
             "n_inner": inner,
             "activation_function": "gelu_new" if kind == "TanhMLP" else "gelu",
             "layer_norm_epsilon": network.norm.eps,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
         }
     if form != ("RMSNorm", "SwiGLU", False):
         raise Refusal(_STRANGE)
@@ -185,9 +201,11 @@ def configuration(network: Any) -> dict[str, Any]:
         "num_hidden_layers": len(network.blocks),
         "num_attention_heads": network.heads,
         "num_key_value_heads": network.groups,
+        "head_dim": width // network.heads,
         "max_position_embeddings": network.context,
         "rms_norm_eps": network.norm.eps,
         "hidden_act": "silu",
+        **({"use_sliding_window": False} if family == "Qwen2" else {"attention_bias": False, "mlp_bias": False}),
         # both forms: transformers 5 reads the second
         "rope_theta": base,
         "rope_parameters": {"rope_type": "default", "rope_theta": base},

@@ -88,7 +88,7 @@ class HFClassifier(nn.Module):
         except Exception as error:  # whatever a download that failed raises, of which there is no one base
             raise Refusal(f"the weights of {self.path} cannot be downloaded: {first_line(error)}") from error
 
-    def translated(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    def translated(self, tensors: Mapping[str, Tensor], settings: Mapping[str, object]) -> Mapping[str, Tensor] | None:
         """Tensors of transformers under the names here; None: they are others."""
         own, found = self.state_dict().keys(), {}
         for name, tensor in tensors.items():

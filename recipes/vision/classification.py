@@ -31,6 +31,11 @@ class Classification(Task):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean cross entropy over the samples; 0 where there are none. BadData where a class has no output."""
+        if output.dim() != 2:
+            raise BadData(
+                f"the network gives scores {tuple(output.shape)}; task=classification takes (samples, classes),"
+                " task=language (samples, tokens, vocabulary)"
+            )
         outputs = output.shape[1]
         if outputs < self._classes:
             raise BadData(

@@ -58,6 +58,12 @@ def test_a_network_with_too_few_outputs_is_told_so_at_the_first_step(tmp_path):
         here(*words, "task.num_classes=null")
 
 
+def test_scores_of_tokens_are_another_task(tmp_path):
+    words = ["data=synthetic_tokens", "data.length=4", "model=gpt_nano", "loop.steps=1", f"run.dir={tmp_path}/run"]
+    with pytest.raises(BadData, match=r"\(samples, classes\), task=language "):
+        here(*words, "strategy=single")
+
+
 @pytest.mark.parametrize("label", [-1, 4])
 def test_a_label_without_an_output_is_named(label):
     output, target = outputs()

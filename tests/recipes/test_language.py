@@ -56,7 +56,7 @@ def test_scores_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     fresh = filled(Decoder(**SIZES, **FAMILIES[family]))
-    fresh.load_state_dict(fresh.translated(load_file(tmp_path / "theirs" / "model.safetensors")), strict=False)
+    fresh.load_state_dict(fresh.translated(load_file(tmp_path / "theirs" / "model.safetensors"), {}), strict=False)
     torch.testing.assert_close(fresh(tokens), own(tokens), rtol=0, atol=0)
 
 

@@ -48,12 +48,15 @@ def with_facts(cfg: DictConfig, known: Mapping[str, Any]) -> DictConfig:
     return OmegaConf.merge(cfg, {"data": open_ones}) if open_ones else cfg  # type: ignore[return-value]
 
 
-def build(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) -> Any:
+def build(node: DictConfig | None, kind: type, where: str, names: Names, **extra: Any) -> Any:
     """The object that a group's node describes, of this kind. `extra`: arguments that no configuration gives.
 
     Refusal where the name, the kind or an argument is wrong, before anything is called. What goes wrong inside the
     callee is its own error, with a note that says which part of the configuration it was built from.
     """
+    if node is None:
+        group = where.partition(".")[0]
+        raise Refusal(f"{where}=null: nothing can be built of it; {group}=[…] or {group}=… says which there are")
     call = _checked_group(node, kind, where, names, extra)
     made = _make(call, extra)
     # once more, of the object: a function may promise one thing and return another

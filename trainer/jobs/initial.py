@@ -86,7 +86,7 @@ def _left_random(network: nn.Module) -> list[str]:
 def _translated(weights: Weights, network: nn.Module) -> Weights:
     """Weights under the names of another library, where the network knows these and has a method `translated`."""
     known = getattr(network, "translated", None)
-    tensors = known(weights.tensors) if callable(known) else None
+    tensors = known(weights.tensors, weights.settings) if callable(known) else None
     return weights if tensors is None else replace(weights, tensors=tensors)
 
 

@@ -9,7 +9,7 @@ import json
 import re
 import zipfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Weights:
     path: Path
     tensors: Mapping[str, Tensor]
     why: str = ""  # why these, where there were others
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what the config.json of their folder says
 
     @torch.no_grad()
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
@@ -76,7 +77,9 @@ def open_weights(path: Path, best: str) -> Weights:
             return _of_run(path, best)
         if is_checkpoint(path):
             return of_checkpoint(path)
-        return Weights(path, _of_folder(path) if path.is_dir() else _of_file(path))
+        if path.is_dir():
+            return Weights(path, _of_folder(path), settings=_settings(path / "config.json"))
+        return Weights(path, _of_file(path))
     except (CorruptCheckpoint, Damaged) as error:
         raise Refusal(str(error)) from error
     except OSError as error:
@@ -105,7 +108,7 @@ def of_checkpoint(path: Path, why: str = "", average: bool = False) -> Weights:
     averaged = [name for name in own if AVERAGE + name in found.tensors]
     if averaged:
         why += "; of the moving average" if average else "; the moving average beside them is left out"
-    return CheckpointWeights(path, own, why, averaged if average else ())
+    return CheckpointWeights(path, own, why, averaged=averaged if average else ())
 
 
 def _of_folder(path: Path) -> dict[str, Tensor]:
@@ -120,6 +123,14 @@ def _of_folder(path: Path) -> dict[str, Tensor]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(f"{path / name} is no index of weights: {type(error).__name__}: {error}") from error
     return {name: tensor for file in files for name, tensor in _of_file(path / file).items()}
+
+
+def _settings(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_bytes()) if path.is_file() else {}
+    except ValueError as error:
+        raise Refusal(f"{path} is damaged: {error}") from error
+    return found if isinstance(found, dict) else {}
 
 
 def _of_file(path: Path) -> dict[str, Tensor]:

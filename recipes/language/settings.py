@@ -1,0 +1,60 @@
+"""Whether the config.json of a folder of transformers describes the decoder that is here: its tensors do not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.refusal import Refusal
+
+# What may differ: it changes no score, or the shapes of tensors tell, which a start names.
+_FREE = {"architectures", "vocab_size", "n_positions", "max_position_embeddings", "bos_token_id", "eos_token_id"}
+# Where their key is one of ours in `model`.
+_OURS = {
+    **dict.fromkeys(("n_embd", "hidden_size"), "width"),
+    **dict.fromkeys(("n_layer", "num_hidden_layers"), "depth"),
+    **dict.fromkeys(("n_head", "num_attention_heads"), "heads"),
+    **dict.fromkeys(("n_inner", "intermediate_size"), "inner"),
+    **dict.fromkeys(("layer_norm_epsilon", "rms_norm_eps"), "eps"),
+    "num_key_value_heads": "groups",
+    "rope_theta": "rotary",
+    "tie_word_embeddings": "tied",
+}
+_ACTIVATIONS = {"gelu_new": "model.mlp=gelu_tanh", "gelu": "model.mlp=gelu"}
+_FAMILIES = {"qwen2": "model=llama model.qkv_bias=true", "llama": "model=llama", "gpt2": "model=gpt2"}
+
+
+def refuse_others(theirs: Mapping[str, Any], own: Mapping[str, Any], head: bool) -> None:
+    """Refuse settings of theirs that are not `own`, both as a config.json has them; a key that is not there is no word.
+
+    head: do the weights hold one of their own? If not, the embedding stands in for it, tied or not.
+    """
+    theirs, free = _plain(theirs), _FREE if head and own["tie_word_embeddings"] else {*_FREE, "tie_word_embeddings"}
+    own = _plain(own)
+    other = [key for key in own if key in theirs and key not in free and theirs[key] != own[key]]
+    if other:
+        said = "; ".join(f"{key} {theirs[key]}, here {own[key]}{_remedy(key, theirs[key])}" for key in other)
+        raise Refusal(
+            f"its config.json describes another network: {said}. The name of a file in the folder, in place of the"
+            " folder's, loads its tensors all the same"
+        )
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that say something; those of rotary positions, which versions of transformers keep apart, alike."""
+    rope = config.get("rope_parameters") or {}
+    scaled = config.get("rope_scaling") or rope
+    rotary = {
+        "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
+        "rope_type": scaled.get("rope_type", scaled.get("type", "default")),
+    }
+    plain = {key: value for key, value in config.items() if value is not None and not key.startswith("rope_")}
+    return plain | (rotary if config.get("model_type") != "gpt2" else {})
+
+
+def _remedy(key: str, value: Any) -> str:
+    """The word of the command line that makes it the same, where there is one."""
+    if key in _OURS:
+        return f" (model.{_OURS[key]}={str(value).lower() if isinstance(value, bool) else value})"
+    found = {"activation_function": _ACTIVATIONS, "model_type": _FAMILIES}.get(key, {}).get(value)
+    return f" ({found})" if found else ""
