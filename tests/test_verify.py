@@ -187,7 +187,7 @@ def test_a_planted_mistake_is_found_where_it_is(processes: Processes, home: Path
 def test_a_rank_with_several_micro_batches_is_one_rank(
     processes: Processes, home: Path, mistake: str, whose: str
 ) -> None:
-    words, where, why = PLANTED[mistake]
+    words, _, why = PLANTED[mistake]
     said = verdict(processes, home, 2, [*NET, *words], ["strategy=ddp", "loop.micro_batches=2"])
     assert said.startswith(f"DIFFERS at step 1, forward, middle{whose} "), said
     assert why in said.splitlines()[0], said
