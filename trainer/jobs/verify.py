@@ -72,8 +72,9 @@ class Verify(Job):
         rounding = Rounding(precision, apart(*curves), plain.facts["floor"]) if plain else None
         verdict = replace(judged(reference, found, self._ends(run)[0], here), rounding=rounding)
         if launch.is_main:
-            print("\n".join(lines(verdict, run, self.steps, dropped)))
-            said = {"strategy": run.strategy.name, "processes": launch.world_size, "steps": self.steps}
+            steps = self._ends(run)[-1]
+            print("\n".join(lines(verdict, run, steps, dropped)))
+            said = {"strategy": run.strategy.name, "processes": launch.world_size, "steps": steps}
             both = dict(zip(("one process", f"{run.strategy.name} on {launch.world_size}"), curves, strict=True))
             said |= {**verdict.data(), "losses": both}
             replace_file(out / "verify.json", json.dumps(said, indent=1) + "\n")

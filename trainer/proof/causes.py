@@ -73,12 +73,13 @@ def _forward(first: First, here: Circumstances) -> str:
         return "random numbers, which depend on ranks and micro-batches"
     if first.others:
         return (
-            "this rank's own: its code asks for the rank or the process, it draws random numbers (Python's, NumPy's) or"
-            " keeps a state of its own; or its device computes something else"
+            "this rank's own: its code asks for the rank or the process, it draws random numbers (Python's, NumPy's),"
+            " keeps a state of its own, or chooses by its samples what it computes; or its device computes something"
+            " else"
         )
     return (
         "what this module computes for a sample depends on the other samples of its micro-batch (a mean or a sort over"
-        " the batch, a choice by its own samples), on random numbers, or on a state that ranks do not share"
+        " the batch, or it chooses by them what it computes), on random numbers, or on a state that ranks do not share"
     )
 
 

@@ -20,6 +20,7 @@ from trainer.parallel.state import optimizer_tensors
 from trainer.proof.layout import Layout, layout
 from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
 from trainer.proof.signature import signatures, whole
+from trainer.proof.together import call_together
 from trainer.strategies.placed import Placed
 
 _PLAIN = (Tensor, nn.Parameter)  # has values; what stands for a tensor of another rank's stage has a type of its own
@@ -29,7 +30,7 @@ class Ear:
     """Hears what goes into a step and what each module of a network makes of it."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks) -> None:
-        self._ranks, self._listening = ranks, False
+        self._ranks, self.hears = ranks, False  # hears: is a step under way that is listened to?
         self._calls: Counter[tuple[str, range]] = Counter()
         for name, module in modules:
             module.register_forward_hook(partial(self._called, name))
@@ -42,16 +43,16 @@ class Ear:
                 for place, x in named(tree, name):
                     self._hear(DATA, place, 0, x, self._rows(batch.span))
         self._calls.clear()
-        self._listening = True
+        self.hears = True
         try:
             yield
         finally:
-            self._listening = False
+            self.hears = False
 
     def _called(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
         """A forward hook. What runs without gradient is a rehearsal, in the backward a repetition."""
         span = present_span()
-        if not self._listening or span is None or not torch.is_grad_enabled() or in_backward():
+        if not self.hears or span is None or not torch.is_grad_enabled() or in_backward():
             return
         call = self._calls[name, span]
         self._calls[name, span] += 1
@@ -119,7 +120,10 @@ class Watched:
         self._placed, self._record, self._resume = placed, record, resume
         # a hook would be compiled, too, and change what is compiled: there only the step as a whole is heard
         modules = [] if placed.strategy.machine.compile else placed.network.named_modules()
-        self._ear = Scribe(modules, placed.strategy.data_group, record)
+        ranks = placed.strategy.data_group
+        self._ear = Scribe(modules, ranks, record)
+        if not placed.strategy.machine.compile:
+            call_together(placed.network, ranks, lambda: self._ear.step if self._ear.hears else None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._placed, name)
