@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.hub import located
 from trainer.refusal import Refusal, first_line, nearest
 
 
@@ -75,12 +76,13 @@ def _loaded(path: str, subset: str | None) -> dict[str, Any]:
         import datasets
     except ImportError as error:
         raise Refusal("a Hugging Face data set needs the package datasets: pip install -e '.[hf]'") from error
-    place = Path(path).expanduser()
+    where = located(path, "data.path=")
+    place = Path(where)
     try:
         if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
             found = datasets.load_from_disk(str(place))
         else:
-            found = datasets.load_dataset(str(place) if place.is_dir() else path, subset)
+            found = datasets.load_dataset(where, subset)
     except Exception as error:  # of a hub, a network, a format: all of them say that there is no such data set here
         raise Refusal(f"data.path={path} cannot be loaded as a data set: {first_line(error)}") from error
     return dict(found) if isinstance(found, dict) else {"train": found}

@@ -15,7 +15,9 @@ import argparse
 import gzip
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,10 @@ from numpy.typing import ArrayLike
 CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CHECKOUT))
 
-from recipes.language.shards import INDEX, Writer  # noqa: E402 - found through the line above
+from recipes.hub import located  # noqa: E402 - found through the line above
+from recipes.language.shards import INDEX, Writer  # noqa: E402
+from recipes.text.tokenizer import loaded  # noqa: E402
+from trainer.refusal import Refusal, first_line  # noqa: E402
 
 Encode = Callable[[str], ArrayLike]  # the tokens of a piece of text
 Document = Iterable[str]  # its pieces, in order; they can be read again
@@ -41,7 +46,7 @@ def main() -> None:
     out = Path(asked.out)
     out.mkdir(parents=True, exist_ok=True)
     if (out / INDEX).exists():
-        sys.exit(f"{out} holds tokens already; give another folder, or remove it")
+        raise Refusal(f"{out} holds tokens already; give another folder, or remove it")
     writers = {split: Writer(out, split, vocabulary, asked.shard) for split in ("train", "evaluation")}
     count = 0
     for document, split in parted(documents(asked), asked.held):
@@ -76,6 +81,8 @@ def words() -> argparse.Namespace:
         parser.error("give texts, or --dataset")
     if not 0 <= asked.held <= 0.5:
         parser.error(f"--held is {asked.held}; it is a part of the documents, from 0 to 0.5")
+    if asked.shard < 1:
+        parser.error(f"--shard is {asked.shard}; it is a number of tokens, 1 or more")
     return asked
 
 
@@ -83,9 +90,9 @@ def encoder(name: str | None) -> tuple[Encode, list[int], int, str | None]:
     """What makes tokens of a piece of text, what ends a document, how many different tokens, and what it is called."""
     if name is None:
         return lambda text: numpy.frombuffer(text.encode(), numpy.uint8), [END], END + 1, None
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = loaded(name, "--tokenizer ")
+    # the index keeps the name, and a run may begin in another folder
+    name = str(Path(name).expanduser().resolve()) if Path(name).expanduser().is_dir() else name
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], end, len(tokenizer), name
 
@@ -94,7 +101,7 @@ def parted(found: Iterator[Document], held: float) -> Iterator[tuple[Document, s
     """Every document and its split: one in `1 / held` is held back; of a single one its end."""
     first, second = next(found, None), next(found, None)
     if first is None:
-        sys.exit("there is no text to read")
+        raise Refusal("there is no text to read")
     if second is None:
         size = sum(len(piece) for piece in first)
         cut = size - int(held * size)
@@ -130,9 +137,14 @@ class Text:
                 yield piece
 
 
-def reading(path: Path) -> Any:
+@contextmanager
+def reading(path: Path) -> Iterator[Any]:
     """A file of text, opened; one that ends with .gz is unpacked on the way."""
-    return (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8")
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+            yield file
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise Refusal(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
 def documents(asked: argparse.Namespace) -> Iterator[Document]:
@@ -140,18 +152,42 @@ def documents(asked: argparse.Namespace) -> Iterator[Document]:
     for path in map(Path, asked.texts):
         if ".jsonl" in path.suffixes:
             with reading(path) as file:
-                yield from ([json.loads(line)[asked.column]] for line in file if line.strip())
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield [text_of(parsed(line), asked.column, f"{path}, line {number},")]
         else:
             yield Text(path)
     if asked.dataset:
         import datasets
 
-        local = Path(asked.dataset).is_dir()
-        rows = datasets.load_from_disk(asked.dataset) if local else datasets.load_dataset(asked.dataset, split="train")
-        if isinstance(rows, datasets.DatasetDict):
-            rows = rows["train"]
-        yield from ([row[asked.column]] for row in rows)
+        where = located(asked.dataset, "--dataset ")
+        local = Path(where).is_dir()
+        try:
+            rows = datasets.load_from_disk(where) if local else datasets.load_dataset(where, split="train")
+            rows = rows["train"] if isinstance(rows, datasets.DatasetDict) else rows
+        except Exception as error:  # as for tokenizers
+            raise Refusal(f"--dataset {asked.dataset} cannot be loaded: {first_line(error)}") from error
+        yield from ([text_of(row, asked.column, f"a row of {asked.dataset}")] for row in rows)
+
+
+def parsed(line: str) -> Any:
+    """The row that a line of JSON holds; None: it holds none."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def text_of(row: Any, column: str, where: str) -> str:
+    """The text of a row; the end where it has none."""
+    if not isinstance(row, dict) or not isinstance(row.get(column), str):
+        there = f"it has {', '.join(row)}: --column NAME" if isinstance(row, dict) else "it is no JSON object"
+        raise Refusal(f"{where} has no text in {column!r}; {there}")
+    return row[column]
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Refusal as refusal:
+        sys.exit(str(refusal))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from trainer.counted import counted
 from trainer.data.data import Data
 from trainer.refusal import Refusal
 
@@ -32,10 +33,18 @@ class Text(Data):
             raise Refusal(f"data.length is {length}; it is a number of bytes, 1 or more")
         if not 0 <= held < 1:
             raise Refusal(f"data.held is {held}; it is a fraction of the text, from 0 to less than 1")
-        text = _read(BOOK if file is None else Path(file))
+        where = BOOK if file is None else Path(file)
+        text = _read(where)
         cut = len(text) - int(held * len(text))
         self._windows = Windows(text[:cut], length, length if stride is None else stride)
         self._held = Windows(text[cut:], length, length)
+        for kind, size, windows in (("train", cut, self._windows), ("evaluate", len(text) - cut, self._held)):
+            if not len(windows) and (kind == "train" or size):
+                works = f"data.length={size - 1}" if size > 1 else "a longer text"
+                raise Refusal(
+                    f"{where} has {counted(size, 'byte')} to {kind} on with data.held={held}; a sample of"
+                    f" data.length={length} needs {length + 1}: {works} would work"
+                )
 
     def train(self) -> Windows:
         """Windows of the beginning of the text."""

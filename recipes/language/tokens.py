@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.language.shards import Shards, opened
+from trainer.counted import counted
 from trainer.data.data import Data
 from trainer.refusal import Refusal
 
@@ -32,10 +33,16 @@ class Tokens(Data):
         index, splits = opened(Path(folder).expanduser())
         self.vocab_size = int(index["vocab_size"])
         self._splits = {name: Windows(split, length, boundaries) for name, split in splits.items()}
+        if not len(train := self._splits["train"]):
+            works = f"data.length={train.longest}" if train.longest > 0 else "more text"
+            raise Refusal(
+                f"data.folder={folder} has {counted(splits['train'].tokens, 'token')} to train on, and no"
+                f" data.length + 1 = {length + 1:,} of them follow each other in one file: {works} would work"
+            )
         held = splits.get("evaluation") or splits["train"]
         self.bytes_per_token = held.bytes / max(1, held.tokens)
         self.ignored = PADDED if boundaries else None
-        self._tokenizer = index.get("tokenizer")
+        self._tokenizer: str | None = index.get("tokenizer")
 
     def train(self) -> Windows:
         """Windows of the documents for training."""
@@ -60,9 +67,9 @@ class Tokens(Data):
 
     @cached_property
     def _loaded(self) -> Any:
-        from transformers import AutoTokenizer
+        from recipes.text.tokenizer import loaded
 
-        return AutoTokenizer.from_pretrained(self._tokenizer)
+        return loaded(str(self._tokenizer), "the tokenizer of data.folder, ")
 
 
 class Windows(Dataset):
@@ -75,7 +82,7 @@ class Windows(Dataset):
         edges = numpy.union1d(edges, shards.starts) if boundaries else edges
         sizes = numpy.diff(edges) - 1  # the last token of a piece is only a target
         counts = -(-sizes // length) if boundaries else sizes // length  # windows of each piece
-        self._starts, self._ends = edges[:-1], edges[1:]
+        self._starts, self._ends, self.longest = edges[:-1], edges[1:], int(sizes.max(initial=0))
         self._before: NDArray[numpy.int64] = numpy.concatenate(([0], numpy.cumsum(counts.clip(min=0))))
 
     def __len__(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from recipes.hub import located
 from recipes.text.lora import OWN, adapt, merge
 from recipes.text.pooling import POOLS, usual
 from trainer.refusal import Refusal, first_line, nearest
@@ -79,7 +80,7 @@ class HFClassifier(nn.Module):
 
     def pretrained(self) -> Path:
         """The folder with the weights; of a name on the hub a download, or what the cache has of it."""
-        if (path := Path(self.path).expanduser()).is_dir():
+        if (path := Path(located(self.path, "model.path="))).is_dir():
             return path
         from huggingface_hub import snapshot_download
 
@@ -122,8 +123,9 @@ def _configuration(path: str) -> Any:
         from transformers import AutoConfig
     except ImportError as error:
         raise Refusal("model=hf_classifier needs the package transformers: pip install -e '.[hf]'") from error
+    where = located(path, "model.path=")
     try:
-        return AutoConfig.from_pretrained(str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path)
+        return AutoConfig.from_pretrained(where)
     except Exception as error:  # of a hub, a network, a format: all of them say that there is none of this name
         raise Refusal(f"model.path={path} holds no network of Hugging Face: {first_line(error)}") from error
 

@@ -71,6 +71,11 @@ class LabelledText(Data):
         for at, part in parts.items():
             texts = [str(each) for each in column(part, text, "data.text", where)]
             ids = encode(texts, truncation=True, max_length=length)["input_ids"] if texts else []
+            if texts and not any(ids):
+                raise Refusal(
+                    f"data.tokenizer={tokenizer} makes no token of any text in {where}: transformers loads it as a"
+                    f" {type(encode).__name__}, by the model_type of the config.json beside it"
+                )
             self._texts[at] = Texts(ids, [numbers[each] for each in labels[at]], encode.pad_token_id or 0)
 
     def train(self) -> Texts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ def test_batches_hold_texts_of_similar_length(place: Path) -> None:
 
 
 REFUSED = {
-    ("model.path=/nowhere",): r"model\.path=/nowhere holds no network of Hugging Face",
+    ("model.path=/nowhere",): r"model\.path=/nowhere: there is no folder",
     ("data.length=65",): r"data\.length is 65 tokens, the network of model\.path takes 64: data\.length=64",
     ("model.pool=max",): r"model\.pool=max: there are last, mean, cls",
     (
@@ -271,6 +272,15 @@ def test_what_cannot_work_is_refused(place: Path, words: tuple[str, ...]) -> Non
     with pytest.raises(Refusal, match=REFUSED[words]):
         product(Launch(), place, [*COMMON, "model.path=qwen2", "run.dir=refused", *words])
     assert not (place / "refused").exists()
+
+
+def test_a_tokenizer_that_transformers_takes_for_another_is_told(place: Path) -> None:
+    shutil.copytree(place / "words", place / "both")
+    shutil.copy(place / "qwen2" / "config.json", place / "both")
+    with pytest.raises(
+        Refusal, match=r"both makes no token of any text in texts\.csv: transformers loads it as a Qwen2"
+    ):
+        product(Launch(), place, [*COMMON, "model.path=qwen2", "data.tokenizer=both", "run.dir=refused"])
 
 
 def test_a_frozen_network_without_its_weights_is_told(place: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_set_is_told_from_another_by_its_pictures(place: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("data.path=/nowhere/at/all",), r"data\.path=/nowhere/at/all cannot be loaded as a data set"),
+        (("data.path=/nowhere/at/all",), r"data\.path=/nowhere/at/all: there is no folder"),
         (("data.evaluation=valid",), r"data\.evaluation=valid: .* has no such split; it has train, test"),
         (("data.image=picture",), r"data\.image=picture: split train of .* has no such column; it has img, kind"),
         (("data.image=kind", "data.label=kind"), r"data\.image=kind: this column of .* holds no pictures"),

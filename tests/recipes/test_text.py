@@ -108,7 +108,7 @@ def test_a_tokenizer_makes_numbers_of_texts_and_says_how_many_there_are(place: P
         ),
         (
             ("data.columns=[ids]", "data.tokenizer=/nowhere"),
-            r"data\.tokenizer=/nowhere cannot be loaded|needs the",
+            r"data\.tokenizer=/nowhere: there is no folder|needs the",
         ),
         (("data.columns=[ids]", "data.length=0"), r"data\.length is 0"),
         (("data.columns=[ids]", "data.num_classes=1"), r"data\.num_classes=1, but the column mood of .* has 2 classes"),

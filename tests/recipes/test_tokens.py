@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from recipes.language.synthetic import SyntheticTokens
+from recipes.language.text import Text
+from recipes.language.tokens import Tokens
 from tests.commands import ROOT, lines
 from tests.inside import here
 from trainer.refusal import Refusal
@@ -100,3 +102,40 @@ def test_a_document_that_is_longer_than_memory_allows_is_written_and_read_piece_
     # MiB; tokens of two bytes each are 41 MiB for training, and the text as Python's numbers would be 230
     assert writing < 30
     assert reading < 15
+
+
+PREPARE = (sys.executable, str(ROOT / "scripts" / "prepare_tokens.py"))
+
+
+def test_a_text_that_is_too_short_for_a_sample_is_told_what_is_long_enough(tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("ab" * 50)
+    for words, said in (
+        ({"length": 90}, r"has 90 bytes to train on .* needs 91: data\.length=89 would work"),
+        ({"length": 16}, r"has 10 bytes to evaluate on with data\.held=0\.1; .*: data\.length=9 would work"),
+    ):
+        with pytest.raises(Refusal, match=said):
+            Text(str(tmp_path / "note.txt"), **words)
+    assert Text(str(tmp_path / "note.txt"), length=16, held=0).evaluation() is None
+
+    subprocess.run([*PREPARE, "out", "note.txt", "--held", "0"], cwd=tmp_path, check=True, capture_output=True)
+    with pytest.raises(Refusal, match=r"has 101 tokens to train on, .* 102 of them .*: data\.length=100 would work"):
+        Tokens(str(tmp_path / "out"), length=101)
+    assert len(Tokens(str(tmp_path / "out"), length=100).train()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"text": "a"}\n{"txt": "b"}', "a.jsonl, line 2, has no text in 'text'; it has txt: --column NAME"),
+        (b'{"text": "a"}\n\nb', "a.jsonl, line 3, has no text in 'text'; it is no JSON object"),
+        (b'{"text": null}', "a.jsonl, line 1, has no text in 'text'"),
+        ('{"text": "\xe9"}'.encode("latin-1"), "a.jsonl cannot be read as UTF-8 text: "),
+        (None, "a.jsonl cannot be read as UTF-8 text: "),
+    ],
+)
+def test_what_is_no_text_is_told_with_its_place(tmp_path: Path, content: bytes | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "a.jsonl").write_bytes(content)
+    ended = subprocess.run([*PREPARE, "out", "a.jsonl"], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode
+    assert ended.stderr.startswith(said), ended.stderr

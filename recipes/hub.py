@@ -1,0 +1,23 @@
+"""A folder, or a name on the Hugging Face hub: which of both is meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.refusal import Refusal, nearest
+
+
+def located(name: str, key: str) -> str:
+    """The folder of this name, else the name itself for the hub; Refusal where it can only be a folder, and is none.
+
+    The hub has names of one part or two. Without a network it takes a minute to find that it knows none. key: of the
+    configuration, with what stands behind it.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path)
+    first, *rest = name.split("/")
+    if name.startswith((".", "~")) or first == "" or len(rest) > 1 or (rest and Path(first).is_dir()):
+        beside = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
+        raise Refusal(f"{key}{name}: there is no folder {path.absolute()}{nearest(path.name, beside)}")
+    return name

@@ -1,0 +1,45 @@
+"""Folders that are not there are told at once: they are not looked for on a hub."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.hub import located
+from tests.commands import ROOT
+from tests.inside import here
+from trainer.refusal import Refusal
+
+
+def test_what_can_only_be_a_folder_is_none_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "qwen2").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("gpt2", "Qwen/Qwen2.5-0.5B", "model"):
+        assert located(name, "model.path=") == name
+    assert located("~/models/qwen2", "model.path=") == str(tmp_path / "models" / "qwen2")
+    for name in ("models/qwen", "./models/qwen", "../qwen", "/nowhere", "~/qwen", "a/b/c"):
+        with pytest.raises(Refusal, match=rf"^model\.path={name}: there is no folder /"):
+            located(name, "model.path=")
+    with pytest.raises(Refusal, match=r"did you mean 'qwen2'\?"):
+        located("models/qwen", "")
+
+
+def test_it_is_asked_of_networks_tokenizers_and_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets", reason="the extra bench brings it")
+    monkeypatch.chdir(tmp_path)
+    none, words = "./none", ["run.dir=run", "loop.steps=1"]
+    with pytest.raises(Refusal, match=r"data\.tokenizer=\./none: there is no folder"):
+        here(*words, "data=labelled_text", "data.label=era", "model=hf_classifier", f"model.path={none}")
+    with pytest.raises(Refusal, match=r"model\.path=\./none: there is no folder"):
+        here(*words, "data=synthetic_tokens", "model=hf_classifier", f"model.path={none}", "model.num_classes=2")
+    with pytest.raises(Refusal, match=r"data\.path=\./none: there is no folder"):
+        here(*words, "data=huggingface_text", f"data.path={none}", "model=gpt_nano")
+    for word in ("--tokenizer", "--dataset"):
+        command = [sys.executable, str(ROOT / "scripts" / "prepare_tokens.py"), "out", "a.txt", word, none]
+        (tmp_path / "a.txt").touch()
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert ended.stderr.startswith(f"{word} ./none: there is no folder"), ended.stderr
