@@ -31,7 +31,8 @@ from trainer.records import shelf as shelf_module
 from trainer.records import writing as writing_module
 from trainer.records.checkpoint import Checkpoints, FailedSave
 from trainer.records.manifest import CorruptCheckpoint, manifest_bytes, read_manifest
-from trainer.records.shelf import committed, open_checkpoint
+from trainer.records.shelf import committed, damage, open_checkpoint
+from trainer.refusal import Told
 
 ROOT = Path(__file__).parents[1]
 
@@ -234,9 +235,13 @@ def test_a_damaged_checkpoint_is_passed_over_with_one_warning(tmp_path, caplog, 
 def test_where_all_are_damaged_that_is_an_error_and_no_fresh_start(tmp_path):
     for path in save_some(tmp_path, [1, 2, 3]):
         shorten(path)
-    with pytest.raises(CorruptCheckpoint, match="none of the 3 checkpoints") as caught:
+    with pytest.raises(
+        CorruptCheckpoint, match=r"none of the 3 checkpoints .*run\.resume=fresh starts over:"
+    ) as caught:
         checkpoints(tmp_path).newest()
     assert len(str(caught.value).splitlines()) == 4
+    assert isinstance(caught.value, Told)  # in words, without a traceback
+    assert [Path(line.partition(":")[0]).parent.name[-1] for line in damage(tmp_path / "checkpoints")] == list("321")
 
 
 def test_every_single_flipped_bit_is_found(tmp_path):

@@ -37,6 +37,8 @@ def adapt(network: nn.Module, rank: int, alpha: float, layers: Sequence[str]) ->
     A pattern stands for the last words of a layer's name: `q_proj`, `attn.*`. At first an adapter changes nothing.
     Refusal where a pattern means no layer.
     """
+    if rank < 1:
+        raise Refusal(f"model.lora is {rank}; it is the rank of the adapters, 1 or more (null: no adapters)")
     linear_layers = {name: module for name, module in network.named_modules() if _turned(module) is not None}
     meant = {name: module for name, module in linear_layers.items() if not layers or _means(layers, name)}
     for pattern in layers:

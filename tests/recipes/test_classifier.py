@@ -257,6 +257,7 @@ def test_batches_hold_texts_of_similar_length(place: Path) -> None:
 REFUSED = {
     ("model.path=/nowhere",): r"model\.path=/nowhere: there is no folder",
     ("data.length=65",): r"data\.length is 65 tokens, the network of model\.path takes 64: data\.length=64",
+    ("model.lora=0",): r"model\.lora is 0; it is the rank of the adapters, 1 or more",
     ("model.pool=max",): r"model\.pool=max: there are last, mean, cls",
     (
         "model.lora=2",

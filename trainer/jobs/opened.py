@@ -27,7 +27,7 @@ from trainer.launch.signals import StopRequest
 from trainer.launch.status import NAME as STATUS
 from trainer.parallel.outline import all_stored, is_outline
 from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, Found, Manifest
-from trainer.records.shelf import committed, open_checkpoint, together, winner
+from trainer.records.shelf import committed, damage, open_checkpoint, together, winner
 from trainer.refusal import Refusal
 from trainer.strategies.placed import Placed
 
@@ -123,7 +123,7 @@ def chosen(run: RunParts, which: Which) -> Manifest:
     path = run_folder(run) / "checkpoints"
     found = committed(path)
     if not found:
-        raise Refusal(f"{path} holds no checkpoint that was written to the end")
+        raise Refusal("\n  ".join([f"{path} holds no checkpoint that is whole", *damage(path)]))
     if which == "best":
         return winner(found, best_figure(run)) or found[0]
     steps = {one.step: one for one in found}

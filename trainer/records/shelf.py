@@ -26,6 +26,12 @@ from trainer.records.manifest import (
     read_manifest,
     read_state,
 )
+from trainer.refusal import Told
+
+
+class NoneUsable(CorruptCheckpoint, Told):
+    """Checkpoints that are all corrupt: the run neither goes on nor starts over by itself."""
+
 
 # Names that begin with a dot are never read as checkpoints.
 DRAFT = ".tmp-"  # being written
@@ -69,7 +75,9 @@ def newest_in(folder: Path, ranks: Ranks, needed: Collection[str] = ()) -> tuple
                 log.warning("checkpoint %s is skipped: %s", path.name, error)
     if rejected:
         reasons = "\n".join(list(rejected.values())[:15])
-        raise CorruptCheckpoint(f"none of the {len(rejected)} checkpoints in {folder} can be used:\n{reasons}")
+        raise NoneUsable(
+            f"none of the {len(rejected)} checkpoints in {folder} can be used; run.resume=fresh starts over:\n{reasons}"
+        )
     return None, []
 
 
@@ -126,6 +134,17 @@ def committed(folder: Path, rejected: Collection[Path] = ()) -> list[Manifest]:
                 check_sizes(manifest)
                 found.append(manifest)
     return found
+
+
+def damage(folder: Path) -> list[str]:
+    """What is wrong with the checkpoints that are not whole, the newest first."""
+    said = []
+    for path in candidates(folder):
+        try:
+            check_sizes(read_manifest(path))
+        except CorruptCheckpoint as error:
+            said.append(str(error))
+    return said
 
 
 def surplus(checkpoints: list[Manifest], keep: int, best: str) -> list[Path]:
