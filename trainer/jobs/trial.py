@@ -28,6 +28,7 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 
 _EVALUATED = 2  # batches
+_SCALE = 256.0  # of losses in fp16
 
 
 def trial(
@@ -58,6 +59,8 @@ def trial(
             trainer = make_trainer(run, checkpoints, Log([]), stop, Progress())
             evaluation = make_evaluation(run)
             # the loop itself, to this step; what it would do beside steps and saves is left out
+            # which steps of fp16 overflow, and are left out, depends on how a batch is divided: here none does
+            trainer.placed.scaler.load({"scaler/scale": torch.tensor(_SCALE)})
             watched: Any = Watched(trainer.placed, record, resume or ends[0])
             if start is None:
                 watched.begin()

@@ -38,7 +38,8 @@ class Placed:
         self._machine, self._before_first_step = strategy.machine, True  # no step has been done
         self.watch, self.average, self.carried = strategy.watch, NoAverage(), what_is_carried(task, strategy)
         self.work = NoWork()  # until somebody has counted what a step computes
-        self.scaler = Scaler(strategy.device) if self._machine.resolved_precision == "fp16" else NoScaler()
+        half = self._machine.resolved_precision == "fp16"
+        self.scaler = Scaler(strategy.device, strategy.loss_group.size) if half else NoScaler()
         # types and kinds of layers first: all that follows looks at them
         network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
         network = synchronised(network, strategy.loss_group, strategy.device) if strategy.sync_bn else network

@@ -73,18 +73,21 @@ class Scaler(NoScaler):
 
     needs_norm = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: int = 1) -> None:
+        """ranks: by which number of data ranks the loss was multiplied, because they average what they have."""
+        # inside a backward a sample's gradient is then as large as in one process, and overflows where it would there
+        self._ranks = ranks
         self._scale = torch.tensor(START, device=device)
         self._good = torch.zeros((), device=device)  # steps since the last overflow or growth
 
     def scale(self, loss: Tensor) -> Tensor:
-        return loss * self._scale
+        return loss * (self._scale / self._ranks)
 
     def unscale_(self, parameters: list[Tensor]) -> None:
-        multiply_([p.grad for p in parameters if p.grad is not None], 1.0 / self._scale)
+        multiply_([p.grad for p in parameters if p.grad is not None], self._ranks / self._scale)
 
     def unscaled(self) -> float:
-        return 1.0 / float(self._scale)
+        return self._ranks / float(self._scale)
 
     def allows_step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> bool:
         """Did no gradient overflow? An optimizer that takes `found_inf` is called anyway and decides on the device."""
