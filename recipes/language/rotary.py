@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from trainer.refusal import Refusal
+
 
 class Rotary(nn.Module):
     """Turns pairs of numbers of each head, the first half with the second (Su et al. 2021, arXiv:2104.09864).
@@ -14,6 +16,10 @@ class Rotary(nn.Module):
 
     def __init__(self, head_width: int, context: int, base: float) -> None:
         super().__init__()
+        if head_width % 2:
+            raise Refusal(
+                f"model.width ÷ model.heads is {head_width}: rotary positions turn pairs of numbers, so it must be even"
+            )
         self.base = base
         speeds = base ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)  # (head / 2,)
         angles = torch.arange(context, dtype=torch.float64)[:, None] * speeds  # (context, head / 2), radians

@@ -270,3 +270,5 @@ def test_what_a_key_cannot_do_is_refused() -> None:
         Decoder(**SIZES, loss_parallel=True)
     with pytest.raises(Refusal, match=r"groups that work: 1, 2, 4"):
         Decoder(**SIZES, groups=3)
+    with pytest.raises(Refusal, match=r"model\.width ÷ model\.heads is 1: .* must be even"):
+        Decoder(**SIZES | {"heads": 32}, rotary=1e4)
