@@ -20,6 +20,8 @@ class Rotary(nn.Module):
             raise Refusal(
                 f"model.width ÷ model.heads is {head_width}: rotary positions turn pairs of numbers, so it must be even"
             )
+        if base <= 0:
+            raise Refusal(f"model.rotary is {base}; it is the base of rotary positions, such as 10000 (null: none)")
         self.base = base
         speeds = base ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)  # (head / 2,)
         angles = torch.arange(context, dtype=torch.float64)[:, None] * speeds  # (context, head / 2), radians

@@ -20,6 +20,7 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.recipes.nano import GPT, train
 from trainer.data.order import Order
+from trainer.jobs.generate import Generate
 from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 
@@ -270,5 +271,10 @@ def test_what_a_key_cannot_do_is_refused() -> None:
         Decoder(**SIZES, loss_parallel=True)
     with pytest.raises(Refusal, match=r"groups that work: 1, 2, 4"):
         Decoder(**SIZES, groups=3)
+    with pytest.raises(Refusal, match=r"model\.rotary is 0\.0; it is the base of rotary positions"):
+        Decoder(**SIZES, rotary=0.0)
+    for temperature in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(Refusal, match=rf"job\.temperature={temperature}, .* temperature is 0 or more"):
+            Generate(temperature=temperature)
     with pytest.raises(Refusal, match=r"model\.width ÷ model\.heads is 1: .* must be even"):
         Decoder(**SIZES | {"heads": 32}, rotary=1e4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from math import inf
 from typing import Literal
 
 import torch
@@ -29,7 +30,7 @@ class Generate(Job):
         checkpoint: Which = "best",
         weights: Literal["plain", "ema"] | None = None,
     ) -> None:
-        if tokens < 1 or temperature < 0 or (top_k is not None and top_k < 1):
+        if tokens < 1 or not 0 <= temperature < inf or (top_k is not None and top_k < 1):
             raise Refusal(
                 f"job.tokens={tokens}, job.temperature={temperature}, job.top_k={top_k}: tokens and top_k are 1 or"
                 " more, temperature is 0 or more"
