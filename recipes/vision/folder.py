@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from hashlib import sha256
@@ -129,8 +129,8 @@ def _classes(folder: Path) -> list[str]:
     if not found:
         raise Refusal(f"data.root: {folder} has no folders of classes; {_wanted()}")
     parts = [name for name in found if name.lower() in _PARTS]
-    if len(parts) > 1:  # one of them may be a class
-        raise Refusal(f"data.root: {' and '.join(parts)} in {folder} are no classes; {_wanted()}")
+    if len(parts) > 1 or parts == found:  # one of several folders may be a class
+        raise Refusal(f"data.root: {folder} has {' and '.join(parts)}: parts of a data set, no classes; {_wanted()}")
     return found
 
 
@@ -142,14 +142,19 @@ def _listed(folder: Path, classes: Sequence[str]) -> Files:
     """The pictures of each class, those in its subfolders too, sorted. Refusal where a class has none."""
     files: Files = []
     for number, name in enumerate(classes):
-        below = os.walk(folder / name, followlinks=True)
-        own = sorted(os.path.join(at, file) for at, _, names in below for file in names)
-        pictures = [(number, path) for path in own if path.lower().endswith(_ENDINGS)]
+        pictures = [(number, path) for path in sorted(_below(folder / name)) if path.lower().endswith(_ENDINGS)]
         if not pictures:
             what = "has no pictures" if (folder / name).is_dir() else "is not there: a class of the training pictures"
             raise Refusal(f"{folder / name} {what}; expected files ending in {' '.join(_ENDINGS)}")
         files += pictures
     return files
+
+
+def _below(folder: Path) -> Iterator[str]:
+    """The files in a folder and in its subfolders. Hidden ones are left out: macOS, Jupyter make copies of pictures."""
+    for at, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if name[0] != "."]
+        yield from (os.path.join(at, name) for name in names if name[0] != ".")
 
 
 def _held_out(files: Files, part: float) -> dict[bool, Files]:

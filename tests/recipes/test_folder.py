@@ -234,6 +234,14 @@ def test_a_share_is_held_out_where_there_is_no_val(tmp_path: Path) -> None:
     assert data(tmp_path / "again", held_out=0.0).evaluation() is None
 
 
+def test_what_is_hidden_is_no_picture(tmp_path: Path) -> None:
+    write(tmp_path, {"": 2})
+    for name in ("._0.jpg", ".ipynb_checkpoints/0-checkpoint.jpg"):  # as macOS and Jupyter leave them
+        (tmp_path / CLASSES[0] / name).parent.mkdir(exist_ok=True)
+        (tmp_path / CLASSES[0] / name).write_text("no picture")
+    assert len(data(tmp_path, held_out=0.0).train()) == 6
+
+
 def test_classes_are_numbered_by_name_and_val_has_no_others(tmp_path: Path) -> None:
     write(tmp_path, {"train": 3, "val": 2})
     one = data(tmp_path)
@@ -251,8 +259,9 @@ def test_classes_are_numbered_by_name_and_val_has_no_others(tmp_path: Path) -> N
         (lambda root: root.mkdir(), "has no folders of classes"),
         (
             lambda root: write(root, {"Train": 1, "Test": 1}),
-            r"data\.root: Test and Train in .* are no classes; expected",
+            r"data\.root: .* has Test and Train: parts of a data set, no classes; expected",
         ),
+        (lambda root: write(root, {"val": 1}), r"data\.root: .* has val: parts of a data set"),
         (lambda root: (root / "ant").mkdir(parents=True), "ant has no pictures; expected files ending in .jpg"),
     ],
 )
