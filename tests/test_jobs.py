@@ -120,6 +120,14 @@ def test_what_was_exported_loads_where_the_framework_is_not(run: Path, tmp_path:
     assert said.stdout.split() == ["same", "same", "close", "other"]
 
 
+def test_of_several_processes_one_exports_and_waits_for_nobody(run: Path, processes: Processes) -> None:
+    words = ["job=export", f"run.dir={run}", "job.format=pt2", "job.out=model.pt2"]
+    assert processes.run(2, product, Path.cwd(), words) == [0, 0]
+    assert here("job=predict", f"run.dir={run}", "job.out=answers.safetensors") == 0
+    said = torch.export.load("model.pt2").module()(seen_by_the_network(run))
+    assert torch.allclose(said, load_file("answers.safetensors")["output"], 0, 1e-6)
+
+
 def test_another_runtime_takes_the_network(run: Path) -> None:
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
@@ -135,7 +143,7 @@ def seen_by_the_network(run: Path) -> torch.Tensor:
     """All inputs of the evaluation set."""
     parts = understood(["job=evaluate", f"run.dir={run}", "device=cpu"], Launch())
     with parts.strategy:
-        stream = evaluation_stream(parts, samples_of(parts, "evaluation"))
+        stream = evaluation_stream(parts, samples_of(parts, "evaluation", Launch()))
         return torch.cat([batch.inputs for batch, _ in stream.batches()])
 
 

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from trainer.configuration import bundle
 from trainer.configuration.compose import compose, quoted
 from trainer.configuration.settings import settings
-from trainer.configuration.trained import opens_a_run, reads_files
+from trainer.configuration.trained import opens_a_run, reads_files, reported_on
 from trainer.configuration.words import read
 from trainer.launch import again, failure
 from trainer.launch.launch import Launch
@@ -65,7 +65,9 @@ def run(words: Sequence[str] = (), config_dir: str | Path | None = None, process
     if the run fails; with several processes a RuntimeError with the message of the first failing rank. Ctrl-C stops and
     saves; a second one, or one before there is anything to save, raises KeyboardInterrupt. Never ends the process.
     """
-    # the arguments are words, too: whatever is wrong with them is said as on the command line
+    if isinstance(words, str):
+        raise Refusal(f"trainer.run takes a list of arguments, not one text: trainer.run({words.split()})")
+    # whatever is wrong with the arguments is said as on the command line
     labs = [] if config_dir is None else ["--config-dir", str(config_dir)]
     asked = [*labs, *map(str, words), *([] if processes == 1 else [f"processes={processes}"])]
     try:
@@ -82,7 +84,7 @@ def _run(asked: list[str]) -> Result:
         cfg, launch = compose(asked), launched()
         count = wanted(cfg, launch)
         # the folder is chosen here, because what the run has left is looked for in it afterwards
-        folder = run_folder(cfg, launch)
+        folder = reported_on(cfg) if reads_files(cfg) else run_folder(cfg, launch)
         asked.append(f"run.dir={quoted(str(folder))}")
         cfg.run.dir = str(folder)
         if threading.current_thread() is not threading.main_thread():
@@ -130,14 +132,10 @@ def wanted(cfg: DictConfig, launch: Launch) -> int:
 
 
 def reported(cfg: DictConfig, launch: Launch) -> int:
-    """Do the job `report`, on the main rank; the exit code. Refusal where no run is named, or there is none."""
+    """Do the job `report`, on the main rank; the exit code. Refusal where there is no such run."""
     from trainer.jobs.costs import Report
 
-    run = settings(cfg).run
-    if run.dir is None and run.name is None:
-        raise Refusal("job=report reads the files of a run: add run.dir=FOLDER, the folder of that run")
-    folder = Path(run.dir) if run.dir is not None else Path(run.root) / str(run.name)
-    return Report()(folder.expanduser()) if launch.is_main else 0
+    return Report()(reported_on(cfg)) if launch.is_main else 0
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.configuration.settings import GROUPS
+from trainer.configuration.settings import GROUPS, settings
 from trainer.launch.schema import CONFIG, ENVIRONMENT, Damaged, read_json, read_yaml
 from trainer.refusal import Refusal
 
@@ -25,6 +25,14 @@ def opens_a_run(cfg: DictConfig) -> bool:
 def reads_files(cfg: DictConfig) -> bool:
     """Does the job only read the files of a run? Then nothing is built for it, and torch is not imported."""
     return cfg.job.get("_target_") == "trainer.jobs.costs.Report"
+
+
+def reported_on(cfg: DictConfig) -> Path:
+    """The folder that the job `report` reads. Refusal where no run is named."""
+    run = settings(cfg).run
+    if run.dir is None and run.name is None:
+        raise Refusal("job=report reads the files of a run: add run.dir=FOLDER, the folder of that run")
+    return (Path(run.dir) if run.dir is not None else Path(run.root) / str(run.name)).expanduser()
 
 
 def of_run(cfg: DictConfig, chosen: Sequence[str], changes: Sequence[Override]) -> None:

@@ -16,6 +16,7 @@ from trainer.data.stream import EvaluationStream
 from trainer.data.tree import changed
 from trainer.jobs.opened import Which, as_average, chosen, run_folder, samples_of
 from trainer.jobs.preparation import Job, RunParts, seeded_network
+from trainer.launch.launch import Launch
 from trainer.parallel.state import fits
 from trainer.records.weights import of_checkpoint
 from trainer.refusal import Refusal
@@ -155,7 +156,7 @@ def _called_with(run: RunParts, network: nn.Module) -> tuple[tuple[Any, ...], di
 
     # two samples of this process alone: the network's own call shows what there is to trace, whatever the task does
     alone = Slice(0, 1, torch.device("cpu"), run.settings.seed)
-    samples = samples_of(run, "evaluation")
+    samples = samples_of(run, "evaluation", Launch())
     inputs, targets = EvaluationStream(run.data, samples, alone, 2, 1, Loading(workers=0)).example()
     hook = network.register_forward_pre_hook(tell, with_kwargs=True)
     try:

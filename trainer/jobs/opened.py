@@ -64,7 +64,7 @@ def opened(run: RunParts, job: str, split: Split, which: Which) -> Iterator[Open
         be_deterministic()
     # as a run is prepared, but for all that only training needs
     strategy.data_ranks(launch.world_size)
-    samples = samples_of(run, split)
+    samples = samples_of(run, split, launch)
     network, _ = strategy.outline(partial(seeded_network, run))
     strategy.check(run.task, network, launch.world_size)
     strategy.refuse_forward(run.task, network, launch.world_size, partial(host_example, run, samples))
@@ -98,15 +98,15 @@ def run_folder(run: RunParts) -> Path:
     return Path(str(run.settings.run.dir))
 
 
-def samples_of(run: RunParts, split: Split) -> Any:
-    """The set that is meant; Refusal where there is none."""
+def samples_of(run: RunParts, split: Split, launch: Launch) -> Any:
+    """The set that is meant; Refusal where there is none. Collective over these processes: one reads it first."""
 
     def plain() -> Any:
         seed_all(run.settings.seed)  # as where the run has read it
         return run.data.plain_train()
 
     read = plain if split == "train" else lambda: read_data(run)[1]
-    samples = first_on_node(run.machine.launch, "data", read)
+    samples = first_on_node(launch, "data", read)
     if samples is None or not size_of(samples):
         raise Refusal("job.split=evaluation: the data has no evaluation set; there is job.split=train")
     return samples
