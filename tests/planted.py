@@ -156,6 +156,17 @@ class Unsaved(nn.Linear):
         return super().forward(x) * (1 + 1e-3 * self.seen)
 
 
+class Versioned(nn.Linear):
+    """It asks what it loads which version of it that is, as torchvision's MNASNet does. This is right everywhere."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version") != self._version:
+            raise ValueError(f"version {metadata.get('version')}")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
 KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "own_rank": OwnRank,
     "own_buffer": OwnBuffer,
@@ -168,6 +179,9 @@ KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "own_hook": OwnHook,
     "own_seed": OwnSeed,
     "unsaved": Unsaved,
+    "versioned": Versioned,
+    # the first layer of a unit changes what it is given; torchvision's EfficientNet ends like that, and is right
+    "in_place": lambda inside, outside: nn.Sequential(nn.Dropout(0.2, inplace=True), nn.Linear(inside, outside)),
     "batch_norm": lambda inside, _: nn.BatchNorm1d(inside),
     "own_eps": lambda inside, _: OwnEps(inside),
 }

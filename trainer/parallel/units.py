@@ -113,7 +113,8 @@ class _Search:
             if not size:
                 continue
             # what cannot be a unit by itself may hold some
-            free = name not in self.sharing and _has_forward(child) and (repeated or not blocks_only)
+            can_be = _has_forward(child) and not _begins_in_place(child)
+            free = name not in self.sharing and can_be and (repeated or not blocks_only)
             if not free or not self._belongs_together(child, size, repeated):
                 yield from self.below(f"{name}.", child, blocks_only or _is_sealed(child))
             elif repeated or any(True for _ in child.children()) or size >= CRUMB * self.total:
@@ -145,6 +146,13 @@ def enclosing(name: str) -> set[str]:
 def _has_forward(module: nn.Module) -> bool:
     """Can it be called? A ModuleList cannot."""
     return type(module).forward is not nn.Module.forward
+
+
+def _begins_in_place(module: nn.Module) -> bool:
+    """Does it change what it is given? To a unit of FSDP autograd forbids that, with an error in the first step."""
+    while isinstance(module, nn.Sequential) and len(module):
+        module = module[0]
+    return getattr(module, "inplace", False) is True
 
 
 def _is_sealed(module: nn.Module) -> bool:

@@ -44,7 +44,8 @@ def likely(first: First, here: Circumstances) -> str:
         ),
         DATA: lambda: (
             "the data: what an item or its augmentation is depends on the process that reads it, on a worker,"
-            " or on what was read before; it may depend on the index and on the generators that are seeded for it"
+            " on what was read before, or on the other samples of its batch; it may depend on the index, and on the"
+            " generators that are seeded for it (in Data.augment and Data.mix: `random`)"
         ),
         FORWARD: lambda: _forward(first, here),
         LOSS: lambda: _loss(first, here),

@@ -263,5 +263,7 @@ class Placed:
 
     def load_weights(self, state: Mapping[str, Tensor]) -> None:
         """Take over the network's values and their average."""
-        self.network.load_state_dict({name: state[name] for name in self.network.state_dict()})
+        own = self.network.state_dict()  # it also holds the versions of modules, which some ask for
+        own.update({name: state[name] for name in own})
+        self.network.load_state_dict(own)
         self.average.load(state)

@@ -64,7 +64,10 @@ class Stages(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take over the values of all stages here; what other ranks hold is passed over."""
         for stage in self.children():
-            own = {name: state_dict[name] for name in stage.state_dict() if name in state_dict}
+            own = stage.state_dict()  # it also holds the versions of modules, which some ask for
+            for name in own.keys() - state_dict.keys():
+                del own[name]
+            own.update({name: state_dict[name] for name in own})
             stage.load_state_dict(own, strict, assign)
 
 
