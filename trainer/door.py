@@ -6,12 +6,9 @@ Typos are refused before torch is imported, which takes seconds.
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,12 +20,13 @@ from omegaconf import DictConfig
 from trainer.configuration import bundle
 from trainer.configuration.compose import compose, quoted
 from trainer.configuration.settings import settings
-from trainer.configuration.trained import opens_a_run, reads_files, reported_on
+from trainer.configuration.trained import opens_a_run, reads_files, reported_on, verifies
 from trainer.configuration.words import read
 from trainer.launch import again, failure
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import launched
 from trainer.launch.screen import say
+from trainer.proof.found import verdict
 from trainer.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -49,7 +47,7 @@ class Result:
     @cached_property
     def network(self) -> nn.Module:
         """The plain network on the CPU, in evaluation mode, with the weights of the last checkpoint."""
-        with importable():
+        with bundle.present_folder():
             parts = self.parts()
             from trainer.jobs.export import trained
             from trainer.jobs.opened import chosen
@@ -80,7 +78,7 @@ def run(words: Sequence[str] = (), config_dir: str | Path | None = None, process
 def _run(asked: list[str]) -> Result:
     if (what := read(asked)).multirun or what.flags:
         raise Refusal("trainer.run does one run, and returns: -m, --help, --cfg and --info are for python -m trainer")
-    with importable():
+    with bundle.present_folder():
         cfg, launch = compose(asked), launched()
         count = wanted(cfg, launch)
         # the folder is chosen here, because what the run has left is looked for in it afterwards
@@ -90,6 +88,8 @@ def _run(asked: list[str]) -> Result:
         if threading.current_thread() is not threading.main_thread():
             say("note        Ctrl-C does not reach a run in a thread; run.stop_after=… ends it")
         code = _apart(asked, cfg, count) if count else _within(asked, launch, cfg)
+        if code == 1:  # nothing has failed, or that would have been raised
+            raise RuntimeError(verdict(folder))
         return Result(*_left(cfg, folder, code), folder, partial(understood, asked, Launch(), cfg))
 
 
@@ -136,20 +136,6 @@ def reported(cfg: DictConfig, launch: Launch) -> int:
     from trainer.jobs.costs import Report
 
     return Report()(reported_on(cfg)) if launch.is_main else 0
-
-
-@contextmanager
-def importable() -> Iterator[None]:
-    """Inside, what lies in the present folder can be imported, as with `python -m`: a lab, from its parent folder."""
-    here = os.getcwd()
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        if added and here in sys.path:
-            sys.path.remove(here)
 
 
 def run_folder(cfg: DictConfig, launch: Launch) -> Path:
@@ -219,7 +205,8 @@ def _apart(words: Sequence[str], cfg: DictConfig, count: int) -> int:
     if code not in (0, failure.STOPPED):
         if asked.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt("interrupted twice")
-        raise RuntimeError(said or "a process of the run ended without a message: killed, or out of memory")
+        found = verdict(Path(str(cfg.run.dir))) if verifies(cfg) else ""
+        raise RuntimeError(said or found or "a process of the run ended without a message: killed, or out of memory")
     return code
 
 
@@ -228,10 +215,11 @@ def _left(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[str, floa
     from trainer.launch.status import read_status
     from trainer.records.figures import evaluations, figures
 
-    # a job that opens a run leaves the run's own files as they were
-    opened, status = opens_a_run(cfg), read_status(folder)
+    # a job that opens a run leaves the run's own files as they were, and so does `verify`
+    own = "evaluate" if opens_a_run(cfg) else "verify" if verifies(cfg) else ""
+    status = read_status(folder)
     if code == failure.STOPPED and status is None:
         raise KeyboardInterrupt("interrupted before the run began")
-    state = "preempted" if code == failure.STOPPED else "completed" if opened or not status else status["state"]
-    last = evaluations(folder / ("evaluate" if opened else "") / "metrics.jsonl")[-1:]
+    state = "preempted" if code == failure.STOPPED else "completed" if own or not status else status["state"]
+    last = evaluations(folder / own / "metrics.jsonl")[-1:]
     return state, figures(last[0]) if last else {}

@@ -18,8 +18,8 @@ from scripts.faults.left import Left
 from scripts.faults.plan import draw
 from scripts.faults.possible import impossible
 from scripts.faults.strikes import STRIKES
+from trainer.configuration.bundle import present_folder
 from trainer.configuration.compose import compose, quoted
-from trainer.door import importable
 from trainer.refusal import Refusal
 
 DISK, INSIDE, TEMPORARY = "disk", "inside", "tmp"  # folders: a disk of its own; what asks the task; TMPDIR of each run
@@ -38,7 +38,7 @@ def both(
     kinds = wanted(asked.kinds)
     if chosen := [word for word in words if word.startswith(("run.", "processes="))]:
         raise Refusal(f"{chosen[0]}: the folder is chosen here, and --processes says how many; leave it out")
-    with importable():  # a lab in this folder
+    with present_folder():  # a lab in this folder
         cfg = compose(words)
     inside.write(folder, cfg.task._target_)
     # what strikes inside is part of both runs, or they would not have one configuration

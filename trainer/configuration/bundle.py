@@ -1,6 +1,9 @@
 """Where `conf/` and `recipes/` lie: beside the package in a checkout, inside it in an installed wheel."""
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,3 +24,17 @@ def make_importable() -> None:
         # In front, because the configuration means these recipes and no other folder that has the same name.
         # sys.path and not sys.modules, because worker processes inherit the one and not the other.
         sys.path.insert(0, str(root()))
+
+
+@contextmanager
+def present_folder() -> Iterator[None]:
+    """Inside, what lies in the present folder can be imported, as with `python -m`: a lab, from its parent folder."""
+    here = os.getcwd()
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if added and here in sys.path:
+            sys.path.remove(here)

@@ -35,6 +35,11 @@ def reported_on(cfg: DictConfig) -> Path:
     return (Path(run.dir) if run.dir is not None else Path(run.root) / str(run.name)).expanduser()
 
 
+def verifies(cfg: DictConfig) -> bool:
+    """Does the job compare a strategy with one process? Then it leaves the run's own files as they are."""
+    return bool(cfg.job.get("_target_") == "trainer.jobs.verify.Verify")
+
+
 def of_run(cfg: DictConfig, chosen: Sequence[str], changes: Sequence[Override]) -> None:
     """Put the run's own values into what was composed, in place, but for the groups that were chosen anew.
 
