@@ -113,11 +113,11 @@ def test_a_transformer_trains_the_same_everywhere(
 IMAGES = [
     "data=synthetic_images",
     "data.size=48",
-    "data.image_size=64",
-    "loop.global_batch=12",
+    "data.image_size=32",
+    "loop.global_batch=8",
     "strategy.sync_bn=true",
 ]
-ZOO = ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "convnext_tiny")
+ZOO = ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "efficientnet_b0")
 PEOPLES = {
     "mlp": ["model=mlp", "model.width=32", "loop.global_batch=24"],
     "cnn": ["model=cnn", "loop.global_batch=24"],

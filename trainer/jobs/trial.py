@@ -54,13 +54,13 @@ def trial(
             renew(run)
             start = checkpoints.newest()
             build_values(run, resuming=start is not None)
-            if shake:
-                shaken(run.network, shake)
             trainer = make_trainer(run, checkpoints, Log([]), stop, Progress())
+            if shake and start is None:
+                shaken(trainer.placed.network, shake)
             evaluation = make_evaluation(run)
-            # the loop itself, to this step; what it would do beside steps and saves is left out
             # which steps of fp16 overflow, and are left out, depends on how a batch is divided: here none does
             trainer.placed.scaler.load({"scaler/scale": torch.tensor(_SCALE)})
+            # the loop itself, to this step; what it would do beside steps and saves is left out
             watched: Any = Watched(trainer.placed, record, resume or ends[0])
             if start is None:
                 watched.begin()

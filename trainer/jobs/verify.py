@@ -57,15 +57,16 @@ class Verify(Job):
             here, world = circumstances(run), run.strategy.world
             with exactly(run):
                 done = trial(run, record, self._ends(run), stop)
-            found = world.all_gather_values(compared(reference, record, self.tolerance))  # all ranks
+            own = compared(reference, record, self.tolerance, reference.facts["floors"])
+            found = world.all_gather_values(own)  # all ranks
             curves = [losses(reference), losses(record)]
             # then as the run itself would compute: there rounding is what a mistake was before
             file = beside(path, run)
             plain = Record.read(file) if file.is_file() else None
             if done and plain:
-                own = Record()
-                done = trial(run, own, self._ends(run)[-1:], stop)
-                curves = [losses(plain), losses(own)]
+                spread = Record()
+                done = trial(run, spread, self._ends(run)[-1:], stop)
+                curves = [losses(plain), losses(spread)]
         if not done:
             return failure.exit_code(False, launch)
         precision = run.machine.resolved_precision
@@ -73,8 +74,9 @@ class Verify(Job):
         verdict = replace(judged(reference, found, self._ends(run)[0], here), rounding=rounding)
         if launch.is_main:
             steps = self._ends(run)[-1]
-            print("\n".join(lines(verdict, run, steps, dropped)))
-            said = {"strategy": run.strategy.name, "processes": launch.world_size, "steps": steps}
+            told = lines(verdict, run, steps, dropped)
+            print("\n".join(told))
+            said = {"verdict": told[0], "strategy": run.strategy.name, "processes": launch.world_size, "steps": steps}
             both = dict(zip(("one process", f"{run.strategy.name} on {launch.world_size}"), curves, strict=True))
             said |= {**verdict.data(), "losses": both}
             replace_file(out / "verify.json", json.dumps(said, indent=1) + "\n")
@@ -89,20 +91,22 @@ class Verify(Job):
             raise Refusal("job.record: the reference is what one process does; leave out processes and torchrun")
         path.parent.mkdir(parents=True, exist_ok=True)
         run, _ = self._prepared(parts, path.parent / f"{path.stem}.trial", alone=True)
-        record, plain, moved = Record(), Record(), Record()
         half, last = self._ends(run)
+        # everything twice, the second time with all weights moved by a last bit: so far does rounding alone carry it
         with StopRequest(run.machine.launch) as stop, run.strategy:
             with exactly(run):
-                record.layouts = surveyed(run)
+                record, shaken = (Record(layouts=layouts) for layouts in [surveyed(run)] * 2)
                 done = trial(run, record, [last], stop, resume=half)
-            # in the precision of the run twice: the second time with all weights moved by a last bit
+                done = done and trial(run, shaken, [last], stop, resume=half, shake=LAST_BIT["fp64"])
+            plain, moved = Record(), Record()
             precision = run.machine.resolved_precision
-            if done and precision in LAST_BIT:
+            if done and precision != "fp64":
                 done = trial(run, plain, [last], stop) and trial(run, moved, [last], stop, shake=LAST_BIT[precision])
-        if done and precision in LAST_BIT:
+        if done and precision != "fp64":
             plain.facts = {"floor": floor(losses(plain), losses(moved), precision)}
             plain.write(beside(path, run))
         if done:
+            record.facts = {"floors": compared(record, shaken, self.tolerance).gaps}
             record.write(path)
         self._leave(run)
         return failure.exit_code(done, run.machine.launch)
@@ -147,6 +151,7 @@ def verify_folder(parts: RunParts) -> Path:
     def decide() -> str:
         folder, _ = choose(Path(run.root).expanduser(), run.name, run.dir, f"verify_{parts.strategy.name}", launch)
         (folder / "verify").mkdir(parents=True, exist_ok=True)
+        (folder / "verify" / "verify.json").unlink(missing_ok=True)  # of an earlier one, should this one be killed
         return str(folder / "verify")
 
     return Path(decided_by_main(launch, "verify-folder", decide))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 
 from trainer.parallel.state import AVERAGE, PREFIX
 from trainer.proof.record import GRADIENT, RESUME, UPDATE, Key, Record
+from trainer.proof.rounding import ABOVE
 
 # Of the largest norm of a step's phase. The gradient of a bias before a BatchNorm is but rounding, which is small
 # beside other gradients only. What is really that small is compared all the same, in fewer digits.
@@ -37,8 +38,14 @@ class Compared(NamedTuple):
     held: frozenset[Key]  # what there was, compared or not
 
 
-def compared(reference: Record, own: Record, tolerance: float, most: int = 100) -> Compared:
-    """What of an own record is not as in the reference; both may hold what the other does not."""
+def compared(
+    reference: Record, own: Record, tolerance: float, floors: Mapping[str, float] | None = None, most: int = 100
+) -> Compared:
+    """What of an own record is not as in the reference; both may hold what the other does not.
+
+    floors: how far rounding alone takes a phase; a network may blow it up beyond the tolerance.
+    """
+    limits = {phase: max(tolerance, ABOVE * floor) for phase, floor in (floors or {}).items()}
     found, gaps, seen = list[Difference](), dict[str, float](), dict[Key, int]()
     for at, key, floor in _scaled(reference):
         if key not in own.values:
@@ -51,10 +58,11 @@ def compared(reference: Record, own: Record, tolerance: float, most: int = 100) 
             apart = torch.where(apart.isnan(), torch.inf, apart)
             gap = float(apart.max()) if len(rows) else 0.0
             gaps[key.phase], seen[key] = max(gap, gaps.get(key.phase, 0.0)), seen.get(key, 0) + len(rows)
-            if gap > tolerance and len(found) < most:
+            limit = limits.get(key.phase, tolerance)
+            if gap > limit and len(found) < most:
                 worst = int(apart.argmax())
                 ratio = float(signatures[worst, 1] / wanted[worst, 1].clamp(min=1e-300))
-                where = [row for row, one in zip(rows, apart.tolist(), strict=True) if one > tolerance]
+                where = [row for row, one in zip(rows, apart.tolist(), strict=True) if one > limit]
                 found.append(Difference(at, key, gap, ratio, where))
     return Compared(found, gaps, seen, frozenset(own.values))
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from trainer.proof.record import LOSS, Record
 
-LAST_BIT = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12}  # of a number, relative to it: half of it at most
-_ABOVE = 30  # times the noise floor, of which one draw is known
+# of a number, relative to it: half of it at most, but of weights in fp64 a whole one, for half of it rounds to nothing
+LAST_BIT = {"fp64": 2.0**-52, "fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12}
+ABOVE = 30  # times the noise floor, of which one draw is known
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Rounding:
     @property
     def explains(self) -> bool:
         """Is the gap of the kind that rounding makes?"""
-        return self.gap <= _ABOVE * self.floor
+        return self.gap <= ABOVE * self.floor
 
     def __str__(self) -> str:
         return f"{self.precision} gap {self.gap:.1e} (noise floor {self.floor:.1e})"
