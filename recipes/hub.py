@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer.home import at_home
 from trainer.refusal import Refusal, nearest
 
 
@@ -13,7 +14,7 @@ def located(name: str, key: str) -> str:
     The hub has names of one part or two. Without a network it takes a minute to find that it knows none. key: of the
     configuration, with what stands behind it.
     """
-    path = Path(name).expanduser()
+    path = at_home(name)
     if path.is_dir():
         return str(path)
     first, *rest = name.split("/")

@@ -59,6 +59,7 @@ MISTAKES = [  # words, what the one message contains
     ("run.name=../../x", "run.name", "run.dir"),
     ("run.dir=/proc/nowhere/x", "/proc/nowhere/x", "run.dir"),
     ("run.resume=/nowhere", "/nowhere", "does not exist"),
+    ("run.resume=~nobody-here/x", "~nobody-here/x", "this machine knows no home folder ~nobody-here"),
     ("loop.micro_batches=7", "128 / 1 data rank / 7", "nearest"),
     ("data=synthetic_images data.size=0", "empty", "0 samples"),
     ("data=synthetic_images data.size=10", "10 samples", "128"),

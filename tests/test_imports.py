@@ -58,7 +58,7 @@ def test_the_framework_never_imports_the_recipes() -> None:
 
 
 def test_recipes_see_only_the_open_side_of_the_framework() -> None:
-    modules = ("learning.task", "learning.plan", "parallel.context", "data.data", "data.draws", "refusal")
+    modules = ("learning.task", "learning.plan", "parallel.context", "data.data", "data.draws", "refusal", "home")
     names = ("BadData", "Data", "Joined", "Plan", "Placed", "Refusal", "Schedule", "Sink", "Strategy", "Task", "gather")
     assert strangers("recipes", ("recipes", *(f"trainer.{name}" for name in (*modules, *names)))) == []
 
@@ -66,7 +66,7 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
 # The rooms of trainer/ from the door down: who stands above may import who stands below, never the other way round.
 _DOOR = ("__main__", "door", "sweeps", "jobs", "configuration")
 _LOOP = ("proof", "trainer", "lines", "rollback", "progress", "evaluation", "show", "sample", "records", "strategies")
-_GROUND = ("parallel", "learning", "data", "devices", "peaks", "launch", "refusal", "counted")
+_GROUND = ("parallel", "learning", "data", "devices", "peaks", "launch", "home", "refusal", "counted")
 FLOORS = (*_DOOR, *_LOOP, *_GROUND)
 
 

@@ -197,3 +197,17 @@ def test_an_optimizer_that_takes_no_sparse_gradients_is_refused(home: Path, othe
     with pytest.raises(Refusal, match=said):
         losses(home, "no", "model=table", *others)
     assert not (home / "no").exists()
+
+
+class Loose(torch.optim.SGD):
+    """Without annotations, as many write them: nothing but the value tells that a rate is no number."""
+
+    def __init__(self, params, lr=1e-3) -> None:
+        super().__init__(params, lr=lr)
+
+
+@pytest.mark.parametrize("rate", ["fast", "null"])
+def test_a_rate_that_is_no_number_is_refused_whoever_takes_it(home: Path, rate: str) -> None:
+    own = ["optimizer=torch", "optimizer._target_=tests.test_optim.Loose", f"optimizer.lr={rate}", "schedule=plateau"]
+    with pytest.raises(Refusal, match=f"optimizer.lr={rate}: expected a number"):
+        losses(home, "no", "model=late", *own)

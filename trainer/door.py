@@ -22,6 +22,7 @@ from trainer.configuration.compose import compose, quoted
 from trainer.configuration.settings import settings
 from trainer.configuration.trained import opens_a_run, reads_files, reported_on, verifies
 from trainer.configuration.words import read
+from trainer.home import at_home
 from trainer.launch import again, failure
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import launched
@@ -146,7 +147,7 @@ def run_folder(cfg: DictConfig, launch: Launch) -> Path:
     label, own = str(cfg.model.get("_target_")).rsplit(".", 1)[-1].lower(), settings(cfg).run
 
     def decide() -> str:
-        return str(choose(Path(own.root).expanduser(), own.name, own.dir, label, launch)[0])
+        return str(choose(at_home(own.root), own.name, own.dir, label, launch)[0])
 
     return Path(decided_by_main(launch, "door", decide))
 

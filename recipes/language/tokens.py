@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -15,6 +14,7 @@ from torch.utils.data import Dataset
 from recipes.language.shards import Shards, opened
 from trainer.counted import counted
 from trainer.data.data import Data
+from trainer.home import at_home
 from trainer.refusal import Refusal
 
 PADDED = -100  # the target where a window has no more tokens
@@ -30,7 +30,7 @@ class Tokens(Data):
     def __init__(self, folder: str, length: int = 1024, boundaries: bool = False) -> None:
         if length < 1:
             raise Refusal(f"data.length is {length}; it is a number of tokens, 1 or more")
-        index, splits = opened(Path(folder).expanduser())
+        index, splits = opened(at_home(folder))
         self.vocab_size = int(index["vocab_size"])
         self._splits = {name: Windows(split, length, boundaries) for name, split in splits.items()}
         if not len(train := self._splits["train"]):

@@ -16,6 +16,7 @@ from recipes.splits import class_count
 from recipes.text.table import column, table
 from recipes.text.tokenizer import loaded
 from trainer.data.data import Data
+from trainer.home import at_home
 from trainer.refusal import Refusal
 
 ADDRESSES = Path(__file__).with_name("state-of-the-union.jsonl.gz")  # passages of speeches since 1934; public domain
@@ -49,14 +50,14 @@ class LabelledText(Data):
             raise Refusal(f"data.length is {length}; it is a number of tokens, 1 or more")
         if not 0 <= held < 1:
             raise Refusal(f"data.held is {held}; it is a fraction of the rows, from 0 to less than 1")
-        where = ADDRESSES if file is None else Path(file).expanduser()
+        where = ADDRESSES if file is None else at_home(file)
         rows = table(where, "data.file")
         groups = range(len(rows)) if group is None else column(rows, group, "data.group", where)
         back = _held_back(groups, 0.0 if evaluation else held)
         parts = {True: [row for row, out in zip(rows, back, strict=True) if not out]}
         parts[False] = [row for row, out in zip(rows, back, strict=True) if out]
         if evaluation:
-            parts[False] = table(Path(evaluation).expanduser(), "data.evaluation")
+            parts[False] = table(at_home(evaluation), "data.evaluation")
 
         # labels are numbered by their order, in both parts together; numbers by their size
         labels = {at: column(part, label, "data.label", where) for at, part in parts.items()}

@@ -16,6 +16,7 @@ from recipes.vision.cached import cached
 from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
 from recipes.vision.plain_pickle import read_plain
+from trainer.home import at_home
 from trainer.refusal import Refusal
 
 _SIDE = 32
@@ -138,7 +139,7 @@ class CIFAR10(Pictures):
         if root is None:
             self._place = cached(self.name, self.releases[0].files, self._download, self._remedy())
         else:
-            self._place = Path(root).expanduser()
+            self._place = at_home(root)
         self._release = self._found()
         missing = [str(file) for file in self._release.files if not (self._place / file).is_file()]
         if missing:

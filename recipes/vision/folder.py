@@ -18,6 +18,7 @@ import torch
 from recipes.vision.augment import Augment
 from recipes.vision.decode import Windows
 from recipes.vision.decoded import DecodedPictures
+from trainer.home import at_home
 from trainer.refusal import Refusal
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision takes them
@@ -55,7 +56,7 @@ class ImageFolder(DecodedPictures):
             raise Refusal(f"data.held_out is {held_out}; it is a fraction of the images, 0 or more and below 1")
         self._held_out = held_out
         # where what lies, and the classes, which a network must know; the files are listed when they are read
-        self._root = place = Path(root).expanduser()
+        self._root = place = at_home(root)
         self._train = place / "train" if (place / "train").is_dir() else place
         found = [place / name for name in _EVALUATION if (place / name).is_dir()]
         self._val = found[0] if found and self._train != place else None

@@ -23,7 +23,7 @@ from trainer.data.data import Data
 from trainer.jobs.preparation import Job, RunParts
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import meeting_at
-from trainer.learning.optimizer import fused_words, refuse_rules, spares_vectors
+from trainer.learning.optimizer import fused_words, refuse_rate, refuse_rules, spares_vectors
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
 from trainer.learning.torch_schedule import TorchSchedule
@@ -53,6 +53,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     # what an optimizer's class can do is known before there are parameters to give it
     kind: Any = names.find(cfg.optimizer.get("_target_"), "optimizer._target_")
     fused = fused_words(kind, chosen.optimizer.fused, cfg.optimizer.get("dampening", 0))
+    refuse_rate(cfg.optimizer.get("lr", 0.0))
     refuse_rules(kind, chosen.optimizer.groups)
     decays = [cfg.optimizer.get("weight_decay"), *(rule.weight_decay or 0.0 for rule in chosen.optimizer.groups)]
     make_optimizer = maker(cfg.optimizer, Optimizer, "optimizer", names, **fused)

@@ -14,6 +14,7 @@ from trainer.data.reader import Loading
 from trainer.data.slice import Slice
 from trainer.data.stream import EvaluationStream
 from trainer.data.tree import changed
+from trainer.home import at_home
 from trainer.jobs.opened import Which, as_average, chosen, run_folder, samples_of
 from trainer.jobs.preparation import Job, RunParts, seeded_network
 from trainer.launch.launch import Launch
@@ -46,7 +47,7 @@ class Export(Job):
         # what was asked for is looked at first: building a network and tracing it takes a while
         average = as_average(run, self.weights)
         ending = "" if self.format == "huggingface" else f".{self.format}"  # a folder may have any name
-        path = Path(self.out or run_folder(run) / "export" / f"model{ending}").expanduser()
+        path = at_home(self.out or run_folder(run) / "export" / f"model{ending}")
         if ending and path.suffix != ending:
             raise Refusal(f"job.out={self.out}: job.format={self.format} wants a name that ends in {ending}")
         found = chosen(run, self.checkpoint)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.data.data import Data
 from trainer.data.stream import Batch
+from trainer.home import at_home
 from trainer.jobs.opened import OF_AVERAGE, Opened, Split, Which, as_average, opened, run_folder
 from trainer.jobs.preparation import Job, RunParts
 from trainer.launch import failure
@@ -36,7 +37,7 @@ class Predict(Job):
     def __call__(self, run: RunParts) -> int:
         """Predict; the exit code."""
         average = as_average(run, self.weights)
-        path = Path(self.out or run_folder(run) / "predict" / "predictions.safetensors").expanduser()
+        path = at_home(self.out or run_folder(run) / "predict" / "predictions.safetensors")
         if path.suffix != ".safetensors":
             raise Refusal(
                 f"job.out={self.out}: predictions are a file of tensors; give a name that ends in .safetensors"

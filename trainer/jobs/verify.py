@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from trainer.counted import counted
+from trainer.home import at_home
 from trainer.jobs.preparation import Job, Prepared, RunParts, prepare
 from trainer.jobs.reference import made_apart
 from trainer.jobs.trial import exactly, named_modules, plainly, surveyed, trial, without_dropout
@@ -149,7 +150,7 @@ def verify_folder(parts: RunParts) -> Path:
     run, launch = parts.settings.run, parts.machine.launch
 
     def decide() -> str:
-        folder, _ = choose(Path(run.root).expanduser(), run.name, run.dir, f"verify_{parts.strategy.name}", launch)
+        folder, _ = choose(at_home(run.root), run.name, run.dir, f"verify_{parts.strategy.name}", launch)
         (folder / "verify").mkdir(parents=True, exist_ok=True)
         (folder / "verify" / "verify.json").unlink(missing_ok=True)  # of an earlier one, should this one be killed
         return str(folder / "verify")

@@ -53,6 +53,12 @@ def parameter_groups(network: nn.Module, spare_vectors: bool, rules: Sequence[Ru
     ]
 
 
+def refuse_rate(rate: Any) -> None:
+    """Refuse a rate that is no number: a class without annotations would fail over it in a way of its own."""
+    if not isinstance(rate, int | float):
+        raise Refusal(f"optimizer.lr={'null' if rate is None else rate}: expected a number")
+
+
 def refuse_rules(kind: Any, rules: Sequence[Rule]) -> None:
     """Refuse what a rule says of a hyper-parameter that the optimizer does not have: it would change nothing."""
     for rule in rules:

@@ -14,6 +14,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from trainer.home import at_home
 from trainer.launch.agreement import decided_by_main, everywhere
 from trainer.launch.durable import probe, replace_file
 from trainer.launch.launch import Launch
@@ -64,7 +65,7 @@ class RunFolder:
             # what is to be continued is looked at before anything is made
             try:
                 start = start_path(resume)
-                path, restarted = choose(Path(root).expanduser(), name, dir, label, launch)
+                path, restarted = choose(at_home(root), name, dir, label, launch)
                 # who was started again re-enters the folder that it has made itself
                 fresh = resume == "fresh" and not restarted and not launch.requeued
                 if fresh or not has_checkpoint(path):
@@ -161,7 +162,7 @@ def generated_name(label: str, now: float) -> str:
 def choose(root: Path, name: str | None, dir: str | None, label: str, launch: Launch) -> tuple[Path, bool]:
     """The path of a run, and whether an attempt before this one under the same launcher has chosen it already."""
     if dir is not None:
-        path = Path(dir).expanduser().absolute()
+        path = at_home(dir).absolute()
     elif name is not None:
         path = _inside(root, name)
     else:

@@ -9,6 +9,7 @@ from typing import Any
 from trainer.configuration.multirun import Multirun, multirun, whole_words
 from trainer.configuration.space import Trial
 from trainer.counted import counted
+from trainer.home import at_home
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.failure import STOPPED, exit_code
 from trainer.launch.launch import Launch
@@ -83,7 +84,7 @@ def _agreed(asked: Multirun, launch: Launch) -> dict[str, Any]:
 
     def decide() -> dict[str, Any]:
         # a restarted attempt goes on in the same folder
-        folder, restarted = choose(Path(asked.root).expanduser(), asked.name, asked.dir, "multirun", launch)
+        folder, restarted = choose(at_home(asked.root), asked.name, asked.dir, "multirun", launch)
         try:
             lock(folder)
         except OSError as error:
