@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainer.counted import counted
 from trainer.data.data import Data
 from trainer.refusal import Refusal
 
@@ -42,7 +41,7 @@ class Text(Data):
             if not len(windows) and (kind == "train" or size):
                 works = f"data.length={size - 1}" if size > 1 else "a longer text"
                 raise Refusal(
-                    f"{where} has {counted(size, 'byte')} to {kind} on with data.held={held}; a sample of"
+                    f"{where} has {size:,} bytes to {kind} on with data.held={held}; a sample of"
                     f" data.length={length} needs {length + 1}: {works} would work"
                 )
 

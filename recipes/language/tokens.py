@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.language.shards import Shards, opened
-from trainer.counted import counted
 from trainer.data.data import Data
 from trainer.home import at_home
 from trainer.refusal import Refusal
@@ -36,7 +35,7 @@ class Tokens(Data):
         if not len(train := self._splits["train"]):
             works = f"data.length={train.longest}" if train.longest > 0 else "more text"
             raise Refusal(
-                f"data.folder={folder} has {counted(splits['train'].tokens, 'token')} to train on, and no"
+                f"data.folder={folder} has {splits['train'].tokens:,} tokens to train on, and no"
                 f" data.length + 1 = {length + 1:,} of them follow each other in one file: {works} would work"
             )
         held = splits.get("evaluation") or splits["train"]
