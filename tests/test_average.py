@@ -14,9 +14,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.commands import SMALL, curve, lines
 from tests.inside import product
 from tests.test_trainer import made
-from trainer.evaluation import evaluate
 from trainer.launch.launch import Launch
 from trainer.learning.cadence import Due, Every
+from trainer.loop.evaluation import evaluate
 from trainer.refusal import Refusal
 from trainer.strategies.average import Average
 

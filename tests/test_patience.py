@@ -14,8 +14,8 @@ from tests.processes import Processes
 from tests.strategies.toys import Net, Plain, ToyData
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream
-from trainer.evaluation import evaluate
 from trainer.launch.launch import Launch
+from trainer.loop.evaluation import evaluate
 from trainer.refusal import Refusal
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine

@@ -31,6 +31,8 @@ from trainer.data.data import Data
 from trainer.data.stream import Batch
 from trainer.jobs.report import curves_command
 from trainer.learning.cadence import Due
+from trainer.loop.sample import NoSample
+from trainer.loop.show import Show
 from trainer.parallel.histograms import BINS, histograms
 from trainer.parallel.ranks import DONE, Ranks, Waitable
 from trainer.records import tensorboard
@@ -38,8 +40,6 @@ from trainer.records.drawing import confusion, grid
 from trainer.records.log import Log, Sink
 from trainer.records.worst import KEPT
 from trainer.refusal import Refusal
-from trainer.sample import NoSample
-from trainer.show import Show
 from trainer.strategies.scaler import NoScaler, Scaler
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard's reader

@@ -16,8 +16,8 @@ from tests.inside import here
 from tests.strategies.toys import BATCH, Net, Plain, ToyData
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream
-from trainer.evaluation import evaluate
 from trainer.launch.launch import Launch
+from trainer.loop.evaluation import evaluate
 from trainer.records.checkpoint import Checkpoints
 from trainer.strategies import votes
 from trainer.strategies.ddp import DDP

@@ -26,7 +26,7 @@ from trainer.learning import cadence
 from trainer.learning.cadence import Due, Every
 from trainer.learning.schedule import Constant, Cosine, Linear, Schedule
 from trainer.learning.task import Task
-from trainer.progress import Progress
+from trainer.loop.progress import Progress
 from trainer.records import meter
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.log import Log

@@ -16,9 +16,9 @@ from tests.strategies import sequences
 from trainer import Data, Plan, Task, gather
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream, digest
-from trainer.evaluation import evaluate
 from trainer.launch.launch import Launch
 from trainer.learning.frozen import freeze
+from trainer.loop.evaluation import evaluate
 from trainer.parallel.held import held
 from trainer.records.checkpoint import Checkpoints
 from trainer.strategies.base import Strategy

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from trainer.evaluation import evaluate
 from trainer.jobs.opened import Split, Which, opened, run_folder
 from trainer.jobs.preparation import Job, RunParts
 from trainer.launch import failure
+from trainer.loop.evaluation import evaluate
 
 
 class Evaluate(Job):

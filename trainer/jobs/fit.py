@@ -21,8 +21,8 @@ from trainer.launch.agreement import decided_by_main
 from trainer.launch.hang import watchdog
 from trainer.launch.signals import StopRequest, left_behind
 from trainer.launch.starts import process_age
+from trainer.loop.progress import Progress
 from trainer.parallel.outline import is_outline
-from trainer.progress import Progress
 from trainer.records.console import LogFile
 from trainer.records.log import Log
 from trainer.records.manifest import TO_RESUME, Found

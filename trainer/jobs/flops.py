@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from trainer.data.tree import changed, first_tensor
 from trainer.devices import names
+from trainer.jobs.peaks import peak_flops
 from trainer.jobs.preparation import Prepared
 from trainer.learning.task import Task
 from trainer.learning.work import NoWork, Work
 from trainer.parallel.pipeline.trial import shapes
-from trainer.peaks import peak_flops
 from trainer.records.log import Log
 from trainer.refusal import first_line
 

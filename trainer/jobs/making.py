@@ -16,16 +16,16 @@ from trainer.jobs.preparation import Prepared
 from trainer.launch.signals import StopRequest
 from trainer.learning.cadence import Due
 from trainer.learning.optimizer import no_fused_step, parameter_groups
-from trainer.progress import Progress
+from trainer.loop.progress import Progress
+from trainer.loop.rollback import AFTER
+from trainer.loop.sample import NoSample, Sample
+from trainer.loop.show import NoShow, Show
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.log import Log, shows
 from trainer.records.manifest import FINITE, TO_RESUME
 from trainer.records.profile import NoProfile, Profile
 from trainer.records.resume import read_config
 from trainer.records.saver import AtOnce, Beside
-from trainer.rollback import AFTER
-from trainer.sample import NoSample, Sample
-from trainer.show import NoShow, Show
 from trainer.strategies.placed import Placed
 from trainer.trainer import Trainer
 

@@ -13,10 +13,10 @@ from typing import Any
 from trainer.configuration.settings import Loop
 from trainer.counted import counted
 from trainer.data.order import size_of
-from trainer.evaluation import evaluate, rehearse
 from trainer.jobs.arithmetic import more_micro_batches
 from trainer.jobs.preparation import Prepared
 from trainer.launch.echo import chain
+from trainer.loop.evaluation import evaluate, rehearse
 from trainer.records.saver import Beside
 from trainer.refusal import Refusal
 from trainer.trainer import Trainer

@@ -25,8 +25,8 @@ from trainer.devices import names
 from trainer.jobs.preparation import Prepared
 from trainer.launch.launch import Launch
 from trainer.learning.frozen import trainable
+from trainer.loop.progress import Progress
 from trainer.parallel.state import AVERAGE
-from trainer.progress import Progress
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.manifest import Found
 from trainer.records.shelf import committed, winner

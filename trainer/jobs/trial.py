@@ -13,11 +13,11 @@ from torch import nn
 
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
-from trainer.evaluation import figures_of
 from trainer.jobs.making import make_checkpoints, make_evaluation, make_trainer
 from trainer.jobs.preparation import Prepared, RunParts, build_values, seeded_network
 from trainer.launch.signals import StopRequest
-from trainer.progress import Progress
+from trainer.loop.evaluation import figures_of
+from trainer.loop.progress import Progress
 from trainer.proof.drops import drop_nothing
 from trainer.proof.record import EVALUATION, Key, Record
 from trainer.proof.signature import signatures

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from trainer.data.stream import EvaluationStream
 from trainer.learning.task import Task
+from trainer.loop.show import NoShow
 from trainer.refusal import Refusal, nearest
-from trainer.show import NoShow
 from trainer.strategies.base import Strategy
 from trainer.strategies.placed import Placed
 

@@ -13,12 +13,12 @@ from trainer.data.data import Data
 from trainer.data.stream import Batch, EvaluationStream
 from trainer.data.tree import rows
 from trainer.learning.cadence import Due
+from trainer.loop.sample import NoSample
 from trainer.parallel.held import held
 from trainer.parallel.histograms import histograms
 from trainer.parallel.ranks import Ranks
 from trainer.records.log import Log
 from trainer.records.worst import Mistake, Watched
-from trainer.sample import NoSample
 from trainer.strategies.placed import Placed
 
 Through = Callable[[Iterable[tuple[Batch, int]]], Iterator[tuple[Batch, int]]]  # micro-batches as they are, looked at

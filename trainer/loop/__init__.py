@@ -1,0 +1,1 @@
+"""What the loop calls beside the step: evaluations, lines, pictures, its position, the way back."""
