@@ -33,7 +33,7 @@ def test_from_python_a_difference_is_raised_and_a_run_in_the_folder_stays_as_it_
     monkeypatch.chdir(home)
     words = [*NET, "device=cpu", "log=[]", "run.dir=asked", "loop.micro_batches=3"]
     assert trainer.run([*words, "loop.epochs=null", "loop.steps=1"]).metrics
-    for kind, wanted in (("versioned", ""), ("centred", "DIFFERS: what this module computes")):
+    for kind, wanted in (("versioned", ""), ("centred", "DIFFERS at step 1, forward, middle")):
         asked = [*words, "job=verify", f"+model.kind={kind}"]
         trainer.run([*asked, "job.record=python.safetensors"])
         with pytest.raises(RuntimeError, match=f"^{wanted}") if wanted else nullcontext():

@@ -379,6 +379,17 @@ def test_networks_that_draw_have_one_curve(train: Any, where: str) -> None:
     alike(train(size, case.but(micro_batches=4)), train(1, case.but(strategy="single", fields={})))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("where", SPREAD)
+def test_so_they_have_in_single_precision(train: Any, where: str) -> None:
+    size, case = SPREAD[where]
+    case = case.but(network="drawing", average=None, steps=8)
+    (reference,) = train(1, case.but(strategy="single", fields={}))
+    for rank in train(size, case.but(micro_batches=4)):
+        assert max(apart(rank["losses"], reference["losses"])) < 1e-5
+        assert max(apart(rank["norms"], reference["norms"])) < 1e-4
+
+
 SYNCHRONISED = [(name, "normed") for name in SPREAD if name != "dp"]
 SYNCHRONISED += [
     (name, "foreign") for name in SPREAD if name != "dp" and "tensor" not in f"{name} {SPREAD[name][1].fields}"
