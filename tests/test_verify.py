@@ -12,6 +12,7 @@ from unittest.mock import patch
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from tests.commands import TRANSFORMER, finish, single
 from tests.inside import product
@@ -19,7 +20,9 @@ from tests.processes import Processes
 from tests.quick import quickly
 from trainer.launch.launch import Launch
 from trainer.parallel.clip import global_norm
+from trainer.proof.comparison import compared
 from trainer.proof.picture import picture
+from trainer.proof.record import LOSS, Key, Record
 from trainer.refusal import Refusal, Told
 
 pytestmark = pytest.mark.slow
@@ -84,6 +87,14 @@ def test_any_curve_can_be_drawn(losses: list[float]) -> None:
     drawn = picture("<loss>", "a & b" * 50, {"one": losses, "<two>": [loss + 1e-8 for loss in losses]}, 1, floor=1e-7)
     assert len(drawn) < 10_000
     ElementTree.fromstring(drawn)
+
+
+def test_no_floor_excuses_a_mistake() -> None:
+    one, other = Record(), Record()
+    for record, loss in ((one, 1.0), (other, 1.00001)):
+        record.add(Key(1, LOSS, "loss"), [0], torch.tensor([[loss, loss]], dtype=torch.float64))
+    assert compared(one, other, 1e-9, {LOSS: float("inf")}).differences
+    assert not compared(one, one, 1e-9, {LOSS: float("inf")}).differences
 
 
 SPREAD = [

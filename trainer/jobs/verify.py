@@ -96,7 +96,8 @@ class Verify(Job):
         # everything twice, the second time with all weights moved by a last bit: so far does rounding alone carry it
         with StopRequest(run.machine.launch) as stop, run.strategy:
             with exactly(run):
-                record, shaken = (Record(layouts=layouts) for layouts in [surveyed(run)] * 2)
+                layouts = surveyed(run)
+                record, shaken = Record(layouts=layouts), Record(layouts=layouts)
                 done = trial(run, record, [last], stop, resume=half)
                 done = done and trial(run, shaken, [last], stop, resume=half, shake=LAST_BIT["fp64"])
             plain, moved = Record(), Record()

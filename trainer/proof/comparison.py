@@ -16,6 +16,7 @@ from trainer.proof.rounding import ABOVE
 # beside other gradients only. What is really that small is compared all the same, in fewer digits.
 _OF_PHASE = 1e-6
 _OF_VALUES = 1e-3  # the same of weights and buffers: running means take up what Adam has made of such a bias
+_MOST = 1e-6  # that rounding in fp64 is believed: a choice that a last bit turns, or a NaN, must not excuse a mistake
 _NOTHING = 1e-9  # the same for a gradient that counts as none: an Adam makes whole steps of rounding
 
 
@@ -45,7 +46,7 @@ def compared(
 
     floors: how far rounding alone takes a phase; a network may blow it up beyond the tolerance.
     """
-    limits = {phase: max(tolerance, ABOVE * floor) for phase, floor in (floors or {}).items()}
+    limits = {phase: max(tolerance, min(ABOVE * floor, _MOST)) for phase, floor in (floors or {}).items()}
     found, gaps, seen = list[Difference](), dict[str, float](), dict[Key, int]()
     for at, key, floor in _scaled(reference):
         if key not in own.values:

@@ -47,7 +47,7 @@ def picture(title: str, words: str, curves: Mapping[str, Sequence[float]], first
     style = f"{SHAPES}  {schemes[0]}\n  @media (prefers-color-scheme: dark) {{ {schemes[1]} }}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {BOTTOM}" width="{WIDTH}" role="img">',
-        f"<title>Training loss: {escaped(', '.join(curves))}</title><style>\n{style}\n</style>",
+        f"<title>Training loss: {_escaped(', '.join(curves))}</title><style>\n{style}\n</style>",
         f'<rect class="card" width="{WIDTH}" height="{BOTTOM}" rx="8"/>',
         text(LEFT, 30, title, "title"),
         text(LEFT, 50, words if len(words) <= _FIT else f"{words[: _FIT - 1]}…", "faint code"),
@@ -149,9 +149,9 @@ def _curve(points: Sequence[tuple[float, float]], colour: str, width: float, das
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
     """Words at a place."""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escaped(words)}</text>'
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_escaped(words)}</text>'
 
 
-def escaped(words: str) -> str:
+def _escaped(words: str) -> str:
     """Words as they may stand between tags."""
     return words.replace("&", "&amp;").replace("<", "&lt;")

@@ -22,8 +22,7 @@ def call_together(network: nn.Module, ranks: Ranks, step: Callable[[], int | Non
 
     Told on all of them where they differ.
     """
-    units: dict[str, nn.Module] = {}
-    units |= {name: module for name, module in network.named_modules() if name and isinstance(module, FSDPModule)}
+    units = [name for name, module in network.named_modules() if name and isinstance(module, FSDPModule)]
 
     def meet(name: str, *_: Any) -> None:
         at = None if in_backward() else step()  # what is computed again has been called before
@@ -34,8 +33,10 @@ def call_together(network: nn.Module, ranks: Ranks, step: Callable[[], int | Non
             raise Told(_parted(names, at))
 
     if ranks.size > 1:
-        for name, module in units.items():
-            module.register_forward_pre_hook(partial(meet, name), prepend=True)  # before fully_shard's own
+        for name in units:
+            network.get_submodule(name).register_forward_pre_hook(
+                partial(meet, name), prepend=True
+            )  # before fully_shard's own
         if units:
             network.register_forward_hook(partial(meet, ""))
 
