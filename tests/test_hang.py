@@ -82,6 +82,16 @@ def checkpoints(place: Path) -> set[str]:
     return {name for name in found if "/.tmp-" not in name}
 
 
+def remark(folder: Path) -> str:
+    """What status.json says of a rank that holds up the others while they are asked to stop; waits for it."""
+    until = time.monotonic() + 60
+    while not (reason := status(folder)["reason"] or "").startswith("SIGTERM, and nothing has gone on since: rank 1 "):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert status(folder)["state"] == "running"  # it is no verdict
+    return reason
+
+
 def log(place: Path, rank: int) -> str:
     return (place / "run" / "logs" / f"rank-{rank}.log").read_text()
 
@@ -152,15 +162,11 @@ def test_a_rank_that_is_busy_with_itself_is_named_with_its_line(tmp_path, limit)
         assert time.monotonic() < until
         time.sleep(0.05)
     if limit == "10min":
-        # long before that time is over a scheduler asks, and would kill: the status is true by then
+        # long before that time is over a scheduler asks, and would kill: the last word is said by then
         for rank in ranks:
             os.kill(rank.pid, signal.SIGTERM)
-        while status(tmp_path / "run")["state"] == "running":
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        reason = remark(tmp_path / "run")
         assert [rank.process.poll() for rank in ranks] == [None, None]
-        reason = status(tmp_path / "run")["reason"]
-        assert reason.startswith("SIGTERM, and nothing has gone on since: rank 1 of 2 ")
         (tmp_path / "stuck").unlink()  # it was only slow: it saves after all
         codes, state = [75, 75], "preempted"
     else:
@@ -172,6 +178,34 @@ def test_a_rank_that_is_busy_with_itself_is_named_with_its_line(tmp_path, limit)
     assert "lab/own.py:" in reason
     assert "in __getitem__: time.sleep(0.1)" in reason
     assert status(tmp_path / "run")["root_rank"] == (1 if state == "failed" else None)
+
+
+def test_who_was_paused_once_and_later_stops_slowly_still_saves(tmp_path) -> None:
+    lab(tmp_path)
+    with (tmp_path / "lab" / "own.py").open("a") as file:
+        file.write("\nfrom trainer.launch import hang, watchdog\nhang.PAUSE = watchdog.PAUSE = 0.1\n")
+        file.write("hang._ASLEEP = watchdog.ASKED = 0.5\n")
+    ranks = by_hand(tmp_path, *RUN, *LAB_WORDS, "loop.steps=999999")
+    ranks[0].wait_for_step(tmp_path / "run", 9)
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    time.sleep(1.5)  # what is tested is time that goes by
+    os.kill(ranks[1].pid, signal.SIGCONT)
+    (tmp_path / "stuck").touch()
+    until = time.monotonic() + 60
+    while not (tmp_path / "seen").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert "in __getitem__: time.sleep(0.1)" in remark(tmp_path / "run")
+    time.sleep(1.5)  # both look at that file some ten times
+    assert [rank.process.poll() for rank in ranks] == [None, None]
+    (tmp_path / "stuck").unlink()
+    ended = [rank.end() for rank in ranks]
+    assert [(one.code, one.left) for one in ended] == [(75, [])] * 2, ended
+    said = status(tmp_path / "run")
+    assert (said["state"], said["reason"]) == ("preempted", "SIGTERM")
+    assert (tmp_path / "run" / "checkpoints" / f"step-{said['step']:08}" / "manifest.json").is_file()
 
 
 @pytest.mark.long
@@ -300,8 +334,9 @@ def test_one_process_that_was_asked_to_stop_in_vain_says_so(tmp_path, monkeypatc
     monkeypatch.setattr(watchdog, "PAUSE", 0.01)
     monkeypatch.setattr(watchdog, "ASKED", 0.05)
     (tmp_path / "status.json").write_text('{"state": "running", "step": 3}')
-    watched(tmp_path, Pulse(3, 7, 600, 600), "SIGTERM", lambda: status(tmp_path)["state"] == "failed")
+    watched(tmp_path, Pulse(3, 7, 600, 600), "SIGTERM", lambda: "reason" in status(tmp_path))
     assert status(tmp_path)["reason"].startswith("SIGTERM, and nothing has gone on since: ")
+    assert status(tmp_path)["state"] == "running"
 
 
 def test_who_stands_in_a_debugger_is_not_late(tmp_path, monkeypatch, caplog) -> None:

@@ -134,7 +134,7 @@ def start_table(starts: list[dict[str, Any]]) -> list[str]:
 def _after(start: dict[str, Any]) -> str:
     """How the start before this one ended."""
     if start["after"] == "running":
-        return "killed, without a last word"
+        return f"killed: {start['because']}" if start["because"] else "killed, without a last word"
     return f"{start['after']}: {start['because']}" if start["because"] else start["after"] or ""
 
 

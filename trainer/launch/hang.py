@@ -6,6 +6,7 @@ stopped, or gone. One rank listens, claims the failure in the store and gives th
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -27,6 +28,7 @@ from trainer.launch.until import until, within
 from trainer.launch.watchdog import PAUSE, Pulse, Watchdog
 
 _ASLEEP = 2.5  # seconds between two looks of a process that was stopped meanwhile
+_AWAKE = 30.0  # seconds after which such a process has heard of all that the others did meanwhile
 _ANSWERS = 5.0  # seconds in which a process that runs answers a roll call
 _STORE = 7.0  # seconds for all of that, at a store that answers
 _PARTED = 3.0  # seconds for the last words there
@@ -45,7 +47,8 @@ class WatchdogOfRanks(Watchdog):
         self._listening, self._calling = RollCall(self._launch, store), RollCall(self._launch, store)
         self._listening.enter()
         self._answered, self._hears = 0, True
-        self._listened, self._slept = monotonic(), False
+        self._listened, self._woke = monotonic(), -math.inf
+        self._before = read_status(self._folder)  # of an earlier start, until this one has begun
         return super().__enter__()
 
     def _acts(self) -> list[Callable[[], None]]:
@@ -62,12 +65,11 @@ class WatchdogOfRanks(Watchdog):
     def _listen(self) -> None:
         """In a thread of its own: answer roll calls, and leave once the run has ended without this rank."""
         while not self._over.wait(PAUSE):
-            self._was_asleep()
-            self._listened = monotonic()
+            asleep, self._listened = self._was_asleep(), monotonic()
             if (first := self._ended()) is not None:
                 # a main thread to which an error comes gives its own account; one that hangs, or was stopped until
                 # now, must do nothing more
-                if self._slept or self._answered or not self._over.wait(_GRACE):
+                if asleep or self._answered or not self._over.wait(_GRACE):
                     self._leave(first, self._listening)
                 return
             with suppress(RuntimeError):  # the store has gone just now: the next look tells
@@ -76,9 +78,10 @@ class WatchdogOfRanks(Watchdog):
                     self._answered = number  # only now: where the store goes meanwhile, no stacks were written
 
     def _was_asleep(self) -> bool:
-        """Has this process not run for a while, at any time since it began?"""
-        self._slept = self._slept or monotonic() - self._listened > _ASLEEP
-        return self._slept
+        """Has this process not run for a while, and is it so short a time ago that the others may have ended the run?"""
+        now = monotonic()
+        self._woke = now if now - self._listened > _ASLEEP else self._woke
+        return now - self._woke < _AWAKE
 
     def _ended(self) -> Failure | None:
         """How the run ended without this rank; None: it goes on, as far as can be known."""
@@ -90,12 +93,12 @@ class WatchdogOfRanks(Watchdog):
                 return Failure(None, time.time(), "rank 0 is gone, and the store that it served", _NOBODY)
             self._hears = False  # the launcher is gone, but not the ranks: they save and stop
         # the store that a stopped process serves could hear of nothing; the folder could
-        return self._written() if self._slept else None
+        return self._written() if self._was_asleep() else None
 
     def _written(self) -> Failure | None:
-        """The failure that the run's folder tells of, if any; whoever wrote it has told it."""
+        """The failure of this start that the run's folder tells of, if any; whoever wrote it has told it."""
         status = read_status(self._folder)
-        if status is None or status["state"] != "failed":
+        if status is None or status["state"] != "failed" or status == self._before:
             return None
         return Failure(status["root_rank"], status["time"], str(status["reason"]), _NOBODY)
 

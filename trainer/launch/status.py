@@ -112,6 +112,13 @@ def mark_failed(folder: Path, reason: str, root_rank: int | None) -> None:
         _put(folder / NAME, said)
 
 
+def remark(folder: Path, reason: str, root_rank: int | None) -> None:
+    """Say in status.json what holds up a run that goes on: it may be killed any moment. No verdict; any rank may."""
+    said = read_status(folder)
+    if said is not None and said["state"] == "running":
+        _put(folder / NAME, said | {"reason": reason, "root_rank": root_rank, "time": time.time()})
+
+
 def _put(path: Path, said: dict[str, Any], lasting: bool = True) -> None:
     """Replace the file. On a full disk the next report of a running attempt says it; an end is said in place."""
     data = (json.dumps(said, indent=1) + "\n").encode()

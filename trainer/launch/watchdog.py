@@ -19,7 +19,7 @@ from trainer.launch.launch import Launch
 from trainer.launch.screen import log_path, note
 from trainer.launch.signals import StopRequest
 from trainer.launch.stacks import debugged, doing, stacks
-from trainer.launch.status import mark_failed
+from trainer.launch.status import remark
 
 PAUSE = 1.0  # seconds between two looks
 ASKED = 10.0  # seconds in which a run that was asked to stop should get further
@@ -106,6 +106,6 @@ class Watchdog:
         return f"{doing(self._main)[0]} (all threads: {log_path(self._folder, self._launch.rank)})"
 
     def _not_further(self, what: str, rank: int | None) -> None:
-        """Whoever asked it to stop may kill it any moment: until it gets further, the truth is that it does not."""
+        """Whoever asked it to stop may kill it any moment: until it gets further, its last word says why it did not."""
         with suppress(OSError):
-            mark_failed(self._folder, f"{self._stop.reason}, and nothing has gone on since: {what}", rank)
+            remark(self._folder, f"{self._stop.reason}, and nothing has gone on since: {what}", rank)
