@@ -5,6 +5,7 @@ from __future__ import annotations
 import bdb
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,6 @@ import pytest
 from tests.commands import SMALL, Command, curve, finish, single, status, torchrun
 from trainer.launch import watchdog
 from trainer.launch.launch import Launch
-from trainer.launch.local import _free_port
 from trainer.launch.rollcall import Present, accusation
 from trainer.launch.signals import StopRequest
 from trainer.launch.stacks import debugged, doing
@@ -62,7 +62,8 @@ class Slow(Data):
 
 def by_hand(place: Path, *words: str) -> list[Command]:
     """Two ranks that nobody launched: rank 0 serves the store."""
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     command = single(f"run.dir={place / 'run'}", *words)
     return [Command(command, place, {**meeting, "RANK": str(rank)}) for rank in range(2)]
 

@@ -128,6 +128,9 @@ def test_the_tasks_of_slurms_nodes():
 def test_who_has_started_a_process_is_known_and_missed():
     assert read({"TRAINER_PARENT": os.getppid()}).watched
     assert not read({"TRAINER_PARENT": os.getpid()}).watched  # from further up
+    meeting = TORCHRUN | {"TRAINER_STORE": "/private/store"}
+    assert read(meeting | {"TRAINER_PARENT": os.getppid()}).address == "file:///private/store"
+    assert read(meeting | {"TRAINER_PARENT": os.getpid()}).address == "a:7"  # torchrun inside of such a process
     gone = subprocess.Popen(["true"])
     gone.wait()
     with pytest.raises(Refusal, match="is gone"):

@@ -7,12 +7,18 @@ import re
 import signal
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from tests.commands import PATIENCE, SMALL, Command, curve, files_below, lines, single, status, torchrun
+from trainer.launch import stores
+from trainer.refusal import Refusal
 
 WORDS = (*SMALL, "strategy=ddp", "device=cpu", "loop.global_batch=120", "loop.eval_every=null")
 
@@ -41,10 +47,39 @@ def test_what_processes_n_starts_listens_on_this_machine_alone(tmp_path: Path) -
     command = Command(single(*words), tmp_path)
     command.wait_for_step(folder, 3)
     places = listening(command.members())
+    with ThreadPoolExecutor() as pool, patch.object(stores, "ANSWER", timedelta(seconds=2)):
+        served = [place for place, answers in zip(places, pool.map(is_store, places), strict=True) if answers]
     os.kill(command.pid, signal.SIGTERM)
     assert command.end().code == 75
-    assert len(places) >= 3  # the store, and each rank
+    assert len(places) >= 2  # gloo, of each rank
     assert [str(address) for address, _ in places if not address.is_loopback] == []
+    assert served == []  # what the ranks agree on is in a file that is nobody else's
+
+
+def is_store(place: tuple[IPv4Address | IPv6Address, int]) -> bool:
+    """Does a store of torch answer there, as it does to anybody?"""
+    with suppress(Refusal):
+        return stores.reached(str(place[0]), place[1], 2, timedelta(seconds=2)).check(["init_"]) in (True, False)
+    return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux' table of processes")
+def test_the_store_of_processes_n_is_a_file_of_this_user_alone_and_goes_with_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = Command(single(*WORDS, "processes=2", "loop.steps=1000000", f"run.dir={folder}"), tmp_path)
+    command.wait_for_step(folder, 1)
+    (stored,) = {
+        Path(os.fsdecode(word.partition(b"=")[2]))
+        for pid in command.members()
+        for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if word.startswith(b"TRAINER_STORE=")
+    }
+    private = next(parent for parent in stored.parents if parent.name.startswith("trainer-"))
+    assert stored.stat().st_size > 0
+    assert (private.stat().st_mode & 0o777, private.stat().st_uid) == (0o700, os.getuid())
+    os.kill(command.pid, signal.SIGTERM)
+    assert command.end().code == 75
+    assert not private.exists()
 
 
 @pytest.mark.long

@@ -47,6 +47,8 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch:
     if rank >= world_size:
         raise Refusal(f"RANK={rank} WORLD_SIZE={world_size}: ranks count from 0, so the last is {world_size - 1}")
     host, port = said.get("MASTER_ADDR"), said.get("MASTER_PORT")
+    # of `processes=N`; one that was started from inside of such a process has another launcher
+    stored = f"file://{env['TRAINER_STORE']}" if watched and env.get("TRAINER_STORE") else ""
     return Launch(
         rank,
         world_size,
@@ -57,7 +59,8 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch:
         run_id=said.get("TORCHELASTIC_RUN_ID", ""),
         watched=watched,
         told=True,
-        address=f"{host}:{_whole(said, 'MASTER_PORT')}" if host and port else "",  # init_method may say it instead
+        # init_method may say it instead
+        address=stored or (f"{host}:{_whole(said, 'MASTER_PORT')}" if host and port else ""),
         hosted=said.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 

@@ -1,7 +1,8 @@
 """Several processes of one run on this machine, started by the command itself (`processes=N`), without a launcher.
 
-They find each other as torchrun's processes do. Who started them waits, hands on requests to stop, and ends with the
-run's own exit code. Nothing here needs torch.
+They meet at a store in a file: a store at a port asks nobody for a password, so other users of the machine could read
+and change it. Who started them waits, hands on requests to stop, and ends with the run's own exit code. Nothing here
+needs torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from pathlib import Path
 from trainer.launch.failure import STOPPED
 from trainer.launch.relay import Relay
 from trainer.launch.signals import REQUESTS
-from trainer.launch.stores import LOOPBACK
 
 _LOOK = 0.1  # seconds between two looks at the processes
 _ACCOUNT = 10.0  # seconds that the others have to notice that one has failed, and to say so
@@ -32,10 +32,10 @@ _GRACE = 20.0  # seconds more until those are killed that did not end when they 
 def start(words: Sequence[str], count: int, scratch: Path, attempt: int = 0) -> tuple[int, list[int]]:
     """Run the words in so many processes and wait for all; the run's exit code, and which signals asked it to stop.
 
-    scratch: an empty folder; where a rank is refused or fails its account is then in `<rank>/error.json`. attempt: how
-    often the same words have been started before.
+    scratch: an empty folder that other users may not look into; where a rank is refused or fails its account is then in
+    `<rank>/error.json`. attempt: how often the same words have been started before.
     """
-    command, port = [sys.executable, "-m", "trainer", *words], _free_port()
+    command = [sys.executable, "-m", "trainer", *words]
     children: list[subprocess.Popen[bytes]] = []
     with Relay() as relay, handed_on(children) as asked:
         try:
@@ -43,7 +43,7 @@ def start(words: Sequence[str], count: int, scratch: Path, attempt: int = 0) -> 
                 # in a session of its own: a terminal's Ctrl-C comes here alone, and is handed on once
                 child = subprocess.Popen(
                     command,
-                    env=_environment(rank, count, port, scratch) | {"TORCHELASTIC_RESTART_COUNT": str(attempt)},
+                    env=_environment(rank, count, scratch) | {"TORCHELASTIC_RESTART_COUNT": str(attempt)},
                     stdout=relay.stdout,
                     stderr=relay.stderr,
                     start_new_session=True,
@@ -82,14 +82,14 @@ def _first_account(scratch: Path) -> Path | None:
     return min(scratch.glob("*/error.json"), key=when, default=None)
 
 
-def _environment(rank: int, count: int, port: int, scratch: Path) -> dict[str, str]:
-    """What torchrun would export for this rank."""
+def _environment(rank: int, count: int, scratch: Path) -> dict[str, str]:
+    """What torchrun would export for this rank, with a file in the place of its store."""
     file = scratch / str(rank) / "error.json"
     file.parent.mkdir()
     threads = max(1, (os.cpu_count() or 1) // count)
     return {
         "OMP_NUM_THREADS": str(threads),  # more threads than cores wait for each other
-        **_gloo_at_home(),
+        **_at_home(),
         **os.environ,
         # what can be imported here can be imported there, wherever it lies; mp.spawn does as much
         "PYTHONPATH": os.pathsep.join(str(path) for path in sys.path if path),
@@ -97,23 +97,17 @@ def _environment(rank: int, count: int, port: int, scratch: Path) -> dict[str, s
         "WORLD_SIZE": str(count),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
         "TORCHELASTIC_ERROR_FILE": str(file),
         "TRAINER_PARENT": str(os.getpid()),
+        "TRAINER_STORE": str(scratch / "store"),
     }
 
 
-def _gloo_at_home() -> dict[str, str]:
-    """Let gloo listen where no other machine gets in; it would take the interface that the host's name stands for."""
+def _at_home() -> dict[str, str]:
+    """Let gloo and NCCL listen where no other machine gets in; they would take the interface of the host's name."""
     own = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    return {"GLOO_SOCKET_IFNAME": own[0]} if own else {}
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind((LOOPBACK, 0))
-        return one.getsockname()[1]
+    # the sign: no other name that begins like this one
+    return {"GLOO_SOCKET_IFNAME": own[0], "NCCL_SOCKET_IFNAME": f"={own[0]}"} if own else {}
 
 
 @contextmanager
