@@ -21,6 +21,7 @@ from trainer.launch import status as status_module
 from trainer.launch.durable import replace_file
 from trainer.launch.launch import Launch
 from trainer.launch.status import mark_failed, read_status
+from trainer.launch.until import until
 from trainer.records import folder as folder_module
 from trainer.records import lock as lock_module
 from trainer.records.folder import RunFolder, generated_name
@@ -177,6 +178,73 @@ def test_the_lock_of_another_machine_is_waited_for_and_the_wait_is_said(tmp_path
         assert said.wait(60)
         kept.close()  # as the file server does, when the dead machine's time is over
         waiting.result().close()
+
+
+def outcomes(root, monkeypatch, *ways):
+    """Starts that wait for the folder `a` until who has it lets go: a folder of each that got in, else the refusal."""
+    monkeypatch.setattr(lock_module, "PATIENCE", 1.0)
+    kept, waiting = open_folder(root, "a"), set()
+    kept.write_start("n: 1\n", [], {})
+    asked = lock_module.holder
+
+    def noted(path):
+        waiting.add(threading.get_ident())
+        return asked(path)
+
+    monkeypatch.setattr(lock_module, "holder", noted)
+
+    def enter(resume):
+        try:
+            return open_folder(root, "a", resume=resume)
+        except Refusal as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(ways)) as pool:
+        pending = [pool.submit(enter, way) for way in ways]
+        assert until(lambda: len(waiting) == len(ways) or None, 60)
+        kept.close()
+        return [one.result() for one in pending]
+
+
+@pytest.mark.parametrize("ways", [("fresh", "fresh"), ("fresh", "auto", "auto")])
+def test_of_those_that_wait_for_a_folder_one_enters_also_where_it_is_moved_aside(tmp_path, monkeypatch, ways):
+    found = outcomes(tmp_path, monkeypatch, *ways)
+    (inside,) = [one for one in found if isinstance(one, RunFolder)]
+    assert all("a is in use by another run (host " in one for one in found if one is not inside)
+    assert inside.path == tmp_path / "a"
+    assert len(list(tmp_path.iterdir())) <= 2  # the folder, and the one that was moved aside
+
+
+def test_who_waits_for_a_folder_that_is_taken_back_makes_it_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock_module, "PATIENCE", 60.0)
+    first, waiting = open_folder(tmp_path, "a"), threading.Event()
+    asked = lock_module.holder
+
+    def noted(path):
+        waiting.set()
+        return asked(path)
+
+    monkeypatch.setattr(lock_module, "holder", noted)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(open_folder, tmp_path, "a")
+        assert waiting.wait(60)
+        first.take_back(0, "refused")
+        assert (second.result().path / "checkpoints").is_dir()
+    monkeypatch.setattr(lock_module, "PATIENCE", 0.1)
+    with pytest.raises(Refusal, match="in use"):
+        open_folder(tmp_path, "a")
+
+
+def test_a_folder_that_is_emptied_is_taken_first(tmp_path):
+    kept = RunFolder.anew(tmp_path / "a", Launch(), lambda _: None)
+    (kept.path / "mine").touch()
+    (kept.path / "elsewhere").symlink_to(tmp_path)
+    with pytest.raises(Refusal, match="in use"):
+        RunFolder.anew(tmp_path / "a", Launch(), lambda _: None)
+    assert (kept.path / "mine").exists()
+    kept.close()
+    again = RunFolder.anew(tmp_path / "a", Launch(), lambda _: None)
+    assert sorted(path.name for path in again.path.iterdir()) == [".lock", "checkpoints", "logs"]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

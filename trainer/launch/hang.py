@@ -78,7 +78,7 @@ class WatchdogOfRanks(Watchdog):
                     self._answered = number  # only now: where the store goes meanwhile, no stacks were written
 
     def _was_asleep(self) -> bool:
-        """Has this process not run for a while, and is it so short a time ago that the others may have ended the run?"""
+        """Has this process not run for a while, so lately that the others may have ended the run without it?"""
         now = monotonic()
         self._woke = now if now - self._listened > _ASLEEP else self._woke
         return now - self._woke < _AWAKE

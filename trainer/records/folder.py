@@ -10,6 +10,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class RunFolder:
                     check(start)
             except OSError as error:  # a name longer than the file system takes, a folder that may not be looked into
                 raise Refusal(f"the run's folder cannot be: {error.strerror}: {str(error.filename)[:200]}") from error
-            return _enter(path, fresh)
+            return _enter(path, _take_fresh if fresh else lock)
 
         return cls._decided(launch, decide)
 
@@ -82,8 +83,7 @@ class RunFolder:
 
         def decide() -> RunFolder:
             check(None)
-            shutil.rmtree(path, ignore_errors=True)
-            return _enter(path, fresh=False)
+            return _enter(path, _take_empty)
 
         return cls._decided(launch, decide)
 
@@ -142,8 +142,10 @@ class RunFolder:
     def take_back(self, step: int, reason: str) -> None:
         """A start was refused: nothing stays of a folder that it made itself, another one says `failed`."""
         if self._made and not has_checkpoint(self.path):
-            self.close()
             shutil.rmtree(self.path, ignore_errors=True)
+            self.close()  # only now: who waits for it must not go on in a folder that is removed
+            with suppress(OSError):  # on NFS the lock's file stays while it is held; or somebody else has come
+                self.path.rmdir()
         else:
             self.report("failed", step, reason)
 
@@ -189,17 +191,35 @@ def _unused(paths: Iterable[Path]) -> Path:
     return next(path for path in paths if not path.exists())
 
 
-def _enter(path: Path, fresh: bool) -> RunFolder:
-    """Make, probe and lock the folder; `fresh`: after what lies there has moved aside."""
+def _take_fresh(path: Path) -> int:
+    """Lock the folder, after what lies there has moved aside."""
+    held = lock(path)
+    if not any(entry != ".lock" for entry in os.listdir(path)):
+        return held
+    try:
+        os.rename(path, _unused(path.with_name(f"{path.name}.{number}") for number in count(1)))
+        return lock(path)
+    finally:  # the old lock moved with its folder; it goes only when the new one is held
+        unlock(held)
+
+
+def _take_empty(path: Path) -> int:
+    """Lock the folder, and remove what lies there."""
+    held = lock(path)
+    for entry in path.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != ".lock":
+            entry.unlink()
+    return held
+
+
+def _enter(path: Path, take: Callable[[Path], int]) -> RunFolder:
+    """Make, lock and probe the folder; `take` locks it, and does with what lies there what is to be done."""
     made = not path.exists()
     try:
         # first of all: whoever has the lock may rename and write here
-        held = lock(path)
-        if fresh and any(entry != ".lock" for entry in os.listdir(path)):
-            os.rename(path, _unused(path.with_name(f"{path.name}.{number}") for number in count(1)))
-            # the old lock moved with its folder; it goes only when the new one is held
-            old, held = held, lock(path)
-            unlock(old)
+        held = take(path)
         for below in ("checkpoints", "logs"):
             (path / below).mkdir(exist_ok=True)
         # now, and not at the first checkpoint, an hour later

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.refusal import Refusal
@@ -19,15 +20,36 @@ log = logging.getLogger(__name__)
 
 def lock(folder: Path) -> int:
     """Make a folder and take it for this process; what is returned goes to `unlock`. Refusal names who has it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    _held.add(descriptor)
+    descriptor = _open(folder)
     _wait(descriptor, folder)
+    # whoever had it may have moved it aside, or removed it, and the lock that was waited for with it
+    while not _there(descriptor, folder):
+        unlock(descriptor)
+        descriptor = _open(folder)
+        _wait(descriptor, folder)
     # only now, when it is ours: until then the file says who else has it
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
     os.fsync(descriptor)  # on network file systems other machines see it only then
     return descriptor
+
+
+def _open(folder: Path) -> int:
+    """The file that is locked, in a folder that is made where there is none."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # the folder was moved aside or removed just now
+            descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            _held.add(descriptor)
+            return descriptor
+
+
+def _there(descriptor: int, folder: Path) -> bool:
+    """Is the file that was opened still the one in the folder?"""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(folder / ".lock", follow_symlinks=False))
+    except FileNotFoundError:
+        return False
 
 
 def _wait(descriptor: int, folder: Path) -> None:
