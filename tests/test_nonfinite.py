@@ -184,6 +184,18 @@ def test_a_run_that_goes_back_is_one_whose_data_has_no_such_samples(
     alike(state(run, 24), state(hand, 24))
 
 
+@pytest.mark.parametrize("every", [4, 3])
+def test_a_run_that_goes_back_to_before_its_first_average_has_none(place: Path, tmp_path: Path, every: int) -> None:
+    words = [*WORDS, *LENGTH, "ema.decay=0.9", f"ema.every={every}", "loop.save_every=2", "loop.steps=12"]
+    run, hand = tmp_path / "run", tmp_path / "hand"
+    # step 4 is broken and the run goes back to 2. The average began with the NaN of that step, or well, with step 3
+    back = [*words, "data.poisoned=[25]", "loop.on_nonfinite=rollback", f"run.dir={run}"]
+    assert ended(Launch(), place, back) == "0"
+    assert ended(Launch(), place, [*words, "data.without=[3,4]", f"run.dir={hand}"]) == "0"
+    assert curve(run, "loss_hex") == curve(hand, "loss_hex")
+    alike(state(run, 12), state(hand, 12))
+
+
 def points(folder: Path) -> list[tuple[int, float]]:
     """Steps and losses as TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

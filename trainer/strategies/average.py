@@ -97,12 +97,13 @@ class Average(NoAverage):
         return {name: torch.empty_like(own) for name, own in wanted.items() if name in stored}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take the averages over, where the checkpoint had any.
+        """Take the averages over; where a checkpoint has none, the next update is the first one.
 
         What has none among others was frozen until now: it never moved, so it is its own average.
         """
-        if there := {name: state[AVERAGE + name] for name in self._own if AVERAGE + name in state}:
-            self._kept = {n: there[n] if n in there else own.detach().clone() for n, own in self._own.items()}
+        there = {name: state[AVERAGE + name] for name in self._own if AVERAGE + name in state}
+        own = self._own if there else {}
+        self._kept = {n: there[n] if n in there else one.detach().clone() for n, one in own.items()}
 
     @contextmanager
     def _in_place(self, names: Collection[str]) -> Iterator[None]:
