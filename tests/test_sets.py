@@ -144,6 +144,7 @@ def test_a_set_or_its_data_may_say_what_it_is_and_one_that_cannot_be_read_says_n
     assert known(Told(torch.zeros(3))) == "version 3"
     assert known(Pair()) == ""
     assert known_sets(Own(), Pair(), 5, None) == {
+        "classes": [],
         "training": {"samples": 5, "fingerprint": "mine"},
         "evaluation": {"samples": 0, "fingerprint": ""},
     }

@@ -21,6 +21,7 @@ class Digits(Pictures):
     """Handwritten digits (1, 8, 8) with values 0..16; the last 360, by other writers, are the evaluation set."""
 
     num_classes = 10
+    class_names = tuple("0123456789")
 
     def __init__(self, augment: Augment, file: str | None = None) -> None:
         super().__init__(augment)

@@ -55,17 +55,18 @@ class ImageFolder(DecodedPictures):
         if not 0 <= held_out < 1:
             raise Refusal(f"data.held_out is {held_out}; it is a fraction of the images, 0 or more and below 1")
         self._held_out = held_out
-        # where what lies, and the classes, which a network must know; the files are listed when they are read
+        # where what lies; the classes are looked for when a network must know them, the files when they are read
         self._root = place = at_home(root)
         self._train = place / "train" if (place / "train").is_dir() else place
         found = [place / name for name in _EVALUATION if (place / name).is_dir()]
         self._val = found[0] if found and self._train != place else None
-        self.class_names = _classes(self._train)
+        # new pictures are looked at without the old ones: then nothing of the root need be there
         self.num_classes = len(self.class_names) if num_classes is None else num_classes
-        if self.num_classes < len(self.class_names):
-            raise Refusal(
-                f"data.num_classes={num_classes}, but {self._train} has {len(self.class_names)} folders of classes"
-            )
+
+    @cached_property
+    def class_names(self) -> list[str]:  # type: ignore[override]
+        """The names of the classes' folders, in order."""
+        return _classes(self._train)
 
     def evaluation(self) -> Any:
         """The pictures of `val`, or those held out; None where there are none."""
@@ -80,6 +81,10 @@ class ImageFolder(DecodedPictures):
     @cached_property
     def _paths(self) -> dict[bool, Paths]:
         """The files of the training set, and of the evaluation set if there is one."""
+        if self.num_classes < len(self.class_names):
+            raise Refusal(
+                f"data.num_classes={self.num_classes}, but {self._train} has {len(self.class_names)} folders of classes"
+            )
         files = _listed(self._train, self.class_names)
         if self._val is None:
             split = _held_out(files, self._held_out)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer.data.classes import by_name
 from trainer.data.order import size_of
 from trainer.data.reader import Loading
 from trainer.data.seeds import seed_all
@@ -19,6 +20,7 @@ from trainer.data.stream import EvaluationStream
 from trainer.jobs.determinism import be_deterministic
 from trainer.jobs.memory import evaluation_batch
 from trainer.jobs.preparation import RunParts, host_example, read_data, seeded_network
+from trainer.jobs.sets import known_classes
 from trainer.launch import screen
 from trainer.launch.agreement import decided_by_main, first_on_node
 from trainer.launch.hang import watchdog
@@ -26,7 +28,7 @@ from trainer.launch.launch import Launch
 from trainer.launch.signals import StopRequest
 from trainer.launch.status import NAME as STATUS
 from trainer.parallel.outline import all_stored, is_outline
-from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, Found, Manifest
+from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, Found, Manifest, read_state
 from trainer.records.shelf import committed, damage, open_checkpoint, together, winner
 from trainer.refusal import Refusal
 from trainer.strategies.placed import Placed
@@ -64,11 +66,13 @@ def opened(run: RunParts, job: str, split: Split, which: Which) -> Iterator[Open
         be_deterministic()
     # as a run is prepared, but for all that only training needs
     strategy.data_ranks(launch.world_size)
+    # is there a checkpoint? its classes count: the data may have others, or others' numbers
+    names = decided_by_main(launch, "checkpoint", lambda: classes_of(run, which))
+    run.data = by_name(run.data, names)
     samples = samples_of(run, split, launch)
     network, _ = strategy.outline(partial(seeded_network, run))
     strategy.check(run.task, network, launch.world_size)
     strategy.refuse_forward(run.task, network, launch.world_size, partial(host_example, run, samples))
-    decided_by_main(launch, "checkpoint", lambda: chosen(run, which).step)  # is there one?
 
     # below the job's own folder, as the run's lie below the run's
     out = folder / job
@@ -132,6 +136,18 @@ def chosen(run: RunParts, which: Which) -> Manifest:
             f"job.checkpoint={which}: there are best, last and the steps {', '.join(map(str, sorted(steps)))}"
         )
     return found[0] if which == "last" else steps[which]
+
+
+def classes_of(run: RunParts, which: Which) -> list[str]:
+    """The names of the classes that the meant checkpoint was trained with; none where it does not say them."""
+    for left in reversed(range(_TRIES)):
+        manifest = chosen(run, which)
+        try:
+            return known_classes(read_state(manifest))
+        except CorruptCheckpoint as error:
+            if manifest.path.exists() or not left:
+                raise Refusal(str(error)) from None
+    raise AssertionError  # not reached
 
 
 def best_figure(run: RunParts) -> str:

@@ -49,6 +49,8 @@ class Predict(Job):
             with views[OF_AVERAGE if average else ""], torch.no_grad():
                 pieces = _answers(run, job)
             if pieces and run.machine.launch.is_main:
+                if self.out is None:  # an older table would be one of other samples
+                    path.with_suffix(".csv").unlink(missing_ok=True)
                 write(path, pieces)
                 shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in pieces[0].items())
                 print(f"checkpoint  step {job.found.step} of {run_folder(run)}")

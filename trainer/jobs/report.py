@@ -20,6 +20,7 @@ import torch
 
 from trainer.configuration.words import code_words
 from trainer.counted import counted, named
+from trainer.data.classes import names_of
 from trainer.data.order import size_of
 from trainer.devices import names
 from trainer.jobs.preparation import Prepared
@@ -55,6 +56,7 @@ def describe(run: Prepared) -> dict[str, Any]:
         "hosts": sorted(set(hosts)),
         "horizon": run.length.steps,
         "best": run.settings.checkpoint.best or run.task.best,
+        "classes": names_of(run.data),
     }
 
 

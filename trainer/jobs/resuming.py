@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainer.jobs.preparation import Prepared
-from trainer.jobs.sets import set_changes
+from trainer.jobs.sets import class_changes, set_changes
 from trainer.jobs.start import configuration_of, glance, refuse_own, stale
 from trainer.launch.status import read_status
 from trainer.records.resume import (
@@ -48,6 +48,7 @@ def decide_resume(run: Prepared) -> Verdict:
     learning = learning_changes(changed, precisions, horizons, run.schedule.needs_horizon)
     # other samples teach something else; an evaluation on others is only said
     trained, evaluated = (set_changes(found, run.sets, part) for part in ("training", "evaluation"))
+    trained = [*class_changes(found, run.sets), *trained]
     if not run.settings.run.accept_changes:
         refuse_changes([*learning, *trained], folder.path)
     status, patience = read_status(folder.path), run.settings.loop.patience

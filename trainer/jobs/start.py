@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.configuration.settings import Settings
 from trainer.jobs.arithmetic import Length
-from trainer.jobs.sets import set_changes
+from trainer.jobs.sets import class_changes, set_changes
 from trainer.parallel.state import differences
 from trainer.records.folder import RunFolder
 from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, Found, check_sizes, read_manifest
@@ -72,7 +72,7 @@ def refuse_start(
             f"{word}: that checkpoint is of step {found.step:,} and this run ends at step {length.steps:,}, so nothing "
             f"is left to train. The steps of the checkpoint count; {' '.join(keys)} trains {length.steps:,} more"
         )
-    changed = set_changes(found, sets, "training")
+    changed = [*class_changes(found, sets), *set_changes(found, sets, "training")]
     if changed and not settings.run.accept_changes:
         raise Refusal(
             f"{what} was trained on other data:{_listed(changed)}\nadd run.accept_changes=true to go on with the new "

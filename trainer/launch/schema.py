@@ -49,6 +49,12 @@ def text(value: Any, where: str) -> None:
         raise _wrong(where, value, "a text")
 
 
+def texts(value: Any, where: str) -> None:
+    """A list of texts."""
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise _wrong(where, value, "a list of texts")
+
+
 def matching(pattern: str) -> Kind:
     """A text of this form."""
 
@@ -208,7 +214,7 @@ STATE = fields(
     {},
     {
         "progress": _progress,
-        "data": fields({"training": _set, "evaluation": _set}),
+        "data": fields({"training": _set, "evaluation": _set}, {"classes": texts}),
         "horizon": whole,
         "precision": text,
         **dict.fromkeys(("schedule", "configuration"), tree),
