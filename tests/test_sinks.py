@@ -6,10 +6,12 @@ import csv
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sqlite3
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -20,6 +22,7 @@ from tests.commands import SMALL, finish, lines, single, status
 from tests.inside import here
 from trainer.records import service
 from trainer.records.csv import CSV
+from trainer.records.lines import backwards
 from trainer.records.log import Log, Sink
 from trainer.records.metrics import Figures
 from trainer.records.service import Service
@@ -71,6 +74,33 @@ def test_a_table_that_is_asked_for_later_begins_with_the_first_step(tmp_path: Pa
     assert here(*WORDS, f"run.dir={tmp_path}", "loop.steps=3", "log=[csv]") == 0
     assert table(tmp_path) == lines(tmp_path)
     assert len(table(tmp_path)) == 5
+
+
+def grow(path: Path) -> None:
+    """As if there were a terabyte of lines behind the second one: nothing could read it whole."""
+    first, second, rest = path.read_bytes().split(b"\n", 2)
+    with path.open("wb") as file:
+        file.write(first + b"\n" + second + b"\n")
+        file.seek(2**40)
+        file.write(b"\n" + rest)
+
+
+def test_a_start_reads_the_ends_of_its_files_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*WORDS, f"run.dir={tmp_path}", "log=[console,csv]")
+    assert here(*words, "loop.steps=6") == 0
+    lose_a_save(tmp_path, 6)
+    for name in ("metrics.jsonl", "metrics.csv"):
+        grow(tmp_path / name)
+    # a row that is not in the table yet, as a kill between the two leaves it
+    os.truncate(tmp_path / "metrics.csv", (tmp_path / "metrics.csv").stat().st_size - 10)
+    capsys.readouterr()
+    assert here(*words, "loop.steps=8") == 0
+    assert re.search(r"after step +8", capsys.readouterr().out)  # the table at the end has its figures from there, too
+    lined = [json.loads(line) for _, line in islice(backwards(tmp_path / "metrics.jsonl"), 10)]
+    rows = [row.decode().split(",") for _, row in islice(backwards(tmp_path / "metrics.csv"), 10)]
+    wanted = [each for step in (8, 6, 4) for each in (("eval", step), ("train", step), ("train", step - 1))]
+    assert [(line["kind"], line["step"]) for line in lined] == [*wanted, ("eval", 2)]
+    assert [(kind, int(step)) for kind, step, *_ in rows] == [*wanted, ("eval", 2)]
 
 
 def test_what_a_dead_start_wrote_goes_but_for_its_columns(tmp_path: Path) -> None:

@@ -214,7 +214,8 @@ def _apart(words: Sequence[str], cfg: DictConfig, count: int) -> int:
 def _left(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[str, float]]:
     """What the files say: the state of the run, and its last figures."""
     from trainer.launch.status import read_status
-    from trainer.records.figures import evaluations, figures
+    from trainer.records.figures import figures
+    from trainer.records.lines import last_of
 
     # a job that opens a run leaves the run's own files as they were, and so does `verify`
     own = "evaluate" if opens_a_run(cfg) else "verify" if verifies(cfg) else ""
@@ -222,5 +223,4 @@ def _left(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[str, floa
     if code == failure.STOPPED and status is None:
         raise KeyboardInterrupt("interrupted before the run began")
     state = "preempted" if code == failure.STOPPED else "completed" if own or not status else status["state"]
-    last = evaluations(folder / own / "metrics.jsonl")[-1:]
-    return state, figures(last[0]) if last else {}
+    return state, figures(last_of(folder / own / "metrics.jsonl", ["eval"]).get("eval", {}))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from trainer.counted import counted, number
 from trainer.jobs.costs import cost_lines, costs, spoken
@@ -14,6 +12,7 @@ from trainer.launch.status import read_status
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.console import figure
 from trainer.records.figures import figures
+from trainer.records.lines import last_of
 from trainer.records.shelf import committed, winner
 from trainer.strategies.stopwatch import STEP, Stopwatch
 from trainer.trainer import Trainer
@@ -38,7 +37,7 @@ def summary(run: Prepared, trainer: Trainer, whole: float) -> list[str]:
 
 def figure_lines(path: Path, checkpoints: Checkpoints) -> list[str]:
     """The figures of the last evaluation, beside them those of the best checkpoint; and the last training loss."""
-    last, best = _last_lines(path), winner(committed(checkpoints.folder), checkpoints.best)
+    last, best = last_of(path, ["train", "eval"]), winner(committed(checkpoints.folder), checkpoints.best)
     evaluated, chosen = last.get("eval", {}), best.figures if best else {}
     rows: list[Sequence[str]] = []
     if evaluated:
@@ -91,18 +90,6 @@ def notes(before: int, ahead: bool) -> list[str]:
             else []
         ),
     ]
-
-
-def _last_lines(path: Path) -> dict[str, dict[str, Any]]:
-    """The last line of each kind in metrics.jsonl, whoever wrote it."""
-    last: dict[str, dict[str, Any]] = {}
-    # from the end: there are few lines to read until both kinds have been seen
-    for line in reversed(path.read_bytes().splitlines()):
-        said = json.loads(line)
-        last.setdefault(said["kind"], said)
-        if len(last) == 2:
-            break
-    return last
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

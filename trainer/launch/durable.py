@@ -4,16 +4,18 @@ import errno
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 _SPARE = 2**20  # bytes; a disk with less than that counts as full
 
 
-def replace_file(path: Path, data: bytes | str, lasting: bool = True) -> None:
+def replace_file(path: Path, data: bytes | str | Iterator[bytes], lasting: bool = True) -> None:
     """Put a file in the place of another in one step; `lasting`: it also survives a power cut."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_bytes(data.encode() if isinstance(data, str) else data)
+        with draft.open("wb") as file:
+            file.writelines([data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data)
         # the bytes before the name: or a power cut could leave the new name with nothing in it
         if lasting:
             sync(draft)

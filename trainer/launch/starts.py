@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,9 @@ def add_start(folder: Path, facts: Mapping[str, Any], before: Mapping[str, Any] 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """The lines; one that a full disk or somebody else has spoilt is left out."""
     path, found = folder / NAME, []
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
-        with suppress(ValueError, Damaged):
-            START(said := json.loads(line), "")
-            found.append(said)
+    with path.open("rb") if path.is_file() else nullcontext(()) as lines:
+        for line in lines:
+            with suppress(ValueError, Damaged):
+                START(said := json.loads(line), "")
+                found.append(said)
     return found

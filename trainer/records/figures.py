@@ -1,18 +1,8 @@
 """The figures of evaluations: those that a run has logged, and which of two is better. Nothing here needs torch."""
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-
-def evaluations(log: Path) -> list[dict[str, Any]]:
-    """The lines of kind eval in a metrics.jsonl, in their order; none where there is no such file."""
-    # a run may be writing there: what has no end yet is no line
-    lines = log.read_bytes().splitlines(keepends=True) if log.is_file() else []
-    read = (json.loads(line) for line in lines if b'"eval"' in line and line.endswith(b"\n"))
-    return [line for line in read if line["kind"] == "eval"]
 
 
 def figures(line: Mapping[str, Any]) -> dict[str, float]:

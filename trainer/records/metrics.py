@@ -4,11 +4,13 @@ import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trainer.counted import counted
-from trainer.launch.durable import full, replace_file
+from trainer.launch.durable import full
+from trainer.records.lines import backwards, parsed
 from trainer.records.log import Line, Sink, Waiting
 
 _MOST = 50_000  # lines that wait for room on the disk; some 20 MB
@@ -24,7 +26,7 @@ class Figures(Sink):
         """Take back what an earlier attempt logged after this step."""
         self._path, self._start = folder / "metrics.jsonl", step
         self._waiting: deque[bytes] = deque(maxlen=_MOST)
-        self._wanted: dict[str, int] = {}  # how far the file is to be cut back, where there was no room to do it
+        self._wanted: dict[str, int] = {}  # how far the file is to be cut back, where that failed
         self._dropped = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._path.touch()
@@ -44,7 +46,7 @@ class Figures(Sink):
     def rewind(self, step: int) -> None:
         """Take back the lines of steps after this one, also those that wait."""
         last = {"train": step, "eval": step}
-        self._waiting = deque(_until(last, b"".join(self._waiting)), maxlen=_MOST)
+        self._waiting = deque((line for line in self._waiting if _stays(parsed(line), last)), maxlen=_MOST)
         self._wanted = {kind: min(step, self._wanted.get(kind, step)) for kind in last}
         self.flush()
 
@@ -92,18 +94,28 @@ class Figures(Sink):
                 self._waiting.popleft()
 
     def _cut(self, last: Mapping[str, int]) -> None:
-        """Keep the lines up to the last step of their kind, in one step."""
-        before = self._path.read_bytes()
-        after = b"".join(_until(last, before))
-        if after != before:
-            replace_file(self._path, after)
-        self._size = len(after)  # bytes of whole lines
+        """Keep the lines up to the last step of their kind. Only what goes is read, and the line before it."""
+        with self._path.open("r+b", buffering=0) as file:
+            end, behind = file.seek(0, os.SEEK_END), b""
+            self._size, kept = end, b""
+            for place, line in backwards(self._path):
+                said = parsed(line)
+                if not _stays(said, last):
+                    self._size, kept = place, behind
+                elif said is not None and said["step"] <= min(last.values()):
+                    break  # lines stand in the order of their steps
+                else:
+                    behind = line + behind
+            if self._size < end:
+                # nothing is written anew: a kill in between leaves whole lines
+                file.truncate(self._size)
+                file.seek(self._size)
+                self._size += file.write(kept)
+                os.fsync(file.fileno())
 
 
-def _until(last: Mapping[str, int], data: bytes) -> Iterator[bytes]:
-    """The whole lines up to the last step of their kind. What a crash tore is no line."""
-    for line in data.splitlines(keepends=True):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            said = json.loads(line)
-            if line.endswith(b"\n") and said["step"] <= last[said["kind"]]:
-                yield line
+def _stays(said: Mapping[str, Any] | None, last: Mapping[str, int]) -> bool:
+    """Is this a line up to the last step of its kind? What a crash tore is no line."""
+    if said is None or not isinstance(said.get("step"), int):
+        return False
+    return said["step"] <= last.get(str(said.get("kind")), -1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,8 @@ from trainer.configuration.space import Trial
 from trainer.launch.durable import replace_file
 from trainer.launch.failure import STOPPED
 from trainer.launch.schema import ENVIRONMENT, Damaged, read_json
-from trainer.records.figures import evaluations, figures, score
+from trainer.records.figures import figures, score
+from trainer.records.lines import forwards
 
 NAME = "sweep.jsonl"
 _STATES = {0: "completed", STOPPED: "preempted"}  # as in status.json; whatever else a run ends with: failed
@@ -106,10 +106,12 @@ class Tried:
 
 def _measured(run: Path) -> tuple[str | None, dict[str, Any], dict[str, float]]:
     """The name of the figure that counts in a run, its best evaluation, and the figures of the last one."""
-    name, every = None, evaluations(run / "metrics.jsonl")
+    name = None
     with contextlib.suppress(OSError, Damaged):  # it was refused before it had one
         name = read_json(run / "environment.json", ENVIRONMENT)[0].get("best")
-    if name is None or not every:
-        return name, {}, figures(every[-1]) if every else {}
-    best = max(every, key=lambda line: score(line, name))  # of equals the earliest
-    return name, best if score(best, name) > -math.inf else {}, figures(every[-1])
+    best: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    for line in forwards(run / "metrics.jsonl", word=b'"eval"'):
+        if line.get("kind") == "eval":
+            best, last = line if score(line, name or "") > score(best, name or "") else best, line  # the earliest
+    return name, best, figures(last)
