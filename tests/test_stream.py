@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,111 @@ def test_evaluation_gives_every_sample_once_in_as_many_calls_on_every_rank(
             seen += [float(x) for x in batch.inputs["x"][:valid]]  # as they are: nothing is augmented here
     assert sorted(seen) == list(range(count))
     assert len(calls) == 1
+
+
+class Pictures(Dataset):
+    """Three channels of a number that says which item it is; as many boxes as it has of them, 1 to 4."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3, 4 + index % 2, 4), float(index)), {"boxes": torch.full((1 + index % 4, 4), float(index))}
+
+
+class AtOnce(Pictures):
+    def batch(self, indices: Tensor) -> Any:
+        return tuple(zip(*(self[index] for index in indices.tolist()), strict=True))
+
+
+class Lists(NumberData):
+    def collate(self, items: list[Any]) -> Any:
+        return tuple(zip(*items, strict=True))
+
+    def augment(self, inputs: Any, targets: Any, random: Any, training: bool) -> Any:
+        shift = random.uniform(len(inputs)) if training else torch.zeros(len(inputs))
+        return [x + s for x, s in zip(inputs, shift, strict=True)], targets
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Pictures, AtOnce])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_micro_batch_of_lists_holds_its_own_samples_whole(kind: type, size: int, workers: int) -> None:
+    """Three images of three channels in three micro-batches are no channels, and nobody gets all of them."""
+    if workers and kind is AtOnce:
+        return
+    data = Lists(kind())
+    seen: dict[int, float] = {}
+    for slices in (1, 2, 4):
+        for rank in range(size):
+            one = stream(data, data.dataset, rank, size, slices, workers)
+            for batches in one.epoch(0):
+                assert len(batches) == slices
+                for batch in batches:
+                    images, targets = batch.inputs, batch.targets
+                    assert len(images) == len(targets) == len(batch.indices)
+                    for index, image, target in zip(batch.indices.tolist(), images, targets, strict=True):
+                        assert image.shape == (3, 4 + index % 2, 4)
+                        assert target["boxes"].tolist() == [[index] * 4] * (1 + index % 4)
+                        assert seen.setdefault(index, float(image[0, 0, 0])) == float(image[0, 0, 0])
+    assert all(index < value < index + 1 for index, value in seen.items())
+    # an evaluation, in which the last batch leaves a rank without a sample
+    found = []
+    for rank in range(size):
+        own = Dealt(rank, size, torch.device("cpu"), 5)
+        for batch, valid in EvaluationStream(data, kind(), own, 7, 3, Loading(workers=workers)).batches():
+            assert len(batch.inputs) == len(batch.targets) == len(batch.indices) == max(valid, 1)
+            assert [int(x[0, 0, 0]) for x in batch.inputs] == batch.indices.tolist()
+            found += batch.indices[:valid].tolist()
+    assert sorted(found) == list(range(24))
+
+
+class Chain(Data):
+    """Graphs whose nodes stand one after the other; each node knows its graph."""
+
+    def collate(self, items: list[Any]) -> Any:
+        sizes = torch.tensor([1 + index % 3 for _, index in items])
+        owner = torch.repeat_interleave(torch.arange(len(items)), sizes)
+        return {"nodes": torch.cat([x["x"].expand(int(n)) for n, (x, _) in zip(sizes, items, strict=True)])}, owner
+
+
+@pytest.mark.parametrize("slices", [1, 3, 6])
+def test_graphs_are_put_together_micro_batch_by_micro_batch(slices: int) -> None:
+    data = Chain()
+    for batches in stream(data, Numbers(50), slices=slices).epoch(0):
+        for batch in batches:
+            sizes = 1 + batch.indices % 3
+            assert batch.targets.bincount().tolist() == sizes.tolist()  # counted from 0 in each
+            assert batch.inputs["nodes"].tolist() == batch.indices.repeat_interleave(sizes).tolist()
+
+
+def test_padding_goes_to_the_longest_of_a_micro_batch_but_of_a_pipeline_all_are_alike() -> None:
+    class Padded(Data):
+        def collate(self, items: list[Any]) -> Any:
+            longest = 1 + max(index % 5 for _, index in items)
+            return torch.zeros(len(items), longest), torch.tensor([index for _, index in items])
+
+    own = Dealt(0, 1, torch.device("cpu"), 5)
+    for alike in (False, True):
+        one = Stream(Padded(), Numbers(50), replace(own, alike=alike), 10, 5, Loading(workers=0))
+        for batches in one.epoch(0):
+            whole = torch.cat([batch.indices for batch in batches])
+            for batch in batches:
+                assert batch.targets.tolist() == batch.indices.tolist()
+                longest = (whole if alike else batch.indices) % 5
+                assert batch.inputs.shape == (2, 1 + int(longest.max()))
+
+
+def test_what_cannot_be_cut_is_refused_where_it_must_be_cut() -> None:
+    class Pairs(Lists):
+        def mix(self, *_: Any) -> Any:
+            raise AssertionError
+
+    own = Dealt(0, 1, torch.device("cpu"), 5)
+    with pytest.raises(Refusal, match=r"inputs.0 has the shape \(3, .*strategy=ddp and strategy=fsdp"):
+        next(Stream(Lists(Pictures()), Pictures(), replace(own, alike=True), 12, 4).epoch(0))
+    with pytest.raises(Refusal, match=r"rows of its tensors \(B, …\), and of 12 samples inputs.0 has the shape \(3,"):
+        next(Stream(Pairs(Pictures()), Pictures(), own, 12, 1).epoch(0))
 
 
 def test_an_order_of_ones_own_may_repeat_samples_and_decides_the_length() -> None:

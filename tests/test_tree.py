@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.data.tree import changed, first_tensor, floats_as, moved, rows, tensors
+from trainer.data.tree import changed, first_tensor, floats_as, has_rows, moved, rows, tensors
 
 Pair = namedtuple("Pair", "left right")
 
@@ -55,6 +56,25 @@ def test_a_tree_keeps_its_own_kinds(kind: Any) -> None:
     assert (doubled["answer"].logits.tolist(), doubled["answer"].more[0].item(), doubled["name"]) == ([2, 2], 2, "x")
     assert [t.sum().item() for t in tensors(tree)] == [2, 1]  # as it was
     assert len(rows(tree, 0, 1, 2)["answer"].logits) == 1
+
+
+def test_rows_are_certain_only_where_each_tensor_has_one_for_each_sample() -> None:
+    x, y = torch.zeros(4, 3), torch.arange(4)
+    views = [x, x]  # of two samples it could be an image of each
+    for tree in (x, {"x": x, "y": y}, (x, y), Pair(x, [y]), Answer(x), {"x": x, "names": list("abcd")}, views):
+        assert has_rows(tree, 4)
+    for tree in (x.T, torch.tensor(4), [x, y, x, y], (x, x.T), {"x": x, "scale": 2.0}, {"x": x, "of": list("ab")}):
+        assert not has_rows(tree, 4)
+    assert not has_rows([x[:2], x[:2]], 2)
+    assert not has_rows({"x": x, "graph": object()}, 4)
+
+
+def test_what_has_a_way_of_its_own_to_a_device_takes_it() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    there = moved({"text": [packed], "names": ["a", "b"]}, torch.device("meta"))
+    assert there["text"][0].data.is_meta
+    assert there["text"][0].batch_sizes.device.type == "cpu"  # or nobody could read it
+    assert there["names"] == ["a", "b"]
 
 
 def test_only_floats_change_their_precision() -> None:

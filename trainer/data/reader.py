@@ -24,8 +24,8 @@ class Loading:
     """How items are decoded. Nothing of it changes what is learned."""
 
     workers: int | None = None  # decoding processes a rank; None: up to 4, one core of this rank's left for the step
-    prefetch: int = 2  # batches that each worker prepares ahead
-    timeout: float = 0  # seconds to wait for a batch; 0: for ever
+    prefetch: int = 2  # micro-batches that each worker prepares ahead
+    timeout: float = 0  # seconds to wait for a micro-batch; 0: for ever
 
 
 # (epoch, lists of indices) → (inputs, targets) of each list, in order, on the CPU
@@ -34,12 +34,17 @@ Read = Callable[[int, Iterable[Tensor]], Iterator[tuple[Any, Any]]]
 
 def reading(dataset: Any, collate: Callable[[list[Any]], Any], seed: int, loading: Loading, pin: bool) -> Read:
     """How this data set is read: whole batches where it offers them or is nothing but tensors, else items."""
-    if callable(batch := getattr(dataset, "batch", None)):
-        return lambda epoch, lists: map(batch, lists)
+    if by_item(dataset, collate):
+        return _Items(dataset, collate, seed, loading, pin).read
+    batch = getattr(dataset, "batch", None) or partial(_rows, dataset.tensors)
+    return lambda epoch, lists: map(batch, lists)
+
+
+def by_item(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
+    """Is this data set read item by item, and collated?"""
     # not a subclass, nor for an own collate: either may do something else with the items
-    if type(dataset) is TensorDataset and getattr(collate, "__func__", None) is Data.collate:
-        return lambda epoch, lists: map(partial(_rows, dataset.tensors), lists)
-    return _Items(dataset, collate, seed, loading, pin).read
+    is_plain = type(dataset) is TensorDataset and getattr(collate, "__func__", None) is Data.collate
+    return not is_plain and not callable(getattr(dataset, "batch", None))
 
 
 def _rows(columns: Sequence[Tensor], indices: Tensor) -> Any:

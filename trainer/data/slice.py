@@ -23,6 +23,7 @@ class Slice:
     ranks: int  # that read different samples
     device: torch.device
     seed: int  # of order and augmentation
+    alike: bool = False  # must the micro-batches of a step have one shape?
 
     def steps(self, order: Tensor, global_batch: int, at: Tensor | None = None) -> Steps:
         """This rank's indices of each whole global batch of an order; what is left at its end is nobody's.

@@ -1,9 +1,8 @@
-"""Epochs of global batches: this rank's share of each, augmented, on the device, cut into micro-batches."""
+"""Epochs of global batches: this rank's share of each, in micro-batches, augmented, on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +12,8 @@ from trainer.data.data import Data
 from trainer.data.order import Order, size_of
 from trainer.data.reader import Loading
 from trainer.data.seeds import GOLDEN, mixed, signed
-from trainer.data.shares import Samples, shares
+from trainer.data.shares import Cut, Samples, cutting, shares
 from trainer.data.slice import Slice, spans
-from trainer.data.tree import rows
 
 _HERE = Loading(workers=0)  # in this process
 
@@ -38,20 +36,23 @@ class Stream:
         self, data: Data, dataset: Any, own: Slice, global_batch: int, micro_batches: int = 1, loading: Loading = _HERE
     ) -> None:
         self._own, self._order = own, Order(data, dataset, own.seed)
-        self._shares = shares(data, Samples(data, dataset, own, loading), own)
+        self._shares = shares(data, dataset, own, loading)
         self.length = self._order.length  # of an epoch
         self.global_batch = global_batch
         self.steps_per_epoch = self.length // global_batch
         # cut into micro-batches first and dealt then, the samples of one are the same whatever the number of ranks
-        self._cuts = [(own.rows(span), span) for span in spans(global_batch, micro_batches)]
+        self._spans = spans(global_batch, micro_batches)
+        self._parts = [own.rows(span) for span in self._spans]
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """The steps of one epoch, each a list of micro-batches; `start`: samples of its order that are done already."""
         order = self._order(epoch)[start:]
-        read = self._shares.read(epoch, order, self.global_batch)
-        for done, (indices, inputs, targets) in enumerate(read):  # (B / ranks, …)
-            share = Batch(inputs, targets, indices, range(self.global_batch), self.global_batch, start + done > 0)
-            yield [micro_batch(share, rows, span) for rows, span in self._cuts]
+        read = self._shares.read(epoch, order, self.global_batch, self._parts)
+        for done, step in enumerate(read):
+            yield [
+                Batch(inputs, targets, indices, span, self.global_batch, start + done > 0)
+                for (indices, inputs, targets), span in zip(step, self._spans, strict=True)
+            ]
 
     def example(self) -> tuple[Any, Any]:
         """Two samples of this rank's, as (inputs, targets) on the device: enough to see what a step touches.
@@ -59,8 +60,9 @@ class Stream:
         One, where some rank has no more: as many on every rank.
         """
         least = self.length // self._own.ranks  # samples of an epoch that every rank has
-        batch = self._own.ranks * min(2, least)
-        _, inputs, targets = next(self._shares.read(0, self._order(0)[:batch], batch))
+        rows = min(2, least)
+        batch = self._own.ranks * rows
+        ((_, inputs, targets),) = next(self._shares.read(0, self._order(0)[:batch], batch, [range(rows)]))
         return inputs, targets
 
 
@@ -74,13 +76,13 @@ class EvaluationStream:
         self._own, self._global_batch = own, global_batch
         self.most = -(-global_batch // micro_batches)  # samples of all data ranks in one forward
         self._samples = Samples(data, dataset, own, loading)
+        self._cutting = cutting(data, dataset, own, self._samples)
 
     def example(self) -> tuple[Any, Any]:
         """A sample or two, as (inputs, targets) on the device, as many on every rank: enough to see a step."""
-        batch, _ = next(self.batches(1))
-        least = max(1, min(2, min(self.size, self.most) // self._own.ranks))  # samples that every rank has of it
-        size = len(batch.indices)
-        return rows(batch.inputs, 0, least, size), rows(batch.targets, 0, least, size)
+        least = max(1, min(2, min(self.size, self.most) // self._own.ranks))  # samples that every rank has of a batch
+        own = range(self.size)[self._own.rank :: self._own.ranks][:least] or range(self.size)[-1:]
+        return self.some(torch.tensor(own))
 
     def some(self, indices: Tensor) -> tuple[Any, Any]:
         """These samples, as (inputs, targets) on the device, for one rank alone."""
@@ -92,34 +94,29 @@ class EvaluationStream:
 
         `most`: stop after so many batches.
         """
-        samples, rank, ranks = range(self.size), self._own.rank, self._own.ranks
+        samples = range(self.size)
         wholes = [samples[at : at + self._global_batch] for at in samples[:: self._global_batch][:most]]
-        # a rank without a sample of a batch takes one that does not count, for it must compute with the others
-        owns = [whole[rank::ranks] or whole[-1:] for whole in wholes]
-        lists = [torch.arange(own.start, own.stop, own.step) for own in owns]
+        for whole, step in zip(wholes, self._cutting.read(0, map(self._cut, wholes), training=False), strict=True):
+            spans = self._spans(len(whole))
+            for (indices, inputs, targets), span in zip(step, spans, strict=True):
+                batch = Batch(inputs, targets, indices, span, len(whole), whole.start > 0)
+                yield batch, len(self._own.rows(span))
 
-        cuts = cache(self._cuts)  # all batches but the last are alike
-        for whole, (indices, inputs, targets) in zip(wholes, self._samples.read(0, lists, training=False), strict=True):
-            share = Batch(inputs, targets, indices, range(len(whole)), len(whole), whole.start > 0)
-            for own, span in cuts(len(whole)):
-                yield micro_batch(share, own or range(1), span), len(own)
+    def _cut(self, whole: range) -> Cut:
+        """This rank's samples of a batch, and its rows of each micro-batch.
 
-    def _cuts(self, total: int) -> list[tuple[range, range]]:
-        """This rank's rows of each micro-batch of a batch, and the whole micro-batch.
+        A rank without a sample takes one that does not count, for it must compute with the others.
+        """
+        own = whole[self._own.rank :: self._own.ranks] or whole[-1:]
+        parts = [self._own.rows(span) or range(1) for span in self._spans(len(whole))]
+        return torch.arange(own.start, own.stop, own.step), parts
+
+    def _spans(self, total: int) -> list[range]:
+        """The micro-batches of a batch, over all ranks.
 
         Cut first and dealt then, as in training: a micro-batch holds the same whatever the number of ranks.
         """
-        cut = [range(total)[start : start + self.most] for start in range(0, total, self.most)]
-        return [(self._own.rows(span), span) for span in cut]
-
-
-def micro_batch(share: Batch, own: range, span: range) -> Batch:
-    """The micro-batch of this span; these rows of the share are this rank's part of it."""
-    if span == share.span:
-        return share  # a lone micro-batch is all of it
-    size = share.indices.shape[0]
-    inputs, targets = (rows(tree, own.start, own.stop, size) for tree in (share.inputs, share.targets))
-    return Batch(inputs, targets, share.indices[own.start : own.stop], span, share.total, share.continues)
+        return [range(total)[start : start + self.most] for start in range(0, total, self.most)]
 
 
 def digest(indices: Tensor) -> Tensor:

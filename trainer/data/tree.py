@@ -66,6 +66,23 @@ def rows(tree: Any, start: int, stop: int, size: int) -> Any:
     return _below(tree, lambda value: rows(value, start, stop, size))
 
 
+def has_rows(tree: Any, size: int) -> bool:
+    """Is it certain that row i of every tensor is sample i of a batch of `size`? Then `rows` cuts samples.
+
+    Not certain is a list of tensors as long as the batch: they may be views of all samples, or one of each. Nor is what
+    stands in the batch but for the samples: a number, a tensor of another length, an object that nobody knows here.
+    """
+    if isinstance(tree, Tensor):
+        return tree.dim() > 0 and tree.shape[0] == size
+    if isinstance(tree, (list, tuple)):
+        bare = next(tensors(tree), None) is None  # names
+        if len(tree) == size and not hasattr(tree, "_fields"):
+            return bare
+        return not bare and all(has_rows(value, size) for value in tree)
+    parts = _named(tree)
+    return tree is None or (bool(parts) and all(has_rows(value, size) for _, value in parts))
+
+
 def picked(tree: Any, at: Tensor, size: int) -> Any:
     """These samples of a batch of `size`, of its tensors; `at`: (n,) int64, on their device."""
     return changed(tree, lambda x: x.index_select(0, at) if x.dim() and x.shape[0] == size else x)
@@ -102,13 +119,13 @@ def moved(tree: Any, device: torch.device) -> Any:
     """The same tree on a device, through pinned memory where that serves: from other the host would wait for copies."""
     if device.type == "cpu":
         return tree  # where it was read
-    pinned = pins(device)
-
-    def there(tensor: Tensor) -> Tensor:
+    if isinstance(tree, Tensor):
+        pinned = pins(device)
         # pinned memory is kept by torch until the copy is done, so nobody need wait here
-        return (tensor.pin_memory() if pinned and tensor.is_cpu else tensor).to(device, non_blocking=pinned)
-
-    return changed(tree, there)
+        return (tree.pin_memory() if pinned and tree.is_cpu else tree).to(device, non_blocking=pinned)
+    if callable(go := getattr(tree, "to", None)):
+        return go(device)  # it knows better: packed sequences keep their lengths on the host
+    return _below(tree, lambda value: moved(value, device))
 
 
 def floats_as(tree: Any, dtype: torch.dtype) -> Any:

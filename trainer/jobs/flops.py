@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.tree import changed, first_tensor
+from trainer.data.tree import changed, first_tensor, tensors
 from trainer.devices import names
 from trainer.jobs.peaks import peak_flops
 from trainer.jobs.preparation import Prepared
@@ -55,6 +55,8 @@ def step_flops(task: Task, network: nn.Module, example: tuple[Any, Any], samples
     those that a causal mask leaves out. Whatever the forward raises where it cannot do without the values of weights.
     """
     size = first_tensor(example[1]).shape[0]
+    if any(x.shape[:1] != (size,) for x in tensors(example)):
+        raise ValueError("samples are no rows of its tensors, and may differ in size")
     try:
         # without any values a whole global batch costs no more than one sample
         instead = {value: _shape(value) for value in chain(network.parameters(), network.buffers())}

@@ -41,7 +41,7 @@ class Task:
         Weights may differ between micro-batches and ranks; the weights of a step are summed over all of them. The
         default is known on every rank and needs no communication.
         """
-        return first_tensor(target).shape[0]  # (B, …)
+        return len(target) if _is_list(target) else first_tensor(target).shape[0]  # (B, …)
 
     def tokens(self, target: Any) -> int:
         """How many tokens a micro-batch has, for the throughput in tokens/s; default: 0, of which nothing is told."""
@@ -68,6 +68,11 @@ class Task:
 
         The default is the output itself: `output`; for a dict, a dataclass or a tuple its tensors, as `output.NAME`.
         """
+        if _is_list(output):
+            raise ValueError(
+                f"the output is a {type(output).__name__} with a {type(output[0]).__name__} for each sample:"
+                f" {type(self).__name__}.predict must make tensors of it whose first dimension is the samples"
+            )
         samples = first_tensor(output).shape[0]
         return {name: tensor for name, tensor in named(output, "output") if tensor.shape[:1] == (samples,)}
 
@@ -94,6 +99,17 @@ class Task:
         # The networks of others have no such method: any module will do.
         own = getattr(network, "plan", None)
         return own() if callable(own) else Plan()
+
+
+def units(task: Task, target: Any, samples: int) -> Tensor | int:
+    """Of how many units the loss of a micro-batch of so many samples is the mean."""
+    # targets need not show how many there are: of a list of boxes the first tensor is one sample's
+    return samples if type(task).weight is Task.weight else task.weight(target)
+
+
+def _is_list(tree: Any) -> bool:
+    """Is it a list with something for each sample, as of detection? A list of tensors has all samples in each."""
+    return isinstance(tree, (list, tuple)) and len(tree) > 0 and isinstance(tree[0], dict)
 
 
 def carries(task: Task) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.stream import Batch
-from trainer.learning.task import Task
+from trainer.learning.task import Task, units
 from trainer.parallel.ranks import Ranks
 
 KEPT = 10
@@ -46,7 +46,7 @@ class Watched(Task):
         return self._task.loss(output, target)
 
     def weight(self, target: Any) -> Tensor | int:
-        return self._task.weight(target)
+        return units(self._task, target, len(self._indices))
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
         if self._valid and (found := self._task.mistakes(output, target)):

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.counted import counted
 from trainer.data.seeds import seed_more_gpus
-from trainer.data.tree import filled, tensors
+from trainer.data.tree import filled, has_rows, tensors
 from trainer.learning.task import Task
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
@@ -79,6 +79,12 @@ class Replicas(nn.DataParallel):
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """This replica's rows of every tensor, for each replica; of dataclasses, torch would give each of them all."""
+        size = next(tensors(inputs)).shape[:1]
+        if not all(has_rows(tree, *size or (0,)) for tree in inputs):
+            raise Refusal(
+                "strategy=dp divides each micro-batch into rows of its tensors, (B, …), and here not every tensor has"
+                " a row for each sample; strategy=ddp reads each part from its own items"
+            )
         parts, words = super().scatter((list(tensors(inputs)),), kwargs, device_ids)
         return [filled(inputs, part) for (part,) in parts], words
 

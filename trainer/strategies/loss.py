@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.data.tree import changed, filled, tensors
 from trainer.devices import widest
-from trainer.learning.task import Task
+from trainer.learning.task import Task, units
 from trainer.parallel.buckets import wide
 from trainer.parallel.ranks import Ranks
 
@@ -69,7 +69,7 @@ def by_name(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
 
 def shares(task: Task, batches: list[Any], ranks: Ranks, device: torch.device) -> Callable[[int], Any]:
     """Collective: each micro-batch's share of the step, its weight over that of all micro-batches of all data ranks."""
-    weights = [task.weight(batch.targets) for batch in batches]
+    weights = [units(task, batch.targets, len(batch.indices)) for batch in batches]
     if type(task).weight is Task.weight:  # samples: how many others have is known, nothing needs to travel
         total = sum(weights) * batches[0].total / sum(len(batch.indices) for batch in batches) or 1
         return lambda index: weights[index] / total
@@ -109,7 +109,7 @@ def evaluation_sums(
 
     call: how the loss is called, which may draw random numbers.
     """
-    loss, weight = total_loss(call(task.loss, output, targets)), task.weight(targets)
+    loss, weight = total_loss(call(task.loss, output, targets)), units(task, targets, samples)
     # what the host knows stays there: a number of Python costs no kernel
     weight = _on(loss.device, weight) if isinstance(weight, Tensor) else weight
     sums: dict[str, Tensor | float] = {"loss": wide(loss) * weight, "weight": weight, "samples": samples}

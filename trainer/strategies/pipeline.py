@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
+from trainer.data.slice import Slice
 from trainer.learning.task import Task, carries
 from trainer.parallel.mesh import described
 from trainer.parallel.pipeline.cut import cut_stages
@@ -56,6 +57,11 @@ class PP(Meshed):
                 " strategy=ddp or fsdp"
             )
         return degrees
+
+    @property
+    def slice(self) -> Slice:
+        """Schedules of torch know one shape for all micro-batches of a step."""
+        return replace(super().slice, alike=True)
 
     def layout(self, world_size: int) -> Layout:
         """Which rank holds which stages. Refusal of a number of stages that the schedule has no place for."""

@@ -166,7 +166,10 @@ class PlacedStages(PlacedTensor):
         every = [tensors((batch.inputs, batch.targets)) for batch in batches]
         shapes = {tuple((tuple(tensor.shape), tensor.dtype) for tensor in one) for one in every}
         if len(shapes) > 1:
-            raise RuntimeError("the micro-batches of a step differ in shape; those of a pipeline must be alike")
+            raise RuntimeError(
+                "the micro-batches of a step differ in shape, and those of a pipeline must be alike; pad them to one"
+                " length, or use strategy=ddp or fsdp"
+            )
         key = (*shapes, len(batches))
         new = torch.tensor([key not in self._schedules], dtype=torch.uint8)
         if self._is_spread or self.strategy.sync_bn:  # then a forward is collective over the data ranks

@@ -24,7 +24,7 @@ class Counting(Data):
     def evaluation(self):
         return self.rest
 
-    def collate(self, items):  # (B, T), T: the longest sentence of this rank
+    def collate(self, items):  # (B, T), T: the longest sentence of a micro-batch
         return [pad_sequence(items, batch_first=True, padding_value=PAD)] * 2
 
     def augment(self, inputs, targets, random, training):  # a random number does not depend on the padding
