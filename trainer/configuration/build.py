@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
@@ -23,6 +22,7 @@ from trainer.configuration.names import Names, real_name
 from trainer.configuration.resolved import as_written, quoted_from
 from trainer.configuration.settings import BESIDE
 from trainer.data.data import Data
+from trainer.learning.inner_optimizers import made_for_trial
 from trainer.refusal import Refusal, listed
 
 # What a data set's yaml says for models to interpolate. It is not passed to a Data that does not name it.
@@ -98,7 +98,7 @@ def maker(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) 
         return _make(call, {first: value, **extra})
 
     if issubclass(kind, Optimizer):  # they check the range of their numbers when they are made
-        make([nn.Parameter(torch.zeros(2, 2))])
+        made_for_trial(make)
     return make
 
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
@@ -23,6 +22,7 @@ from trainer.data.data import Data
 from trainer.jobs.preparation import Job, RunParts
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import meeting_at
+from trainer.learning.inner_optimizers import exposed, made_for_trial
 from trainer.learning.optimizer import fused_words, refuse_rate, refuse_rules, spares_vectors
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
@@ -56,7 +56,11 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     refuse_rate(cfg.optimizer.get("lr", 0.0))
     refuse_rules(kind, chosen.optimizer.groups)
     decays = [cfg.optimizer.get("weight_decay"), *(rule.weight_decay or 0.0 for rule in chosen.optimizer.groups)]
-    make_optimizer = maker(cfg.optimizer, Optimizer, "optimizer", names, **fused)
+    make = maker(cfg.optimizer, Optimizer, "optimizer", names, **fused)
+
+    def make_optimizer(groups: Any) -> Optimizer:
+        return exposed(make(groups))
+
     strategy = build(cfg.strategy, Strategy, "strategy", names, machine=machine)
     # the data before all that is told its facts
     data = build(cfg.data, Data, "data", names)
@@ -98,7 +102,7 @@ def make_schedule(node: DictConfig, make_optimizer: Callable[[Any], Optimizer], 
     make = maker(OmegaConf.create({key: values[key] for key in values.keys() - keys}), LRScheduler, "schedule", names)
     own = {"_target_": "trainer.learning.torch_schedule.TorchSchedule", **{key: values[key] for key in keys}}
     # absolute numbers of a scheduler are compared with the rate that an optimizer is made with
-    rate = make_optimizer([nn.Parameter(torch.zeros(2, 2))]).param_groups[0]["lr"]
+    rate = made_for_trial(make_optimizer).param_groups[0]["lr"]
     return build(OmegaConf.create(own), Schedule, "schedule", names, make=make, rate=rate)
 
 

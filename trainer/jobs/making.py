@@ -15,6 +15,7 @@ from trainer.jobs.memory import evaluation_batch
 from trainer.jobs.preparation import Prepared
 from trainer.launch.signals import StopRequest
 from trainer.learning.cadence import Due
+from trainer.learning.inner_optimizers import EMPTY
 from trainer.learning.optimizer import no_fused_step, parameter_groups
 from trainer.loop.progress import Progress
 from trainer.loop.rollback import AFTER
@@ -26,6 +27,7 @@ from trainer.records.manifest import FINITE, TO_RESUME
 from trainer.records.profile import NoProfile, Profile
 from trainer.records.resume import read_config
 from trainer.records.saver import AtOnce, Beside
+from trainer.refusal import Refusal
 from trainer.strategies.placed import Placed
 from trainer.trainer import Trainer
 
@@ -93,7 +95,16 @@ def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRe
 def make_optimizer(run: Prepared, placed: Placed, log: Log) -> Optimizer:
     """The optimizer over what this rank owns, with the rates that the schedule multiplies."""
     groups, settings = parameter_groups(placed.network, run.spare_vectors, run.rules), run.settings
-    optimizer = placed.optimizer(run.make_optimizer, groups)
+    try:
+        optimizer = placed.optimizer(run.make_optimizer, groups)
+    except Refusal as error:
+        if EMPTY not in str(error):
+            raise
+        place = run.strategy
+        raise Refusal(
+            f"{error}. An optimizer inside of it would get nothing of what rank {place.world.rank} has, because"
+            f" strategy={place.name} gives a rank some parameters only; strategy=ddp gives it all"
+        ) from error
     if why := no_fused_step(optimizer, run.make_optimizer, run.strategy.device, settings.optimizer.fused):
         log.say(f"note        the optimizer's step is not fused here: {why}")
         optimizer = placed.optimizer(run.make_optimizer, [{**group, "fused": False} for group in groups])

@@ -26,7 +26,8 @@ from trainer.jobs.start import refuse_start
 from trainer.launch.agreement import first_on_node
 from trainer.learning.continuation import Continuation
 from trainer.learning.frozen import freeze, refuse_frozen
-from trainer.learning.optimizer import Make, refuse_step
+from trainer.learning.optimizer import Make
+from trainer.learning.optimizer_trial import refuse_step
 from trainer.learning.rule import Rule, understood
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task, carries

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from trainer.counted import counted
 from trainer.learning.rule import Rule
 from trainer.refusal import Refusal
 
@@ -74,56 +72,6 @@ def sparse_embeddings(network: nn.Module) -> dict[str, nn.Embedding | nn.Embeddi
         for name, module in network.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
     }
-
-
-def refuse_step(network: nn.Module, make: Make) -> None:
-    """Refuse parameters that the optimizer cannot step, and memory that no checkpoint can keep.
-
-    A step over a few numbers tells, one for each number of dimensions: Muon takes matrices alone, SparseAdam nothing
-    dense.
-    """
-    refuse_sparse_step(network, make)
-    sparse = {embedding.weight for embedding in sparse_embeddings(network).values()}
-    trained = {n: p for n, p in network.named_parameters() if p.requires_grad and p not in sparse}
-    for dims, name in {parameter.dim(): name for name, parameter in trained.items()}.items():
-        numbers = nn.Parameter(torch.zeros((2,) * dims))
-        numbers.grad = torch.zeros_like(numbers)
-        try:
-            optimizer = make([{"params": [numbers]}])
-            optimizer.step()
-        except (RuntimeError, ValueError, Refusal) as error:
-            raise Refusal(
-                f"optimizer: it cannot train {name}, which has {counted(dims, 'dimension')}: {error}"
-            ) from error
-        except TypeError as error:
-            if "closure" not in str(error):
-                raise
-            raise Refusal(
-                f"optimizer: {type(optimizer).__name__} computes the loss again and again within a step (it needs a"
-                " closure); here a step computes it once, so choose another"
-            ) from error
-        for key, value in optimizer.state[numbers].items():
-            if value is not None and not isinstance(value, torch.Tensor):
-                raise Refusal(
-                    f"optimizer: {type(optimizer).__name__} keeps {key} as {type(value).__name__}; only tensors can be"
-                    " saved, as torch.tensor(…)"
-                )
-
-
-def refuse_sparse_step(network: nn.Module, make: Make) -> None:
-    """Refuse sparse gradients that the optimizer cannot take: one step of it over one number tells."""
-    for name in sparse_embeddings(network):
-        # Which optimizers take them, and with which options, changes with torch: try it on a table of one number.
-        number = nn.Parameter(torch.zeros(1, 1))
-        functional.embedding(torch.tensor([0]), number, sparse=True).sum().backward()
-        optimizer = make([{"params": [number], "fused": False}])
-        try:
-            optimizer.step()
-        except RuntimeError as error:
-            raise Refusal(
-                f"the embedding {name} makes sparse gradients, and {type(optimizer).__name__} says: {error}; build the"
-                " embedding with sparse=False, or use optimizer=sgd optimizer.nesterov=false optimizer.weight_decay=0"
-            ) from error
 
 
 def no_fused_step(

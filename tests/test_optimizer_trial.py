@@ -1,0 +1,133 @@
+"""Optimizers of users' own: what they remember is saved, and the schedule reaches them; else they are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.commands import curve, lines
+from tests.inside import here
+from trainer.learning.optimizer_trial import refuse_step
+from trainer.refusal import Refusal
+
+
+class Both(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest, as people write it."""
+
+    def __init__(self, params: Any, lr: float = 0.02, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr})
+        every = [p for group in self.param_groups for p in group["params"]]
+        self.muon = torch.optim.Muon([p for p in every if p.ndim == 2], lr=lr, weight_decay=weight_decay)
+        self.adamw = torch.optim.AdamW([p for p in every if p.ndim != 2], lr=lr / 10, weight_decay=weight_decay)
+
+    def step(self, closure: Any = None) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.muon.zero_grad(set_to_none)
+        self.adamw.zero_grad(set_to_none)
+
+
+class Hidden(torch.optim.Optimizer):
+    """Its momentum lies where nobody looks."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.memory: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.memory[p] = 0.9 * self.memory.get(p, 0.0) + p.grad
+                    p -= group["lr"] * self.memory[p]
+
+
+class Deaf(Hidden):
+    """Its rate is its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.rate = lr
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p -= self.rate * p.grad
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A small run with these classes as options of `optimizer`."""
+    for name in ("both", "hidden", "deaf"):
+        option = tmp_path / "conf" / "optimizer" / f"{name}.yaml"
+        option.parent.mkdir(parents=True, exist_ok=True)
+        option.write_text(f"_target_: tests.test_optimizer_trial.{name.title()}\nlr: 0.02\n")
+    monkeypatch.chdir(tmp_path)
+    brief = ["trust=[tests]", "loop.log_every=1", "loop.global_batch=24", "loop.eval_every=null", "model.width=16"]
+    return ["--config-dir", "conf", *brief, "model=mlp", "model.depth=1", "loop.epochs=null"]
+
+
+def test_muon_and_adamw_in_one_class_train_are_saved_and_scheduled(words: list[str]) -> None:
+    words = [*words, "optimizer=both", "loop.steps=4"]
+    assert here(*words, "run.dir=whole", "loop.save_every=2") == 0
+    (kept,) = Path("whole/checkpoints").glob("*4/")
+    names = {name for file in kept.glob("*.safetensors") for name in load_file(file) if name.startswith("optimizer/")}
+    assert {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"} == {name.rsplit("/")[-1] for name in names}
+    # a run that goes on from the middle is the same one
+    assert here(*words, "run.dir=again", "run.resume=whole/checkpoints/step-00000002") == 0
+    assert [line["loss"] for line in lines(Path("again"), "train")] == curve(Path("whole"))[2:]
+    # and a schedule is heard
+    assert here(*words, "run.dir=other", "schedule=constant") == 0
+    assert curve(Path("other"))[1:] != curve(Path("whole"))[1:]
+    assert (
+        here(
+            *words,
+            "run.dir=torch",
+            "schedule=torch",
+            "schedule._target_=torch.optim.lr_scheduler.StepLR",
+            "+schedule.step_size=1",
+        )
+        == 0
+    )
+
+
+def test_an_optimizer_with_a_memory_of_its_own_is_refused(words: list[str]) -> None:
+    with pytest.raises(Refusal, match="Hidden remembers something outside of its state, which no checkpoint"):
+        here(*words, "optimizer=hidden", "run.dir=run")
+    assert not Path("run").exists()
+
+
+def test_an_optimizer_with_a_rate_of_its_own_is_refused(words: list[str]) -> None:
+    with pytest.raises(Refusal, match=r"Deaf steps .* by a rate of its own, not by the lr of its param_groups"):
+        here(*words, "optimizer=deaf", "run.dir=run")
+
+
+KNOWN = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adadelta",
+    "Adagrad",
+    "Adafactor",
+    "ASGD",
+    "RMSprop",
+    "Rprop",
+]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_those_of_torch_pass(words: list[str], name: str) -> None:
+    network = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Linear(2, 2))
+    kind = getattr(torch.optim, name)
+    refuse_step(network, lambda groups: kind(groups, lr=0.01))
