@@ -58,8 +58,30 @@ def test_the_framework_never_imports_the_recipes() -> None:
 
 
 def test_recipes_see_only_the_open_side_of_the_framework() -> None:
-    modules = ("learning.task", "learning.plan", "parallel.context", "data.data", "data.draws", "refusal", "home")
-    names = ("BadData", "Data", "Joined", "Plan", "Placed", "Refusal", "Schedule", "Sink", "Strategy", "Task", "gather")
+    modules = (
+        "learning.task",
+        "learning.plan",
+        "parallel.context",
+        "data.data",
+        "data.draws",
+        "data.raw",
+        "refusal",
+        "home",
+    )
+    names = (
+        "BadData",
+        "Data",
+        "Joined",
+        "Plan",
+        "Placed",
+        "Preparation",
+        "Refusal",
+        "Schedule",
+        "Sink",
+        "Strategy",
+        "Task",
+        "gather",
+    )
     assert strangers("recipes", ("recipes", *(f"trainer.{name}" for name in (*modules, *names)))) == []
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.data.data import Data as Data
+    from trainer.data.raw import Preparation as Preparation
     from trainer.door import Result as Result
     from trainer.door import run as run
     from trainer.learning.plan import Plan as Plan
@@ -32,6 +33,7 @@ _HOMES = {
     "Joined": "trainer.strategies.joined",
     "Placed": "trainer.strategies.placed",
     "Plan": "trainer.learning.plan",
+    "Preparation": "trainer.data.raw",
     "Refusal": "trainer.refusal",
     "Result": "trainer.door",
     "Schedule": "trainer.learning.schedule",
@@ -49,6 +51,7 @@ __all__ = [
     "Joined",
     "Placed",
     "Plan",
+    "Preparation",
     "Refusal",
     "Result",
     "Schedule",

@@ -7,12 +7,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from recipes.splits import class_count, class_names, labels, numbered, splits
 from recipes.text.tokenizer import loaded
 from trainer.data.data import Data
+from trainer.data.raw import Preparation
 from trainer.refusal import Refusal
 
 _IGNORED = -100  # the target that a cross entropy of torch's leaves out
@@ -45,6 +46,7 @@ class HuggingFaceText(Data):
             raise Refusal(f"data.length is {length}; it is a number of tokens, 1 or more")
         wanted = {f"data.columns[{at}]": name for at, name in enumerate(columns)}
         found = splits(path, subset, train, evaluation, {**wanted, **({} if label is None else {"data.label": label})})
+        self._tokenizer, self._length = tokenizer, length
         encode = AsTheyAre(length) if tokenizer is None else Tokenizer(tokenizer, length)
         for column in columns if len(found[True]) else ():
             if (kind := _kind(found[True][0][column])) != encode.kind:
@@ -65,6 +67,12 @@ class HuggingFaceText(Data):
     def evaluation(self) -> Texts | None:
         """The texts of the split for evaluation; None where none was named."""
         return self._texts.get(False)
+
+    def preparation(self) -> Preparation:
+        """Tokens as the tokenizer makes them."""
+        example, _ = self.collate([self._texts[True][0]] * 2)
+        raw = f"{{{', '.join(example)}}}: int64 (B, {self._length}) each, as the tokenizer makes them"
+        return Preparation(nn.Identity(), example, raw, raw, {"tokenizer": self._tokenizer, "length": self._length})
 
 
 class Texts(Dataset):

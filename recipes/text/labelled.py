@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
@@ -16,10 +16,12 @@ from recipes.splits import class_count
 from recipes.text.table import column, table
 from recipes.text.tokenizer import loaded
 from trainer.data.data import Data
+from trainer.data.raw import Preparation
 from trainer.home import at_home
 from trainer.refusal import Refusal
 
 ADDRESSES = Path(__file__).with_name("state-of-the-union.jsonl.gz")  # passages of speeches since 1934; public domain
+_TOKENS = "{input_ids, attention_mask}: int64 (B, T) each, of at most `length` tokens, filled up behind"
 POOL = 50  # batches among whose texts those of similar length are put together
 
 
@@ -68,6 +70,7 @@ class LabelledText(Data):
 
         encode = loaded(tokenizer)
         self.vocab_size, self._batch = len(encode), batch
+        self._tokenizer, self._length = tokenizer, length
         self._texts = {}
         for at, part in parts.items():
             texts = [str(each) for each in column(part, text, "data.text", where)]
@@ -86,6 +89,12 @@ class LabelledText(Data):
     def evaluation(self) -> Texts | None:
         """The texts that were held back, or those of the file for evaluation; None where there are none."""
         return self._texts[False] if len(self._texts[False]) else None
+
+    def preparation(self) -> Preparation:
+        """Tokens as the tokenizer makes them."""
+        facts = {"tokenizer": self._tokenizer, "length": self._length}
+        example, _ = self._texts[True].batch(torch.tensor([0, 0]))
+        return Preparation(nn.Identity(), example, _TOKENS, _TOKENS, facts)
 
     def order(self, epoch: int, generator: torch.Generator) -> Tensor:
         """A permutation (N,) whose global batches hold texts of similar length, in an order of their own."""

@@ -16,6 +16,8 @@ from recipes.vision.cached import cached
 from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
 from recipes.vision.plain_pickle import read_plain
+from recipes.vision.prepared import preparation
+from trainer.data.raw import Preparation
 from trainer.home import at_home
 from trainer.refusal import Refusal
 
@@ -151,6 +153,11 @@ class CIFAR10(Pictures):
         """Small changes while training; normalisation always, and the size that the network shall see."""
         images, targets = super().augment(inputs, targets, random, training)
         return resized(images, self.image_size), targets
+
+    def preparation(self) -> Preparation | None:
+        """Whole pictures; of another size without whole numbers in between, as the set's own."""
+        mean, std = self._augment.mean, self._augment.std
+        return preparation(self.image_size, 3, mean, std, between=torch.nn.Identity())
 
     def notes(self) -> list[str]:
         """Which files are not the published ones."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -75,6 +77,10 @@ class Classification(Task):
             "accuracy": float(totals["correct"] / totals["samples"]),
             "macro_accuracy": float(each.mean()),
         }
+
+    def probabilities(self, output: Any) -> Tensor | None:
+        """The softmax of the scores, (B, classes)."""
+        return output.float().softmax(1) if isinstance(output, Tensor) and output.dim() == 2 else None
 
     def mistakes(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Each sample's cross entropy, the class said and the true one."""

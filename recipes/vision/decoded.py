@@ -12,6 +12,8 @@ from torch.utils.data import Dataset
 from recipes.vision.augment import Augment
 from recipes.vision.decode import Window, Windows, decode
 from recipes.vision.pictures import Pictures
+from recipes.vision.prepared import preparation
+from trainer.data.raw import Preparation
 from trainer.refusal import BadData, Refusal
 
 _MOST = 100  # damaged pictures in a row; then nothing is there that could be read
@@ -70,6 +72,15 @@ class DecodedPictures(Pictures):
     def plain_train(self) -> Decoded:
         """The training pictures, each once, in the windows of an evaluation."""
         return self._decoded(self._sources(training=True), training=False)
+
+    def preparation(self) -> Preparation | None:
+        """The square in the middle; None where a window of a lab's own says otherwise."""
+        augment, windows = self._augment, self._windows
+        if type(windows).evaluation is not Windows.evaluation:
+            return None
+        return preparation(
+            self._eval_size, self._channels, augment.mean, augment.std, windows.centre, white=augment.full_scale
+        )
 
     def _read(self, training: bool) -> Decoded:
         return self._decoded(self._sources(training), training)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from recipes.vision.augment import Augment, Random, as_seen
+from recipes.vision.prepared import preparation
 from recipes.vision.sampling import appearances, sampled
 from trainer.data.data import Data
+from trainer.data.raw import Preparation
 from trainer.refusal import Refusal
 
 
@@ -46,6 +48,13 @@ class Pictures(Data):
     def augment(self, inputs: Tensor, targets: Tensor, random: Random, training: bool) -> tuple[Any, Any]:
         """Small changes of the pictures while training; normalisation always."""
         return self._augment(inputs, random, training), targets
+
+    def preparation(self) -> Preparation | None:
+        """Whole pictures; what is white in them is what is white in the set."""
+        picture, _ = self.plain_train()[0]  # (C, H, W)
+        channels, high, wide = picture.shape
+        known = high == wide and channels in (1, 3)
+        return preparation(wide, channels, self._augment.mean, self._augment.std) if known else None
 
     def order(self, epoch: int, generator: torch.Generator) -> Tensor:
         """A permutation, with repeats and balance where they are asked for."""

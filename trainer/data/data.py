@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from trainer.data.fingerprint import of_items
+from trainer.data.raw import Preparation
 
 if TYPE_CHECKING:
     from trainer.data.draws import Random
@@ -47,6 +48,13 @@ class Data:
     def augment(self, inputs: Any, targets: Any, random: Random, training: bool) -> tuple[Any, Any]:
         """Change a whole batch on its device; numbers of `random` depend only on (seed, epoch, sample index)."""
         return inputs, targets
+
+    def preparation(self) -> Preparation | None:
+        """What an evaluation does with a sample, as a module that an exported program can contain (`job.prepared`).
+
+        Default: None, this data cannot say it. Who overrides `augment` or `collate` overrides this as well.
+        """
+        return None
 
     def as_pictures(self, inputs: Any) -> Tensor | None:
         """The inputs of a batch as pictures to look at: (B, C, H, W), 0 black to 1 white; None: they are no images.

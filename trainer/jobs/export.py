@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -10,14 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainer.data.reader import Loading
-from trainer.data.slice import Slice
-from trainer.data.stream import EvaluationStream
-from trainer.data.tree import changed
+from trainer.data.data import Data
 from trainer.home import at_home
-from trainer.jobs.opened import Which, as_average, chosen, run_folder, samples_of
+from trainer.jobs.opened import Which, as_average, chosen, run_folder
 from trainer.jobs.preparation import Job, RunParts, seeded_network
-from trainer.launch.launch import Launch
+from trainer.jobs.program import Program, plain, preparation_of, prepared
+from trainer.launch.durable import replace_file
 from trainer.parallel.state import fits
 from trainer.records.weights import of_checkpoint
 from trainer.refusal import Refusal
@@ -37,8 +35,10 @@ class Export(Job):
         checkpoint: Which = "best",
         weights: Literal["plain", "ema"] | None = None,
         out: str | None = None,
+        prepared: bool = False,
     ) -> None:
         self.format, self.checkpoint, self.weights, self.out = format, checkpoint, weights, out
+        self.prepared = prepared
 
     def __call__(self, run: RunParts) -> int:
         """Export; the exit code."""
@@ -50,18 +50,52 @@ class Export(Job):
         path = at_home(self.out or run_folder(run) / "export" / f"model{ending}")
         if ending and path.suffix != ending:
             raise Refusal(f"job.out={self.out}: job.format={self.format} wants a name that ends in {ending}")
+        if self.prepared and self.format not in _PROGRAMS:
+            raise Refusal(
+                f"job.prepared=true: job.format={self.format} holds weights and no program, which could prepare a"
+                " sample; job.format=pt2 and onnx do"
+            )
         found = chosen(run, self.checkpoint)
         network = trained(run, found.path, average)
-        write = _WRITERS[self.format]
         # under another name until it is whole: a file that is there can be used
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}")
-        write(run, network, draft)
+        facts = self._write(run, network, draft)
         size = _put_in_place(draft, path)
         which = "moving average" if average else "weights"
         print(f"checkpoint  step {found.step} of {run_folder(run)}, its {which}")
         print(f"written     {path}: {type(network).__name__}, {size:,} bytes")
+        if facts is not None:
+            card = path.with_suffix(".json")
+            replace_file(card, f"{json.dumps({'file': path.name} | facts, indent=2)}\n".encode())
+            print(f"written     {card}: {', '.join(facts)}")
         return 0
+
+    def _write(self, run: RunParts, network: nn.Module, path: Path) -> dict[str, Any] | None:
+        """Write the network; what is to stand beside it: how it is called, and what its answers mean."""
+        if self.format == "huggingface":
+            _huggingface(network, path)
+            return None
+        if self.format in _WEIGHTS:
+            _WEIGHTS[self.format](network, path)
+            said = preparation_of(run.data)
+            return _facts(run.data, said.ready if said else None, "the network's output")
+        program = prepared(run, network) if self.prepared else plain(run, network)
+        _PROGRAMS[self.format](program, path)
+        return _facts(run.data, program.takes, program.gives)
+
+
+def _facts(data: Data, takes: str | None, gives: str) -> dict[str, Any]:
+    """What people must know to use the file, as JSON takes it."""
+    said = preparation_of(data)
+    facts = dict.fromkeys(("mean", "std", "image_size")) | (dict(said.facts) if said else {})
+    return {"classes": classes_of(data), **facts, "input": takes, "output": gives}
+
+
+def classes_of(data: Data) -> list[str]:
+    """What each class is called: by its number where it has no name; none where the data has no classes."""
+    names = [str(name) for name in data.class_names]
+    return names + [str(number) for number in range(len(names), getattr(data, "num_classes", None) or 0)]
 
 
 def _put_in_place(draft: Path, path: Path) -> int:
@@ -91,37 +125,18 @@ def trained(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
     return (merged() if callable(merged) else network).eval()
 
 
-def _safetensors(run: RunParts, network: nn.Module, path: Path) -> None:
-    from safetensors.torch import save
+def _safetensors(network: nn.Module, path: Path) -> None:
+    from trainer.records.tensor_files import write_file
 
     # every name has its values: load_state_dict wants those of tied weights, too, which the format keeps apart
-    path.write_bytes(save({name: value.clone().contiguous() for name, value in network.state_dict().items()}))
+    write_file(path, network.state_dict())
 
 
-def _pt(run: RunParts, network: nn.Module, path: Path) -> None:
+def _pt(network: nn.Module, path: Path) -> None:
     torch.save({name: value.contiguous() for name, value in network.state_dict().items()}, path)
 
 
-def _pt2(run: RunParts, network: nn.Module, path: Path) -> None:
-    args, kwargs = _called_with(run, network)
-    torch.export.save(
-        torch.export.export(network, args, kwargs, dynamic_shapes=_any_batch(network, args, kwargs)), path
-    )
-
-
-def _onnx(run: RunParts, network: nn.Module, path: Path) -> None:
-    try:
-        import onnxscript  # noqa: F401 (torch's exporter needs it, and says so in a long traceback)
-    except ImportError as error:
-        raise Refusal("job.format=onnx needs the package onnxscript: pip install -e '.[onnx]'") from error
-    args, kwargs = _called_with(run, network)
-    shapes = _any_batch(network, args, kwargs)
-    torch.onnx.export(
-        network, args, path, kwargs=kwargs, dynamo=True, dynamic_shapes=shapes, external_data=False, verbose=False
-    )
-
-
-def _huggingface(run: RunParts, network: nn.Module, path: Path) -> None:
+def _huggingface(network: nn.Module, path: Path) -> None:
     """Those of transformers do it by themselves; others may have a method of that name."""
     save = getattr(network, "save_pretrained", None)
     if not callable(save):
@@ -133,47 +148,5 @@ def _huggingface(run: RunParts, network: nn.Module, path: Path) -> None:
     save(path)
 
 
-_WRITERS: dict[str, Callable[[RunParts, nn.Module, Path], None]] = {
-    "safetensors": _safetensors,
-    "pt": _pt,
-    "pt2": _pt2,
-    "onnx": _onnx,
-    "huggingface": _huggingface,
-}
-
-
-class _Called(Exception):
-    """Carries what a network is called with."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args_given, self.kwargs_given = args, kwargs
-
-
-def _called_with(run: RunParts, network: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the task calls the network with for two samples of the set, as they come out of the data's augment."""
-
-    def tell(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Called(args, kwargs)
-
-    # two samples of this process alone: the network's own call shows what there is to trace, whatever the task does
-    alone = Slice(0, 1, torch.device("cpu"), run.settings.seed)
-    samples = samples_of(run, "evaluation", Launch())
-    inputs, targets = EvaluationStream(run.data, samples, alone, 2, 1, Loading(workers=0)).example()
-    hook = network.register_forward_pre_hook(tell, with_kwargs=True)
-    try:
-        run.task.forward(network, inputs, targets)
-    except _Called as call:
-        return call.args_given, call.kwargs_given
-    finally:
-        hook.remove()
-    raise Refusal(f"{type(run.task).__name__}.forward does not call the network: there is nothing to export")
-
-
-def _any_batch(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """By the names of the forward's parameters: every tensor's first dimension may have any size; of tokens all may.
-
-    Where the network fixes such a size, so does torch, without an error.
-    """
-    given = inspect.signature(network.forward).bind(*args, **kwargs).arguments
-    free = torch.export.Dim.AUTO
-    return changed(dict(given), lambda x: dict.fromkeys(range(1 if x.is_floating_point() else x.dim()), free))
+_WEIGHTS: dict[str, Callable[[nn.Module, Path], None]] = {"safetensors": _safetensors, "pt": _pt}
+_PROGRAMS: dict[str, Callable[[Program, Path], None]] = {"pt2": Program.save, "onnx": Program.save_onnx}

@@ -76,6 +76,10 @@ class Task:
         samples = first_tensor(output).shape[0]
         return {name: tensor for name, tensor in named(output, "output") if tensor.shape[:1] == (samples,)}
 
+    def probabilities(self, output: Any) -> Tensor | None:
+        """The probability of each class, (B, classes); default: None, the outputs are not scores of classes."""
+        return None
+
     def mistakes(self, output: Any, target: Any) -> dict[str, Tensor]:
         """The error of each prediction of a micro-batch, for the pictures of the worst predictions of an evaluation.
 

@@ -43,11 +43,17 @@ def write_tensors(
             shards = {name: {"saved_offsets": list(item.index.offset or ())} for name, item in own.items()}
             told = {"DCP_SHARDING_INFO": json.dumps(shards), "DCP_VERSION": "1.0", "format": "pt"}
             # not torch's writer: it puts the file together in memory first, and for as long no other thread can work
-            path.touch()
-            mode = path.stat().st_mode
-            save_file(_in_rows({name: held[name] for name in own}), path, told)
-            # safetensors 0.8 puts a file in its place that nobody else can read; one that is shared nobody may change
-            path.chmod(mode if number else mode & ~0o222)
+            write_file(path, {name: held[name] for name in own}, told)
+            if not number:  # shared with other checkpoints: nobody may change it
+                path.chmod(path.stat().st_mode & ~0o222)
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], told: dict[str, str] | None = None) -> None:
+    """Write one file from the tensors' own memory; `told`: texts for its header."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(_in_rows(tensors), path, told)
+    path.chmod(mode)  # safetensors 0.8 puts a file in its place that nobody else can read
 
 
 def _file_of(name: str, frozen: Collection[str]) -> int:
