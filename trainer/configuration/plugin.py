@@ -22,6 +22,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from trainer.launch.requeue import to_run_again
 from trainer.refusal import Refusal, first_line
 
 
@@ -68,8 +69,11 @@ def run_words(_: DictConfig) -> tuple[int, float]:
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
     child, began = subprocess.Popen([sys.executable, "-m", "trainer", *words]), time.monotonic()
     try:
-        return child.wait(), time.monotonic() - began
+        code = child.wait()
     except BaseException:  # the requeueing, too: nothing may be left running
         child.terminate()
         child.wait()
         raise
+    if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and to_run_again(code):
+        os._exit(code)  # without a result, for which the command that submitted the job goes on waiting
+    return code, time.monotonic() - began

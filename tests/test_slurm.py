@@ -1,0 +1,253 @@
+"""scripts/slurm on a real Slurm: a job that was preempted or is out of time goes on later; a cancelled one does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.commands import SMALL, Command, curve, lines, single, status
+from tests.inside import here
+from tests.slurm import NODES, Cluster, missing, wait_for
+from tests.warm import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "it is there")]
+
+SCRIPTS = ROOT / "scripts" / "slurm"
+EXCLUSIVE = ("--nodes=2", "--exclusive")
+TORCHRUN = ("--gpus-per-node=1", "--cpus-per-task=1", "torchrun.sbatch")
+SRUN = ("--gpus-per-node=1", "--cpus-per-task=1", "--ntasks-per-node=1", "srun.sbatch")
+STEPS = 60
+WORDS = (*SMALL, "device=cpu", f"loop.steps={STEPS}", "schedule=constant", "loop.save_every=2", "task=held")
+
+# The first steps are quick. From the fifth on, each takes a second while there is no file `go`: time to be stopped in.
+HELD = """
+import time
+from pathlib import Path
+
+from recipes.vision.classification import Classification
+
+
+class Held(Classification):
+    def after_step(self, network, step):
+        if step >= 5 and not Path("go").exists():
+            time.sleep(1)
+"""
+LAB = ("--config-dir", "heldlab/conf")
+YAML = "_target_: heldlab.held.Held\nnum_classes: ${data.num_classes}\n"
+
+
+@pytest.fixture(scope="session")
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One cluster for all tests."""
+    group = Cluster(tmp_path_factory.mktemp("slurm"))
+    yield group
+    group.close()
+
+
+@pytest.fixture
+def cluster(daemons: Cluster) -> Iterator[Cluster]:
+    """The cluster with nothing to do, before and after a test."""
+    yield daemons
+    daemons.clear()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that a user submits from, with a lab in it."""
+    (tmp_path / "heldlab" / "conf" / "task").mkdir(parents=True)
+    (tmp_path / "heldlab" / "held.py").write_text(HELD)
+    (tmp_path / "heldlab" / "conf" / "task" / "held.yaml").write_text(YAML)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def submitted(cluster: Cluster, place: Path, script: tuple[str, ...], *options: str, **env: str) -> tuple[str, Path]:
+    """A run of two processes, one on each node; its job, and its folder."""
+    *flags, name = script
+    words = (*WORDS, "strategy=ddp", "run.name=held", *LAB)
+    number = cluster.submit(place, *flags, *options, str(SCRIPTS / name), *words, **env)
+    return number, place / "runs" / "held"
+
+
+def reach(cluster: Cluster, place: Path, number: str, folder: Path, step: int) -> None:
+    """Wait for a step of a job."""
+
+    def there() -> bool:
+        assert cluster.job(number)["JobState"] in ("PENDING", "RUNNING"), log(place)
+        return max((line["step"] for line in lines(folder)), default=0) >= step
+
+    wait_for(there)
+
+
+def log(place: Path) -> str:
+    return "\n".join(path.read_text(errors="replace")[-6000:] for path in sorted(place.glob("*.log")))
+
+
+def undisturbed(folder: Path) -> None:
+    """The run has every step once, with the losses of a run that nobody has disturbed."""
+    assert here(*WORDS, "strategy=single", "run.name=alone", *LAB) == 0
+    assert len(curve(folder)) == STEPS
+    assert curve(folder) == pytest.approx(curve(folder.parent / "alone"), rel=1e-5)
+
+
+def test_the_smoke_test_works(cluster: Cluster, place: Path) -> None:
+    number = cluster.submit(place, "--mem=1G", str(SCRIPTS / "smoke.sbatch"))
+    assert cluster.ended(number)["JobState"] == "COMPLETED", log(place)
+    assert "4 processes on 2 machines, then 1, one curve" in log(place)
+    assert status(place / "runs" / f"smoke-{number}")["world_size"] == 1
+
+
+@pytest.mark.parametrize("script", [TORCHRUN, pytest.param(SRUN, marks=pytest.mark.long)], ids=["torchrun", "srun"])
+def test_a_preempted_job_runs_again_and_goes_on(cluster: Cluster, place: Path, script: tuple[str, ...]) -> None:
+    number, folder = submitted(cluster, place, script)
+    reach(cluster, place, number, folder, 5)
+    other = cluster.submit(place, "--partition=high", *EXCLUSIVE, "--output=high.log", "--wrap=true")
+    cluster.again(number)
+    saved = status(folder)
+    assert (saved["state"], saved["step"] < STEPS) == ("preempted", True)
+    (place / "go").touch()
+    assert cluster.ended(other)["JobState"] == "COMPLETED"
+    assert cluster.ended(number)["JobState"] == "COMPLETED", log(place)
+    assert (status(folder)["attempt"], status(folder)["resume_step"]) == (2, saved["step"])
+    undisturbed(folder)
+
+
+@pytest.mark.parametrize("script", [SRUN, pytest.param(TORCHRUN, marks=pytest.mark.long)], ids=["srun", "torchrun"])
+def test_a_cancelled_job_saves_and_does_not_run_again(cluster: Cluster, place: Path, script: tuple[str, ...]) -> None:
+    number, folder = submitted(cluster, place, script)
+    reach(cluster, place, number, folder, 5)
+    cluster.ask("scancel", number)
+    job = cluster.ended(number)
+    assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0"), log(place)
+    assert status(folder)["state"] == "preempted"
+    assert wait_for(cluster.rests)
+    assert cluster.job(number)["Restarts"] == "0"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
+def test_a_job_whose_time_is_over_runs_again_and_goes_on(
+    cluster: Cluster, place: Path, script: tuple[str, ...]
+) -> None:
+    # torchrun.sbatch stops the run 30 s after the start of the job; srun.sbatch as soon as Slurm looks, every 30 s
+    time, signal, lead = ("2", "TERM@1", "90") if script is TORCHRUN else ("60", "USR1@90", "150")
+    number, folder = submitted(cluster, place, script, f"--time={time}", f"--signal={signal}", LEAD=lead)
+    if script is SRUN:
+        reach(cluster, place, number, folder, 5)
+        cluster.ask("scontrol", "update", f"job={number}", "timelimit=2")
+    wait_for(lambda: cluster.again(number)["JobState"] == "PENDING")
+    cluster.ask("scontrol", "update", f"job={number}", "timelimit=60")
+    assert (status(folder)["state"], status(folder)["step"] < STEPS) == ("preempted", True), log(place)
+    (place / "go").touch()
+    assert cluster.ended(number)["JobState"] == "COMPLETED", log(place)
+    undisturbed(folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
+def test_a_job_whose_machine_dies_runs_again_and_goes_on(
+    cluster: Cluster, place: Path, script: tuple[str, ...]
+) -> None:
+    number, folder = submitted(cluster, place, script)
+    reach(cluster, place, number, folder, 5)
+    cluster.lose(NODES[1])
+    cluster.again(number)
+    cluster.start(NODES[1])
+    (place / "go").touch()
+    assert cluster.ended(number)["JobState"] == "COMPLETED", log(place)
+    assert 0 < status(folder)["resume_step"] < STEPS
+    undisturbed(folder)
+
+
+# ------------------------------------------------------------------------------------- what is asked of Slurm, and when
+
+# A job without a network. Its processes save when they are asked to; with ALONE they have failed when `ask` is there.
+JOB = """#!/bin/bash
+trap : TERM
+code=1
+srun bash -c 'trap "exit 75" TERM; touch up-$SLURM_PROCID; while :; do sleep 0.1; done' &
+[ -n "$ALONE" ] || { wait -n $! && code=0 || code=$?; touch stopped; }
+until [ -e ask ]; do sleep 0.1; done
+"$VENV/bin/python" -m trainer.launch.requeue $code 600
+exit $code
+"""
+
+
+def job(cluster: Cluster, place: Path, *options: str, **env: str) -> str:
+    """Its number, once both processes are there."""
+    (place / "job").write_text(JOB)
+    words = (*EXCLUSIVE, "--ntasks-per-node=1", "--requeue", "--open-mode=append", "--output=job.log", *options)
+    number = cluster.submit(place, *words, "job", **env)
+    wait_for(lambda: all((place / f"up-{rank}").exists() for rank in (0, 1)))
+    return number
+
+
+@pytest.mark.parametrize(
+    ("options", "cancelled", "state", "restarts"),
+    [
+        ((), True, "CANCELLED", "0"),
+        (("--no-requeue",), False, "FAILED", "0"),
+    ],
+    ids=["cancelled", "no-requeue"],
+)
+def test_a_preempted_job_does_not_run_again_where_that_is_not_meant(
+    cluster: Cluster, place: Path, options: tuple[str, ...], cancelled: bool, state: str, restarts: str
+) -> None:
+    number = job(cluster, place, *options)
+    cluster.submit(place, "--partition=high", *EXCLUSIVE, "--output=high.log", "--wrap=true")
+    wait_for((place / "stopped").exists)
+    assert cluster.job(number)["PreemptTime"] != "None"
+    if cancelled:
+        cluster.ask("scancel", number)
+        wait_for(lambda: cluster.job(number)["JobState"] != "RUNNING")
+    (place / "ask").touch()
+    ended = cluster.ended(number)
+    assert (ended["JobState"], ended["Restarts"]) == (state, restarts), log(place)
+    assert ("submit it again" in log(place)) == (not cancelled)
+
+
+def test_a_request_to_save_is_no_request_to_run_again(cluster: Cluster, place: Path) -> None:
+    number = job(cluster, place)
+    (place / "ask").touch()
+    cluster.ask("scancel", "--signal=TERM", number)
+    assert cluster.ended(number)["ExitCode"] == "75:0", log(place)
+    assert cluster.job(number)["Restarts"] == "0"
+
+
+@pytest.mark.long
+def test_the_script_waits_until_slurm_has_noticed_a_dead_machine(cluster: Cluster, place: Path) -> None:
+    number = job(cluster, place, ALONE="yes")
+    cluster.lose(NODES[1])
+    (place / "ask").touch()
+    cluster.again(number)
+    assert "a machine does not answer" in log(place)
+
+
+# ------------------------------------------------------------------------------------------------------------- submitit
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("submitit") is None, reason="needs the submitit extra")
+def test_jobs_of_submitit_are_preempted_and_go_on(
+    cluster: Cluster, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)  # submitit would take it for its own
+    launcher = {"tasks_per_node": 2, "cpus_per_task": 1, "timeout_min": 30, "partition": "low"}
+    keys = [f"hydra.launcher.{name}={value}" for name, value in launcher.items()]
+    words = ["-m", "seed=1,2", *WORDS, "strategy=ddp", "run.name=sweep", "hydra/launcher=submitit_slurm", *keys, *LAB]
+    command = Command(single(*words), place, cluster.env)
+    folders = [place / "runs" / "sweep" / f"{number}_seed={number + 1}" for number in (0, 1)]
+    for folder in folders:
+        command.wait_for_step(folder, 5)
+    cluster.submit(place, "--partition=high", *EXCLUSIVE, "--output=high.log", "--wrap=true")
+    wait_for(lambda: all(status(folder)["state"] == "preempted" for folder in folders))
+    (place / "go").touch()
+    ended = command.end()
+    assert ended.code == 0, ended.screen
+    for folder in folders:
+        assert (status(folder)["state"], status(folder)["attempt"]) == ("completed", 2)
+        assert len(curve(folder)) == STEPS
