@@ -347,11 +347,29 @@ def test_the_newest_few_and_the_best_stay(tmp_path):
         better = store.is_best(figures)
         assert better == (step in (1, 2))
         store.save(step, some_tensors(step), {}, figures=figures)
-    assert names(tmp_path) == ["step-00000002", "step-00000005", "step-00000006"]
+    assert names(tmp_path) == ["step-00000005", "step-00000006"]  # of equals the newest
     again = checkpoints(tmp_path, keep=2, best="accuracy")
     again.newest()
     assert not again.is_best({"accuracy": 0.9})
     assert again.is_best({"accuracy": 0.91})
+
+
+@pytest.mark.parametrize(("prefix", "best"), [("", "accuracy"), ("ema_", "ema_accuracy"), ("", "-error")])
+def test_of_equal_figures_the_loss_decides_and_then_the_newer(tmp_path, prefix, best):
+    # a figure that stays the same; the loss of the same network; the other network's, which says nothing
+    other, figure = "loss" if prefix else "ema_loss", best.removeprefix("-")
+    store, stayed = checkpoints(tmp_path, keep=1, best=best), []
+    for step, loss in [(1, 0.4), (2, 0.1), (3, 0.2), (4, float("nan")), (5, 0.1), (6, 0.3)]:
+        figures = {figure: 1.0, f"{prefix}loss": loss, other: -step}
+        assert store.is_best(figures) == (step in (1, 2))
+        assert store.improves(figures) == (step == 1)
+        store.save(step, some_tensors(step), {}, figures=figures)
+        stayed.append({int(name[-1]) for name in names(tmp_path)})
+    assert stayed == [{1}, {2}, {2, 3}, {2, 4}, {5}, {5, 6}]
+    again = checkpoints(tmp_path, keep=1, best=best)
+    again.newest()
+    assert not again.is_best({figure: 1.0, f"{prefix}loss": 0.1})
+    assert again.is_best({figure: 1.0, f"{prefix}loss": 0.09})
 
 
 def test_smaller_is_better_with_a_minus(tmp_path):

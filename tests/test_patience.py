@@ -54,6 +54,25 @@ def test_a_run_ends_where_nothing_became_better_and_says_what_extends_it(
     assert status(folder)["reason"] is None
 
 
+def test_where_all_are_right_the_loss_says_which_is_best_and_the_run_still_ends(tmp_path: Path) -> None:
+    words = [*SMALL, "data=synthetic_images", "data.image_size=8", "data.num_classes=2", "loop.global_batch=64"]
+    words += ["loop.steps=48", "loop.eval_every=3", "loop.save_every=null", "checkpoint.keep=1", "schedule=constant"]
+    assert product(Launch(), tmp_path, [*words, "run.dir=run"]) == 0
+    perfect = [line for line in lines(tmp_path / "run", "eval") if line["accuracy"] == 1]
+    least = min(perfect, key=lambda line: line["loss"])
+    assert least["step"] > perfect[0]["step"] + 3
+    told = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert f"best        accuracy 1.0000 at step {least['step']}: " in told
+    # whoever asks for the best gets that one: jobs, and a run that begins with its weights
+    assert product(Launch(), tmp_path, ["run.dir=run", "job=evaluate"]) == 0
+    assert lines(tmp_path / "run" / "evaluate", "eval")[0]["checkpoint"] == least["step"]
+    assert product(Launch(), tmp_path, [*words, "run.dir=next", "init_from=run", "loop.steps=1"]) == 0
+    assert f"step-{least['step']:08}" in (tmp_path / "next" / "logs" / "rank-0.log").read_text()
+    # the figure alone counts for patience: a loss may fall for ever
+    assert product(Launch(), tmp_path, [*words, "run.dir=impatient", "loop.patience=2"]) == 0
+    assert status(tmp_path / "impatient")["step"] == perfect[0]["step"] + 6
+
+
 def test_the_last_step_has_its_line_where_only_a_clock_asks_for_evaluations(tmp_path: Path) -> None:
     words = ["loop.eval_every=0.001s", "loop.steps=1000000", "loop.log_every=1000000", "loop.patience=2"]
     folder = run(tmp_path, "run", *words)

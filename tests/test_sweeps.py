@@ -25,7 +25,7 @@ from trainer.launch.launch import Launch
 from trainer.refusal import Refusal
 from trainer.sweeps import sweep
 from trainer.sweeps.shares import shares
-from trainer.sweeps.table import headings, short, table
+from trainer.sweeps.table import best_line, headings, short, table
 from trainer.sweeps.tried import Outcome, Tried
 
 needs_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="needs the optuna extra")
@@ -251,6 +251,18 @@ def test_a_table_fits_the_terminal_and_cuts_no_figure(monkeypatch: pytest.Monkey
     assert lines[-1] == "  … and 11 runs more, in sweep.jsonl"
     monkeypatch.setenv("COLUMNS", "40")
     assert "3.9000  1:01  39_*    best" in table(ran)
+
+
+def test_of_equal_figures_the_loss_decides_in_a_run_and_between_runs(tmp_path: Path) -> None:
+    ran = [replace(outcome(at, 1.0, seed=str(at)), best_loss=loss) for at, loss in enumerate([0.3, 0.1, 0.2])]
+    assert [row.split()[0] for row in table(ran).splitlines()] == ["seed", "1", "2", "0"]
+    assert "1_seed=1" in best_line(ran, tmp_path)[0]
+    (folder := tmp_path / "0_seed=0").mkdir()
+    (folder / "environment.json").write_text(json.dumps({"best": "accuracy"}))
+    said = [{"kind": "eval", "step": at, "loss": loss, "accuracy": 1.0} for at, loss in enumerate([0.3, 0.1, 0.1, 0.2])]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in said))
+    written = Tried(tmp_path).add(Trial(0, folder.name, ("seed=0",), {"seed": "0"}), 0, 1.0, None)
+    assert (written.best, written.best_step, written.best_loss) == (1.0, 2, 0.1)
 
 
 def test_a_table_of_losses_of_several_figures_and_of_nothing() -> None:

@@ -203,7 +203,7 @@ class Trainer:
         self.log.eval({"step": self.progress.step, "epoch": epoch, "samples": self.evaluation.size, **figures})
         self.show.evaluation(self.placed, self.progress.step)
         self.figures = figures
-        self.progress.stale = 0 if self.checkpoints.is_best(figures) else self.progress.stale + 1
+        self.progress.stale = 0 if self.checkpoints.improves(figures) else self.progress.stale + 1
         self.schedule.hear(figures, self.checkpoints.best)
         self.eval_due.restart()
         self._lines.resume()

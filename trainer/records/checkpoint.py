@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.parallel.bits import prints
 from trainer.parallel.ranks import Ranks
-from trainer.records.figures import score
+from trainer.records.figures import rank
 from trainer.records.kept import NONE, UNLINKED, Kept, Seen, as_read, linked, shared
 from trainer.records.manifest import CorruptCheckpoint, Found
 from trainer.records.saver import AtOnce
@@ -59,8 +59,8 @@ class Checkpoints:
         self.facts = {"world_size": ranks.size, **(facts or {})}  # of every manifest: strategy, …
         self._kept = self._next = NONE  # where the frozen tensors lie already; where they will, with the save under way
         self._rejected: set[Path] = set()  # found corrupt; they count for nothing when others are removed
-        self._record = -math.inf  # the best score so far, with that of the save under way
-        self._before: float | None = None  # the same without it; None: none is under way
+        self._record = (-math.inf, -math.inf)  # the best rank so far, with that of the save under way
+        self._before: tuple[float, float] | None = None  # the same without it; None: none is under way
         if ranks.is_main:
             sweep(folder)
 
@@ -90,7 +90,7 @@ class Checkpoints:
             return broken
         contents = self._contents(step, tensors, state, figures or {}, finite, frozen)
         # counted from here on: whether the next figures are better must be known before this one is on the disk
-        self._before, self._record = self._record, max(self._record, score(figures, self.best))
+        self._before, self._record = self._record, max(self._record, rank(figures, self.best))
         return self.settle(self._saver.start(partial(self._write, contents)))
 
     def _contents(
@@ -194,13 +194,17 @@ class Checkpoints:
         self._rejected = set(rejected)
         # the main rank reads what is to be beaten and tells all: they must agree on whether a checkpoint is the best
         others = committed(self.folder, self._rejected) if self.ranks.is_main else []
-        record = max((score(one.figures, self.best) for one in others), default=-math.inf)
+        record = max((rank(one.figures, self.best) for one in others), default=(-math.inf, -math.inf))
         self._record = self.ranks.all_gather_values(record)[0]
         return found
 
     def is_best(self, figures: dict[str, float] | None) -> bool:
         """Are these figures better than those of every checkpoint so far? The same answer on every rank."""
-        return score(figures, self.best) > self._record
+        return rank(figures, self.best) > self._record
+
+    def improves(self, figures: dict[str, float]) -> bool:
+        """The same by the figure alone: where it stays equal, a loss that goes on falling improves nothing."""
+        return rank(figures, self.best)[0] > self._record[0]
 
     def read(self, found: Found, tensors: dict[str, Tensor]) -> None:
         """Fill the given tensors in place, of DTensors the shard this rank holds. Collective.

@@ -16,3 +16,14 @@ def score(figures: Mapping[str, Any] | None, best: str) -> float:
     if not isinstance(value, (int, float)) or math.isnan(value):
         return -math.inf
     return -value if best.startswith("-") else value
+
+
+def beside(best: str) -> str:
+    """The loss of the network that a figure is of: of the weights, or of their moving average."""
+    return "ema_loss" if best.removeprefix("-").startswith("ema_") else "loss"
+
+
+def rank(figures: Mapping[str, Any] | None, best: str) -> tuple[float, float]:
+    """What decides which of two evaluations is better, larger first: the figure, and where that is equal the loss."""
+    first = score(figures, best)
+    return first, score(figures, f"-{beside(best)}") if first > -math.inf else first

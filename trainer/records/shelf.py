@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.launch.durable import sync
 from trainer.parallel.ranks import Ranks
-from trainer.records.figures import score
+from trainer.records.figures import rank, score
 from trainer.records.manifest import (
     FINITE,
     CorruptCheckpoint,
@@ -148,16 +148,15 @@ def damage(folder: Path) -> list[str]:
 
 
 def surplus(checkpoints: list[Manifest], keep: int, best: str) -> list[Path]:
-    """Those that may go: all but the newest `keep` and the best one."""
+    """Those that may go, given the newest first: all but the newest `keep` and the best one."""
     stays = winner(checkpoints, best)
     return [one.path for one in checkpoints[keep:] if one is not stays]
 
 
 def winner(checkpoints: list[Manifest], best: str) -> Manifest | None:
-    """The best of them, given the newest first; of equals the earliest; None where none has that figure."""
-    # a draw is not won by who came later: `is_best` has not called that one better either
-    ranked = [one for one in reversed(checkpoints) if score(one.figures, best) > -math.inf]
-    return max(ranked, key=lambda one: score(one.figures, best), default=None)
+    """The best of them, of those with equal figures the newest; None where none has that figure."""
+    measured = [one for one in checkpoints if score(one.figures, best) > -math.inf]
+    return max(measured, key=lambda one: (rank(one.figures, best), one.step), default=None)
 
 
 def put_in_place(draft: Path, target: Path) -> None:

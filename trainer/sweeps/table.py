@@ -24,7 +24,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     from rich.console import Console
 
     # the best first; those without a figure last
-    ranked = sorted(outcomes, key=lambda one: (one.figure or "~", -one.score))
+    ranked = sorted(outcomes, key=lambda one: (one.figure or "~", *(-value for value in one.rank)))
     screen = Console(highlight=False, emoji=False, markup=False)
     with screen.capture() as captured:
         screen.print(_drawn(ranked[:_ROWS], {one.figure or "" for one in ranked} - {""}))
@@ -59,7 +59,7 @@ def _drawn(ranked: Sequence[Outcome], names: set[str]) -> Table:
 
 def best_line(outcomes: Sequence[Outcome], folder: Path) -> list[str]:
     """Where the best run lies; nothing where none has a figure, or where they have several."""
-    best = max(outcomes, key=lambda one: one.score, default=None)
+    best = max(outcomes, key=lambda one: one.rank, default=None)
     if best is None or best.best is None or len({one.figure for one in outcomes if one.figure}) > 1:
         return []
     return [f"best        {best.name} {number(best.best)} at step {best.best_step}: {folder / best.folder}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from trainer.configuration.space import Trial
 from trainer.launch.durable import replace_file
 from trainer.launch.failure import STOPPED
 from trainer.launch.schema import ENVIRONMENT, Damaged, read_json
-from trainer.records.figures import figures, score
+from trainer.records.figures import beside, figures, rank, score
 from trainer.records.lines import forwards
 
 NAME = "sweep.jsonl"
@@ -35,6 +36,7 @@ class Outcome:
     last: dict[str, float]  # the figures of the last evaluation
     seconds: float  # from start to end, starts before this one included
     reason: str | None  # why it failed
+    best_loss: float | None = None  # of the best evaluation; it decides between runs of equal figures
 
     @property
     def name(self) -> str:
@@ -44,7 +46,13 @@ class Outcome:
     @property
     def score(self) -> float:
         """Larger is better, of runs with the same figure; minus infinity where there is none."""
-        return score({self.name: self.best}, self.figure or "")
+        return self.rank[0]
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The same, and where it is equal the loss."""
+        figure = self.figure or ""
+        return rank({beside(figure): self.best_loss, self.name: self.best}, figure)
 
 
 class Tried:
@@ -93,6 +101,7 @@ class Tried:
             last=last,
             seconds=round(seconds + (before.seconds if before else 0.0), 2),
             reason=reason,
+            best_loss=best.get(beside(name or "")),
         )
         self._all.pop(trial.name, None)  # to the end: it has ended last
         self._all[trial.name] = outcome
@@ -109,9 +118,12 @@ def _measured(run: Path) -> tuple[str | None, dict[str, Any], dict[str, float]]:
     name = None
     with contextlib.suppress(OSError, Damaged):  # it was refused before it had one
         name = read_json(run / "environment.json", ENVIRONMENT)[0].get("best")
+    figure = name or ""
     best: dict[str, Any] = {}
     last: dict[str, Any] = {}
     for line in forwards(run / "metrics.jsonl", word=b'"eval"'):
         if line.get("kind") == "eval":
-            best, last = line if score(line, name or "") > score(best, name or "") else best, line  # the earliest
+            last = line
+            if score(line, figure) > -math.inf and rank(line, figure) >= rank(best, figure):  # of equals the newer
+                best = line
     return name, best, figures(last)
