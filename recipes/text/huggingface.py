@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from recipes.splits import class_count, class_names, labels, numbered, splits
 from recipes.text.tokenizer import loaded
+from recipes.text.unlabelled import Unlabelled, new_texts
 from trainer.data.data import Data
 from trainer.data.raw import Preparation
 from trainer.refusal import Refusal
@@ -52,6 +53,7 @@ class HuggingFaceText(Data):
             if (kind := _kind(found[True][0][column])) != encode.kind:
                 remedy = "" if tokenizer else "; data.tokenizer=NAME makes numbers of text"
                 raise Refusal(f"data.columns: {column} of {path} holds {kind}, not {encode.kind}{remedy}")
+        self._encode, self._columns = encode, list(columns)
         found = found if label is None else numbered(found, label)
         self.class_names = [] if label is None else class_names(found[True], label)
         self._texts = {at: Texts(split, list(columns), label, encode) for at, split in found.items()}
@@ -59,6 +61,17 @@ class HuggingFaceText(Data):
         self.vocab_size = encode.vocab_size if vocab_size is None else vocab_size
         classes = max(texts.classes for texts in self._texts.values())
         self.num_classes = class_count(num_classes, classes, f"the column {label} of {path}")
+
+    def inputs(self, where: str) -> Unlabelled:
+        """New texts: lines, or rows of a table with these columns. Refusal where the data has token numbers."""
+        encode = self._encode
+        if not isinstance(encode, Tokenizer):
+            raise Refusal(f"job.inputs={where}: without data.tokenizer this data has no way to make numbers of texts")
+
+        def batch(rows: list[list[str]]) -> Any:
+            return default_collate([encode(row) for row in rows])
+
+        return Unlabelled(new_texts(where, self._columns), len(self._columns), batch)
 
     def train(self) -> Texts:
         """The texts for training."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset
 from recipes.splits import class_count
 from recipes.text.table import column, table
 from recipes.text.tokenizer import loaded
+from recipes.text.unlabelled import Unlabelled, new_texts
 from trainer.data.data import Data
 from trainer.data.raw import Preparation
 from trainer.home import at_home
@@ -52,35 +54,68 @@ class LabelledText(Data):
             raise Refusal(f"data.length is {length}; it is a number of tokens, 1 or more")
         if not 0 <= held < 1:
             raise Refusal(f"data.held is {held}; it is a fraction of the rows, from 0 to less than 1")
-        where = ADDRESSES if file is None else at_home(file)
-        rows = table(where, "data.file")
-        groups = range(len(rows)) if group is None else column(rows, group, "data.group", where)
-        back = _held_back(groups, 0.0 if evaluation else held)
-        parts = {True: [row for row, out in zip(rows, back, strict=True) if not out]}
-        parts[False] = [row for row, out in zip(rows, back, strict=True) if out]
-        if evaluation:
-            parts[False] = table(at_home(evaluation), "data.evaluation")
+        self._where = ADDRESSES if file is None else at_home(file)
+        self._evaluation, self._held, self._group, self._columns = evaluation, held, group, (text, label)
+        self._encode, self._tokenizer, self._length, self._batch = loaded(tokenizer), tokenizer, length, batch
+        self.vocab_size = len(self._encode)
+        # new texts are looked at without the old ones: then the file need not be there
+        self.num_classes = len(self.class_names) if num_classes is None else num_classes
 
-        # labels are numbered by their order, in both parts together; numbers by their size
-        labels = {at: column(part, label, "data.label", where) for at, part in parts.items()}
-        names = sorted({each for part in labels.values() for each in part}, key=_by_size)
-        numbers = {name: number for number, name in enumerate(names)}
-        self.class_names = [str(name) for name in names]
-        self.num_classes = class_count(num_classes, len(names), f"the column {label} of {where}")
+    @cached_property
+    def _parts(self) -> dict[bool, list[dict[str, Any]]]:
+        """The rows for training, and those for evaluation."""
+        rows = table(self._where, "data.file")
+        groups = range(len(rows)) if self._group is None else column(rows, self._group, "data.group", self._where)
+        back = _held_back(groups, 0.0 if self._evaluation else self._held)
+        parts = {at: [row for row, out in zip(rows, back, strict=True) if out != at] for at in (True, False)}
+        if self._evaluation:
+            parts[False] = table(at_home(self._evaluation), "data.evaluation")
+        return parts
 
-        encode = loaded(tokenizer)
-        self.vocab_size, self._batch = len(encode), batch
-        self._tokenizer, self._length = tokenizer, length
-        self._texts = {}
-        for at, part in parts.items():
-            texts = [str(each) for each in column(part, text, "data.text", where)]
-            ids = encode(texts, truncation=True, max_length=length)["input_ids"] if texts else []
+    @cached_property
+    def _labels(self) -> dict[bool, list[Any]]:
+        return {at: column(part, self._columns[1], "data.label", self._where) for at, part in self._parts.items()}
+
+    @cached_property
+    def _classes(self) -> list[Any]:
+        """The labels of both parts together, in their order; numbers by their size."""
+        return sorted({each for part in self._labels.values() for each in part}, key=_by_size)
+
+    @cached_property
+    def class_names(self) -> list[str]:  # type: ignore[override]
+        """The labels as text."""
+        return [str(name) for name in self._classes]
+
+    @cached_property
+    def _texts(self) -> dict[bool, Texts]:
+        """The texts as token numbers, with their class numbers."""
+        class_count(self.num_classes, len(self.class_names), f"the column {self._columns[1]} of {self._where}")
+        numbers = {name: number for number, name in enumerate(self._classes)}
+        made = {}
+        for at, part in self._parts.items():
+            texts = [str(each) for each in column(part, self._columns[0], "data.text", self._where)]
+            ids = self._ids(texts)
             if texts and not any(ids):
                 raise Refusal(
-                    f"data.tokenizer={tokenizer} makes no token of any text in {where}: transformers loads it as a"
-                    f" {type(encode).__name__}, by the model_type of the config.json beside it"
+                    f"data.tokenizer={self._tokenizer} makes no token of any text in {self._where}: transformers loads it"
+                    f" as a {type(self._encode).__name__}, by the model_type of the config.json beside it"
                 )
-            self._texts[at] = Texts(ids, [numbers[each] for each in labels[at]], encode.pad_token_id or 0)
+            labels = [numbers[each] for each in self._labels[at]]
+            made[at] = Texts(ids, labels, self._encode.pad_token_id or 0)
+        return made
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return self._encode(texts, truncation=True, max_length=self._length)["input_ids"] if texts else []
+
+    def inputs(self, where: str) -> Unlabelled:
+        """New texts: lines, or rows of a table with the column of texts."""
+        padding = self._encode.pad_token_id or 0
+
+        def encode(rows: list[list[str]]) -> dict[str, Tensor]:
+            texts = Texts(self._ids([text for (text,) in rows]), [0] * len(rows), padding)
+            return texts.batch(torch.arange(len(rows)))[0]
+
+        return Unlabelled(new_texts(where, self._columns[:1]), 1, encode)
 
     def train(self) -> Texts:
         """The texts for training."""

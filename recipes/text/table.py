@@ -12,13 +12,13 @@ from typing import Any
 
 from trainer.refusal import Refusal, nearest
 
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 def table(path: Path, key: str) -> list[dict[str, Any]]:
     """Each row by its columns. Refusal, for the key that named the file, where it cannot be read."""
     kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if kind not in (*_SEPARATORS, ".jsonl"):
+    if kind not in (*SEPARATORS, ".jsonl"):
         raise Refusal(f"{key}={path}: a file of rows ends in .csv, .tsv or .jsonl, or in one of these and .gz")
     try:
         with (
@@ -28,7 +28,7 @@ def table(path: Path, key: str) -> list[dict[str, Any]]:
         ):
             if kind == ".jsonl":
                 return [json.loads(line) for line in file if line.strip()]
-            return list(csv.DictReader(file, delimiter=_SEPARATORS[kind]))
+            return list(csv.DictReader(file, delimiter=SEPARATORS[kind]))
     except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
         raise Refusal(f"{key}={path} cannot be read as rows: {error}") from error
 

@@ -107,6 +107,7 @@ class CIFAR10(Pictures):
     """CIFAR-10 (3, 32, 32) from its files: in `root`, else downloaded once. In memory, as bytes."""
 
     name, archive, num_classes = "CIFAR-10", "cifar-10-python.tar.gz", 10
+    stored = (3, _SIDE)
     releases: ClassVar[tuple[Release, ...]] = (
         Pickled(
             "cifar-10-batches-py",

@@ -79,8 +79,10 @@ class Classification(Task):
         }
 
     def probabilities(self, output: Any) -> Tensor | None:
-        """The softmax of the scores, (B, classes)."""
-        return output.float().softmax(1) if isinstance(output, Tensor) and output.dim() == 2 else None
+        """The softmax of scores (B, classes); None of others."""
+        if not isinstance(output, Tensor) or output.dim() != 2:
+            return None
+        return output.softmax(1, torch.float64 if output.dtype == torch.float64 else torch.float32)
 
     def mistakes(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Each sample's cross entropy, the class said and the true one."""

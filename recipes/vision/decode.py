@@ -17,6 +17,7 @@ from trainer.refusal import Refusal
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 Window = Callable[[float, float], Box]  # of a picture's width and height
 
+ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision takes them
 _TRIES = 10  # for a random window that fits
 _MODES = {1: "L", 3: "RGB"}  # PIL's names
 

@@ -13,6 +13,7 @@ from recipes.vision.augment import Augment
 from recipes.vision.decode import Window, Windows, decode
 from recipes.vision.pictures import Pictures
 from recipes.vision.prepared import preparation
+from recipes.vision.unlabelled import Unlabelled
 from trainer.data.raw import Preparation
 from trainer.refusal import BadData, Refusal
 
@@ -81,6 +82,10 @@ class DecodedPictures(Pictures):
         return preparation(
             self._eval_size, self._channels, augment.mean, augment.std, windows.centre, white=augment.full_scale
         )
+
+    def inputs(self, where: str) -> Unlabelled:
+        """New pictures, in the windows and the size of an evaluation."""
+        return self._unlabelled(where, self._windows.evaluation, self._eval_size, self._channels)
 
     def _read(self, training: bool) -> Decoded:
         return self._decoded(self._sources(training), training)

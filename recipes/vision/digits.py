@@ -20,7 +20,7 @@ _SAMPLES, _EVALUATION, _SIDE, _WHITE = 1797, 360, 8, 16
 class Digits(Pictures):
     """Handwritten digits (1, 8, 8) with values 0..16; the last 360, by other writers, are the evaluation set."""
 
-    num_classes = 10
+    num_classes, stored = 10, (1, _SIDE)
     class_names = tuple("0123456789")
 
     def __init__(self, augment: Augment, file: str | None = None) -> None:

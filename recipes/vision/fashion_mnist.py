@@ -21,7 +21,7 @@ _DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 class FashionMNIST(Pictures):
     """Fashion-MNIST (1, 28, 28) from its four files: in `root`, else from Debian's package, else downloaded once."""
 
-    num_classes = 10
+    num_classes, stored = 10, (1, 28)
     class_names = _CLASSES
 
     def __init__(self, augment: Augment, root: str | None = None) -> None:

@@ -16,12 +16,11 @@ import numpy
 import torch
 
 from recipes.vision.augment import Augment
-from recipes.vision.decode import Windows
+from recipes.vision.decode import ENDINGS, Windows
 from recipes.vision.decoded import DecodedPictures
 from trainer.home import at_home
 from trainer.refusal import Refusal
 
-_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision takes them
 _SHOWN = 5  # names of classes in a line
 _SIZES = 64  # files that are asked for their size: each is a request to a file server
 _PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")  # what people call parts of a set
@@ -148,10 +147,10 @@ def _listed(folder: Path, classes: Sequence[str]) -> Files:
     """The pictures of each class, those in its subfolders too, sorted. Refusal where a class has none."""
     files: Files = []
     for number, name in enumerate(classes):
-        pictures = [(number, path) for path in sorted(_below(folder / name)) if path.lower().endswith(_ENDINGS)]
+        pictures = [(number, path) for path in sorted(_below(folder / name)) if path.lower().endswith(ENDINGS)]
         if not pictures:
             what = "has no pictures" if (folder / name).is_dir() else "is not there: a class of the training pictures"
-            raise Refusal(f"{folder / name} {what}; expected files ending in {' '.join(_ENDINGS)}")
+            raise Refusal(f"{folder / name} {what}; expected files ending in {' '.join(ENDINGS)}")
         files += pictures
     return files
 

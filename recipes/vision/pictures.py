@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from recipes.inputs import Listed, listed
 from recipes.vision.augment import Augment, Random, as_seen
+from recipes.vision.decode import ENDINGS, Window, Windows
 from recipes.vision.prepared import preparation
 from recipes.vision.sampling import appearances, sampled
+from recipes.vision.unlabelled import Unlabelled
 from trainer.data.data import Data
 from trainer.data.raw import Preparation
 from trainer.refusal import Refusal
@@ -23,6 +26,7 @@ class Pictures(Data):
     """
 
     num_classes: int
+    stored: tuple[Literal[1, 3], int]  # channels and side of the pictures, as they are before `augment`
 
     def __init__(self, augment: Augment, repeat: int = 1, balance: float = 0.0) -> None:
         if repeat < 1:
@@ -44,6 +48,15 @@ class Pictures(Data):
     def plain_train(self) -> Any:
         """The training pictures, each once."""
         return self._training
+
+    def inputs(self, where: str) -> Unlabelled:
+        """New pictures: the square in the middle of each, in the size of those that were learned."""
+        channels, side = self.stored
+        return self._unlabelled(where, Windows(centre=1.0).evaluation, side, channels)
+
+    def _unlabelled(self, where: str, window: Window, size: int, channels: Literal[1, 3]) -> Unlabelled:
+        files = Listed(listed(where, ENDINGS, listing=True))
+        return Unlabelled(files, window, size, channels, self._augment.full_scale)
 
     def augment(self, inputs: Tensor, targets: Tensor, random: Random, training: bool) -> tuple[Any, Any]:
         """Small changes of the pictures while training; normalisation always."""

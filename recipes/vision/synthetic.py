@@ -25,7 +25,7 @@ class SyntheticImages(Pictures):
         seed: int = 0,
     ) -> None:
         super().__init__(augment)
-        self.num_classes = num_classes
+        self.num_classes, self.stored = num_classes, (3 if channels == 3 else 1, image_size)
         generator = torch.Generator().manual_seed(seed)
         coarse = torch.randn(num_classes, channels, 4, 4, generator=generator)
         patterns = functional.interpolate(coarse, size=(image_size, image_size), mode="nearest")

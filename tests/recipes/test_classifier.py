@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import random
 import shutil
@@ -132,6 +133,33 @@ def test_one_curve(place: Path, processes: Processes, alone: Any, family: str, k
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-9
     # where ranks hold shards, one of them builds the network, and the others never hold all of it
     assert "builds the whole network" not in (run / "logs" / "rank-0.log").read_text()
+
+
+def test_new_texts_get_their_class(place: Path, alone: Any) -> None:
+    run = alone("bert", "frozen")
+    kept = place / "kept.csv"
+    (place / "texts.csv").rename(kept)  # what it was trained on need not be there
+    try:
+        (place / "new.txt").write_text("w1 w1\n\nw2 w5 w6 w7\n")
+        (place / "new.jsonl").write_bytes(b'{"text": "w1 w1"}\n{"other": 1}\nnone\n{"text": "w2 \xff"}\n')
+        (place / "new.csv").write_text('who,text\nme,"w2 w5\nw6 w7"\n')
+        (place / "wrong.csv").write_text("who,txt\nme,w2\n")
+        found = {}
+        for name in ("new.txt", "new.jsonl", "new.csv"):
+            assert product(Launch(), place, ["job=predict", f"run.dir={run}", f"job.inputs={name}"]) == 0
+            found[name] = [json.loads(line) for line in (run / "predict/predictions.jsonl").read_text().splitlines()]
+        with pytest.raises(Refusal, match=r"wrong\.csv has no column text; it has who, txt; did you mean"):
+            product(Launch(), place, ["job=predict", f"run.dir={run}", "job.inputs=wrong.csv"])
+    finally:
+        kept.rename(place / "texts.csv")
+    lines, rows, (table,) = found.values()
+    assert [line["file"] for line in lines] == ["new.txt:1", "new.txt:3"]
+    assert {line["class"] for line in lines} <= {"glad", "sad", "torn"}
+    assert rows[0] == {**lines[0], "file": "new.jsonl:1"}
+    assert [row["error"] and row["error"].split(":")[0] for row in rows] == [
+        *(None, "has no text in text", "is no JSON", "is no UTF-8 text")
+    ]
+    assert table["probabilities"] == lines[1]["probabilities"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, default_collate
 
 from trainer.data.fingerprint import of_items
 from trainer.data.raw import Preparation
+from trainer.refusal import Refusal
 
 if TYPE_CHECKING:
     from trainer.data.draws import Random
@@ -40,6 +41,17 @@ class Data:
     def plain_train(self) -> Dataset:
         """The training set for `job.split=train`: each sample once, without random changes; default: `train`."""
         return self.train()
+
+    def inputs(self, where: str) -> Dataset:
+        """New samples for `job=predict job.inputs=WHERE`, prepared as the evaluation set is; Refusal: there are none.
+
+        Items are (input, 0), or (anything of its shape, 1) where it cannot be read. The set also has `name(i)`, and
+        `error(i)`: a sentence that says what is wrong with that one. Default: Refusal.
+        """
+        raise Refusal(
+            f"job.inputs={where}: {type(self).__name__} does not say how new inputs are read: def inputs(self, where)."
+            " job.split=evaluation and train are the sets of the data itself"
+        )
 
     def collate(self, items: list[Any]) -> Any:
         """Make one batch of the items of a data set."""

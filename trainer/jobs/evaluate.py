@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
-from trainer.jobs.opened import Split, Which, opened, run_folder
+from trainer.jobs.opened import Split, Which, opened, run_folder, samples_of
 from trainer.jobs.preparation import Job, RunParts
 from trainer.launch import failure
 from trainer.loop.evaluation import evaluate
@@ -20,7 +21,7 @@ class Evaluate(Job):
         """Evaluate; the exit code."""
         launch = run.machine.launch
         # as the loop evaluates: the same batches, cut in the same way, so that one process gives the same bits
-        with opened(run, "evaluate", self.split, self.checkpoint) as job:
+        with opened(run, "evaluate", self.checkpoint, partial(samples_of, run, self.split, launch)) as job:
             figures = evaluate(run.strategy, job.placed, run.task, job.stream, lambda: job.stop.raised)
             if figures is not None and launch.is_main:
                 step = job.found.step

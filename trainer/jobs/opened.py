@@ -5,21 +5,24 @@ Nothing above the job's own folder is written: the run may be training meanwhile
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from trainer.data.classes import by_name
 from trainer.data.order import size_of
 from trainer.data.reader import Loading
 from trainer.data.seeds import seed_all
+from trainer.data.slice import Slice
 from trainer.data.stream import EvaluationStream
 from trainer.jobs.determinism import be_deterministic
 from trainer.jobs.memory import evaluation_batch
-from trainer.jobs.preparation import RunParts, host_example, read_data, seeded_network
+from trainer.jobs.preparation import RunParts, read_data, seeded_network
 from trainer.jobs.sets import known_classes
 from trainer.launch import screen
 from trainer.launch.agreement import decided_by_main, first_on_node
@@ -37,6 +40,7 @@ Split = Literal["evaluation", "train"]
 Which = Literal["best", "last"] | int  # or the step of one
 
 OF_AVERAGE = "ema_"  # begins the name of its figures
+_FEW = 16  # samples that are read sooner than worker processes have started
 _TRIES = 3  # a run that goes on may remove a checkpoint while it is read
 
 
@@ -50,6 +54,7 @@ class Opened:
     found: Found  # the checkpoint
     folder: Path  # the job's own
     stop: StopRequest
+    classes: list[str]  # their names, as the checkpoint has them; none where it does not
 
     @property
     def epoch(self) -> int:
@@ -59,20 +64,22 @@ class Opened:
 
 
 @contextmanager
-def opened(run: RunParts, job: str, split: Split, which: Which) -> Iterator[Opened]:
-    """Collective: join, place the network and give it its weights. Refusal, before any group, where that cannot be."""
+def opened(run: RunParts, job: str, which: Which, read: Callable[[list[str]], Any]) -> Iterator[Opened]:
+    """Collective: join, place the network and give it its weights. Refusal, before any group, where that cannot be.
+
+    read: (the names of the classes that the run has learned) → the set that is looked at.
+    """
     launch, strategy, folder = run.machine.launch, run.strategy, run_folder(run)
     if run.settings.loop.deterministic:
         be_deterministic()
     # as a run is prepared, but for all that only training needs
     strategy.data_ranks(launch.world_size)
     # is there a checkpoint? its classes count: the data may have others, or others' numbers
-    names = decided_by_main(launch, "checkpoint", lambda: classes_of(run, which))
-    run.data = by_name(run.data, names)
-    samples = samples_of(run, split, launch)
+    classes = decided_by_main(launch, "checkpoint", lambda: classes_of(run, which))
+    samples = read(classes)
     network, _ = strategy.outline(partial(seeded_network, run))
     strategy.check(run.task, network, launch.world_size)
-    strategy.refuse_forward(run.task, network, launch.world_size, partial(host_example, run, samples))
+    strategy.refuse_forward(run.task, network, launch.world_size, partial(evaluation_example, run, samples))
 
     # below the job's own folder, as the run's lie below the run's
     out = folder / job
@@ -87,7 +94,7 @@ def opened(run: RunParts, job: str, split: Split, which: Which) -> Iterator[Open
         placed = strategy.build(run.task, network, stream.example())
         # the average as well: its figures are the run's own, and it may be what was asked for
         placed.keep_average(run.settings.ema.decay, run.settings.ema.every)
-        yield Opened(placed, samples, stream, give_weights(run, placed, which), out, stop)
+        yield Opened(placed, samples, stream, give_weights(run, placed, which), out, stop, classes)
     _forget_hang(launch, out)
 
 
@@ -102,8 +109,12 @@ def run_folder(run: RunParts) -> Path:
     return Path(str(run.settings.run.dir))
 
 
-def samples_of(run: RunParts, split: Split, launch: Launch) -> Any:
-    """The set that is meant; Refusal where there is none. Collective over these processes: one reads it first."""
+def samples_of(run: RunParts, split: Split, launch: Launch, classes: Sequence[str] = ()) -> Any:
+    """The set that is meant; Refusal where there is none. Collective over these processes: one reads it first.
+
+    classes: those that the run has learned; the numbers of the data, and of `run.data` from now on, become theirs.
+    """
+    run.data = by_name(run.data, classes)
 
     def plain() -> Any:
         seed_all(run.settings.seed)  # as where the run has read it
@@ -116,9 +127,25 @@ def samples_of(run: RunParts, split: Split, launch: Launch) -> Any:
     return samples
 
 
+def inputs_of(run: RunParts, where: str, launch: Launch, classes: Sequence[str] = ()) -> Any:
+    """The set of these new inputs; Refusal where there are none. Collective: as `samples_of`."""
+    samples = first_on_node(launch, "data", lambda: run.data.inputs(where))
+    if not size_of(samples):
+        raise Refusal(f"job.inputs={where}: there is nothing in it")
+    return samples
+
+
+def evaluation_example(run: RunParts, samples: Any) -> tuple[Any, Any]:
+    """One or two of these samples as (inputs, targets) on the host, prepared as for an evaluation."""
+    alone = Slice(0, 1, torch.device("cpu"), run.settings.seed)
+    return EvaluationStream(run.data, samples, alone, 2, 1, Loading(workers=0)).example()
+
+
 def evaluation_stream(run: RunParts, samples: Any) -> EvaluationStream:
     """These samples in their order, in batches as the run evaluates them."""
     loop, loading = run.settings.loop, Loading(**vars(run.settings.loader))
+    if size_of(samples) <= _FEW:
+        loading = replace(loading, workers=0)
     return EvaluationStream(run.data, samples, run.strategy.slice, evaluation_batch(loop), loop.micro_batches, loading)
 
 

@@ -1,29 +1,36 @@
-"""The job `predict`: what a trained network answers to each sample of a set, in one file."""
+"""The job `predict`: what a trained network answers to each sample of a set, or to new inputs, in files."""
 
 from __future__ import annotations
 
-import csv
-from io import StringIO
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from trainer.data.classes import names_of
 from trainer.data.data import Data
-from trainer.data.stream import Batch
 from trainer.home import at_home
-from trainer.jobs.opened import OF_AVERAGE, Opened, Split, Which, as_average, opened, run_folder
+from trainer.jobs.answers import Piece, Stopped, answers
+from trainer.jobs.classified import Classified, best, refuse_task
+from trainer.jobs.opened import OF_AVERAGE, Opened, Split, Which, as_average, inputs_of, opened, run_folder, samples_of
 from trainer.jobs.preparation import Job, RunParts
 from trainer.launch import failure
-from trainer.launch.durable import replace_file
 from trainer.learning.task import Task
-from trainer.parallel.buckets import wide
+from trainer.records.predictions import Table, Tensors, drafts
 from trainer.refusal import Refusal
+
+_NAME = "predictions"
+_ENDINGS = (".safetensors", ".csv", ".jsonl")
 
 
 class Predict(Job):
-    """Write `Task.predict` of every sample, in the order of the set, once, whatever the number of ranks."""
+    """Write the answers to a set, in its order, each sample once, whatever the number of ranks.
+
+    Of a set of the data `Task.predict`, as tensors. inputs: new files instead, and the class of each of them.
+    """
 
     def __init__(
         self,
@@ -31,122 +38,124 @@ class Predict(Job):
         checkpoint: Which = "best",
         weights: Literal["plain", "ema"] | None = None,
         out: str | None = None,
+        inputs: str | None = None,
     ) -> None:
-        self.split, self.checkpoint, self.weights, self.out = split, checkpoint, weights, out
+        self.split, self.checkpoint, self.weights, self.out, self.inputs = split, checkpoint, weights, out, inputs
 
     def __call__(self, run: RunParts) -> int:
         """Predict; the exit code."""
-        average = as_average(run, self.weights)
-        path = at_home(self.out or run_folder(run) / "predict" / "predictions.safetensors")
-        if path.suffix != ".safetensors":
-            raise Refusal(
-                f"job.out={self.out}: predictions are a file of tensors; give a name that ends in .safetensors"
-            )
-        run.strategy.refuse_outputs("job=predict", run.machine.launch.world_size)
-        with opened(run, "predict", self.split, self.checkpoint) as job:
+        average, launch = as_average(run, self.weights), run.machine.launch
+        ending = ".safetensors" if self.inputs is None else ".csv"
+        path = at_home(self.out or run_folder(run) / "predict" / f"{_NAME}{ending}").absolute()
+        if path.suffix != ending:
+            what = "a file of tensors" if self.inputs is None else "a table, and a .jsonl beside it"
+            raise Refusal(f"job.out={self.out}: what is written is {what}; give a name that ends in {ending}")
+        run.strategy.refuse_outputs("job=predict", launch.world_size)
+        if self.inputs is None:
+            read, write = partial(samples_of, run, self.split, launch), self._tensors
+        else:
+            refuse_task(run.task)
+            read, write = partial(inputs_of, run, self.inputs, launch), self._classes
+        done, refused = True, ""
+        with opened(run, "predict", self.checkpoint, read) as job:
             # in the view the network holds the weights that were asked for
             views = dict(job.placed.average.views())
             with views[OF_AVERAGE if average else ""], torch.no_grad():
-                pieces = _answers(run, job)
-            if pieces and run.machine.launch.is_main:
-                if self.out is None:  # an older table would be one of other samples
-                    path.with_suffix(".csv").unlink(missing_ok=True)
-                write(path, pieces)
-                shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in pieces[0].items())
-                print(f"checkpoint  step {job.found.step} of {run_folder(run)}")
-                print(f"written     {path}: {job.stream.size} samples ({self.split}), for each {shapes}")
-                if rows := in_words(run.data, job.samples, pieces):
-                    table = path.with_suffix(".csv")
-                    replace_file(table, rows.encode())
-                    print(f"written     {table}: the class of each")
-        return failure.exit_code(pieces is not None, run.machine.launch)
+                try:
+                    # what the main rank found counts for all
+                    refused = run.strategy.world.all_gather_values(write(run, job, path))[0]
+                except Stopped:
+                    done = False
+        if refused:
+            raise Refusal(refused)
+        return failure.exit_code(done, launch)
 
-
-class _Answers(Task):
-    """A task of which an evaluation adds up answers: each rank puts its samples' rows among zeros, the sum has all.
-
-    So predictions travel as sums do, under every strategy, also one whose ranks do not all hold the output.
-    """
-
-    def __init__(self, task: Task, most: int) -> None:
-        self._task, self._most = task, most  # samples of all data ranks in one forward
-
-    def expect(self, batch: Batch, first: int) -> None:
-        """Which rows of a micro-batch come next; first: the number of its first sample."""
-        # a rank without a sample of its own computes one that does not count: it may lie anywhere
-        self._rows = (batch.indices - first).clamp(0, self._most - 1)  # (B,)
-
-    def loss(self, output: Any, target: Any) -> Tensor:
-        return torch.zeros(())
-
-    def weight(self, target: Any) -> int:
-        return 1
-
-    def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
-        answers = self._task.predict(output)
-        for name, answer in answers.items():
-            if answer.shape[:1] != self._rows.shape:
-                raise ValueError(
-                    f"Task.predict gave {name} of shape {tuple(answer.shape)} for {len(self._rows)} samples; the first"
-                    " dimension must be the samples"
-                )
-        return {f"answer/{name}": self._among_zeros(wide(answer)) for name, answer in answers.items()}
-
-    def _among_zeros(self, answer: Tensor) -> Tensor:
-        whole = answer.new_zeros((self._most, *answer.shape[1:]))  # as large for every micro-batch: shapes travel once
-        return whole.index_copy(0, self._rows.to(whole.device), answer)
-
-
-def _answers(run: RunParts, job: Opened) -> list[dict[str, Tensor]] | None:
-    """Collective: of each micro-batch what the network answers, in the order of the set, on the main rank's CPU.
-
-    None where a rank was asked to stop.
-    """
-    pieces: list[dict[str, Tensor]] = []
-    answers = job.placed.task = _Answers(run.task, job.stream.most)
-    # sums travel in the widest type; what is kept is as exact as the run
-    first, real = 0, torch.float64 if run.machine.resolved_precision == "fp64" else torch.float32
-    votes = run.strategy.votes()
-    for batch, valid in job.stream.batches():
-        votes.ask(job.stop.raised)
-        answers.expect(batch, first)
-        # the data ranks; every row once, among the zeros of the others
-        totals = run.strategy.totals(job.placed.evaluate(batch, valid)).read()
-        named = {name.removeprefix("answer/"): value for name, value in totals.items() if name.startswith("answer/")}
-        rows = {name: value[: len(batch.span)] for name, value in named.items()}
-        # the other ranks let go of it: the whole set need not fit into each of them
-        if run.machine.launch.is_main:
-            pieces.append({name: x.to(real) if x.is_floating_point() else x for name, x in rows.items()})
-        first += len(batch.span)
-        if any(votes.read()):
-            return None
-    return pieces
-
-
-def write(path: Path, pieces: list[dict[str, Tensor]]) -> None:
-    """One safetensors file of all pieces, and the number of each sample as `index`; whole, or not there."""
-    from safetensors.torch import save
-
-    named = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-    samples = len(next(iter(named.values())))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, save({"index": torch.arange(samples), **named}))
-
-
-def in_words(data: Data, samples: Any, pieces: list[dict[str, Tensor]]) -> str:
-    """A table for people, as CSV: each sample's number, its name where the set has names, the class that is predicted.
-
-    Empty where the data does not name its classes, or where no answer is one number for each of them.
-    """
-    classes = len(data.class_names)
-    outputs = [piece.get("output", torch.empty(0)) for piece in pieces]  # (B, classes)
-    if not classes or any(output.shape[1:] != (classes,) for output in outputs):
+    def _tensors(self, run: RunParts, job: Opened, path: Path) -> str:
+        """Collective: a file of tensors, and a table of the classes where the data names them."""
+        # what is kept is as exact as the run
+        real = torch.float64 if run.machine.resolved_precision == "fp64" else torch.float32
+        pieces = answers(run.strategy, job, partial(_predicted, run.task), real)
+        if not run.machine.launch.is_main:
+            return _through(pieces)
+        table = path.with_suffix(".csv")
+        with drafts(path, table) as (file, rows):
+            tensors, words = Tensors(file, job.stream.size), Words(Table(rows, ("index", "name", "class")), run.data)
+            for first, piece in pieces:
+                tensors.add(first, piece)
+                words.add(first, piece, job.samples)
+            self._remove_others(path, *([table] if words.whole else []))
+        shapes = ", ".join(f"{name} {shape}" for name, (_, shape) in tensors.rows.items() if name != "index")
+        print(f"checkpoint  step {job.found.step} of {run_folder(run)}")
+        print(f"written     {path}: {job.stream.size} samples ({self.split}), for each {shapes}")
+        if words.whole:
+            print(f"written     {table}: the class of each")
         return ""
-    predicted = data.as_words(torch.cat(outputs).argmax(1))
-    # a set may offer name(i), as those of files do
-    name = getattr(samples, "name", lambda index: "")
-    table = StringIO(newline="")
-    rows = csv.writer(table, lineterminator="\n")
-    rows.writerow(["index", "name", "class"])
-    rows.writerows([index, name(index), word] for index, word in enumerate(predicted))
-    return table.getvalue()
+
+    def _classes(self, run: RunParts, job: Opened, path: Path) -> str:
+        """Collective: the classes of new inputs, as a table and as JSON; why it is refused, where none can be read."""
+        pieces = answers(run.strategy, job, partial(best, run.task), torch.float64)
+        if not run.machine.launch.is_main:
+            return _through(pieces)
+        lines = path.with_suffix(".jsonl")
+        with drafts(path, lines) as (table, rows):
+            classified = Classified(table, rows, job.samples, job.classes or _named(run.data))
+            for first, piece in pieces:
+                classified.add(first, piece)
+            self._remove_others(path, lines)
+        print(f"checkpoint  step {job.found.step} of {run_folder(run)}")
+        for line in (*classified.lines(), f"written     {path} and {lines.name}: a row for each input"):
+            print(line)
+        return classified.refusal(f"job.inputs={self.inputs}", path)
+
+    def _remove_others(self, *written: Path) -> None:
+        """Of older predictions in the run's folder nothing may stay beside new ones: it would be of other samples."""
+        for ending in _ENDINGS if self.out is None else ():
+            if (old := written[0].with_suffix(ending)) not in written:
+                old.unlink(missing_ok=True)
+
+
+class Words:
+    """The class of each sample, where the data names its classes and each answer has one number for each of them."""
+
+    def __init__(self, table: Table, data: Data) -> None:
+        self._table, self._data = table, data
+        self.whole = bool(data.class_names)  # all rows so far
+
+    def add(self, first: int, piece: Piece, samples: Any) -> None:
+        """The rows of the samples from this one on."""
+        output = piece.get("output")  # (n, classes)
+        if not self.whole or output is None or output.shape[1:] != (len(self._data.class_names),):
+            self.whole = False
+            return
+        # a set may offer name(i), as those of files do
+        name = getattr(samples, "name", lambda index: "")
+        predicted = self._data.as_words(torch.from_numpy(output).argmax(1))
+        for index, word in enumerate(predicted, first):
+            self._table.add((index, name(index), word))
+
+
+def _predicted(task: Task, output: Any, target: Any) -> dict[str, Tensor]:
+    """What the task keeps of an output. ValueError where it is not a row for each sample."""
+    kept = task.predict(output)
+    sizes = {name: rows.shape[:1] for name, rows in kept.items()}
+    for name, rows in kept.items():
+        if rows.dim() < 1 or sizes[name] != next(iter(sizes.values())):
+            raise ValueError(
+                f"Task.predict gave {name} of shape {tuple(rows.shape)}; the first dimension must be the samples"
+            )
+    return kept
+
+
+def _named(data: Data) -> list[str]:
+    """The classes of a run from before they were kept in checkpoints: those of its data, if that is there."""
+    try:
+        return names_of(data)
+    except Refusal:
+        return []
+
+
+def _through(pieces: Iterator[Any]) -> str:
+    """Collective: take part; the main rank writes."""
+    for _ in pieces:
+        pass
+    return ""

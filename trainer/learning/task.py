@@ -77,7 +77,10 @@ class Task:
         return {name: tensor for name, tensor in named(output, "output") if tensor.shape[:1] == (samples,)}
 
     def probabilities(self, output: Any) -> Tensor | None:
-        """The probability of each class, (B, classes); default: None, the outputs are not scores of classes."""
+        """The probability of each class, (B, classes), for exported programs and `job=predict job.inputs=…`.
+
+        Default: None, the outputs are not scores of classes.
+        """
         return None
 
     def mistakes(self, output: Any, target: Any) -> dict[str, Tensor]:

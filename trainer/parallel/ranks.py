@@ -85,6 +85,10 @@ class Ranks:
         """Collective: the plain values of all ranks, in rank order."""
         return [value]
 
+    def gather_values(self, value: Any) -> list[Any]:
+        """Collective: the plain values of all ranks, in rank order, on the main rank; none on the others."""
+        return [value]
+
     def barrier(self) -> None:
         """Collective: return when every rank has arrived."""
 
@@ -141,6 +145,12 @@ class Group(Ranks):
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)  # these ranks; every value to all
         return values
+
+    def gather_values(self, value: Any) -> list[Any]:
+        """Collective: the plain values of all ranks on the main rank; they travel as CPU tensors."""
+        values: list[Any] | None = [None] * self.size if self.is_main else None
+        dist.gather_object(value, values, dst=self._first, group=self.group)  # these ranks; every value to the first
+        return values or []
 
     def barrier(self) -> None:
         """Collective: return when every rank has arrived. A CPU tensor travels, so a GPU is not waited for."""
