@@ -112,8 +112,8 @@ def test_on_any_placement_the_same_rows(new: Path, processes: Processes, where: 
         assert left["probabilities"] == pytest.approx(right["probabilities"], abs=1e-5)
         assert {**left, "probabilities": 0} == {**right, "probabilities": 0}
     # fewer inputs than ranks
-    words = ("job.inputs=new/bee/0.png", *words)
-    assert processes.run(size, product, Path.cwd(), [*WORDS, *words]) == [0] * size
+    alone = [*WORDS, "job.inputs=new/bee/0.png", *words]
+    assert processes.run(size, product, Path.cwd(), alone) == [0] * size
     assert [line["class"] for line in answers()[1]] == ["bee"]
 
 

@@ -97,8 +97,8 @@ class LabelledText(Data):
             ids = self._ids(texts)
             if texts and not any(ids):
                 raise Refusal(
-                    f"data.tokenizer={self._tokenizer} makes no token of any text in {self._where}: transformers loads it"
-                    f" as a {type(self._encode).__name__}, by the model_type of the config.json beside it"
+                    f"data.tokenizer={self._tokenizer} makes no token of any text in {self._where}: transformers loads"
+                    f" it as a {type(self._encode).__name__}, by the model_type of the config.json beside it"
                 )
             labels = [numbers[each] for each in self._labels[at]]
             made[at] = Texts(ids, labels, self._encode.pad_token_id or 0)

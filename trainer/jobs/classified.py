@@ -71,7 +71,7 @@ class Classified:
         self._count += 1
         self._bad += error is not None
         if error and self._bad <= _SHOWN:
-            self._damaged.append(f"  {visible(file)}: {error}")
+            self._damaged.append(f"  {visible(file)}: {visible(error)}")
         elif not error and len(self._shown) <= _SHOWN:
             said = ", ".join(f"{visible(name)} {100 * share:.1f} %" for name, share in named.items())
             self._shown.append(f"{visible(file)}  {said}")
