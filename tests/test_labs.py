@@ -77,7 +77,7 @@ def same_curves(processes: Processes, lab: str, place: Path, *words: str, divide
         pytest.param("gan", {"real_believed", "drawn_believed"}, "loop.micro_batches=2", marks=pytest.mark.long),
         ("recurrent", {"loss"}, "loop.micro_batches=2"),
         # each micro-batch is collated by itself: lists of images, and graphs whose nodes stand one after the other
-        pytest.param("detection", {"found"}, "loop.micro_batches=2", marks=pytest.mark.long),
+        pytest.param("detection", {"map50"}, "loop.micro_batches=2", marks=pytest.mark.long),
         ("graphs", {"accuracy"}, "loop.micro_batches=5"),
     ],
 )
@@ -103,7 +103,7 @@ def test_the_large_networks_of_the_tutorials_have_one_curve(processes: Processes
 def test_a_lab_is_no_longer_than_a_page() -> None:
     lengths = {lab.parent.name: len(lab.read_text().splitlines()) for lab in HOME.glob("*/lab.py")}
     assert len(lengths) == 8
-    assert max(lengths.values()) <= 80
+    assert max(lengths.values()) <= 90
 
 
 MODELS = {

@@ -84,6 +84,13 @@ class EvaluationStream:
         own = range(self.size)[self._own.rank :: self._own.ranks][:least] or range(self.size)[-1:]
         return self.some(torch.tensor(own))
 
+    def first(self) -> Batch:
+        """A micro-batch of one sample of each rank; a rank without one takes the last of the set."""
+        index = min(self._own.rank, self.size - 1)
+        inputs, targets = self.some(torch.tensor([index]))
+        span = range(min(self._own.ranks, self.size))
+        return Batch(inputs, targets, torch.tensor([index]), span, len(span))
+
     def some(self, indices: Tensor) -> tuple[Any, Any]:
         """These samples, as (inputs, targets) on the device, for one rank alone."""
         ((_, inputs, targets),) = self._samples.read(0, [indices], training=False)

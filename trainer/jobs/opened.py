@@ -22,7 +22,7 @@ from trainer.data.slice import Slice
 from trainer.data.stream import EvaluationStream
 from trainer.jobs.determinism import be_deterministic
 from trainer.jobs.memory import evaluation_batch
-from trainer.jobs.preparation import RunParts, read_data, seeded_network
+from trainer.jobs.preparation import RunParts, read_data, refuse_figures, seeded_network
 from trainer.jobs.sets import known_classes
 from trainer.launch import screen
 from trainer.launch.agreement import decided_by_main, first_on_node
@@ -79,6 +79,7 @@ def opened(run: RunParts, job: str, which: Which, read: Callable[[list[str]], An
     samples = read(classes)
     network, _ = strategy.outline(partial(seeded_network, run))
     strategy.check(run.task, network, launch.world_size)
+    refuse_figures(run)
     strategy.refuse_forward(run.task, network, launch.world_size, partial(evaluation_example, run, samples))
 
     # below the job's own folder, as the run's lie below the run's

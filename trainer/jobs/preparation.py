@@ -30,7 +30,7 @@ from trainer.learning.optimizer import Make
 from trainer.learning.optimizer_trial import refuse_step
 from trainer.learning.rule import Rule, understood
 from trainer.learning.schedule import Schedule
-from trainer.learning.task import Task, carries
+from trainer.learning.task import Task, carries, gathers, refuse_metric_objects
 from trainer.parallel.outline import all_stored, is_outline, make_room
 from trainer.records.folder import RunFolder
 from trainer.records.log import Sink, shows
@@ -115,6 +115,7 @@ def prepare(run: RunParts) -> Prepared:
     refuse_frozen(network, settings.model.freeze)
     rules = understood(network, settings.optimizer.groups)
     run.strategy.check(run.task, network, launch.world_size)
+    refuse_figures(run)
     run.strategy.refuse_forward(run.task, network, launch.world_size, partial(host_example, run, training))
     refuse_step(network, run.make_optimizer)
     refuse_sample(run, network)
@@ -209,6 +210,13 @@ def refuse_unshown(run: RunParts, evaluation: Any) -> None:
         raise Refusal("sample.prompt: a sample is written after each evaluation, and the data has no evaluation set")
     if run.settings.loop.histograms_every and not any(shows(sink, "histograms") for sink in run.sinks):
         raise Refusal("loop.histograms_every: none of the run's sinks shows histograms; log=[console,tensorboard] does")
+
+
+def refuse_figures(run: RunParts) -> None:
+    """Refuse figures that ranks cannot have together."""
+    refuse_metric_objects(run.task)
+    if gathers(run.task):
+        run.strategy.refuse_outputs(f"{type(run.task).__name__}.gathered", run.machine.launch.world_size)
 
 
 def refuse_shuffled(task: Task, data: Data) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from trainer.data.tree import first_tensor, named
 from trainer.learning.plan import Plan
+from trainer.refusal import Refusal
 
 
 class Task:
@@ -51,15 +53,25 @@ class Task:
         """Sums over this micro-batch: tensors of any shape. They are added over the evaluation set and all ranks."""
         return {}
 
-    def finish(self, totals: dict[str, Tensor]) -> dict[str, float]:
+    def gathered(self, output: Any, target: Any) -> dict[str, Tensor | list[Any]]:
+        """What to keep of each sample of an evaluation, for figures that are no sums (AUC, mAP). Default: nothing.
+
+        Tensors whose first dimension is the samples, or lists with an entry for each. `finish` gets those of the whole
+        set, in its order, on the CPU, the same on every rank and under every strategy.
+        """
+        return {}
+
+    def finish(self, totals: dict[str, Any]) -> dict[str, float]:
         """Turn the totals over the evaluation set into metrics.
 
-        `totals` holds `loss` (the sum of loss times weight), `weight`, `samples` and every sum of `metrics`. The
-        default divides each by the weight, and leaves out totals with more than one element.
+        `totals` holds `loss` (the sum of loss times weight), `weight`, `samples`, every sum of `metrics`, and what
+        `gathered` keeps. The default divides each sum by the weight, and leaves out what has more than one element.
         """
         # A sum of several numbers has no one meaning; a set without samples has weight 0.
         sums = {
-            name: total for name, total in totals.items() if name not in ("weight", "samples") and total.numel() == 1
+            name: total
+            for name, total in totals.items()
+            if name not in ("weight", "samples") and isinstance(total, Tensor) and total.numel() == 1
         }
         return {name: float(total.double() / (totals["weight"] or 1)) for name, total in sums.items()}
 
@@ -91,7 +103,7 @@ class Task:
         """
         return {}
 
-    def confusion(self, totals: dict[str, Tensor]) -> Tensor | None:
+    def confusion(self, totals: dict[str, Any]) -> Tensor | None:
         """The confusion matrix, from the totals: (classes, classes), row = true class, column = predicted class.
 
         Default: None, there is none.
@@ -108,8 +120,36 @@ class Task:
         return own() if callable(own) else Plan()
 
 
+class Around(Task):
+    """Another task, of whose outputs somebody wants to see more; what is not overridden is that task's own."""
+
+    def __init__(self, inner: Task) -> None:
+        self.inner = inner
+
+    def loss(self, output: Any, target: Any) -> Tensor | dict[str, Tensor]:
+        return self.inner.loss(output, target)
+
+    def weight(self, target: Any) -> Tensor | int:
+        return self.inner.weight(target)
+
+    def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
+        return self.inner.metrics(output, target)
+
+    def mistakes(self, output: Any, target: Any) -> dict[str, Tensor]:
+        return self.inner.mistakes(output, target)
+
+    def confusion(self, totals: dict[str, Any]) -> Tensor | None:
+        return self.inner.confusion(totals)
+
+
+def innermost(task: Task) -> Task:
+    """The task that others are around."""
+    return innermost(task.inner) if isinstance(task, Around) else task
+
+
 def units(task: Task, target: Any, samples: int) -> Tensor | int:
     """Of how many units the loss of a micro-batch of so many samples is the mean."""
+    task = innermost(task)
     # targets need not show how many there are: of a list of boxes the first tensor is one sample's
     return samples if type(task).weight is Task.weight else task.weight(target)
 
@@ -117,6 +157,40 @@ def units(task: Task, target: Any, samples: int) -> Tensor | int:
 def _is_list(tree: Any) -> bool:
     """Is it a list with something for each sample, as of detection? A list of tensors has all samples in each."""
     return isinstance(tree, (list, tuple)) and len(tree) > 0 and isinstance(tree[0], dict)
+
+
+def gathers(task: Task) -> bool:
+    """Does the task keep something of every sample of an evaluation?"""
+    return type(task).gathered is not Task.gathered
+
+
+def refuse_metric_objects(task: Task) -> None:
+    """Refuse objects that add up by themselves what one rank has seen."""
+    for name, value in vars(task).items():
+        for one in _within(value):
+            bases = [base for base in type(one).__mro__ if base.__module__.partition(".")[0] in _STATEFUL]
+            if any(base.__name__ in ("Metric", "MetricCollection") for base in bases):
+                package = bases[0].__module__.partition(".")[0]
+                raise Refusal(
+                    f"task: self.{name} is a {type(one).__name__} of {package}, an object that remembers what one rank"
+                    " has shown it: samples of other ranks, and which of them count, it does not know. Keep what it"
+                    ' needs of each sample, def gathered(self, output, target): return {"scores": …, "labels": …},'
+                    ' and compute it in finish from totals["scores"] and totals["labels"], for example with'
+                    " torchmetrics.functional"
+                )
+
+
+_STATEFUL = ("torchmetrics", "torcheval", "ignite")
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """A value, and what lists, dicts and modules hold."""
+    yield value
+    if isinstance(value, nn.Module):
+        yield from value.modules()
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _within(each)
 
 
 def carries(task: Task) -> bool:

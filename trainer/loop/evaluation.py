@@ -9,6 +9,8 @@ from torch import Tensor
 
 from trainer.data.stream import EvaluationStream
 from trainer.learning.task import Task
+from trainer.loop.kept import Rows, keeping
+from trainer.loop.rehearsed import differing, refuse_metrics, shape_of
 from trainer.loop.show import NoShow
 from trainer.refusal import Refusal, nearest
 from trainer.strategies.base import Strategy
@@ -27,8 +29,10 @@ def rehearse(
 ) -> None:
     """Collective: evaluate one batch, so that what is wrong there shows now and not after an epoch.
 
-    Refusal where a wanted figure, by the key that names it (checkpoint.best), is none of the task's.
+    Refusal where a wanted figure, by the key that names it (checkpoint.best), is none of the task's; or where metrics
+    are no sums.
     """
+    refuse_metrics(placed, stream, strategy.world)
     figures = figures_of(strategy, placed, task, stream, 1, show)
     for key, name in wanted.items():
         if (bare := name.removeprefix("-")) not in figures:
@@ -44,10 +48,10 @@ def figures_of(
     figures: dict[str, float] = {}
     for prefix, weights in placed.average.views():
         sums: dict[str, Tensor | float] = {}
-        with weights, torch.no_grad(), show.watching(placed, prefix) as through:
-            for batch, valid in through(stream.batches(most)):
+        with weights, torch.no_grad(), show.watching(placed, prefix) as through, keeping(placed) as kept:
+            for batch, valid in kept.through(through(stream.batches(most))):
                 _add(sums, placed.evaluate(batch, valid))
-        figures |= _figures(task, strategy.totals(sums).read(), prefix)
+        figures |= _figures(task, strategy.totals(sums).read(), kept.read(strategy), prefix)
     return figures
 
 
@@ -68,8 +72,8 @@ def evaluate(
     votes = strategy.votes()
     for prefix, weights in placed.average.views():
         sums: dict[str, Tensor | float] = {}
-        with weights, torch.no_grad(), show.watching(placed, prefix) as through:
-            for batch, valid in through(stream.batches()):
+        with weights, torch.no_grad(), show.watching(placed, prefix) as through, keeping(placed) as kept:
+            for batch, valid in kept.through(through(stream.batches())):
                 votes.ask(asked())  # travels while the batch computes; no GPU waits for it
                 _add(sums, placed.evaluate(batch, valid))
                 if any(votes.read()):
@@ -77,8 +81,9 @@ def evaluate(
         totals = strategy.totals(sums).read()
         if int(totals["samples"]) != stream.size:
             raise RuntimeError(f"evaluated {int(totals['samples'])} samples of a set of {stream.size}")
-        figures |= _figures(task, totals, prefix)
-        show.totals(prefix, totals)
+        rows = kept.read(strategy)
+        figures |= _figures(task, totals, rows, prefix)
+        show.totals(prefix, totals | rows)
     # what follows from them (the best, an early end, a rate) all must do alike: a task may draw at random, and tensor
     # ranks and stages add up each for themselves, in an order of their own
     return strategy.world.all_gather_values(figures)[0]  # all ranks, once an evaluation; the main rank's
@@ -86,11 +91,15 @@ def evaluate(
 
 def _add(sums: dict[str, Tensor | float], parts: Mapping[str, Tensor | float]) -> None:
     for name, part in parts.items():
+        if name in sums and shape_of(sums[name]) != shape_of(part):
+            raise ValueError(f"Task.metrics: {name} {differing(shape_of(sums[name]), shape_of(part))}")
         sums[name] = sums[name] + part if name in sums else part
 
 
-def _figures(task: Task, totals: dict[str, Tensor], prefix: str) -> dict[str, float]:
+def _figures(task: Task, totals: dict[str, Tensor], rows: dict[str, Rows], prefix: str) -> dict[str, float]:
     """The mean loss, and what the task makes of the totals, under names with this prefix."""
+    if twice := sorted(totals.keys() & rows.keys()):
+        raise Refusal(f"Task.gathered: {', '.join(twice)} is the name of a sum already; give it another one")
     loss = float(totals["loss"] / (totals["weight"] or 1))  # of nothing the mean is 0
-    figures = {"loss": loss, **task.finish(totals)}
+    figures = {"loss": loss, **task.finish(totals | rows)}
     return {prefix + name: float(value) for name, value in figures.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class NoShow:
         """Inside, an evaluation of this view goes through its micro-batches."""
         return nullcontext(iter)
 
-    def totals(self, view: str, totals: dict[str, Tensor]) -> None:
+    def totals(self, view: str, totals: dict[str, Any]) -> None:
         """What the evaluation of this view has summed up over the whole set."""
 
     def evaluation(self, placed: Placed, step: int) -> None:
@@ -91,7 +92,7 @@ class Show(NoShow):
         finally:
             placed.task = task
 
-    def totals(self, view: str, totals: dict[str, Tensor]) -> None:
+    def totals(self, view: str, totals: dict[str, Any]) -> None:
         """Keep the confusion matrix, if there is one."""
         self._confusion[view] = self._watched[view].confusion(totals)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainer.data.stream import Batch
 from trainer.data.tree import named
+from trainer.learning.task import Task
 from trainer.parallel.backward import in_backward
 from trainer.parallel.gather import present_span
 from trainer.parallel.ranks import Ranks
@@ -127,6 +128,15 @@ class Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._placed, name)
+
+    @property
+    def task(self) -> Task:
+        """The task that losses and metrics are of; an evaluation sets another one around it."""
+        return self._placed.task
+
+    @task.setter
+    def task(self, task: Task) -> None:
+        self._placed.task = task
 
     def begin(self) -> None:
         """Collective: the values that training begins with."""

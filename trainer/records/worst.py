@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.stream import Batch
-from trainer.learning.task import Task, units
+from trainer.learning.task import Around, Task, innermost
 from trainer.parallel.ranks import Ranks
 
 KEPT = 10
@@ -25,7 +25,7 @@ class Mistake(NamedTuple):
     true: float
 
 
-class Watched(Task):
+class Watched(Around):
     """A task of which an evaluation also leaves the worst answers of this rank, on the device: nothing waits for them.
 
     Only who has outputs is asked for metrics, so it does not matter under which strategy: of ranks that have the same
@@ -33,7 +33,7 @@ class Watched(Task):
     """
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        super().__init__(task)
         self._kept: dict[str, Tensor] = {}  # (KEPT,) each, the worst first
 
     def through(self, batches: Iterable[tuple[Batch, int]]) -> Iterator[tuple[Batch, int]]:
@@ -42,19 +42,10 @@ class Watched(Task):
             self._indices, self._valid = batch.indices, valid
             yield batch, valid
 
-    def loss(self, output: Any, target: Any) -> Tensor | dict[str, Tensor]:
-        return self._task.loss(output, target)
-
-    def weight(self, target: Any) -> Tensor | int:
-        return units(self._task, target, len(self._indices))
-
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
-        if self._valid and (found := self._task.mistakes(output, target)):
+        if self._valid and (found := self.inner.mistakes(output, target)):
             self._keep(found)
-        return self._task.metrics(output, target)
-
-    def confusion(self, totals: dict[str, Tensor]) -> Tensor | None:
-        return self._task.confusion(totals)
+        return self.inner.metrics(output, target)
 
     def _keep(self, found: dict[str, Tensor]) -> None:
         """Of the worst so far and these the worst. ValueError where there is not one answer a sample."""
@@ -62,7 +53,7 @@ class Watched(Task):
         for name in Mistake._fields[1:]:
             if name not in found or found[name].shape != (samples,):
                 said = f"of shape {tuple(found[name].shape)}" if name in found else "missing"
-                raise ValueError(f"{type(self._task).__name__}.mistakes: {name} is {said}; expected ({samples},)")
+                raise ValueError(f"{type(innermost(self)).__name__}.mistakes: {name} is {said}; expected ({samples},)")
         error = found["error"].detach()
         # the samples of a rank lie equally far apart: they are counted on the device, for a copy would wait for it
         first, last = int(self._indices[0]), int(self._indices[-1])

@@ -54,9 +54,9 @@ def fasterrcnn(classes, size, width):
 
 
 class Detection(Task):
-    """The network's own losses; of an evaluation, where it gives boxes instead, how many objects are found."""
+    """The network's own losses; of an evaluation, where it gives boxes instead, their mean average precision (mAP)."""
 
-    best = "found"
+    best = "map50"
 
     def forward(self, network, inputs, targets):
         return network(inputs, targets) if network.training else network(inputs)
@@ -64,14 +64,24 @@ class Detection(Task):
     def loss(self, output, target):
         return output if isinstance(output, dict) else target[0]["boxes"].new_zeros(())
 
-    def metrics(self, output, target):
-        hits = [hit(said, true) for said, true in zip(output, target, strict=True)]
-        return {"hits": sum(hits), "objects": torch.tensor(sum(len(true["boxes"]) for true in target))}
+    def gathered(self, output, target):
+        return {"said": output, "true": list(target)}  # a dict for each image
 
     def finish(self, totals):
-        return {"found": float(totals["hits"] / totals["objects"])}
+        precisions = [average_precision(totals["said"], totals["true"], kind) for kind in (1, 2)]
+        return {"map50": sum(precisions) / 2}
 
 
-def hit(said, true):  # how many of the true boxes one of the five best is about
-    overlap = box_iou(true["boxes"], said["boxes"][:5]) > 0.5
-    return (overlap & (true["labels"][:, None] == said["labels"][:5])).any(1).sum()
+def average_precision(said, true, kind):
+    """Of the boxes of a class, the surest first: the mean, over all objects, of the precision up to each one found."""
+    answers, objects = [], 0
+    for some, real in zip(said, true, strict=True):
+        left, own = real["boxes"][real["labels"] == kind], some["labels"] == kind
+        objects += len(left)
+        for box, score in zip(some["boxes"][own], some["scores"][own], strict=True):
+            overlap = box_iou(box[None], left)[0]  # boxes come with the surest first
+            hit = bool((overlap > 0.5).any())
+            left = left[torch.arange(len(left)) != overlap.argmax()] if hit else left  # each object is found once
+            answers.append((float(score), hit))
+    hits = torch.tensor([hit for _, hit in sorted(answers, key=lambda answer: -answer[0])]).double()
+    return float((hits * hits.cumsum(0) / torch.arange(1, len(hits) + 1)).sum() / max(objects, 1))
