@@ -10,15 +10,15 @@ from torch import nn
 
 from recipes.vision.backbone import marked
 from recipes.vision.published import from_hub
-from recipes.vision.zoo import try_on_shapes
+from recipes.vision.zoo import refuse_unknown, try_on_shapes
 from trainer.refusal import Refusal, first_line, nearest
 
 
-def timm_model(name: str, num_classes: int, channels: int, image_size: int) -> nn.Module:
+def timm_model(name: str, num_classes: int, channels: int, image_size: int, **more: Any) -> nn.Module:
     """A network of timm by name, with its own initialisation: `resnet18`, `vit_tiny_patch16_224.augreg_in21k`, …
 
     What stands behind the point is timm's name of published weights, which `pretrained()` finds; without it timm's own
-    choice.
+    choice. more: what timm's `create_model` hands on to this network: drop_path_rate, …
     """
     try:
         import timm  # here, because the import takes seconds
@@ -35,15 +35,18 @@ def timm_model(name: str, num_classes: int, channels: int, image_size: int) -> n
         raise Refusal(f"timm has no such weights: {error}{near}") from error
     # networks of tokens are built for one size of images; others take any, and no such argument
     size = {"img_size": image_size} if config is not None and config.fixed_input_size else {}
+    arguments = {**size, **more}
     try:
-        network = timm.create_model(name, num_classes=num_classes, in_chans=channels, **size)
+        network = timm.create_model(name, num_classes=num_classes, in_chans=channels, **arguments)
         try_on_shapes(network, channels, image_size)
     except (RuntimeError, ValueError, AssertionError, TypeError, ZeroDivisionError) as error:
+        refuse_unknown(error, f"timm's {name}", more)
         reason = first_line(error).strip(" .")
         images = f"images of {channels} × {image_size} × {image_size}"
         raise Refusal(f"timm's {name} cannot take {images} ({reason}); other sizes may work") from error
     if config is not None and config.has_weights:
         vars(network)["pretrained"] = partial(_published, config)
+    vars(network)["arguments"] = arguments  # by which others build it again
     heads = network.get_classifier()  # several where it was distilled
     return marked(network, *_names_of(network, heads if isinstance(heads, tuple) else (heads,)))
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,29 +18,39 @@ from trainer.refusal import Refusal, first_line, nearest
 
 
 def torchvision_model(
-    name: str, num_classes: int, channels: int, image_size: int, weights: str = "DEFAULT"
+    name: str, num_classes: int, channels: int, image_size: int, weights: str = "DEFAULT", **more: Any
 ) -> nn.Module:
     """A classifier of torchvision by name, with its own initialisation and stem.
 
     Where images do not have three channels, the first convolution is made anew for as many, with weights as large as
-    leave its outputs as large as torchvision meant them; everything else stays, and so do all names.
+    leave its outputs as large as torchvision meant them; everything else stays, and so do all names. more: what the
+    function that builds this network takes: dropout, stochastic_depth_prob, …
     """
     from torchvision import models  # here, because the import takes seconds
 
     names = models.list_models(module=models)
     if name not in names:
         raise Refusal(f"torchvision has no classifier {name!r}{nearest(name, names)}")
+    arguments = {**_special(name, channels, image_size), **more}
     try:
-        network = models.get_model(name, num_classes=num_classes, **_special(name, channels, image_size))
+        network = models.get_model(name, num_classes=num_classes, **arguments)
         _fit_channels(network, channels)
         try_on_shapes(network, channels, image_size)
-    except (RuntimeError, ValueError, AssertionError, ZeroDivisionError) as error:
+    except (RuntimeError, ValueError, AssertionError, TypeError, ZeroDivisionError) as error:
+        refuse_unknown(error, f"torchvision's {name}", more)
         images = f"images of {channels} × {image_size} × {image_size}"
         reason = first_line(error).strip(" .")
         raise Refusal(
             f"torchvision's {name} cannot take {images} ({reason}); larger ones, model=cnn or model=resnet18 would work"
         ) from error
     return offer(marked(network), name, weights)
+
+
+def refuse_unknown(error: Exception, whose: str, more: Mapping[str, Any]) -> None:
+    """Refuse the key that a network's own constructor does not take."""
+    said = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if said and said[1] in more:
+        raise Refusal(f"model.{said[1]}: {whose} takes no such key: {first_line(error)}") from error
 
 
 def _special(name: str, channels: int, image_size: int) -> dict[str, object]:

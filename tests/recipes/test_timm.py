@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from tests.commands import curve
@@ -13,6 +14,8 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_initial import IMAGES, saved
+from trainer.configuration.build import build
+from trainer.configuration.names import Names
 from trainer.refusal import Refusal
 
 timm = pytest.importorskip("timm")
@@ -69,3 +72,19 @@ REFUSED = {
 def test_what_timm_does_not_have_is_said(name: str, tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=REFUSED[name]):
         here(*WORDS, f"model.name={name}", "data.image_size=10", f"run.dir={tmp_path / 'run'}")
+
+
+def test_any_argument_of_a_network_goes_on_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert here(*WORDS, "model.name=resnet18", "data.image_size=32", "+model.drop_path_rate=0.2", "run.dir=run") == 0
+    with pytest.raises(Refusal, match=r"^model.drop_path_rat: timm's resnet18 takes no such key"):
+        here(*WORDS, "model.name=resnet18", "data.image_size=32", "+model.drop_path_rat=0.2", "run.dir=other")
+
+
+def test_a_key_of_a_configuration_of_transformers_that_it_only_keeps() -> None:
+    transformers = pytest.importorskip("transformers")
+    node = {"_target_": "transformers.T5Config", "d_model": 16, "decoder_start_token_id": 3}
+    config = build(OmegaConf.create(node), transformers.T5Config, "model", Names())
+    assert config.decoder_start_token_id == 3
+    with pytest.raises(Refusal, match=r"model.d_modle: .* takes no such key; did you mean 'd_model'\?"):
+        build(OmegaConf.create(node | {"d_modle": 3}), transformers.T5Config, "model", Names())

@@ -9,12 +9,14 @@ import typing
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Any
 
 from trainer.configuration.resolved import quoted_from
 from trainer.configuration.values import converted, in_steps
 from trainer.refusal import Refusal, nearest
 
+_TYPO = 0.85  # this alike are two names of which one is mistyped: hiden_size, hidden_size
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -36,8 +38,8 @@ def bound(
     # A key is nobody's, or of another type; where a target takes **kwargs, only the call itself can tell.
     taken, problems = dict(values), []
     for name, value in values.items():
-        # what wraps a constructor may take more than it: at least what the class has a property for
-        if name in given or (name not in named and not anything and not (more and hasattr(target, name))):
+        # what wraps a constructor may take more than it, as configurations of transformers take any key
+        if name in given or (name not in named and not anything and not (more and _meant(name, target, named))):
             free = [each for each in named if each not in given]
             listed = f"; it takes {', '.join(free[:12]) or 'none'}"
             problems.append(f"{where}.{name}: {called} takes no such key{nearest(name, free) or listed}")
@@ -49,6 +51,11 @@ def bound(
                 said = quoted_from(written, f"{where}.{name}")
                 problems.append(f"{said}: {called} expects {expected}{in_steps(value)}")
     return taken, problems
+
+
+def _meant(name: str, target: Callable, named: Collection[str]) -> bool:
+    """Is it a key of its own, and not a mistyped one of those that are known?"""
+    return hasattr(target, name) or not get_close_matches(name, named, n=1, cutoff=_TYPO)
 
 
 def _takes_words(signature: inspect.Signature) -> bool:
