@@ -74,7 +74,7 @@ class Export(Job):
     def _write(self, run: RunParts, network: nn.Module, path: Path) -> dict[str, Any] | None:
         """Write the network; what is to stand beside it: how it is called, and what its answers mean."""
         if self.format == "huggingface":
-            _huggingface(network, path)
+            _huggingface(run, network, path)
             return None
         if self.format in _WEIGHTS:
             _WEIGHTS[self.format](network, path)
@@ -136,16 +136,17 @@ def _pt(network: nn.Module, path: Path) -> None:
     torch.save({name: value.contiguous() for name, value in network.state_dict().items()}, path)
 
 
-def _huggingface(network: nn.Module, path: Path) -> None:
-    """Those of transformers do it by themselves; others may have a method of that name."""
-    save = getattr(network, "save_pretrained", None)
-    if not callable(save):
-        raise Refusal(
-            f"job.format=huggingface: {type(network).__name__} has no method save_pretrained(self, folder);"
-            " job.format=pt2 writes code and weights of any network"
-        )
+def _huggingface(run: RunParts, network: nn.Module, path: Path) -> None:
+    """The folder as the task writes it; with the names of the classes, and how pictures are prepared."""
     path.mkdir(exist_ok=True)
-    save(path)
+    run.task.save_pretrained(network, path)
+    said, config = preparation_of(run.data), path / "config.json"
+    if said and said.processor:
+        (path / "preprocessor_config.json").write_text(json.dumps(said.processor, indent=2) + "\n", encoding="utf-8")
+    names, settings = classes_of(run.data), json.loads(config.read_bytes()) if config.is_file() else {}
+    if names and any(kind.endswith("Classification") for kind in settings.get("architectures") or ()):
+        settings |= {"id2label": dict(enumerate(names)), "label2id": {name: at for at, name in enumerate(names)}}
+        config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 _WEIGHTS: dict[str, Callable[[nn.Module, Path], None]] = {"safetensors": _safetensors, "pt": _pt}

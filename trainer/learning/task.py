@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -94,6 +95,16 @@ class Task:
         Default: None, the outputs are not scores of classes.
         """
         return None
+
+    def save_pretrained(self, network: nn.Module, folder: Path) -> None:
+        """Write the network as a folder that transformers reads; default: the network's own method of this name."""
+        save = getattr(network, "save_pretrained", None)
+        if not callable(save):
+            raise Refusal(
+                f"job.format=huggingface: {type(network).__name__} has no method save_pretrained(self, folder);"
+                " job.format=pt2 writes code and weights of any network"
+            )
+        save(folder)
 
     def mistakes(self, output: Any, target: Any) -> dict[str, Tensor]:
         """The error of each prediction of a micro-batch, for the pictures of the worst predictions of an evaluation.
