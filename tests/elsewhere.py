@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -87,6 +88,9 @@ class Module:
 
     def device_count(self) -> int:
         return 1
+
+    def get_device_properties(self, device: Any) -> Any:
+        return SimpleNamespace(uuid=os.getpid())  # each process sees one alone, and not that of another
 
     def current_device(self) -> int:
         return 0
@@ -227,14 +231,14 @@ def _refuse_fused(parameter: Tensor, **_: Any) -> None:
 
 
 def appear(wide: bool, sends: bool) -> Module:
-    """Let torch find the device from now on. `sends`: gloo takes its tensors, which it meets as those of the CPU."""
+    """Let torch find the device from now on. `sends`: gloo, by another name, takes its tensors for those of the CPU."""
     module = Module()
     _setup_privateuseone_for_python_backend(KIND, backend_module=module)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(…, device=…) makes it here and then copies, as it seems
     if not wide:
         patch("torch.optim.adam._device_dtype_check_for_fused", _refuse_fused).start()
     if sends:
-        dist.Backend.default_device_backend_map[KIND] = "gloo"
+        dist.Backend.register_backend("there", dist.ProcessGroupGloo, devices=[KIND])
         dist.Backend.backend_capability["gloo"].append(KIND)
     return module
 

@@ -6,7 +6,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -162,12 +164,48 @@ def test_a_backend_that_cannot_send_from_the_device_is_refused(kind, wanted, sai
         refuse_backend(*fitting)
 
 
-def test_more_processes_than_devices_are_refused(monkeypatch):
-    monkeypatch.setattr("trainer.strategies.machine.accelerator", lambda: "xpu")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    with pytest.raises(Refusal, match=r"3 processes on .*, but 2 GPU.*--nproc-per-node 2, or use device=cpu$"):
-        Machine(launch=Launch(0, 3, 0, 3), precision="fp32").check()
-    Machine(launch=Launch(0, 2, 0, 2), precision="fp32").check()
+def refused(launch: Launch, seen: list[list[str]]) -> str:
+    """What a rank is told if each sees these GPUs; each is refused, or none."""
+    properties = [SimpleNamespace(uuid=uuid) for uuid in seen[launch.rank]]
+    with (
+        patch("trainer.strategies.machine.accelerator", lambda: "xpu"),
+        patch("torch.accelerator.device_count", lambda: len(properties)),
+        patch("torch.xpu.get_device_properties", lambda device: properties[device.index]),
+    ):
+        try:
+            Machine(launch=launch, precision="fp32").refuse_crowd()
+        except Refusal as refusal:
+            return str(refusal)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        ([["a", "b", "c"]] * 3, ""),
+        ([["a"], ["b"], ["c"]], ""),  # --gpus-per-task=1: each is number 0
+        ([["a", "b"], ["c", "d"], ["e", "f"]], ""),
+        ([["a", "b"]] * 3, "3 processes on this machine, but 2 GPUs: "),
+        ([["a"], ["b"], ["b"]], "3 processes on this machine, but 1 GPU: "),
+    ],
+)
+def test_processes_that_would_share_a_device_are_refused(processes, seen, said):
+    told = processes.run(3, refused, seen)
+    assert len(set(told)) == 1
+    assert told[0].startswith(said)
+    assert bool(told[0]) == bool(said)
+
+
+@pytest.mark.slow
+def test_each_process_may_see_one_device_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = (*SMALL, *STEPS, "loop.steps=3")
+    told = elsewhere(tmp_path, "wide", [(*words, "strategy=zero1", "run.dir=there")], size=2)
+    assert told[0]["end"] == "0"
+    assert here(*words, "run.dir=alone") == 0
+    assert curve(tmp_path / "there") == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)
+    facts = json.loads((tmp_path / "there" / "environment.json").read_text())
+    assert facts["devices"] == "2 GPUs, each seen by one process alone, Nowhere 1"
 
 
 @pytest.mark.gpu

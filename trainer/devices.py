@@ -36,6 +36,12 @@ def names() -> list[str]:
     return [known(index) for index in range(torch.accelerator.device_count())]
 
 
+def identity(device: torch.device) -> str:
+    """What tells a device of this machine from the others, though each process may see one alone, and call it 0."""
+    asked = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return f"{device} {getattr(asked(device), 'uuid', '') if asked else ''}"
+
+
 def claims_bf16(kind: str, emulated: bool) -> bool | None:
     """Does the current device say that it has bfloat16, perhaps `emulated`? None: it does not say (mps)."""
     asked = getattr(torch.get_device_module(kind), "is_bf16_supported", None)

@@ -65,6 +65,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     # the data before all that is told its facts
     data = build(cfg.data, Data, "data", names)
     cfg = with_facts(cfg, {name: getattr(data, name, None) for name in FACTS})
+    machine.refuse_crowd()
     return RunParts(
         job=build(cfg.job, Job, "job", names),
         settings=chosen,

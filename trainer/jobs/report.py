@@ -110,6 +110,8 @@ def devices(machine: Machine) -> str:
         threads, cores = counted(torch.get_num_threads(), "thread"), counted(os.cpu_count() or 1, "core")
         return f"cpu, {counted(used, 'process')} of {threads} on {cores}"
     seen = names()
+    if used > len(seen) and not machine.shares_devices:
+        return f"{counted(used, 'GPU')}, each seen by one process alone, {seen[0]}"
     more = "; all of them: processes=auto strategy=ddp"
     return f"{used} of {counted(len(seen), 'GPU')}, {seen[0]}{more if used < len(seen) else ''}"
 

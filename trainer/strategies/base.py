@@ -84,8 +84,9 @@ class Strategy(Place):
     @property
     def devices_used(self) -> float:
         """How many devices compute for the run: one for each process, or a part of one that processes share."""
-        local = self.machine.launch.local_world_size
-        return self.world.size * min(1.0, torch.accelerator.device_count() / local if self.machine.on_gpu else 1.0)
+        if not self.machine.on_gpu or not self.machine.shares_devices:
+            return self.world.size
+        return self.world.size * min(1.0, torch.accelerator.device_count() / self.machine.launch.local_world_size)
 
     def votes(self) -> Votes:
         """What the ranks of one loop ask each other in its steps: to stop? has a clock run out?"""

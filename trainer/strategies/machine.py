@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 
 from trainer.counted import counted
-from trainer.devices import accelerator, claims_bf16, widest
+from trainer.devices import accelerator, claims_bf16, identity, widest
+from trainer.launch.agreement import everywhere, machine
 from trainer.launch.launch import Launch
 from trainer.parallel.ranks import backend_of, refuse_backend
 from trainer.refusal import Refusal
@@ -56,17 +57,29 @@ class Machine:
             )
         if self.backend is not None or self.launch.world_size > 1:
             refuse_backend(self.kind, self.backend)
-        self._refuse_crowd()
         self._refuse_precision()
 
-    def _refuse_crowd(self) -> None:
-        """Refuse more processes than devices, where each must have one of its own."""
-        processes, count = self.launch.local_world_size, torch.accelerator.device_count()
-        if self.on_gpu and backend_of(self.kind, self.backend) != "gloo" and processes > count:
+    def refuse_crowd(self) -> None:
+        """Collective: refuse, on all ranks, more processes than devices where each must have one of its own.
+
+        Only together do they know: a process may see all devices of its machine, or one alone (`--gpus-per-task=1`).
+        """
+        # what is asked here is the same on all ranks, whatever their machines have
+        if self.launch.world_size > 1 and self.device != "cpu" and self.backend != "gloo":
+            everywhere(self.launch, "devices", self._claim_alone)
+
+    def _claim_alone(self) -> None:
+        store = self.launch.store()
+        if store is None or self.shares_devices:
+            return
+        key = f"device-of-{machine()}-{identity(self.place)}"
+        if (holder := store.compare_set(key, "", str(self.launch.rank)).decode()) != str(self.launch.rank):
+            processes, count = self.launch.local_world_size, torch.accelerator.device_count()
             trial = "; to share a GPU for a trial: distributed.backend=gloo" if self.kind == "cuda" else ""
             raise Refusal(
-                f"{processes} processes on this machine, but {counted(count, 'GPU')}: one process a GPU; start with"
-                f" --nproc-per-node {count}, or use device=cpu{trial}"
+                f"{processes} processes on this machine, but {counted(count, 'GPU')}, and rank {self.launch.rank} has"
+                f" that of rank {holder}: one process a GPU; start with --nproc-per-node {count}, or use"
+                f" device=cpu{trial}"
             )
 
     def _refuse_precision(self) -> None:
@@ -86,6 +99,11 @@ class Machine:
     def on_gpu(self) -> bool:
         """Does this run compute on an accelerator?"""
         return self.kind != "cpu"
+
+    @property
+    def shares_devices(self) -> bool:
+        """May processes of this run compute on the same device? On CPUs, and where tensors travel by gloo."""
+        return not self.on_gpu or backend_of(self.kind, self.backend) == "gloo"
 
     @property
     def place(self) -> torch.device:
