@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import softplus
+from torch.nn.functional import dropout, relu, softplus
 
 from recipes.vision.augment import Augment
 from tests.commands import curve, far, lines
@@ -84,6 +84,13 @@ def same_curves(processes: Processes, lab: str, place: Path, *words: str, divide
 def test_a_lab_has_one_curve(processes: Processes, tmp_path: Path, lab: str, figures: set[str], divided: str) -> None:
     same_curves(processes, lab, tmp_path, divided=divided)
     assert figures < set(lines(tmp_path / "fsdp", "eval")[-1])
+
+
+def test_dropout_on_the_nodes_of_graphs_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(torch.Tensor, "relu", lambda x: dropout(relu(x), 0.5)):
+        assert train(Launch(), "graphs", tmp_path, "strategy=single", *BRIEF, "log=[console]") == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "draws random numbers for" in line]
+    assert "in another, which are not its" in note
 
 
 @pytest.mark.long

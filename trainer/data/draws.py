@@ -37,7 +37,8 @@ class Random:
     def of(self, number: int | Tensor, part: Part | None = None) -> Random:
         """Other streams of the same samples, told apart by an int64 number that lies anywhere; perhaps a part of them.
 
-        A part has the numbers that it would have in the whole.
+        A part has the numbers that it would have in the whole. A number follows from where it stands in its sample, not
+        from the shape: a sample that is padded has those that it has without.
         """
         return _Others(self._indices, self._start + number, part)
 
@@ -102,23 +103,38 @@ class Random:
         batch = self._indices.shape[0]
         if not shape or shape[0] != batch:
             raise ValueError(f"shape {shape} must begin with the batch of {batch}")
+        return mixed(self._start[:, None] + self._places(shape[1:], part)).view(shape)
+
+    def _places(self, shape: tuple[int, ...], part: Part | None) -> Tensor:
+        """How far each number of a sample is from where its stream begins: (numbers,) int64."""
         # The counter goes on where the last call ended, so that no two calls share numbers.
-        whole = list(shape[1:])
-        if part:
-            whole[part.dim - 1] = part.size
-        counter = torch.arange(self._drawn + 1, self._drawn + math.prod(whole) + 1, device=self._indices.device)
-        if part:
-            counter = counter.view(whole).narrow(part.dim - 1, part.first, shape[part.dim]).flatten()
-        self._drawn += math.prod(whole)
-        return mixed(self._start[:, None] + counter * signed(GOLDEN)).view(shape)
+        first, self._drawn = self._drawn + 1, self._drawn + math.prod(shape)
+        return torch.arange(first, self._drawn + 1, device=self._indices.device) * signed(GOLDEN)
 
 
 class _Others(Random):
-    """Streams that begin where others say."""
+    """Streams that begin where others say, for one draw."""
 
     def __init__(self, indices: Tensor, start: Tensor, part: Part | None) -> None:
         super().__init__(0, 0, indices)
         self._start, self._part = start, part
+
+    def _places(self, shape: tuple[int, ...], part: Part | None) -> Tensor:
+        # Every dimension has a step of its own. Counted through, a number would stand elsewhere in a wider tensor.
+        places = torch.full((1,) * len(shape), signed(GOLDEN), device=self._indices.device)
+        for dim, size in enumerate(shape):
+            first = part.first if part and part.dim == dim + 1 else 0
+            if size == 1 and not first:
+                continue
+            line = torch.arange(first, first + size, device=self._indices.device).mul_(_step(dim))
+            places = places + line.view(-1, *(1,) * (len(shape) - dim - 1))
+        return places.flatten()
+
+
+@cache
+def _step(dim: int) -> int:
+    """What lies between two neighbours of a sample's dimension: an odd number of 64 bits."""
+    return signed(GOLDEN if dim == 0 else mix(dim) * 2 + 1)
 
 
 @cache

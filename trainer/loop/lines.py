@@ -73,7 +73,7 @@ class Lines:
         self._log.train(line)
         # tensor ranks add up each for itself: what one of them finds here is none of the others' yet
         self._lookout.notice(not math.isfinite(float(line["loss_mean"])))
-        for fact in self._pace.heard():
+        for fact in (*self._pace.heard(), *self._placed.heard()):
             self._log.say(f"note        {fact}")
         self._copies.refuse()
 

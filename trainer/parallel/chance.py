@@ -18,6 +18,7 @@ from trainer.parallel.draw import Cut, Draw, Stretch, drawer
 from trainer.parallel.drawing import Drawing
 from trainer.parallel.drawn import OUTSIDE, Drawn, number
 from trainer.parallel.ranks import Ranks
+from trainer.parallel.strays import Strays
 from trainer.parallel.units import matches
 
 _LEARNING, _EVALUATING = 0x6C6561726E, 0x6576616C  # set a forward's numbers apart from those of augmentation
@@ -64,6 +65,10 @@ class Native:
     def cut(self, ranks: Ranks, tokens: int) -> None:
         """In this forward these ranks have stretches of so many tokens of each sample."""
 
+    def heard(self) -> list[str]:
+        """What a user should know of the draws since this was asked last."""
+        return []
+
     def forget(self) -> None:
         """A step is over: nobody will compute any of it again."""
         for masks in self._masks:
@@ -93,6 +98,8 @@ class PerSample(Native):
         self._places: dict[int, tuple[Drawn, int]] = {}
         self._stretch: Stretch | None = None  # of each sample's tokens, where ranks share them
         self._cut: Cut | None = None  # of activations as they lie at present
+        self._names: dict[int, str] = {}  # of modules, by their calls
+        self._strays = Strays()
 
     def __enter__(self) -> None:
         self._around.__enter__()
@@ -106,7 +113,7 @@ class PerSample(Native):
             self._time_first |= getattr(module, "batch_first", True) is False
             if _may_draw(module):
                 may_draw = True
-                self._tell(module, number(name))
+                self._tell(module, name)
         if may_draw:
             self._around, self._aside, self._quiet = self._aside, self._around, False
 
@@ -200,15 +207,23 @@ class PerSample(Native):
         following = mix(torch.default_generator.initial_seed())
         torch.default_generator.manual_seed(following)
         self._places[following] = forward, at + 1
-        return Draw(forward.batch, forward.samples, forward.common, forward.seed, *draw, self._time_first)
+        module = self._names.get(self._running[-1], "")
+        common = forward.batch, forward.samples, forward.common, forward.seed
+        return Draw(*common, *draw, self._time_first, module, self._strays)
 
-    def _tell(self, module: nn.Module, number: int) -> None:
+    def heard(self) -> list[str]:
+        """What a user should know of the draws since this was asked last."""
+        return self._strays.heard()
+
+    def _tell(self, module: nn.Module, name: str) -> None:
         """Know when a module is called and when it has ended."""
+        own = number(name)
 
         # in what a network compiles by itself nobody asks for names
         def begins(*_: Any) -> None:
             if not torch.compiler.is_compiling():
-                self._running.append(self._forward.called(number))
+                self._running.append(call := self._forward.called(own))
+                self._names[call] = name
 
         def ends(*_: Any) -> None:
             if not torch.compiler.is_compiling():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.data.draws import Part, Random
 from trainer.data.seeds import POSITIVE, mix, seed_torch
+from trainer.parallel.strays import Strays
 
 
 @dataclass
@@ -26,6 +27,8 @@ class Draw:
     number: int  # which draw of the step it is
     cut: Cut | None  # what of it is this rank's
     time_first: bool  # do the network's activations have the batch second?
+    module: str = ""  # that draws
+    strays: Strays | None = None  # notices rows that are no samples
     many: bool = False  # may the first dimension be the samples times something, as (B · heads, …)?
 
     def bernoulli(self, p: float, shape: tuple[int, ...]) -> Tensor:
@@ -63,6 +66,8 @@ class Draw:
             return make(self.samples.of(self.number, part), swapped).transpose(0, 1)
         if shape and shape[0] == batch:
             return make(self.samples.of(self.number, part), shape)
+        if shape and self.strays is not None:
+            self.strays.look(self.number, self.module, shape[0], batch)
         if self.many and len(shape) > 1 and shape[0] and shape[0] % batch == 0:
             part = part._replace(dim=part.dim + 1) if part else None
             return make(self.samples.of(self.number, part), (batch, shape[0] // batch, *shape[1:])).view(shape)

@@ -8,6 +8,11 @@ from itertools import chain
 
 from trainer.proof.record import DATA, EVALUATION, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE
 
+_STRAYS = (
+    "random numbers for rows that are no samples: dropout over nodes of graphs that stand one after the other, or over"
+    " sequences that are padded on the left"
+)
+
 
 @dataclass(frozen=True)
 class Circumstances:
@@ -71,16 +76,19 @@ def _forward(first: First, here: Circumstances) -> str:
     if first.resumed:
         return "the resume: something that the forward reads is in no checkpoint (no parameter, no persistent buffer)"
     if "Drop" in kind:
-        return "random numbers, which depend on ranks and micro-batches"
+        return (
+            f"random numbers: torch's own (loop.dropout=native), which depend on ranks and micro-batches, or {_STRAYS}"
+        )
     if first.others:
         return (
             "this rank's own: its code asks for the rank or the process, it draws random numbers (Python's, NumPy's),"
             " keeps a state of its own, or chooses by its samples what it computes; or its device computes something"
-            " else"
+            f" else; or it draws {_STRAYS}"
         )
     return (
         "what this module computes for a sample depends on the other samples of its micro-batch (a mean or a sort over"
         " the batch, or it chooses by them what it computes), on random numbers, or on a state that ranks do not share"
+        f"; or it draws {_STRAYS}"
     )
 
 

@@ -111,6 +111,10 @@ class Placed:
         """Collective: the norm of the whole network's gradient."""
         return global_norm(gradients)
 
+    def heard(self) -> list[str]:
+        """What a user should know of the steps since this was asked last."""
+        return self._chance.heard()
+
     # The verbs of a step.
 
     def forward_backward(self, batches: list[Any], step: int) -> dict[str, Tensor]:

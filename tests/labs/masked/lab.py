@@ -38,7 +38,7 @@ class Reader(nn.Module):
     def __init__(self, vocab_size, width, heads, depth):
         super().__init__()
         self.words, self.places = nn.Embedding(vocab_size, width), nn.Embedding(17, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.1, "gelu", batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.head = nn.Linear(width, vocab_size)
 
