@@ -5,7 +5,6 @@ Typos are refused before torch is imported, which takes seconds.
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from trainer.home import at_home
 from trainer.launch import again, failure
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import launched
+from trainer.launch.process_state import borrowed
 from trainer.launch.screen import say
 from trainer.proof.found import verdict
 from trainer.refusal import Refusal
@@ -48,7 +48,7 @@ class Result:
     @cached_property
     def network(self) -> nn.Module:
         """The plain network on the CPU, in evaluation mode, with the weights of the last checkpoint."""
-        with bundle.present_folder():
+        with bundle.present_folder(), borrowed():
             parts = self.parts()
             from trainer.jobs.export import trained
             from trainer.jobs.opened import chosen
@@ -156,13 +156,16 @@ def _within(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
     """The run in this process, which keeps nothing of it: no log file, no lock, no group of processes, no mode."""
     if reads_files(cfg):
         return reported(cfg, launch)
-    import torch
+    with borrowed():
+        return _as_a_guest(words, launch, cfg)
+
+
+def _as_a_guest(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
     from torch import distributed
 
     from trainer.launch.status import mark_failed
     from trainer.records.lock import unlock_all
 
-    handlers, strict = logging.getLogger().handlers[:], torch.are_deterministic_algorithms_enabled()
     joined = distributed.is_available() and distributed.is_initialized()  # the caller's own group stays
     # what the command line leaves to the end of its process is put back here, whatever happens
     try:
@@ -178,11 +181,6 @@ def _within(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
         # after an error, or an interrupt, nobody has waited to leave it
         if distributed.is_available() and distributed.is_initialized() and not joined:
             distributed.destroy_process_group()
-        for handler in set(logging.getLogger().handlers) - set(handlers):
-            handler.close()
-        logging.getLogger().handlers[:] = handlers
-        logging.captureWarnings(False)
-        torch.use_deterministic_algorithms(strict)
         unlock_all()
 
 
