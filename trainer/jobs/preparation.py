@@ -31,6 +31,7 @@ from trainer.learning.optimizer_trial import refuse_step
 from trainer.learning.rule import Rule, understood
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task, carries, gathers, refuse_metric_objects
+from trainer.learning.task_parameters import refuse_parameters
 from trainer.parallel.outline import all_stored, is_outline, make_room
 from trainer.records.folder import RunFolder
 from trainer.records.log import Sink, shows
@@ -110,6 +111,7 @@ def prepare(run: RunParts) -> Prepared:
     refuse_unmeasured(run, evaluation)
     refuse_unshown(run, evaluation)
     refuse_shuffled(run.task, run.data)
+    refuse_parameters(run.task)
     # the network last of what is made, for it may be large; where ranks are to hold shards only its shapes are
     network, whole_because = run.strategy.outline(partial(seeded_network, run))
     refuse_frozen(network, settings.model.freeze)

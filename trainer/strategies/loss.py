@@ -20,10 +20,12 @@ Forward = Callable[..., Any]  # (inputs, targets), and what was carried where so
 class TaskNetwork(nn.Module):
     """A network and how its task calls it, as one module: what a wrapper like DDP must wrap."""
 
+    _task: Task
+
     def __init__(self, task: Task, network: nn.Module) -> None:
         super().__init__()
         self.network = network
-        self._task = task
+        vars(self)["_task"] = task  # not registered, should it be a module: what it holds is not the network's
 
     def forward(self, inputs: Any, targets: Any) -> Any:
         """The task's forward over the network."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.task import Task
+from trainer.learning.task_parameters import refuse_gradients, with_gradient
 from trainer.learning.work import NoWork
 from trainer.parallel.batch_norm import average_statistics, synchronised
 from trainer.parallel.chance import chances
@@ -169,6 +170,8 @@ class Placed:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self._before_first_step:
             check_gradients(self.network)
+            own = self.strategy.world.all_gather_values(with_gradient(self.task, self.network))  # all ranks, once
+            refuse_gradients(self.task, next(filter(None, own), []))
         norm = None
         if max_norm is not None or self.scaler.needs_norm:
             # before the norm, which is that of the true gradients; an overflow shows in it on every rank
