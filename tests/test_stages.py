@@ -14,6 +14,7 @@ from recipes.vision.cnn import CNN
 from recipes.vision.mlp import MLP
 from recipes.vision.resnet import resnet18, resnet50
 from recipes.vision.vit import VisionTransformer
+from tests.levels import Levels
 from tests.strategies.toys import CLASSES, WIDTH, Asserting, Stubborn, Unread
 from trainer.parallel.held import named_tensors
 from trainer.parallel.pipeline.cut import cut_stages
@@ -77,6 +78,20 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: MLP(10, 1, 8, width=32), (2, 1, 8, 8)),
     "vit": (lambda: VisionTransformer(10, 1, 8, width=24), (2, 1, 8, 8)),
 }
+
+
+def test_a_u_net_of_lists_in_lists_is_cut_into_equal_parts() -> None:
+    network, inputs = Levels().eval(), {"x": torch.randn(2, 1, 8, 8)}
+    for count in (2, 3):
+        stages = cut(network, count, example=(inputs, None))
+        assert torch.equal(run(stages, inputs), network(inputs["x"]))
+        sizes = [sum(parameter.numel() for parameter in stage.parameters()) for stage in stages]
+        assert max(sizes) < 2 * sum(sizes) / count
+
+
+def test_a_u_net_that_cannot_be_read_is_refused_for_what_skips_a_cut() -> None:
+    with pytest.raises(Refusal, match=r"passes ups\.\d\.\d by.*read as a graph .* asks of what type a value is"):
+        cut(Levels(looks=True), 2, example=({"x": torch.randn(2, 1, 8, 8)}, None))
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -15,6 +15,7 @@ from trainer.parallel.pipeline.trace import ROOT, Flow, Untraceable, trace
 from trainer.parallel.pipeline.trial import cloned
 from trainer.parallel.units import blocks
 
+UNEVEN = 1.5  # times as heavy as need be: so much may the heaviest stage be where one value travels instead of several
 Weights = dict[str, float]  # name of a module or parameter → its share of the network, in bytes and arithmetic
 
 
@@ -37,13 +38,14 @@ def equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
         if (whole := sorted(heavy & closed.keys())) and between_blocks(network, count):
             raise Untraceable(f"that of {whole[0]} not: {closed[whole[0]]}")
         flow = Flow(graph, network)
-        # one value is the least that can travel; with skip connections there may be no such cut
-        for most in (1, len(flow.nodes)):
-            starts = [start for start in _starts(flow) if len(flow.handed(flow.at[start])) <= most]
-            chosen = _lightest(flow, starts, count, weight)
-            if len(chosen) == count - 1:
-                return chosen
-            names = max(names, chosen, key=len)
+        # one value is the least that can travel; with skip connections there may be no such cut, or none in the middle
+        starts = _starts(flow)
+        lean = _lightest(flow, [each for each in starts if len(flow.handed(flow.at[each])) <= 1], count, weight)
+        free = _lightest(flow, starts, count, weight)
+        chosen = lean if (len(lean[1]), -lean[0]) >= (len(free[1]), -UNEVEN * free[0]) else free
+        if len(chosen[1]) == count - 1:
+            return chosen[1]
+        names = max(names, chosen[1], key=len)
     return names
 
 
@@ -53,9 +55,9 @@ def between_blocks(network: nn.Module, count: int) -> list[str]:
     The blocks are those that the network repeats in a list, of several lists in the one with the most bytes.
     """
     lists = {name: blocks(module) for name, module in network.named_modules()}
-    weight = {name: sum(map(_bytes, found)) for name, found in lists.items()}
+    weight = {name: sum(map(_bytes, found.values())) for name, found in lists.items()}
     name = max(weight, key=weight.__getitem__)
-    words = [word for word, child in network.get_submodule(name).named_children() if child in lists[name]]
+    words = list(lists[name])
     if len(words) < count:
         return []
     return [f"{name}.{words[len(words) * stage // count]}".strip(".") for stage in range(1, count)]
@@ -115,10 +117,10 @@ def _starts(flow: Flow) -> list[fx.Node]:
     return [node for node in first.values() if not any(a < flow.at[node] <= b for a, b in span.values())]
 
 
-def _lightest(flow: Flow, starts: list[fx.Node], count: int, weight: Weights) -> list[str]:
+def _lightest(flow: Flow, starts: list[fx.Node], count: int, weight: Weights) -> tuple[float, list[str]]:
     """The cuts before these modules whose heaviest stage is lightest; as many stages as can be, at most `count`.
 
-    Every stage has a parameter.
+    The weight of that stage, and the cuts. Every stage has a parameter.
     """
     # sums from the flow's beginning: what lies between two of them is a difference
     ends = [0, *(flow.at[start] for start in starts), len(flow.nodes)]
@@ -140,9 +142,9 @@ def _lightest(flow: Flow, starts: list[fx.Node], count: int, weight: Weights) ->
                 if stages < count and found[:2] < best[e].get(stages + 1, (float("inf"), 0.0, []))[:2]:
                     best[e][stages + 1] = found
     if not best[-1]:
-        return []
-    cuts = best[-1][max(best[-1])][2][1:]  # as many stages as can be; the first one begins without a cut
-    return [str(starts[cut - 1].target) for cut in cuts]
+        return 0.0, []
+    heaviest, _, cuts = best[-1][max(best[-1])]  # as many stages as can be; the first one begins without a cut
+    return heaviest, [str(starts[cut - 1].target) for cut in cuts[1:]]
 
 
 def _bytes(module: nn.Module) -> int:

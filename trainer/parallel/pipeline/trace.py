@@ -80,7 +80,8 @@ class _StandIn(fx.Proxy):
 
 def _asserts(frame: FrameType) -> bool:
     """Is it an assert statement that asks? Where the value is true, Python jumps over the loading of its error."""
-    ahead = [one for one in get_instructions(frame.f_code) if one.offset >= frame.f_lasti and one.opname != "NOT_TAKEN"]
+    code = (one for one in get_instructions(frame.f_code) if one.offset >= frame.f_lasti)
+    ahead = [one for one in code if one.opname not in ("NOT_TAKEN", "PRECALL")]  # of Python 3.14; of 3.11
     for jump, load in pairwise(ahead[:3]):  # at most one operation before the jump: a comparison that ends in a bool
         if "JUMP" in jump.opname:
             return "IF_TRUE" in jump.opname and ("ASSERTION" in load.opname or load.argval is AssertionError)
@@ -130,6 +131,13 @@ class _Tracer(fx.Tracer):
             raise Untraceable("it calls a module with other parameters than its own")
         self._calls[self.path_of_module(m)] += 1
         return super().call_module(m, *words)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """What a loop goes through. Of the last sizes of a value, x.shape[-2:], it is known how many there are."""
+        at = obj.node.args[1] if obj.node.target is operator.getitem else None
+        if isinstance(at, slice) and isinstance(at.start, int) and at.start < 0 and at.stop is at.step is None:
+            return iter([operator.getitem(obj, number) for number in range(-at.start)])
+        return super().iter(obj)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Is the module called as a whole?"""
