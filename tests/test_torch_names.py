@@ -35,6 +35,9 @@ PRIVATE = {
     "torch.utils._python_dispatch": "trainer/parallel/below.py",
     # Tensors that have a shape and no values, and lie on any device: torch's pages describe them, under this name.
     "torch._subclasses": "trainer/parallel/pipeline/trial.py",
+    # What bool(), item() and unique() of a tensor are for who sees operators; the public names are not seen there.
+    "torch.ops.aten._local_scalar_dense": "trainer/parallel/sometimes.py",
+    "torch.ops.aten._unique2": "trainer/parallel/sometimes.py",
     # Was a tensor written to? The public way is to copy and compare it, where what is no number equals nothing.
     "torch.zeros(1)._version": "trainer/parallel/pipeline/trial.py",
     # Does autograd's engine call? What is recomputed in a backward is no call of its own; torch's checkpoint asks so.

@@ -158,7 +158,9 @@ class Group(Ranks):
 
     def apart(self, timeout: timedelta) -> Ranks:
         """Collective: the same ranks for another thread, whose collectives of CPU tensors mix with no others."""
-        group = dist.new_group(dist.get_process_group_ranks(self.group), timeout, backend="gloo")  # all ranks of a run
+        own = dist.get_process_group_ranks(self.group)
+        # these ranks alone: those beside them may be in several such groups
+        group = dist.new_group(own, timeout, backend="gloo", use_local_synchronization=True)
         assert isinstance(group, ProcessGroup)  # this rank is in it
         return Group(group)
 

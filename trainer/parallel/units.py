@@ -90,12 +90,24 @@ def called(network: nn.Module, names: list[str]) -> list[str]:
     return [name for name in names if name in modules and type(modules[name]) is not nn.Module]
 
 
-def blocks(parent: nn.Module) -> list[nn.Module]:
-    """What repeats in a list: those of its modules that hold modules and whose class occurs more than once."""
+def blocks(parent: nn.Module) -> dict[str, nn.Module]:
+    """What repeats in a list, by name: those of its modules that hold modules and whose class occurs more than once.
+
+    Of lists in a list the modules inside count.
+    """
     if not isinstance(parent, LISTS):
-        return []
-    kinds = Counter(type(child) for child in parent.children())
-    return [child for child in parent.children() if kinds[type(child)] > 1 and any(True for _ in child.children())]
+        return {}
+    inside = dict(_called_in(parent))
+    kinds = Counter(type(child) for child in inside.values())
+    return {name: one for name, one in inside.items() if kinds[type(one)] > 1 and any(True for _ in one.children())}
+
+
+def _called_in(parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for word, child in parent.named_children():
+        if isinstance(child, LISTS) and not _has_forward(child):
+            yield from ((f"{word}.{name}", one) for name, one in _called_in(child))
+        else:
+            yield word, child
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,7 @@ class _Search:
 
     def below(self, prefix: str, parent: nn.Module, blocks_only: bool) -> Iterator[str]:
         """The units inside a module. `blocks_only`: nothing but repeated blocks may be taken out of it."""
-        repeating = blocks(parent)
+        repeating = blocks(parent).values()
         for word, child in parent.named_children():
             name, size, repeated = f"{prefix}{word}", _size(child), child in repeating
             if not size:
@@ -141,6 +153,12 @@ def enclosing(name: str) -> set[str]:
     """The modules that a module or a parameter lies in, the network itself ("") too."""
     levels = name.split(".")
     return {".".join(levels[:depth]) for depth in range(len(levels))}
+
+
+def can_be_unit(network: nn.Module, name: str) -> bool:
+    """Can this module be a unit that lies in no other and shares nothing with what is outside of it?"""
+    module = network.get_submodule(name)
+    return _has_forward(module) and not _begins_in_place(module) and name not in _sharing(network)
 
 
 def _has_forward(module: nn.Module) -> bool:

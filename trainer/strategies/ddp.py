@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.counted import named
 from trainer.learning.task import Task
 from trainer.parallel.compiling import uncompiled
-from trainer.refusal import Refusal
+from trainer.refusal import Refusal, Told
 from trainer.strategies.copies import Copies, compared
 from trainer.strategies.joined import Joined
 from trainer.strategies.loss import Forward, Listing, restored
@@ -88,6 +88,19 @@ class _Placed(Placed):
     def _sync(self, last: bool) -> Any:
         return nullcontext() if last else self._replica.no_sync()
 
+    def _finish_gradients(self) -> None:
+        # DDP itself would say so in the next forward, after a step by gradients that nobody has averaged
+        unused = [] if self.strategy.find_unused_parameters or self.strategy.static_graph else self._without_gradient()
+        if unused:
+            raise Told(
+                f"these parameters get no gradient from the samples of rank {self.strategy.world.rank}:"
+                f" {named(unused, 8)}; set strategy.find_unused_parameters=true"
+            )
+
+    def _without_gradient(self) -> list[str]:
+        every = self.network.named_parameters()
+        return [name for name, parameter in every if parameter.requires_grad and parameter.grad is None]
+
     def _rehearse(self, forward: Forward) -> list[str]:
         """Collective if `forward` is: a step's backward that leaves no trace. The parameters that get no gradient."""
         self._mode(training=True)
@@ -96,8 +109,7 @@ class _Placed(Placed):
         drawn = torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type)
         with drawn, self._computing(), uncompiled():
             self._losses(forward, *self.example)["loss"].backward()
-        trainable = {name: parameter for name, parameter in self.network.named_parameters() if parameter.requires_grad}
-        unused = [name for name, parameter in trainable.items() if parameter.grad is None]
+        unused = self._without_gradient()
         self.network.zero_grad(set_to_none=True)
         with torch.no_grad():
             for name, buffer in self.network.named_buffers():

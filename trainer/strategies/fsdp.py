@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer.learning.task import Task
+from trainer.parallel.same_calls import SameCalls
 from trainer.parallel.shard import Sharding, reshard, shard
+from trainer.parallel.sometimes import always_called, used_always
 from trainer.parallel.units import units
+from trainer.parallel.unused import Unused
 from trainer.strategies.joined import Meshed
-from trainer.strategies.loss import Forward, Listing, restored
+from trainer.strategies.loss import Forward, Listing, TaskNetwork, restored
 from trainer.strategies.placed import Placed
 from trainer.strategies.placed_context import PlacedContext
 
@@ -57,7 +60,9 @@ class _Placed(PlacedContext):
     strategy: FSDP
 
     def _units(self) -> list[str]:
-        return units(self.network, self._plan)  # each is gathered before it runs: no graph could reach over two
+        # each is gathered before it runs: no graph could reach over two
+        self._use = used_always(TaskNetwork(self.task, self.network), self.example, self.strategy.world)
+        return always_called(self.network, units(self.network, self._plan), self._use)
 
     def _shard(self, names: list[str]) -> None:
         # the root is the whole step: so the task may use the network as it likes, everything is gathered by then
@@ -65,6 +70,9 @@ class _Placed(PlacedContext):
         how = Sharding(own.reshard_after_forward, own.param_dtype, own.cpu_offload, own.prefetch)
         self._listing = Listing(self._called)
         self._root = shard(self._listing, self.network, names, own.mesh, how)
+        self._unused = Unused(own.loss_group)
+        self._unused.follow(self._listing, self.network, names, self._use)
+        SameCalls(self._listing, self.network, names, own.loss_group, self._machine.timeout)
         self._fill(torch.device("cpu") if own.cpu_offload else own.device)
 
     def _wrap(self) -> Forward:
@@ -86,6 +94,10 @@ class _Placed(PlacedContext):
     def _sync(self, last: bool) -> Any:
         self._root.set_requires_gradient_sync(last or self.strategy.sync_micro_batches)
         return super()._sync(last)
+
+    def _finish_gradients(self) -> None:
+        self._unused.forget()
+        super()._finish_gradients()
 
     def _evaluate(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         sums = super()._evaluate(batch, inputs, targets)
