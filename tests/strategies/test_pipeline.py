@@ -101,6 +101,19 @@ class Guided(Unreadable):
         return hidden
 
 
+class Drawing(Unreadable):
+    """It draws by itself, outside of its blocks: a dropout before each of them, and which of them count half."""
+
+    def through(self, hidden: Tensor, x: Tensor) -> Tensor:
+        mask = hidden.new_ones(12, 12).tril().expand(len(x), -1, -1) / len(hidden[0])
+        for block in self.blocks:
+            hidden = F.dropout(hidden, 0.3, self.training)
+            halved = self.training and torch.rand([]) < 0.3
+            hidden, mask = block(hidden, mask=mask)
+            hidden = 0.5 * hidden if halved else hidden
+        return hidden + 0.1 * torch.rand_like(hidden)
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "skips": Skips,
     "dropout": lambda: Skips(0.4),
@@ -108,6 +121,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "resnet": lambda: Images(resnet18(4, 3, 8)),
     "unread": Unreadable,
     "guided": Guided,
+    "unread, drawing": Drawing,
     "unread, dropout": lambda: Unreadable(dropout=0.4),
     "vit": lambda: Images(VisionTransformer(4, 3, 8, patch_size=4, width=24, heads=4)),
 }
@@ -345,6 +359,13 @@ def test_synchronised_statistics_are_those_of_the_whole_micro_batch(train: Any) 
 )
 def test_recomputing_changes_nothing(train: Any, schedule: str, mode: str) -> None:
     run = Run({"schedule": schedule, "activation_checkpointing": mode}, network="vit")
+    same(train(2, run), train(1, run.alone())[0])
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_a_forward_draws_outside_of_its_blocks_is_that_of_one_process(train: Any, stages: int) -> None:
+    schedule = "Interleaved1F1B" if stages > 1 else "1F1B"
+    run = Run({"schedule": schedule, "stages_per_rank": stages}, network="unread, drawing")
     same(train(2, run), train(1, run.alone())[0])
 
 

@@ -102,7 +102,7 @@ class PP(Meshed):
         """Refuse a network that cannot be cut into so many stages."""
         step, cuts, count = TaskNetwork(task, network), task.plan(network).cuts, self.layout(world_size).count
         if not cut_stages(step, cuts, count):  # most forwards can be read without a batch
-            cut_stages(step, cuts, count, example(), held=())
+            cut_stages(step, cuts, count, example(), held=(), may_draw=self.dropout == "sample")
 
     def notes(self, network: nn.Module) -> list[str]:
         """Say which ranks do what, and what a user should know about this network here."""

@@ -19,8 +19,11 @@ from trainer.parallel.pipeline.handover import Handover, InOrder, broadcast_sums
 from trainer.parallel.pipeline.schedules import Layout, make_schedule
 from trainer.parallel.pipeline.stages import Stages, buffers_kept
 from trainer.parallel.ranks import Group
+from trainer.parallel.same_calls import SameCalls
 from trainer.parallel.shard import Sharding, reshard, shard
+from trainer.parallel.sometimes import always_called, used_always
 from trainer.parallel.units import called, matches, units
+from trainer.parallel.unused import Unused
 from trainer.strategies.joined import Meshed
 from trainer.strategies.loss import TaskNetwork, evaluation_sums
 from trainer.strategies.placed_tensor import PlacedTensor
@@ -65,14 +68,19 @@ class PlacedStages(PlacedTensor):
     # The network.
 
     def _units(self) -> list[str]:
-        return units(self.network, self._plan) if self._is_spread else super()._units()
+        if not self._is_spread:
+            return super()._units()
+        self._use = used_always(TaskNetwork(self.task, self.network), self.example, self.strategy.world)
+        return always_called(self.network, units(self.network, self._plan), self._use)
 
     def _divide(self) -> list[nn.Module]:
         whole, rank = self.network, self._pipeline.rank
         example = self._form.cast(self.example)
         # every rank cuts the outline of the whole network, and keeps what is its own
         step, held = TaskNetwork(self.task, whole), self._layout.held_by(rank)
-        bodies = cut_stages(step, self._plan.cuts, self._layout.count, example, held)
+        bodies = cut_stages(
+            step, self._plan.cuts, self._layout.count, example, held, may_draw=self.strategy.dropout == "sample"
+        )
         self._stages = {number: Stage(number, body) for number, body in bodies.items()}
         own: list[nn.Module] = [stage.body for stage in self._stages.values()]
         self.network = Stages(own, [name for name, _ in whole.named_modules()])
@@ -82,8 +90,13 @@ class PlacedStages(PlacedTensor):
         return own
 
     def _shard(self, names: list[str]) -> None:
+        ranks = self.strategy.loss_group
+        self._unused = Unused(ranks)
         for stage in self._stages.values() if self._is_spread else ():
-            shard(stage, stage.body, called(stage.body, names), self.strategy.mesh, self._sharding)
+            own = called(stage.body, names)
+            shard(stage, stage.body, own, self.strategy.mesh, self._sharding)
+            self._unused.follow(stage, stage.body, own, self._use)
+            SameCalls(stage, stage.body, own, ranks, self._machine.timeout)
         self._fill(self.strategy.device)
 
     # The verbs of a step.
@@ -102,16 +115,16 @@ class PlacedStages(PlacedTensor):
         return self._told("training", sums)
 
     def _evaluate(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
-        output, _ = self._flow(inputs, targets)
+        output, _ = self._flow(inputs, targets, batch.indices)
         sums: dict[str, Tensor | float] = {}
         if self._last in self._stages:
             sums = evaluation_sums(self.task, self._chance.call, self._whole(output), targets, len(batch.indices))
         return {**self._told("evaluation", sums)}
 
-    def _flow(self, inputs: Any, targets: Any) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
+    def _flow(self, inputs: Any, targets: Any, indices: Tensor) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
         """Collective over the pipeline: a forward alone; the output, where the last stage is, and what went in."""
         for stage in self._stages.values():
-            stage.turn = partial(self._call, stage, inputs=inputs, targets=targets)
+            stage.turn = partial(self._pass, stage, indices, inputs=inputs, targets=targets)
         output, handed = self._handover.run(self._stages)
         for stage in self._stages.values():
             reshard(stage)  # a forward without a backward leaves parameters gathered
@@ -121,6 +134,10 @@ class PlacedStages(PlacedTensor):
         """Collective over the pipeline: what the rank of the last stage has added up."""
         source = self._layout.owner(self._last)
         return broadcast_sums(sums, self._sums_like[occasion], source, self._pipeline, self.strategy.device)
+
+    def _finish_gradients(self) -> None:
+        self._unused.forget()
+        super()._finish_gradients()
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         # of a stage that is frozen a zero, in the type of the others' norms
@@ -148,6 +165,12 @@ class PlacedStages(PlacedTensor):
             return loss.to(self._machine.parameter_dtype)  # what the schedule was told to expect
 
         return turn
+
+    def _pass(self, stage: Stage, indices: Tensor, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
+        """The same where nothing is learned: a stage draws as if this rank had run no other one."""
+        self._chance.begin_evaluation(indices)
+        self._chance.go_on(vars(stage.body).get("earlier_calls", {}))
+        return self._call(stage, received, inputs, targets)
 
     def _call(self, stage: Stage, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
         """What a stage makes of a micro-batch and of what came: the network's output, or what the next one gets."""
@@ -177,7 +200,7 @@ class PlacedStages(PlacedTensor):
         if new:
             # one forward that leaves no trace, to see which shapes are handed on; some schedules gather the last ahead
             with torch.no_grad(), self._computing(), dealt(batches[0].span), buffers_kept(self.network):
-                _, handed = self._flow(batches[0].inputs, batches[0].targets)
+                _, handed = self._flow(batches[0].inputs, batches[0].targets, batches[0].indices)
             self._schedules[key] = self._made(handed, len(batches))
         return self._schedules[key]
 

@@ -23,7 +23,12 @@ BATCH = 2  # arguments of every stage before what is handed on: inputs, targets
 
 
 def cut_stages(
-    step: nn.Module, cuts: tuple[str, ...], count: int, example: Any = None, held: Collection[int] | None = None
+    step: nn.Module,
+    cuts: tuple[str, ...],
+    count: int,
+    example: Any = None,
+    held: Collection[int] | None = None,
+    may_draw: bool = False,
 ) -> dict[int, nn.Module]:
     """The stages of a network by their numbers; parameters, buffers and modules are its own, under its names.
 
@@ -33,7 +38,8 @@ def cut_stages(
     `cuts`: the first module of each stage after the first; where they are not as many as `count` asks for, the network
     is cut into about equal parts, weighed with an `example`. A forward that cannot be read as a graph is cut between
     blocks and run by every stage; without an example to run it with, only their names are looked at, and there are no
-    stages. held: the stages that are wanted; None: all. Refusal where the network cannot be cut so.
+    stages. held: the stages that are wanted; None: all. may_draw: what a forward draws by itself follows from numbers,
+    and is the same in every stage. Refusal where the network cannot be cut so.
     """
     network = step.get_submodule(ROOT)
     planned = list(cuts) if len(cuts) == count - 1 else []
@@ -52,9 +58,12 @@ def cut_stages(
             f" it could be cut all the same: name the first module of each stage in the plan's cuts; {ELSE}"
         )
     try:
-        return {} if example is None else running_stages(step, names, example, range(count) if held is None else held)
+        wanted = range(count) if held is None else held
+        return {} if example is None else running_stages(step, names, example, wanted, may_draw)
     except Uncut as error:
-        raise Refusal(f"{said} {error}; {ELSE}") from error
+        raise Refusal(
+            f"{said} {error}. (Where it can be read as a graph of calls it can be cut anywhere, but {why}.) {ELSE}"
+        ) from error
 
 
 def _graphs(step: nn.Module, names: list[str], count: int) -> list[fx.GraphModule]:

@@ -18,12 +18,15 @@ Kind = Literal["own", "elsewhere", "opened"]  # of this stage; of others; what r
 TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # where a module keeps its tensors
 
 
-def running_stages(step: nn.Module, cuts: list[str], example: Any, held: Collection[int]) -> dict[int, nn.Module]:
+def running_stages(
+    step: nn.Module, cuts: list[str], example: Any, held: Collection[int], may_draw: bool
+) -> dict[int, nn.Module]:
     """These stages of a network, each with what it needs of it. Uncut where the network cannot be cut so.
 
     cuts: the first module of each stage after the first. example: (inputs, targets), for a forward on shapes.
+    may_draw: what is drawn is the same in all stages.
     """
-    trial = Trial(step, cuts, example)
+    trial = Trial(step, cuts, example, may_draw)
     device = first_tensor(example).device
     return {number: RunningStage(step, cuts, trial, number, device) for number in held}
 

@@ -31,7 +31,7 @@ def has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor)
 
 
-class _Shapes(FakeTensorMode):
+class Shapes(FakeTensorMode):
     """Inside it tensors are made without values. Masks and their like, made in the shape of one, have theirs."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,13 +42,14 @@ class _Shapes(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
-def shapes(network: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
+def shapes(network: nn.Module, device: torch.device, mode: Shapes | None = None) -> dict[Tensor, Tensor]:
     """For each tensor of a network one of the same shape and type, without values and without memory.
 
-    What is computed with them has none either. Who asks for a value gets an error. After torch's FakeTensor.
+    What is computed with them has none either. Who asks for a value gets an error, or what `mode` answers. After
+    torch's FakeTensor.
     """
     own = dict.fromkeys(tensor for _, tensor in named_tensors(network))
-    with _Shapes(allow_non_fake_inputs=True):  # a batch may meet them
+    with mode or Shapes(allow_non_fake_inputs=True):  # a batch may meet them
         return {tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in own}
 
 
@@ -97,11 +98,12 @@ class Trial:
     """One forward of the whole network, in which every stage after the first begins with a value of its own.
 
     So of each stage autograd keeps a graph by itself. What it reaches is what the stage needs, and nothing can pass by
-    a cut unseen. `places`: of each cut, which arguments are handed on. `owner`: parameter → its stage.
+    a cut unseen. `places`: of each cut, which arguments are handed on. `owner`: parameter → its stage. may_draw: what
+    its code draws follows from numbers, so that it is the same in every stage that runs it.
     """
 
-    def __init__(self, step: nn.Module, cuts: list[str], example: Any) -> None:
-        self._network, self._cuts = step.get_submodule(ROOT), cuts
+    def __init__(self, step: nn.Module, cuts: list[str], example: Any, may_draw: bool) -> None:
+        self._network, self._cuts, self._may_draw = step.get_submodule(ROOT), cuts, may_draw
         self.places: list[list[Place]] = []
         self._begins: list[list[Tensor]] = []  # the values that each stage after the first begins with
         self._stead = Stead()
@@ -132,9 +134,10 @@ class Trial:
         # every stage runs the forward: what it does beside computing would be done several times, or in several ways
         if any(tensor._version for tensor in batch):
             raise Uncut("its forward changes the batch in place, which every stage would do again")
-        if not torch.equal(chance, torch.get_rng_state()):
+        if not self._may_draw and not torch.equal(chance, torch.get_rng_state()):
             raise Uncut(
-                "its forward draws random numbers by itself (dropped layers, masks), and stages would draw others"
+                "its forward draws random numbers by itself (dropped layers, masks), and stages would draw others;"
+                " with loop.dropout=sample, without compile, they draw the same"
             )
 
     def _call(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +166,7 @@ class Trial:
     def _end(self, values: Iterable[Tensor]) -> None:
         if not all(shape.requires_grad for shape in self._parameters):
             raise Uncut("its forward freezes parameters for a while, and a stage may end before it has put them back")
-        self._reached.append(set(_leaves(values)))
+        self._reached.append(set(leaves(values)))
 
     def _owners(self) -> dict[nn.Parameter, int]:
         """The stage of every parameter. Uncut where two need it, or where one needs what passes by a cut."""
@@ -203,7 +206,7 @@ class Trial:
         return 0
 
 
-def _leaves(values: Iterable[Tensor]) -> Iterator[Tensor]:
+def leaves(values: Iterable[Tensor]) -> Iterator[Tensor]:
     """Where the graph begins that autograd has made of these values."""
     every = [value for value in values if value.requires_grad]
     yield from (value for value in every if value.grad_fn is None)
