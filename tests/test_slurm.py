@@ -232,8 +232,9 @@ def test_the_script_waits_until_slurm_has_noticed_a_dead_machine(cluster: Cluste
 
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("submitit") is None, reason="needs the submitit extra")
-def test_jobs_of_submitit_are_preempted_and_go_on(
-    cluster: Cluster, place: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by_slurm", [True, False], ids=["preempted", "out-of-time"])
+def test_jobs_of_submitit_run_again_and_go_on(
+    cluster: Cluster, place: Path, monkeypatch: pytest.MonkeyPatch, by_slurm: bool
 ) -> None:
     monkeypatch.delenv("MASTER_PORT", raising=False)  # submitit would take it for its own
     launcher = {"tasks_per_node": 2, "cpus_per_task": 1, "timeout_min": 30, "partition": "low"}
@@ -243,7 +244,10 @@ def test_jobs_of_submitit_are_preempted_and_go_on(
     folders = [place / "runs" / "sweep" / f"{number}_seed={number + 1}" for number in (0, 1)]
     for folder in folders:
         command.wait_for_step(folder, 5)
-    cluster.submit(place, "--partition=high", *EXCLUSIVE, "--output=high.log", "--wrap=true")
+    if by_slurm:
+        cluster.submit(place, "--partition=high", *EXCLUSIVE, "--output=high.log", "--wrap=true")
+    else:  # what submitit has Slurm send before the time is over
+        cluster.ask("scancel", "--signal=USR2", "--user=root")
     wait_for(lambda: all(status(folder)["state"] == "preempted" for folder in folders))
     (place / "go").touch()
     ended = command.end()

@@ -7,6 +7,7 @@ that a job is the same program wherever it runs.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -67,7 +68,9 @@ def run_words(_: DictConfig) -> tuple[int, float]:
         from submitit.helpers import TorchDistributedEnvironment
 
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
-    child, began = subprocess.Popen([sys.executable, "-m", "trainer", *words]), time.monotonic()
+    began = time.monotonic()
+    # Slurm sends the signal for submitit to all processes; the run's own request is the SIGTERM that follows
+    child = subprocess.Popen([sys.executable, "-m", "trainer", *words], preexec_fn=_pass_over_submitit)
     try:
         code = child.wait()
     except BaseException:  # the requeueing, too: nothing may be left running
@@ -77,3 +80,7 @@ def run_words(_: DictConfig) -> tuple[int, float]:
     if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and to_run_again(code):
         os._exit(code)  # without a result, for which the command that submitted the job goes on waiting
     return code, time.monotonic() - began
+
+
+def _pass_over_submitit() -> None:
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
