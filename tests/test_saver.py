@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +19,11 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
 from trainer.launch.launch import Launch
-from trainer.parallel.ranks import Ranks
+from trainer.parallel.ranks import Group, Ranks
 from trainer.records import tensor_files, writing
 from trainer.records.checkpoint import Checkpoints, FailedSave
 from trainer.records.saver import Beside
+from trainer.records.tensor_files import stored
 from trainer.strategies.placed import Placed
 
 # A rate of 1: weights of another step are far away.
@@ -157,3 +159,40 @@ def test_what_goes_wrong_is_heard_afterwards_and_has_beaten_nobody(
     store.save(3, {"weight": torch.ones(3)}, {})
     store.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+# ------------------------------------------------------------------------------------------- what ranks tell each other
+
+
+def values_told(launch: Launch, place: Path, *words: str) -> list[int]:
+    """The sizes of the values that this rank tells the others in a whole run, in bytes."""
+    sizes: list[int] = []
+    gather = Group.all_gather_values
+
+    def counting(self: Group, value: Any) -> list[Any]:
+        sizes.append(len(pickle.dumps(value)))
+        return gather(self, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Group, "all_gather_values", counting)
+        assert (
+            product(launch, place, [*WORDS, *SAVES, *words, "optimizer=adamw", "optimizer.lr=1e-3", "run.dir=told"])
+            == 0
+        )
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "once"), [(("fsdp",), 2, 0), (("hsdp", "strategy.replicate=2"), 4, 0), (("zero1",), 2, 1)]
+)
+def test_a_save_tells_the_others_a_hash_of_how_its_tensors_are_spread(
+    tmp_path: Path, processes: Processes, words: tuple[str, ...], size: int, once: int
+) -> None:
+    """Not their plans, which grow with tensors and with ranks. Where ranks hold other names they tell them once."""
+    words = ("model=mlp", "model.width=32", "model.depth=40", f"strategy={words[0]}", *words[1:])
+    for sizes in processes.run(size, values_told, tmp_path, *words):
+        assert len([each for each in sizes if each > 4000]) == once, sizes
+    # whatever was written by whom: all of it is there, each shard once
+    assert here("job=evaluate", f"run.dir={tmp_path / 'told'}", "strategy=single") == 0
+    for checkpoint in (tmp_path / "told" / "checkpoints").iterdir():
+        stored(checkpoint)

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trainer.parallel.bits import prints
 from trainer.parallel.ranks import Ranks
 from trainer.records.figures import rank
-from trainer.records.kept import NONE, UNLINKED, Kept, Seen, as_read, linked, shared
+from trainer.records.kept import NONE, UNLINKED, Kept, as_read, linked
 from trainer.records.manifest import CorruptCheckpoint, Found
 from trainer.records.saver import AtOnce
 from trainer.records.shelf import committed, discard, newest_in, surplus, sweep, together
+from trainer.records.writers import Writers
 from trainer.records.writing import BrokenState, Contents, FailedSave, named, write
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Checkpoints:
         self._forgiven = forgiven  # failed saves in a row that a run goes on after
         self._failures: list[str] = []  # of the last saves, since one succeeded
         self.folder, self.ranks, self.keep, self.best = folder, ranks, keep, best
-        self._saver = saver or AtOnce(ranks)
+        self._saver, self._writers = saver or AtOnce(ranks), Writers(ranks)
         self.facts = {"world_size": ranks.size, **(facts or {})}  # of every manifest: strategy, …
         self._kept = self._next = NONE  # where the frozen tensors lie already; where they will, with the save under way
         self._rejected: set[Path] = set()  # found corrupt; they count for nothing when others are removed
@@ -106,28 +106,19 @@ class Checkpoints:
         seen = prints({name: one for name, one in tensors.items() if name in frozen})
         self._next = Kept(named(self.folder, step), seen)  # once it is written
         links = linked(self.folder, self._kept) if self.ranks.is_main else UNLINKED
-        # all ranks tell names and bytes: what space is needed, and does each hold all of it whole, so that one can
-        # write all? And is what they hold of the frozen ones still what an older checkpoint has, whose files may serve?
-        sizes = {name: one.numel() * one.element_size() for name, one in tensors.items()}
-        told = self.ranks.all_gather_values((sizes, Seen([*seen], seen == self._kept.prints, links.tensors)))
-        there = shared([own for _, own in told])
-        held = [{name: size for name, size in one.items() if name not in there} for one, _ in told]
+        share, there = self._writers.agree(tensors, frozen, seen == self._kept.prints, links.tensors)
         if not there:
             links.remove()
             links = UNLINKED
-        tensors = {name: one for name, one in tensors.items() if name not in there}
-        alone = not any(isinstance(one, DTensor) for one in tensors.values()) and all(one == held[0] for one in held)
         return Contents(
             step,
-            tensors,
-            held=self._saver.copied(tensors if self.ranks.is_main or not alone else {}),
+            held=self._saver.copied({name: tensors[name] for name in share.names}),
+            share=share,
             state=deepcopy(state),
             figures=figures,
             finite=finite,
             frozen=frozen,
             links=links,
-            bytes=sum({name: size for one in held for name, size in one.items()}.values()),
-            alone=alone,
         )
 
     def _write(self, contents: Contents) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,14 +46,6 @@ class Links(NamedTuple):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Seen(NamedTuple):
-    """What a rank tells the others of the frozen tensors that it holds."""
-
-    tensors: Collection[str]
-    same: bool  # are they all as in the older checkpoint?
-    linked: Collection[str]  # what the files hold that the main rank has linked
-
-
 NONE = Kept(Path(os.devnull), {})
 UNLINKED = Links(None, {}, ())
 
@@ -83,12 +75,6 @@ def linked(folder: Path, kept: Kept) -> Links:
     except Exception:  # whatever it is, nothing is lost by writing all
         shutil.rmtree(draft, ignore_errors=True)
         return UNLINKED
-
-
-def shared(told: Sequence[Seen]) -> set[str]:
-    """What nobody need write: the frozen tensors of all ranks where the links bring just these, else nothing."""
-    names = {name for one in told for name in one.tensors}
-    return names if names == set(told[0].linked) and all(one.same for one in told) else set()
 
 
 def _held_by(folder: Path, files: Collection[str]) -> set[str]:

@@ -12,35 +12,28 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import APART
 from trainer.records.manifest import FROZEN, TENSORS, CorruptCheckpoint
+from trainer.records.writers import Share
 
 
-def write_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], held: Mapping[str, Tensor], frozen: Collection[str], ranks: Ranks
-) -> None:
-    """Write tensors into a folder. Collective: what several of these ranks hold whole is written once.
+def write_tensors(folder: Path, held: Mapping[str, Tensor], share: Share, frozen: Collection[str], rank: int) -> None:
+    """Write a rank's share of the tensors into a folder.
 
-    tensors: of this rank, for their names, their shapes, and how they are spread; held: what it holds of each; frozen:
-    the names of those that have files of their own, which other checkpoints will share.
+    held: what it writes of each; frozen: the names of those that have files of their own, which other checkpoints will
+    share.
     """
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=ranks.is_main)
-    # these ranks; each hears what all hold, and comes to the same plan of who writes it
-    plans, _ = planner.create_global_plan(ranks.all_gather_values(planner.create_local_plan()))
-    last = max((_file_of(item.index.fqn, frozen) for plan in plans for item in plan.items), default=1)
     for number in (0, 1, 2):
-        own = {item.index.fqn: item for item in plans[ranks.rank].items if _file_of(item.index.fqn, frozen) == number}
+        own = [name for name in held if _file_of(name, frozen) == number]
         if own:
-            shard = f"{ranks.rank + 1:05}"
-            name = f"shard-{shard}-model-{number:05}-of-{last:05}" if number else f"{FROZEN}{shard}"
-            path = folder / f"{name}{TENSORS}"
+            shard, last = f"{rank + 1:05}", 2 if share.apart else 1
+            file = f"shard-{shard}-model-{number:05}-of-{last:05}" if number else f"{FROZEN}{shard}"
+            path = folder / f"{file}{TENSORS}"
             # what torch's reader needs to put shards together again
-            shards = {name: {"saved_offsets": list(item.index.offset or ())} for name, item in own.items()}
+            shards = {name: {"saved_offsets": share.offsets[name]} for name in own}
             told = {"DCP_SHARDING_INFO": json.dumps(shards), "DCP_VERSION": "1.0", "format": "pt"}
             # not torch's writer: it puts the file together in memory first, and for as long no other thread can work
             write_file(path, {name: held[name] for name in own}, told)

@@ -24,6 +24,7 @@ from trainer.parallel.ranks import Ranks
 from trainer.records.kept import Links
 from trainer.records.manifest import MANIFEST, STATE, Manifest, encode, manifest_bytes, sha256_of
 from trainer.records.shelf import DRAFT, put_in_place, together
+from trainer.records.writers import Share
 from trainer.refusal import Told
 
 
@@ -44,15 +45,13 @@ class Contents:
     """What one checkpoint is to hold. Nothing changes it while it is written."""
 
     step: int
-    tensors: Mapping[str, Tensor]  # of this rank: their names, shapes, and how they are spread
-    held: Mapping[str, Tensor]  # what this rank holds of each; empty where another rank writes all
+    held: Mapping[str, Tensor]  # what this rank writes: whole tensors and shards
+    share: Share  # where these belong, and what the others write
     state: dict[str, Any]  # as JSON takes it
     figures: dict[str, float]
     finite: Collection[str]  # the names of tensors that must be finite
     frozen: Collection[str]  # the names of those that nothing trains: files of their own
     links: Links  # to files of an older checkpoint that hold these already; the main rank has them
-    bytes: int  # of all ranks' tensors
-    alone: bool  # the main rank holds all of it whole, and writes all
 
 
 def write(folder: Path, ranks: Ranks, contents: Contents, facts: Mapping[str, Any]) -> None:
@@ -60,7 +59,7 @@ def write(folder: Path, ranks: Ranks, contents: Contents, facts: Mapping[str, An
 
     FailedSave on all ranks or none; BrokenState on all, before a byte is written, where numbers are not finite.
     """
-    step, needed = contents.step, contents.bytes + 2**20  # headers and JSON
+    step, needed = contents.step, contents.share.bytes + 2**20  # headers and JSON
     # a name that does not count: a crash from here to the commit leaves the older checkpoints as they were; and one
     # that the main rank draws for all, as ranks of a dead attempt may still be writing to theirs
     draft = folder / f"{DRAFT}step-{step}-{ranks.all_gather_values(secrets.token_hex(4))[0]}"
@@ -111,11 +110,11 @@ def _begin(ranks: Ranks, draft: Path, needed: int, links: Links) -> None:
 
 
 def _write(ranks: Ranks, draft: Path, contents: Contents) -> None:
-    """Collective where not the main rank alone writes: the tensors, and what JSON takes."""
+    """This rank's tensors, and on the main rank what JSON takes."""
     from trainer.records.tensor_files import write_tensors  # here: what it imports takes longer than first steps
 
-    if ranks.is_main or not contents.alone:
-        write_tensors(draft, contents.tensors, contents.held, contents.frozen, Ranks() if contents.alone else ranks)
+    if contents.held:
+        write_tensors(draft, contents.held, contents.share, contents.frozen, ranks.rank)
     if ranks.is_main:
         (draft / STATE).write_bytes(readable(encode(contents.state), STATE))
 
