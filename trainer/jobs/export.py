@@ -47,7 +47,7 @@ class Export(Job):
         # what was asked for is looked at first: building a network and tracing it takes a while
         average = as_average(run, self.weights)
         ending = "" if self.format == "huggingface" else f".{self.format}"  # a folder may have any name
-        path = at_home(self.out or run_folder(run) / "export" / f"model{ending}")
+        path = at_home(self.out or run_folder(run) / "export" / f"model{ending}").absolute()
         if ending and path.suffix != ending:
             raise Refusal(f"job.out={self.out}: job.format={self.format} wants a name that ends in {ending}")
         if self.prepared and self.format not in _PROGRAMS:
