@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -209,6 +210,13 @@ class Decoder(nn.Module):
         from recipes.language.huggingface import translated
 
         return translated(self, tensors, settings)
+
+    @staticmethod
+    def settings_of(folder: Path, vocab_size: int | None) -> dict[str, Any]:
+        """What `model.settings=FOLDER` means: the keys of `model` as the folder's config.json has them."""
+        from recipes.language.settings import settings_of
+
+        return settings_of(folder, vocab_size)
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the network as a folder that transformers reads."""

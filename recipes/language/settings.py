@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trainer.refusal import Refusal
 
 # What may differ: it changes no score, or the shapes of tensors tell, which a start names.
-_FREE = {"architectures", "vocab_size", "n_positions", "max_position_embeddings", "bos_token_id", "eos_token_id"}
+_FREE = {"architectures", "vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id"}
 # Where their key is one of ours in `model`.
 _OURS = {
     **dict.fromkeys(("n_embd", "hidden_size"), "width"),
@@ -16,6 +18,7 @@ _OURS = {
     **dict.fromkeys(("n_head", "num_attention_heads"), "heads"),
     **dict.fromkeys(("n_inner", "intermediate_size"), "inner"),
     **dict.fromkeys(("layer_norm_epsilon", "rms_norm_eps"), "eps"),
+    "n_positions": "context",
     "num_key_value_heads": "groups",
     "rope_theta": "rotary",
     "tie_word_embeddings": "tied",
@@ -38,6 +41,44 @@ def refuse_others(theirs: Mapping[str, Any], own: Mapping[str, Any], head: bool)
             f"its config.json describes another network: {said}. The name of a file in the folder, in place of the"
             " folder's, loads its tensors all the same"
         )
+
+
+def settings_of(folder: Path, vocab_size: int | None) -> dict[str, Any]:
+    """The keys of `model` that say what the config.json of a folder says. Refusal where it is none of the families.
+
+    vocab_size: tokens that the data knows.
+    """
+    file = folder / "config.json"
+    try:
+        theirs = json.loads(file.read_bytes())
+        family = theirs.get("model_type")
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise Refusal(f"model.settings={folder}: {file} cannot be read ({error})") from error
+    if family not in _FAMILIES:
+        raise Refusal(f"model.settings={folder}: it describes a {family}; there are {', '.join(_FAMILIES)}")
+    if vocab_size is not None and theirs.get("vocab_size", vocab_size) < vocab_size:
+        raise Refusal(
+            f"model.settings={folder}: its network knows {theirs['vocab_size']:,} tokens, the data {vocab_size:,}; take"
+            " the tokenizer that lies beside the network"
+        )
+    learned, plain = family == "gpt2", _plain(theirs)
+    form: dict[str, Any] = {
+        "norm": "layer" if learned else "rms",
+        "mlp": {"gelu_new": "gelu_tanh", "gelu": "gelu"}.get(plain.get("activation_function", "gelu_new"), "gelu_tanh"),
+        "rotary": None,
+        "bias": learned,
+        "qkv_bias": True if family == "qwen2" else None,
+        "tied": learned,  # where it does not say so
+        "groups": None,
+        "inner": None,
+    }
+    if not learned:
+        form["mlp"] = "swiglu"
+    free = {"max_position_embeddings"}  # of rotary positions there are as many as a sample has tokens
+    said = {
+        ours: plain[key] for key, ours in {**_OURS, "vocab_size": "vocab_size"}.items() if key in plain.keys() - free
+    }
+    return form | said
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

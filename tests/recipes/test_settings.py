@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from recipes.language.decoder import Decoder
+from tests.inside import here
 from trainer.jobs.initial import Initial
 from trainer.refusal import Refusal
 
@@ -91,3 +93,31 @@ def test_no_token_of_a_foreign_vocabulary_ends_a_text(tmp_path: Path) -> None:
         Decoder(**family).save_pretrained(tmp_path)
         config = transformers.AutoConfig.from_pretrained(tmp_path)
         assert (config.bos_token_id, config.eos_token_id) == (None, None)
+
+
+@pytest.mark.parametrize(("option", "family"), [("gpt2", GPT2), ("llama", LLAMA), ("llama", QWEN2)])
+def test_the_sizes_come_from_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, family: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Decoder(**family | {"vocab_size": 300, "eps": 1e-6}).save_pretrained(tmp_path / "theirs")
+    words = [f"model={option}", "model.settings=theirs", "init_from=theirs", "data.length=8", "loop.global_batch=4"]
+    words += ["loop.eval_every=null", "loop.eval_batch=64", "data.held=0.001", "run.dir=run"]
+    assert here(*words, "loop.steps=1") == 0
+    stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]
+    assert (stored["width"], stored["depth"], stored["vocab_size"], stored["settings"]) == (32, 2, 300, None)
+    assert "not loaded" not in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    # the run goes on where the folder is gone
+    (tmp_path / "theirs").rename(tmp_path / "gone")
+    assert here(*words, "loop.steps=2", "run.accept_changes=true") == 0
+    assert here("run.dir=run", "job=evaluate") == 0
+
+
+def test_a_context_that_is_not_the_folders_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Decoder(**GPT2 | {"vocab_size": 300}).save_pretrained(tmp_path / "theirs")
+    words = ["model=gpt2", "model.settings=theirs", "init_from=theirs", "data.length=4", "run.dir=run"]
+    with pytest.raises(Refusal, match=r"n_positions 16, here 8 \(model.context=16\)"):
+        here(*words, "model.context=8")
+    with pytest.raises(Refusal, match=r"CNN reads no config.json .* model=gpt2 and model=llama do"):
+        here("model=cnn", "model.settings=theirs")

@@ -138,6 +138,7 @@ class BesideModel:
     """The framework's keys among those of a network's target, which is not given them."""
 
     freeze: tuple[str, ...] = ()  # names of modules or parameters, with wildcards
+    settings: Word | None = None  # a folder, from whose config.json the sizes are
 
 
 @dataclass(frozen=True)

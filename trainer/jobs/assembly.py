@@ -18,7 +18,9 @@ from trainer.configuration.build import FACTS, build, check_all, maker, with_fac
 from trainer.configuration.names import Names
 from trainer.configuration.resolved import written
 from trainer.configuration.settings import Settings, settings
+from trainer.configuration.sizes import with_sizes
 from trainer.data.data import Data
+from trainer.home import at_home
 from trainer.jobs.preparation import Job, RunParts
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import meeting_at
@@ -66,6 +68,8 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     data = build(cfg.data, Data, "data", names)
     cfg = with_facts(cfg, {name: getattr(data, name, None) for name in FACTS})
     machine.refuse_crowd()
+    folder = run.dir or (f"{run.root}/{run.name}" if run.name else None)
+    cfg = with_sizes(cfg, words, names, at_home(str(folder)) if folder else None)
     return RunParts(
         job=build(cfg.job, Job, "job", names),
         settings=chosen,
