@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from trainer.jobs.preparation import RunParts
 
 
+_composing = threading.Lock()  # Hydra keeps what it composes in a place that all threads share
+
+
 @dataclass(frozen=True)
 class Result:
     """How a run ended, and its results."""
@@ -80,7 +83,9 @@ def _run(asked: list[str]) -> Result:
     if (what := read(asked)).multirun or what.flags:
         raise Refusal("trainer.run does one run, and returns: -m, --help, --cfg and --info are for python -m trainer")
     with bundle.present_folder():
-        cfg, launch = compose(asked), launched()
+        with _composing:
+            cfg = compose(asked)
+        launch = launched()
         count = wanted(cfg, launch)
         # the folder is chosen here, because what the run has left is looked for in it afterwards
         folder = reported_on(cfg) if reads_files(cfg) else run_folder(cfg, launch)
