@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -59,7 +59,9 @@ class Result:
             return trained(parts, chosen(parts, "last").path, average=False)
 
 
-def run(words: Sequence[str] = (), config_dir: str | Path | None = None, processes: int | str = 1) -> Result:
+def run(
+    words: Sequence[str] = (), config_dir: str | Path | None = None, processes: int | str = 1, **keys: Any
+) -> Result:
     """Do what `python -m trainer WORDS` does, from a script, a test or a notebook.
 
     words: the arguments of the command line. config_dir: the same as --config-dir. processes: start this many on this
@@ -69,6 +71,11 @@ def run(words: Sequence[str] = (), config_dir: str | Path | None = None, process
     """
     if isinstance(words, str):
         raise Refusal(f"trainer.run takes a list of arguments, not one text: trainer.run({words.split()})")
+    if keys:
+        given = ", ".join(
+            f'"loop.{key}={value}"' if key == "epochs" else f'"{key}={value}"' for key, value in keys.items()
+        )
+        raise Refusal(f"trainer.run takes keys as words of its list, like the command line: trainer.run([{given}, …])")
     # whatever is wrong with the arguments is said as on the command line
     labs = [] if config_dir is None else ["--config-dir", str(config_dir)]
     asked = [*labs, *map(str, words), *([] if processes == 1 else [f"processes={processes}"])]

@@ -46,6 +46,7 @@ _ELSEWHERE = {
     "schedule": "scheduler sched lr_scheduler lr_scheduler_type",
     "schedule.warmup": "warmup_steps warmup_epochs num_warmup_steps lr_warmup_steps",
     "model": "arch net network model_name",
+    "task": "loss loss_fn criterion",
     "data": "dataset dataset_name",
     "data.root": "data_dir data_path dataset_path dataset_dir",
     "data.image_size": "img_size input_size resolution",
@@ -60,8 +61,30 @@ _ELSEWHERE = {
     "precision=fp16": "fp16 amp use_amp half",
     "precision=bf16": "bf16 amp use_amp bfloat16",
     "init_from=pretrained": "pretrained",
-    "torchrun --nproc-per-node N": "devices gpus num_gpus n_gpus num_processes num_devices nproc nproc_per_node",
+    "processes": "devices gpus num_gpus n_gpus num_processes num_devices nproc nproc_per_node",
 }
+
+
+# What people write for an option that is not there: by group, and what works in its place.
+_INSTEAD = {
+    "model": "model=torchvision model.name={0} and model=timm model.name={0} take any name that these packages know",
+    "optimizer": "optimizer=torch optimizer._target_=PACKAGE.NAME takes any class of torch.optim",
+    "task": "a loss alone is no option: a Task says it (docs/extending.md), task=classification has cross entropy",
+    "data": "a folder of images: data=imagefolder data.root={0}",
+    "strategy": "for what DeepSpeed does there are strategy=zero1 (ZeRO-1) and strategy=fsdp (ZeRO-3)",
+}
+
+
+def _instead(group: str, option: str, there_are: Iterable[str]) -> str:
+    """What else there is, where no option has nearly this name."""
+    if group == "strategy" and option.startswith("ddp_find_unused"):
+        return "; write strategy=ddp strategy.find_unused_parameters=true."
+    plain = group != "strategy" or "deepspeed" in option or "zero" in option
+    paths = group != "data" or re.search(r"^[.~]|/", option)
+    near = nearest(option, there_are)
+    if group in _INSTEAD and plain and paths:
+        return f"{near if group != 'data' else ''}; {_INSTEAD[group].format(option)}."
+    return near or "."
 
 
 def options(group: str, places: Iterable[Path]) -> list[str]:
@@ -101,7 +124,7 @@ def _no_option(override: Override, there_are: list[str], places: list[Path]) -> 
     for option in map(str, value if isinstance(value, list) else [value]):
         if option.removesuffix(".yaml") not in there_are:
             own = "" if places[1:] else "; yaml files of your own: --config-dir FOLDER"
-            hint = f"{nearest(option, there_are) or '.'} There are: {listed}{own}"
+            hint = f"{_instead(group, option, there_are)} There are: {listed}{own}"
             return f"{group}={option}: there is no such option{_forgotten(f'{group}/{option}.yaml') or hint}"
     return ""
 
