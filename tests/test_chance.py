@@ -14,6 +14,7 @@ from torch.distributions import Beta, Binomial, Gamma
 from torch.utils.checkpoint import checkpoint
 
 from trainer.data.draws import Part, Random
+from trainer.parallel import drawing
 from trainer.parallel.chance import PerSample
 
 BATCH, WIDTH = 6, 8
@@ -270,3 +271,15 @@ def test_masks_are_the_same_bits_on_every_machine() -> None:
         "0010110100000111",
         "1001011110011111",
     ]
+
+
+def test_attention_that_keeps_all_its_weights_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For flash attention draws by itself; short sequences lose nothing that is worth a word."""
+    drawing._tell_of_weights.cache_clear()
+    chance, network = chanced(DRAWING["attention"]())
+    for many, words in ((drawing._MANY, 0), (BATCH * 25, 1), (1, 1)):
+        monkeypatch.setattr(drawing, "_MANY", many)
+        drawn(chance, network, torch.randn(BATCH, 5, WIDTH), slice(0, BATCH))
+        assert sum("loop.dropout=native" in record.getMessage() for record in caplog.records) == words

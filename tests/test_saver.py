@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.commands import SMALL, TRANSFORMER, curve, status
 from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
+from trainer.devices import spare_memory
 from trainer.launch.launch import Launch
 from trainer.parallel.ranks import Group, Ranks
 from trainer.records import tensor_files, writing
@@ -196,3 +198,38 @@ def test_a_save_tells_the_others_a_hash_of_how_its_tensors_are_spread(
     assert here("job=evaluate", f"run.dir={tmp_path / 'told'}", "strategy=single") == 0
     for checkpoint in (tmp_path / "told" / "checkpoints").iterdir():
         stored(checkpoint)
+
+
+# --------------------------------------------------------------------------------------------------------- its thread
+
+
+def test_the_thread_that_saves_uses_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins with device 0 as the current one, which is another rank's."""
+    chosen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda device: chosen.append((threading.current_thread().name, device))
+    )
+    saver = Beside(Ranks(), timedelta(seconds=10))
+    saver.start(lambda: None)
+    saver.wait()
+    assert chosen == []
+    saver._device = torch.device("cuda", 3)  # as `copied` leaves it behind tensors of a GPU
+    saver.start(lambda: None)
+    saver.wait()
+    assert chosen == [("saving", torch.device("cuda", 3))]
+
+
+def test_without_room_for_a_copy_the_loop_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, weight, written = Beside(Ranks(), timedelta(seconds=10)), torch.ones(1000), []
+    for spare, copied in ((1e9, True), (4000.0, True), (4000.0, False)):
+        monkeypatch.setattr("trainer.records.saver.spare_memory", partial(float, spare))
+        if not copied:
+            saver._kept.clear()  # memory that it has already is no question
+        held = saver.copied({"weight": weight})["weight"]
+        assert (held is not weight) == copied
+        saver.start(lambda held=held: written.append(held.sum().item()))  # type: ignore[misc]
+        if not copied:  # what the step after it changes has been written by then
+            assert written[-1] == 1000
+        saver.wait()
+    assert written == [1000.0] * 3
+    assert 0 < spare_memory() < float("inf")

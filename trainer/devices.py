@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
+from math import inf
 from pathlib import Path
 
 import torch
@@ -71,6 +72,26 @@ def pins(device: torch.device) -> bool:
     early there.
     """
     return device.type not in ("cpu", "mps")
+
+
+def spare_memory() -> float:
+    """Bytes of the host's memory that programs can still have, of all its processes; infinity where it does not tell.
+
+    In a container that is what its limit leaves.
+    """
+    spare = inf
+    with suppress(OSError, ValueError, StopIteration):  # Linux alone tells it so
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        spare = 1024.0 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    with suppress(OSError, ValueError):  # no limit stands there as `max`
+        limit, used = (int(Path("/sys/fs/cgroup", f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = [
+            line.split()[1]
+            for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+            if line.startswith("inactive_file ")
+        ]
+        spare = min(spare, limit - used + sum(map(int, cached)))
+    return spare
 
 
 def memory() -> dict[str, int]:

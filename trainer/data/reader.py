@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from trainer.data.seeded import Seeded
 from trainer.launch.signals import obey_parent_alone
 from trainer.refusal import BadData
 
+_MOST = 16  # workers that a rank takes by itself
+
 
 @dataclass(frozen=True)
 class Loading:
     """How items are decoded. Nothing of it changes what is learned."""
 
-    workers: int | None = None  # decoding processes a rank; None: up to 4, one core of this rank's left for the step
+    workers: int | None = None  # decoding processes a rank; None: up to 16, one core of this rank's left for the step
     prefetch: int = 2  # micro-batches that each worker prepares ahead
     timeout: float = 0  # seconds to wait for a micro-batch; 0: for ever
 
@@ -58,8 +61,8 @@ class _Items:
     def __init__(
         self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, loading: Loading, pin: bool
     ) -> None:
-        # more than 4 seldom help, and the step itself needs a core
-        workers = min(4, _cores() - 1) if loading.workers is None else loading.workers
+        # the step itself needs a core; each worker needs memory for what it reads ahead
+        workers = min(_MOST, _cores() - 1) if loading.workers is None else loading.workers
         self._lists = _Lists()
         self._loader = DataLoader(
             Seeded(dataset, seed),
@@ -97,9 +100,21 @@ def _begin_worker(number: int) -> None:
 
 
 def _cores() -> int:
-    """The cores of this process: its machine's, over the processes there."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
-    return max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """The cores of this process: those that it may use, over the processes of the run that may use them, too.
+
+    torchrun (`--numa-binding`) and Slurm may have given each its own: then they are divided already.
+    """
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not hasattr(os, "sched_getaffinity"):  # macOS
+        return max(1, (os.cpu_count() or 1) // count)
+    usable, parent = os.sched_getaffinity(0), os.getppid()
+    try:
+        siblings = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+        sharing = sum(not usable.isdisjoint(os.sched_getaffinity(pid)) for pid in siblings)
+    except OSError:  # the system does not tell, or one has just ended
+        siblings, sharing = [], count
+    # where something stands between the launcher and the processes nobody knows whose cores these are
+    return max(1, len(usable) // (sharing if len(siblings) == count else count))
 
 
 class _Lists:

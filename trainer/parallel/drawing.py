@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -14,6 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.parallel.below import Below
 from trainer.parallel.draw import Cut, Draw, Source, Stretch
+
+_MANY = 2**24  # weights of one attention (64 MiB in fp32) from which on a word is due that they are all kept
+log = logging.getLogger(__name__)
 
 # By their names in torch, torch.Tensor and torch.nn.functional; those of one line are one operation in several forms.
 NAMES = (
@@ -134,6 +139,15 @@ def _like(draw: Draw, x: Tensor, p: float) -> Tensor:
     return DTensor.from_local(hidden, mesh, x.placements, run_check=False)
 
 
+@cache  # once is enough
+def _tell_of_weights() -> None:
+    log.warning(
+        "note        attention with dropout computes and keeps all T x T weights, because with loop.dropout=sample each"
+        " sample draws for itself, which flash attention cannot do; loop.dropout=native, or no dropout in attention,"
+        " is faster and needs less memory"
+    )
+
+
 def _attention(
     source: Source,
     func: Any,
@@ -152,6 +166,8 @@ def _attention(
         return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:  # fewer heads of keys and values, each for several queries
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    if query.shape[:-1].numel() * key.shape[-2] >= _MANY:
+        _tell_of_weights()
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)  # (B, heads, T, S)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

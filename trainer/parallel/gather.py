@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.parallel.backward import in_backward
 from trainer.parallel.ranks import Ranks
 
 
@@ -33,6 +34,12 @@ def gather(x: Tensor) -> Tensor:
     If ranks have different numbers of samples (`loop.uneven`, the end of an evaluation), the rows are still in this
     order; then x must have one row for each sample, else ValueError.
     """
+    if in_backward():
+        # autograd's own threads know of no ranks: there it would be the identity, without a word
+        raise ValueError(
+            "gather was called in a backward, which computes a unit again (strategy.activation_checkpointing). Call it"
+            " in a method of the task, on what the network returns; or leave that unit out of activation checkpointing"
+        )
     place = _place.get()
     if place.ranks.size == 1:
         return x

@@ -9,10 +9,11 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from trainer.devices import pins
+from trainer.devices import pins, spare_memory
 from trainer.parallel.held import held
 from trainer.parallel.ranks import Ranks
 
+_MOST = 0.5  # of the memory that a host has to spare: neighbouring ranks need some, and so does what is to come
 PARTING = 5.0  # seconds that a save under way still gets after an error; a rank that is gone may hold it up for ever
 
 
@@ -54,7 +55,7 @@ class AtOnce:
 
 
 class Beside(AtOnce):
-    """A thread writes a copy in the host's memory. One at a time; the memory is kept for the next one.
+    """A thread writes a copy in the host's memory, if there is room for one. One at a time; the memory is kept.
 
     What it does holds Python's lock nowhere for long: writing, hashing and waiting let go of it.
     """
@@ -64,38 +65,55 @@ class Beside(AtOnce):
         super().__init__(ranks.apart(timeout))
         self._kept: dict[str, Tensor] = {}
         self._ready: torch.Event | None = None  # when the device has copied all
+        self._device: torch.device | None = None  # that copies; None: nothing need be waited for
+        self._spare = True  # has the host memory for a copy
         self._thread = threading.Thread()
 
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in the host's memory. From an accelerator they arrive while the host goes on; the thread waits."""
         own = super().copied(tensors)
-        self._kept = {name: self._room(name, one) for name, one in own.items()}
         ahead = [one.device for one in own.values() if pins(one.device)]
+        self._device = ahead[0] if ahead else None
+        # what is kept of other tensors goes first; where there is no room for a copy the loop waits instead
+        self._kept = {name: self._kept[name] for name, one in own.items() if self._fits(name, one)}
+        needed = sum(one.nbytes for name, one in own.items() if name not in self._kept)
+        self._spare = needed < _MOST * spare_memory()
+        if not self._spare:
+            self._kept, self._ready = {}, None
+            return own
+        self._kept = {name: self._room(name, one) for name, one in own.items()}
         for name, one in own.items():
             self._kept[name].copy_(one.detach(), non_blocking=pins(one.device))
         # later steps of the stream come after the copies, so they may change what was copied
         self._ready = torch.accelerator.current_stream(ahead[0]).record_event() if ahead else None
         return dict(self._kept)
 
+    def _fits(self, name: str, one: Tensor) -> bool:
+        kept = self._kept.get(name)
+        return kept is not None and (kept.shape, kept.dtype) == (one.shape, one.dtype)
+
     def _room(self, name: str, one: Tensor) -> Tensor:
         """Memory for a copy, in the tensor's own order: a copy into another one takes several times as long."""
-        kept = self._kept.get(name)
-        if kept is not None and (kept.shape, kept.dtype) == (one.shape, one.dtype):
-            return kept
-        room = torch.empty_like(one, device="cpu", requires_grad=False)
-        return room.pin_memory() if pins(one.device) else room
+        if name in self._kept:
+            return self._kept[name]
+        # pinned from the start: `pin_memory()` would copy what nobody has written yet, and need the room twice
+        return torch.empty_like(one, device="cpu", requires_grad=False, pin_memory=pins(one.device))
 
     def start(self, work: Callable[[], None]) -> bool:
         """Begin; nobody waits. Nothing else may be under way."""
-        ready = self._ready
+        ready, device = self._ready, self._device
 
         def later() -> None:
+            if device is not None:
+                torch.accelerator.set_device_index(device)  # each thread begins with device 0, which is another rank's
             if ready is not None:
                 ready.synchronize()  # the copies are there
             work()
 
         self._thread = threading.Thread(target=self._do, args=(later,), name="saving", daemon=True)
         self._thread.start()
+        if not self._spare:
+            self._thread.join()  # it reads what the next step would change
         return False
 
     def failed(self) -> bool:
