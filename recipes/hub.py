@@ -22,3 +22,9 @@ def located(name: str, key: str) -> str:
         beside = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
         raise Refusal(f"{key}{name}: there is no folder {path.absolute()}{nearest(path.name, beside)}")
     return name
+
+
+def own_code(error: Exception) -> str:
+    """Why transformers does not load what needs Python code that lies beside it; empty where that is not the reason."""
+    asks = "trust_remote_code" in str(error)
+    return "it needs code of its own, which is never run: a stranger may have written it" if asks else ""

@@ -110,7 +110,7 @@ def opened(folder: Path) -> tuple[dict[str, Any], dict[str, Shards]]:
         raise Refusal(
             f"data.folder={folder}: {error.strerror or error}; scripts/prepare_tokens makes such a folder"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Refusal(f"data.folder={folder}: {INDEX} is damaged ({type(error).__name__}: {error})") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import zlib
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from recipes.gzipped import unpacked
 from trainer.data.data import Data
 from trainer.refusal import Refusal
 
@@ -87,8 +87,7 @@ class Windows(Dataset):
 def _read(path: Path) -> Tensor:
     """The bytes of a file (N,) uint8. Refusal where it cannot be read."""
     try:
-        content = path.read_bytes()
-        content = gzip.decompress(content) if path.suffix == ".gz" else content
-    except (OSError, EOFError, zlib.error) as error:
+        content = unpacked(path) if path.suffix == ".gz" else bytearray(path.read_bytes())
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise Refusal(f"data.file={path} cannot be read as text: {error}") from error
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from recipes.hub import located
+from recipes.hub import located, own_code
 from recipes.text.lora import OWN, adapt, merge
 from recipes.text.pooling import POOLS, usual
 from trainer.refusal import Refusal, first_line, nearest
@@ -47,7 +47,7 @@ class HFClassifier(nn.Module):
         if self.pool not in POOLS:
             raise Refusal(f"model.pool={pool}: there are {', '.join(POOLS)}{nearest(self.pool, POOLS)}")
         config.use_cache = False  # of the keys and values of tokens, which only generation reads again
-        self.body = AutoModel.from_config(config, dtype=torch.float32)
+        self.body = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False)
         if self.pool != "cls" and getattr(self.body, "pooler", None) is not None:
             self.body.pooler = None  # nobody would call it
         if lora is not None:
@@ -125,9 +125,10 @@ def _configuration(path: str) -> Any:
         raise Refusal("model=hf_classifier needs the package transformers: pip install -e '.[hf]'") from error
     where = located(path, "model.path=")
     try:
-        return AutoConfig.from_pretrained(where)
+        return AutoConfig.from_pretrained(where, trust_remote_code=False)
     except Exception as error:  # of a hub, a network, a format: all of them say that there is none of this name
-        raise Refusal(f"model.path={path} holds no network of Hugging Face: {first_line(error)}") from error
+        why = own_code(error) or first_line(error)
+        raise Refusal(f"model.path={path} holds no network of Hugging Face: {why}") from error
 
 
 def _refuse(config: Any, length: int | None, vocab_size: int | None) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import zlib
 from collections.abc import Sequence
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+from recipes.gzipped import unpacked
 from trainer.refusal import Refusal, nearest
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -22,14 +23,14 @@ def table(path: Path, key: str) -> list[dict[str, Any]]:
         raise Refusal(f"{key}={path}: a file of rows ends in .csv, .tsv or .jsonl, or in one of these and .gz")
     try:
         with (
-            gzip.open(path, "rt", encoding="utf-8", newline="")
+            TextIOWrapper(BytesIO(unpacked(path)), encoding="utf-8", newline="")
             if path.suffix == ".gz"
             else path.open(encoding="utf-8", newline="") as file
         ):
             if kind == ".jsonl":
                 return [json.loads(line) for line in file if line.strip()]
             return list(csv.DictReader(file, delimiter=SEPARATORS[kind]))
-    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error, csv.Error) as error:
         raise Refusal(f"{key}={path} cannot be read as rows: {error}") from error
 
 

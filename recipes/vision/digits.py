@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from recipes.gzipped import unpacked
 from recipes.vision.augment import Augment
 from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
@@ -37,7 +37,7 @@ def _table(path: Path) -> tuple[Tensor, Tensor]:
     """Images (1797, 1, 8, 8) uint8 and labels (1797,) int64 from the csv file."""
     expected = f"{_SAMPLES} lines of 64 values 0..{_WHITE} and a label 0..9, as gzipped csv"
     try:
-        lines = gzip.decompress(path.read_bytes()).decode("ascii").split()
+        lines = unpacked(path).decode("ascii").split()
         table = torch.tensor([[int(value) for value in line.split(",")] for line in lines])
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise Refusal(f"{path} cannot be read as digits ({error}); expected {expected}") from error

@@ -156,9 +156,21 @@ def _listed(folder: Path, classes: Sequence[str]) -> Files:
 
 
 def _below(folder: Path) -> Iterator[str]:
-    """The files in a folder and in its subfolders. Hidden ones are left out: macOS, Jupyter make copies of pictures."""
+    """The files in a folder and in its subfolders. Hidden ones are left out: macOS, Jupyter make copies of pictures.
+
+    Links are followed. Refusal where one leads in a circle: the pictures of other classes would come with it.
+    """
+    seen: set[str] = set()
     for at, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if name[0] != "."]
+        # by another way it has been here: two links may lead to one folder
+        if (place := os.path.realpath(at)) in seen:
+            folders.clear()
+            continue
+        seen.add(place)
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        for path in (os.path.join(at, name) for name in folders):
+            if os.path.islink(path) and Path(place).is_relative_to(goal := os.path.realpath(path)):
+                raise Refusal(f"{path} is a link to {goal}, a folder that it lies in: remove the link")
         yield from (os.path.join(at, name) for name in names if name[0] != ".")
 
 

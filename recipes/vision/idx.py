@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 import struct
 import zlib
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from recipes.gzipped import unpacked
 from trainer.refusal import Refusal
 
 _UNSIGNED_BYTE = 8
@@ -22,10 +22,10 @@ def read_idx(path: Path, *sizes: int) -> Tensor:
     shape = " × ".join(["N", *map(str, sizes)])
     expected = f"expected a gzipped idx file of bytes, {shape} (magic number 0x{magic:08x})"
     try:
-        content = gzip.decompress(path.read_bytes())
+        content = unpacked(path)
     except FileNotFoundError as error:
         raise Refusal(f"{path} is missing; {expected}") from error
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise Refusal(f"{path} is damaged or cut short ({error}); {expected}") from error
     header = 4 * (len(sizes) + 2)
     if content[:4] != magic.to_bytes(4, "big"):
@@ -40,5 +40,4 @@ def read_idx(path: Path, *sizes: int) -> Tensor:
         raise Refusal(f"{path} holds {body} bytes behind its header, which announces {needed}; {expected}")
     if not count:
         return torch.empty(0, *sizes, dtype=torch.uint8)
-    # of a bytearray, because a tensor may be written to and bytes may not
-    return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).view(count, *sizes)
+    return torch.frombuffer(content, dtype=torch.uint8, offset=header).view(count, *sizes)

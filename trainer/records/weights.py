@@ -120,20 +120,26 @@ def _of_folder(path: Path) -> dict[str, Tensor]:
     # the index says which file each tensor lies in; the files say themselves what they hold
     try:
         files = sorted(set(json.loads((path / name).read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refusal(f"{path / name} is no index of weights: {type(error).__name__}: {error}") from error
+    for file in files:
+        # no path: it could lead to any file of this machine
+        if not isinstance(file, str) or Path(file).name != file or not (path / file).is_file():
+            raise Refusal(f"{path / name} names {file!r:.200}, which is no file beside it")
     return {name: tensor for file in files for name, tensor in _of_file(path / file).items()}
 
 
 def _settings(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_bytes()) if path.is_file() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(f"{path} is damaged: {error}") from error
     return found if isinstance(found, dict) else {}
 
 
 def _of_file(path: Path) -> dict[str, Tensor]:
+    if path.exists() and not path.is_file():  # a pipe would keep its reader waiting for ever
+        raise Refusal(f"{path.absolute()} is no regular file")
     if path.suffix != ".safetensors":
         return _of_torch(path)
     from safetensors import SafetensorError
