@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from datetime import timedelta
 
+from trainer.shown import shown
+
 
 def counted(number: int, noun: str) -> str:
     """`1 process`, `2 processes`, `1,437 samples`."""
@@ -12,7 +14,7 @@ def counted(number: int, noun: str) -> str:
 
 def named(names: Iterable[str], most: int) -> str:
     """The first so many names, and how many more there are: `a, b and 3 more`."""
-    every = list(names)
+    every = [shown(name) for name in names]
     return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")
 
 

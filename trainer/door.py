@@ -25,6 +25,7 @@ from trainer.home import at_home
 from trainer.launch import again, failure
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import launched
+from trainer.launch.nofollow import real
 from trainer.launch.process_state import borrowed
 from trainer.launch.screen import say
 from trainer.proof.found import verdict
@@ -161,7 +162,7 @@ def run_folder(cfg: DictConfig, launch: Launch) -> Path:
     def decide() -> str:
         return str(choose(at_home(own.root), own.name, own.dir, label, launch)[0])
 
-    return Path(decided_by_main(launch, "door", decide))
+    return real(decided_by_main(launch, "door", decide))
 
 
 def _within(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:

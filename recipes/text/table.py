@@ -12,6 +12,7 @@ from typing import Any
 
 from recipes.gzipped import unpacked
 from trainer.refusal import Refusal, nearest
+from trainer.shown import shown
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
@@ -38,7 +39,7 @@ def column(rows: Sequence[dict[str, Any]], name: str, key: str, path: Path) -> l
     """One value of each row. Refusal where a row does not have it."""
     for at, row in enumerate(rows):
         if not isinstance(row, dict) or row.get(name) is None:
-            there = [str(each) for each in row] if isinstance(row, dict) else []
+            there = [shown(each) for each in row] if isinstance(row, dict) else []
             raise Refusal(
                 f"{key}={name}: row {at + 1} of {path} has no such column; it has {', '.join(there)}"
                 + nearest(name, there)

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.configuration.settings import GROUPS, settings
 from trainer.home import at_home
+from trainer.launch.nofollow import real
 from trainer.launch.schema import CONFIG, ENVIRONMENT, Damaged, read_json, read_yaml
 from trainer.refusal import Refusal
 
@@ -33,7 +34,7 @@ def reported_on(cfg: DictConfig) -> Path:
     run = settings(cfg).run
     if run.dir is None and run.name is None:
         raise Refusal("job=report reads the files of a run: add run.dir=FOLDER, the folder of that run")
-    return at_home(run.dir if run.dir is not None else f"{run.root}/{run.name}")
+    return real(at_home(run.dir if run.dir is not None else f"{run.root}/{run.name}"))
 
 
 def verifies(cfg: DictConfig) -> bool:
@@ -69,7 +70,7 @@ def _folder(cfg: DictConfig, said: dict[str, Any], job: str) -> Path:
     root, name, path = said.get("run.root", cfg.run.root), said.get("run.name"), said.get("run.dir")
     if path is None and name is None:
         raise Refusal(f"job={job} opens a run that was trained: add run.dir=FOLDER, the folder of that run")
-    folder = at_home(str(path) if path is not None else f"{root}/{name}").absolute()
+    folder = real(at_home(str(path) if path is not None else f"{root}/{name}"))
     if not (folder / "config.yaml").is_file():
         there = "holds no config.yaml: it is no run folder" if folder.is_dir() else "does not exist"
         raise Refusal(f"job={job}: {folder} {there}")

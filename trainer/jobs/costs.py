@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.counted import counted, duration
 from trainer.launch.durable import replace_file
+from trainer.launch.nofollow import make_folder, refuse_strange
 from trainer.launch.starts import CRASHED, read_starts
 from trainer.launch.status import read_status
 from trainer.refusal import Refusal
@@ -31,8 +32,8 @@ class Report:
         said = costs(folder)
         if said is None:
             raise Refusal(f"job=report: {folder} holds no status.json that can be read: no run has begun there")
-        out = folder / "report"
-        out.mkdir(exist_ok=True)
+        refuse_strange(folder)
+        out = make_folder(folder / "report")
         replace_file(out / "report.json", json.dumps(said, indent=1, ensure_ascii=False) + "\n")
         reason = f": {said['reason']}" if said["reason"] else ""
         lines = [

@@ -8,6 +8,7 @@ from functools import partial
 from trainer.jobs.opened import Split, Which, opened, run_folder, samples_of
 from trainer.jobs.preparation import Job, RunParts
 from trainer.launch import failure
+from trainer.launch.nofollow import open_file
 from trainer.loop.evaluation import evaluate
 
 
@@ -27,8 +28,8 @@ class Evaluate(Job):
                 step = job.found.step
                 about = {"kind": "eval", "step": step, "epoch": job.epoch, "samples": job.stream.size}
                 line = {**about, **figures, "checkpoint": step, "split": self.split}
-                with (job.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")  # in one call, as others may read meanwhile
+                with open_file(job.folder / "metrics.jsonl", "ab") as file:
+                    file.write(json.dumps(line).encode() + b"\n")  # in one call, as others may read meanwhile
                 # for people the same in lines, one below the other
                 said = {
                     "checkpoint": f"step {step} of {run_folder(run)}",

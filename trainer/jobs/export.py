@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from trainer.jobs.opened import Which, as_average, chosen, run_folder
 from trainer.jobs.preparation import Job, RunParts, seeded_network
 from trainer.jobs.program import Program, plain, preparation_of, prepared
 from trainer.launch.durable import replace_file
+from trainer.launch.nofollow import make_folder
 from trainer.parallel.state import fits
 from trainer.records.weights import of_checkpoint
 from trainer.refusal import Refusal
@@ -47,7 +49,7 @@ class Export(Job):
         # what was asked for is looked at first: building a network and tracing it takes a while
         average = as_average(run, self.weights)
         ending = "" if self.format == "huggingface" else f".{self.format}"  # a folder may have any name
-        path = at_home(self.out or run_folder(run) / "export" / f"model{ending}").absolute()
+        path = at_home(self.out).resolve() if self.out else run_folder(run) / "export" / f"model{ending}"
         if ending and path.suffix != ending:
             raise Refusal(f"job.out={self.out}: job.format={self.format} wants a name that ends in {ending}")
         if self.prepared and self.format not in _PROGRAMS:
@@ -58,8 +60,7 @@ class Export(Job):
         found = chosen(run, self.checkpoint)
         network = trained(run, found.path, average)
         # under another name until it is whole: a file that is there can be used
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}")
+        draft = make_folder(path.parent) / f".{secrets.token_hex(4)}-{path.name}"
         facts = self._write(run, network, draft)
         size = _put_in_place(draft, path)
         which = "moving average" if average else "weights"
@@ -103,7 +104,7 @@ def _put_in_place(draft: Path, path: Path) -> int:
     if not draft.is_dir():
         draft.replace(path)
         return path.stat().st_size
-    path.mkdir(exist_ok=True)
+    make_folder(path)
     files = [file.replace(path / file.name) for file in sorted(draft.iterdir())]
     draft.rmdir()
     return sum(file.stat().st_size for file in files)

@@ -13,6 +13,7 @@ from trainer.devices import accelerator
 from trainer.jobs.export import trained
 from trainer.jobs.opened import Which, as_average, chosen, run_folder
 from trainer.jobs.preparation import Job, RunParts
+from trainer.launch.nofollow import make_folder, open_file
 from trainer.learning.continuation import Continuation
 from trainer.refusal import Refusal
 
@@ -54,7 +55,7 @@ class Generate(Job):
         asked = asdict(self.asked)
         said = {"checkpoint": found.step, "prompt": asked.pop("prompt"), "text": text, **asked}
         path = run_folder(run) / "generate" / "samples.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(said) + "\n")
+        make_folder(path.parent)
+        with open_file(path, "ab") as file:
+            file.write(json.dumps(said).encode() + b"\n")
         return 0

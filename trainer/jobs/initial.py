@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer.counted import counted, named
 from trainer.home import at_home
+from trainer.launch.nofollow import real
 from trainer.parallel.held import named_tensors
 from trainer.records.weights import Weights, open_weights
 from trainer.refusal import Refusal
@@ -135,7 +136,7 @@ def _first_words(names: Iterable[str]) -> Iterable[str]:
 def _place(source: str, network: nn.Module) -> Path:
     """Where the weights lie; what the network's authors have published the network itself knows."""
     if source != "pretrained":
-        path = at_home(source)
+        path = real(at_home(source))
         if not path.exists():
             kinds = "a run folder, a checkpoint, a .safetensors, .pt or .pth file, a folder of Hugging Face"
             raise Refusal(f"{path.absolute()} does not exist; give pretrained, {kinds}")

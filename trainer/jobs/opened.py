@@ -28,6 +28,7 @@ from trainer.launch import screen
 from trainer.launch.agreement import decided_by_main, first_on_node
 from trainer.launch.hang import watchdog
 from trainer.launch.launch import Launch
+from trainer.launch.nofollow import make_folder, real, refuse_strange
 from trainer.launch.signals import StopRequest
 from trainer.launch.status import NAME as STATUS
 from trainer.parallel.outline import all_stored, is_outline
@@ -84,6 +85,7 @@ def opened(run: RunParts, job: str, which: Which, read: Callable[[list[str]], An
 
     # below the job's own folder, as the run's lie below the run's
     out = folder / job
+    decided_by_main(launch, "job-folder", lambda: refuse_strange(make_folder(out)))
     screen.redirect(launch.rank, out)
     _forget_hang(launch, out)
     stop = StopRequest(launch)
@@ -107,7 +109,7 @@ def _forget_hang(launch: Launch, out: Path) -> None:
 
 def run_folder(run: RunParts) -> Path:
     """The folder of the run that is opened."""
-    return Path(str(run.settings.run.dir))
+    return real(str(run.settings.run.dir))
 
 
 def samples_of(run: RunParts, split: Split, launch: Launch, classes: Sequence[str] = ()) -> Any:

@@ -46,7 +46,7 @@ class Predict(Job):
         """Predict; the exit code."""
         average, launch = as_average(run, self.weights), run.machine.launch
         ending = ".safetensors" if self.inputs is None else ".csv"
-        path = at_home(self.out or run_folder(run) / "predict" / f"{_NAME}{ending}").absolute()
+        path = at_home(self.out).resolve() if self.out else run_folder(run) / "predict" / f"{_NAME}{ending}"
         if path.suffix != ending:
             what = "a file of tensors" if self.inputs is None else "a table, and a .jsonl beside it"
             raise Refusal(f"job.out={self.out}: what is written is {what}; give a name that ends in {ending}")

@@ -17,6 +17,7 @@ from trainer.jobs.trial import exactly, named_modules, plainly, surveyed, trial,
 from trainer.launch import failure, screen
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.durable import replace_file
+from trainer.launch.nofollow import make_folder, real, refuse_strange
 from trainer.launch.signals import StopRequest
 from trainer.proof.causes import Circumstances
 from trainer.proof.comparison import compared
@@ -41,7 +42,7 @@ class Verify(Job):
     def __call__(self, parts: RunParts) -> int:
         """Compare; the exit code: 0 the same, 1 something differs. Refusal where the run itself would be refused."""
         if self.record is not None:
-            return self._write(parts, Path(self.record))
+            return self._write(parts, Path(self.record).resolve())
         launch = parts.machine.launch
         out = verify_folder(parts)
         run, dropped = self._prepared(parts, out / "trial")
@@ -90,7 +91,7 @@ class Verify(Job):
         """Write to a file what one process does, with one micro-batch, and nothing recomputed or compiled."""
         if parts.machine.launch.world_size > 1:
             raise Refusal("job.record: the reference is what one process does; leave out processes and torchrun")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         run, _ = self._prepared(parts, path.parent / f"{path.stem}.trial", alone=True)
         half, last = self._ends(run)
         # everything twice, the second time with all weights moved by a last bit: so far does rounding alone carry it
@@ -152,11 +153,11 @@ def verify_folder(parts: RunParts) -> Path:
 
     def decide() -> str:
         folder, _ = choose(at_home(run.root), run.name, run.dir, f"verify_{parts.strategy.name}", launch)
-        (folder / "verify").mkdir(parents=True, exist_ok=True)
+        refuse_strange(make_folder(real(folder) / "verify"))
         (folder / "verify" / "verify.json").unlink(missing_ok=True)  # of an earlier one, should this one be killed
         return str(folder / "verify")
 
-    return Path(decided_by_main(launch, "verify-folder", decide))
+    return real(decided_by_main(launch, "verify-folder", decide))
 
 
 def circumstances(run: Prepared) -> Circumstances:

@@ -7,14 +7,20 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainer.launch.nofollow import open_file
+
 _SPARE = 2**20  # bytes; a disk with less than that counts as full
 
 
 def replace_file(path: Path, data: bytes | str | Iterator[bytes], lasting: bool = True) -> None:
-    """Put a file in the place of another in one step; `lasting`: it also survives a power cut."""
+    """Put a file in the place of another in one step; `lasting`: it also survives a power cut.
+
+    No link is followed on the way there; one that stands in that place goes, and what it led to stays.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with draft.open("wb") as file:
+        draft.unlink(missing_ok=True)
+        with open_file(draft, "xb") as file:
             file.writelines([data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data)
         # the bytes before the name: or a power cut could leave the new name with nothing in it
         if lasting:
@@ -31,7 +37,7 @@ def overwrite(path: Path, data: bytes) -> None:
 
     A few of them, or a crash could leave some old ones. OSError, and the old bytes, where there are too many.
     """
-    with path.open("r+b", buffering=0) as file:
+    with open_file(path, "r+b", buffering=0) as file:
         before = file.read()
         # nothing is given back before the new bytes stand there: another program would take it at once
         if os.pwrite(file.fileno(), data.ljust(len(before)), 0) < len(data):

@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.launch.nofollow import open_file
+from trainer.shown import shown
+
 _BYTES = 2**23  # of a JSON file that is read: in memory it takes up to 25 times as much
 _YAML_BYTES = 2**20  # yaml is a hundred times slower
 _DEPTH = 40  # of mappings and lists in each other
@@ -23,6 +26,9 @@ Kind = Callable[[Any, str], None]
 
 class Damaged(Exception):
     """A file that is not as the program writes it; the message names the file, the field and what is wrong."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(shown(said))  # names of files and of fields are in it, which others have chosen
 
 
 def whole(value: Any, where: str) -> None:
@@ -150,7 +156,7 @@ def readable(data: bytes, name: str) -> bytes:
 
 
 def _bytes(path: Path, most: int) -> bytes:
-    with path.open("rb") as file:
+    with open_file(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise Damaged(f"{path}: larger than {most:,} bytes")
@@ -205,7 +211,9 @@ MANIFEST = fields(
         "step": whole,
         "figures": every(text, number),
         # names of files in the folder: none leads out of it
-        "files": every(matching(r"[^/\\\0]{1,255}"), fields({"size": whole, "sha256": matching("[0-9a-f]{64}")})),
+        "files": every(
+            matching(r"[^/\\\x00-\x1f\x7f-\x9f]{1,255}"), fields({"size": whole, "sha256": matching("[0-9a-f]{64}")})
+        ),
         "sha256": text,
     },
     {"world_size": whole, "strategy": text, "precision": text},

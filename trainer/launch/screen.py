@@ -12,22 +12,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainer.launch.nofollow import make_folder, open_file, opener
+from trainer.shown import shown_lines
+
 _console: TextIO | None = None  # the console's stderr, where this process's own was led into a file
 
 
 def redirect(rank: int, folder: Path) -> None:
     """Lead logging and warnings into logs/rank-N.log; of ranks other than the main one all output, of libraries too."""
     path = log_path(folder, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     if rank != 0:
         _lead_into(path)
     file = _LogFile(path, encoding="utf-8", delay=True)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+    file.setFormatter(_Seen("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
     logging.getLogger().addHandler(file)
     # of many ranks a user watches one: what it warns of stands on the console as well
     if rank == 0:
         screen = logging.StreamHandler()
         screen.setLevel(logging.WARNING)
+        screen.setFormatter(_Seen())
         logging.getLogger().addHandler(screen)
     logging.captureWarnings(True)
 
@@ -41,15 +45,15 @@ def say(text: str) -> None:
     screen = _console or sys.stderr
     clear = "\r\x1b[2K" if screen.isatty() else ""
     with suppress(OSError):  # what comes after it, such as status.json, matters more
-        print(f"{clear}{text}", file=screen, flush=True)
+        print(f"{clear}{shown_lines(text)}", file=screen, flush=True)
 
 
 def note(text: str, folder: Path | None, rank: int) -> bool:
     """Append to the rank's log file; False where it could not be written, which must not hide why a run ended."""
     if folder is not None:
         try:
-            with log_path(folder, rank).open("a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            with open_file(log_path(folder, rank), "ab") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {shown_lines(text)}\n".encode())
         except OSError:
             return False
     return True
@@ -67,7 +71,7 @@ def _lead_into(path: Path) -> None:
     sys.stderr.flush()
     if _console is None:
         _console = os.fdopen(os.dup(2), "w", encoding="utf-8")
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    file = opener(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
@@ -88,8 +92,19 @@ class _Lossy(io.FileIO):
             return len(data)
 
 
+class _Seen(logging.Formatter):
+    """A record in which whatever names hold is to be seen: none moves the cursor of who reads it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as text."""
+        return shown_lines(super().format(record))
+
+
 class _LogFile(logging.FileHandler):
     """A log file whose disk may be full: what does not fit is lost, without a traceback for each line."""
+
+    def _open(self) -> io.TextIOWrapper:
+        return io.TextIOWrapper(open_file(Path(self.baseFilename), "ab"), encoding="utf-8")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""

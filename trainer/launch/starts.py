@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.launch.nofollow import open_file
 from trainer.launch.schema import START, Damaged
 
 NAME = "starts.jsonl"
@@ -50,7 +51,7 @@ def add_start(folder: Path, facts: Mapping[str, Any], before: Mapping[str, Any] 
         left = {name: before.get(name) for name in ("state", "reason", "step", "time", "seconds")}
     line = json.dumps({**facts, "before": left}).encode() + b"\n"
     # an account, without which the run is as good; in one call, as others may read meanwhile
-    with suppress(OSError), (folder / NAME).open("a+b", buffering=0) as file:
+    with suppress(OSError), open_file(folder / NAME, "a+b", buffering=0) as file:
         # half a line, which a kill or a full disk has left there, must not take this one along
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -61,9 +62,9 @@ def add_start(folder: Path, facts: Mapping[str, Any], before: Mapping[str, Any] 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """The lines; one that a full disk or somebody else has spoilt is left out."""
     path, found = folder / NAME, []
-    with path.open("rb") if path.is_file() else nullcontext(()) as lines:
+    with open_file(path, "rb") if path.is_file() else nullcontext(()) as lines:
         for line in lines:
-            with suppress(ValueError, Damaged):
+            with suppress(ValueError, RecursionError, Damaged):
                 START(said := json.loads(line), "")
                 found.append(said)
     return found

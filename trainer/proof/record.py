@@ -51,6 +51,7 @@ class Record:
         tables = {str(at): self.table(key) for at, key in enumerate(self.values)}
         layouts = [[*key, *layout] for key, layout in self.layouts.items()]
         told = {"keys": [*self.values], "layouts": layouts, "facts": self.facts}
+        path.unlink(missing_ok=True)  # it may be a link
         save_file(tables, path, {name: json.dumps(value) for name, value in told.items()})
 
     @classmethod

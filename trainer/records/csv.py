@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.launch.durable import full, replace_file
+from trainer.launch.nofollow import open_file, opener
 from trainer.records.lines import backwards, forwards, parsed
 from trainer.records.log import Line, Sink, Waiting
 
@@ -66,7 +66,7 @@ class CSV(Sink):
             raise Waiting(f"{self._path}: {self._source.name} waits for room, and this with it")
 
     def _append(self, rows: Iterable[Line]) -> None:
-        with self._path.open("ab", buffering=0) as file:
+        with open_file(self._path, "ab", buffering=0) as file:
             for data in _rows(self._columns, rows):
                 if file.write(data) < len(data):  # a row in one call: other programs read this file while it grows
                     raise full(self._path)
@@ -76,7 +76,8 @@ class CSV(Sink):
         # this start has cut that file already: what is there counts, up to where it is being written
         common = self._common() if list(_header(self._path)) == list(self._columns) else None
         if common and all(line.keys() <= self._columns.keys() for line in forwards(self._source, common[1])):
-            os.truncate(self._path, common[0])
+            with open_file(self._path, "r+b", buffering=0) as file:
+                file.truncate(common[0])
             self._append(forwards(self._source, common[1]))
         else:
             for line in forwards(self._source):
@@ -132,7 +133,7 @@ def _header(path: Path) -> dict[str, None]:
     """The names of the columns that are there, in their order."""
     if not path.is_file():
         return {}
-    with path.open(newline="", encoding="utf-8") as file:
+    with open(path, newline="", encoding="utf-8", opener=opener) as file:
         return dict.fromkeys(next(csv.reader(file), []))
 
 

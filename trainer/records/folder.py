@@ -19,6 +19,7 @@ from trainer.home import at_home
 from trainer.launch.agreement import decided_by_main, everywhere
 from trainer.launch.durable import probe, replace_file
 from trainer.launch.launch import Launch
+from trainer.launch.nofollow import Strange, kind, make_folder, open_file, real, refuse_strange
 from trainer.launch.schema import CONFIG, ENVIRONMENT, Damaged, read_yaml
 from trainer.launch.status import Status
 from trainer.records.lock import holder, lock, unlock
@@ -36,7 +37,8 @@ class RunFolder:
     """The folder of one run. The main rank writes to it and holds its lock; on other ranks the verbs do nothing."""
 
     def __init__(self, path: Path, held: int | None = None, made: bool = False):
-        self.path, self._held = path, held
+        self.named = path  # by the user; on another machine other links may lead there
+        self.path, self._held = real(path), held
         self._made = made  # by this start
         self._status: Status | None = None  # of this attempt, once it has begun
 
@@ -93,12 +95,12 @@ class RunFolder:
 
         def told() -> dict[str, Any]:
             kept.append(decide())
-            return {"path": str(kept[0].path), "holder": holder(kept[0].path)}
+            return {"path": str(kept[0].named), "holder": holder(kept[0].path)}
 
         # the main rank decides for all, and what it refuses is refused everywhere
         verdict = decided_by_main(launch, "folder", told)
         # all look for its lock there: machines that share no folder would notice at the first checkpoint
-        everywhere(launch, "folder-seen", lambda: _see(Path(verdict["path"]), verdict["holder"]))
+        everywhere(launch, "folder-seen", lambda: _see(real(verdict["path"]), verdict["holder"]))
         return kept[0] if kept else cls(Path(verdict["path"]))
 
     def last(self, name: str) -> dict[str, Any] | None:
@@ -117,7 +119,8 @@ class RunFolder:
         path = self.path / "config.yaml"
         # a copy, not a rename: a crash in between must leave a config.yaml, without which nothing could be continued
         if path.exists():
-            shutil.copyfile(path, _unused(self.path / f"config.{number}.yaml" for number in count(1)))
+            with open_file(path, "rb") as file:
+                replace_file(_unused(self.path / f"config.{number}.yaml" for number in count(1)), file.read())
         replace_file(path, config)
         words = "".join(f"- {json.dumps(word, ensure_ascii=False)}\n" for word in overrides) or "[]\n"
         replace_file(self.path / "overrides.yaml", words)
@@ -188,7 +191,7 @@ def _inside(root: Path, name: str) -> Path:
 
 def _unused(paths: Iterable[Path]) -> Path:
     """The first of these that does not exist."""
-    return next(path for path in paths if not path.exists())
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def _take_fresh(path: Path) -> int:
@@ -216,18 +219,24 @@ def _take_empty(path: Path) -> int:
 
 def _enter(path: Path, take: Callable[[Path], int]) -> RunFolder:
     """Make, lock and probe the folder; `take` locks it, and does with what lies there what is to be done."""
+    named, path = path, real(path)
     made = not path.exists()
     try:
         # first of all: whoever has the lock may rename and write here
         held = take(path)
+        refuse_strange(path)
         for below in ("checkpoints", "logs"):
-            (path / below).mkdir(exist_ok=True)
+            make_folder(path / below)
         # now, and not at the first checkpoint, an hour later
         probe(path)
+    except Strange:
+        raise
     except (OSError, ValueError) as error:
+        if os.path.islink(path / ".lock"):
+            raise Strange(path / ".lock", kind(path / ".lock")) from None
         reason = getattr(error, "strerror", error)
         raise Refusal(f"the run folder {path} cannot be written to: {reason}; give another run.dir") from None
-    return RunFolder(path, held, made)
+    return RunFolder(named, held, made)
 
 
 def _see(path: Path, wanted: str) -> None:

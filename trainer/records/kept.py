@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from trainer.launch.nofollow import make_folder
 from trainer.parallel.bits import prints
 from trainer.records.manifest import FROZEN, TENSORS, CorruptCheckpoint, read_manifest
 from trainer.records.shelf import DRAFT
@@ -66,10 +68,11 @@ def linked(folder: Path, kept: Kept) -> Links:
         files = {name: one for name, one in read_manifest(kept.path).files.items() if name.startswith(FROZEN)}
         if not files:
             return UNLINKED
-        draft.mkdir(parents=True)
+        make_folder(draft)
         for name, fact in files.items():
             os.link(kept.path / name, draft / name)
-            if (draft / name).stat().st_size != fact["size"]:
+            there = (draft / name).lstat()
+            if not stat.S_ISREG(there.st_mode) or there.st_size != fact["size"]:
                 raise CorruptCheckpoint(name)
         return Links(draft, files, _held_by(draft, files))
     except Exception:  # whatever it is, nothing is lost by writing all

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.launch.nofollow import open_file
+
 _BLOCK = 2**16  # bytes that are read at a time
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
     """What a line says; None for what is no whole line: a crash tore it, or a run is writing it just now."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         said = json.loads(line) if line.endswith(b"\n") else None
         return said if isinstance(said, dict) else None
     return None
@@ -21,14 +23,14 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 def forwards(path: Path, start: int = 0, word: bytes = b"") -> Iterator[dict[str, Any]]:
     """What the whole lines say that have this word in them, in their order, from this byte on; of no file nothing."""
     if path.is_file():
-        with path.open("rb") as file:
+        with open_file(path, "rb") as file:
             file.seek(start)
             yield from (said for line in file if word in line and (said := parsed(line)) is not None)
 
 
 def backwards(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines from the last one to the first, each with the byte at which it begins."""
-    with path.open("rb") as file:
+    with open_file(path, "rb") as file:
         start, rest, block = file.seek(0, os.SEEK_END), b"", _BLOCK
         while start > 0:
             size = min(block, start)

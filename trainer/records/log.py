@@ -11,6 +11,7 @@ from trainer.counted import counted
 from trainer.parallel.histograms import Histogram
 from trainer.records.spikes import Spikes
 from trainer.refusal import first_line
+from trainer.shown import shown_lines
 
 Line = Mapping[str, Any]
 NO_FIGURES = ("kind", "step", "epoch", "samples", "time")  # keys of a line that say what it is about
@@ -89,7 +90,7 @@ class Log(Sink):
 
     def say(self, fact: str) -> None:
         """Say something about the run."""
-        self._each("say", fact)
+        self._each("say", shown_lines(fact))
 
     def train(self, line: Line) -> None:
         """Log the figures of a training step, and a word where the loss has jumped."""

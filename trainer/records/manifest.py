@@ -5,6 +5,7 @@ Nothing here runs code that a file names: JSON and safetensors only, no pickle.
 
 import hashlib
 import json
+import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.launch.nofollow import kind, open_file
 from trainer.launch.schema import MANIFEST as MANIFEST_FIELDS
 from trainer.launch.schema import STATE as STATE_FIELDS
 from trainer.launch.schema import Damaged, read_json
+from trainer.shown import shown
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -28,6 +31,9 @@ TO_RESUME = ("progress",)  # what state.json must say for a run to go on from th
 
 class CorruptCheckpoint(Exception):
     """A checkpoint that must not be used; the message names the file and what is wrong with it."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(shown(said))  # names of files and of tensors are in it, which others have chosen
 
 
 @dataclass(frozen=True)
@@ -114,9 +120,13 @@ def check_sizes(manifest: Manifest) -> None:
     folder = manifest.path
     for name, fact in manifest.files.items():
         try:
-            size = (folder / name).stat().st_size
+            there = (folder / name).lstat()
         except OSError as error:
             raise CorruptCheckpoint(f"{folder / name}: {error.strerror}") from None
+        # a device, or a pipe, would be read for ever
+        if not stat.S_ISREG(there.st_mode):
+            raise CorruptCheckpoint(f"{folder / name}: it is {kind(folder / name)}, which no checkpoint has")
+        size = there.st_size
         if size != fact["size"]:
             raise CorruptCheckpoint(f"{folder / name}: {size} bytes instead of {fact['size']}")
     extra = {path.name for path in folder.glob(f"*{TENSORS}")} - manifest.files.keys()
@@ -133,5 +143,5 @@ def check_hashes(manifest: Manifest, names: Iterable[str]) -> None:
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, as 64 hex digits."""
-    with path.open("rb") as file:
+    with open_file(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

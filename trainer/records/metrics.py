@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.counted import counted
 from trainer.launch.durable import full
+from trainer.launch.nofollow import make_folder, open_file
 from trainer.records.lines import backwards, parsed
 from trainer.records.log import Line, Sink, Waiting
 
@@ -28,8 +29,8 @@ class Figures(Sink):
         self._waiting: deque[bytes] = deque(maxlen=_MOST)
         self._wanted: dict[str, int] = {}  # how far the file is to be cut back, where that failed
         self._dropped = 0
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path.touch()
+        make_folder(folder)
+        open_file(self._path, "ab").close()
         self._cut({"train": step, "eval": step})
 
     def train(self, line: Line) -> None:
@@ -59,8 +60,8 @@ class Figures(Sink):
             self._write()
         except OSError as error:
             # half a line would be glued to the next one; where this fails, too, the next try begins with it
-            with contextlib.suppress(OSError):
-                os.truncate(self._path, self._size)
+            with contextlib.suppress(OSError), open_file(self._path, "r+b", buffering=0) as file:
+                file.truncate(self._size)
             waiting = counted(len(self._waiting), "line")
             raise Waiting(f"{self._path}: {error.strerror or error}; waiting for room: {waiting}") from error
 
@@ -82,7 +83,7 @@ class Figures(Sink):
         """Append the lines that wait, each in one call: other programs read this file while it grows."""
         if not self._waiting:
             return
-        with self._path.open("ab", buffering=0) as file:
+        with open_file(self._path, "ab", buffering=0) as file:
             # what is behind the last whole line is half a line, or what a file server took and lost
             if file.tell() != self._size:
                 file.truncate(self._size)
@@ -95,7 +96,7 @@ class Figures(Sink):
 
     def _cut(self, last: Mapping[str, int]) -> None:
         """Keep the lines up to the last step of their kind. Only what goes is read, and the line before it."""
-        with self._path.open("r+b", buffering=0) as file:
+        with open_file(self._path, "r+b", buffering=0) as file:
             end, behind = file.seek(0, os.SEEK_END), b""
             self._size, kept = end, b""
             for place, line in backwards(self._path):

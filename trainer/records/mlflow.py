@@ -10,6 +10,7 @@ from time import time
 from typing import TYPE_CHECKING, Any
 
 from trainer.launch.durable import replace_file
+from trainer.launch.nofollow import open_file
 from trainer.records.log import NO_FIGURES, Line
 from trainer.records.resume import read_config
 from trainer.records.service import Service
@@ -112,7 +113,8 @@ class _There:
         path = self._folder / "mlflow.id"
         if not path.is_file():
             return ""
-        id = path.read_text(encoding="utf-8").strip()
+        with open_file(path, "rb") as file:
+            id = file.read(100).decode().strip()
         try:
             run = self._client.get_run(id)
         except MlflowException as error:

@@ -15,6 +15,7 @@ import numpy
 from numpy.typing import NDArray
 
 from trainer.launch.durable import sync
+from trainer.launch.nofollow import make_folder, open_file
 from trainer.refusal import BadData
 
 Piece = Mapping[str, NDArray[Any]]  # named rows (n, …) of neighbouring samples
@@ -35,8 +36,10 @@ def drafts(*paths: Path) -> Iterator[list[IO[bytes]]]:
     Nothing is left of them where something fails inside.
     """
     places = [path.with_name(f".{path.name}.{os.getpid()}") for path in paths]
-    paths[0].parent.mkdir(parents=True, exist_ok=True)
-    files: list[IO[bytes]] = [place.open("wb") for place in places]
+    make_folder(paths[0].parent)
+    for place in places:
+        place.unlink(missing_ok=True)
+    files: list[IO[bytes]] = [open_file(place, "xb") for place in places]
     try:
         yield files
         for file in files:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
+from trainer.launch.nofollow import make_folder
 from trainer.refusal import Refusal
 
 
@@ -47,8 +49,10 @@ class Profile(NoProfile):
         return [f"profile     {self._path.parent}: a trace of each rank, for https://ui.perfetto.dev"]
 
     def _write(self, profiler: profile) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._path))
+        # torch would write through a link that stands there
+        draft = make_folder(self._path.parent) / f".{secrets.token_hex(4)}-{self._path.name}"
+        profiler.export_chrome_trace(str(draft))
+        draft.replace(self._path)
         self._written = True
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from trainer.counted import counted
 from trainer.home import at_home
+from trainer.launch.nofollow import real
 from trainer.refusal import Refusal
 
 # A change under these keys changes what is learned. data.root is among them: for an image folder it is the data, and
@@ -31,7 +32,7 @@ def start_path(resume: str) -> Path | None:
     """The run folder or checkpoint that `run.resume` names, None for `auto` and `fresh`; Refusal where it has none."""
     if resume in ("auto", "fresh"):
         return None
-    path = at_home(resume)
+    path = real(at_home(resume))
     if not has_checkpoint(path) and not is_checkpoint(path):
         kind = "holds no checkpoint" if path.exists() else "does not exist"
         if path.is_file() and is_checkpoint(path.parent):

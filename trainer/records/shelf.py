@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,16 @@ from trainer.records.manifest import (
     read_state,
 )
 from trainer.refusal import Told
+from trainer.shown import shown
 
 
 class NoneUsable(CorruptCheckpoint, Told):
     """Checkpoints that are all corrupt: the run neither goes on nor starts over by itself."""
+
+    def __init__(self, said: str, reasons: Iterable[str]) -> None:
+        """`reasons`: a line each."""
+        super().__init__(said)
+        self.args = ("\n".join([*self.args, *reasons]),)
 
 
 # Names that begin with a dot are never read as checkpoints.
@@ -72,11 +78,11 @@ def newest_in(folder: Path, ranks: Ranks, needed: Collection[str] = ()) -> tuple
         except CorruptCheckpoint as error:
             rejected[path] = f"  {error}"
             if ranks.is_main:
-                log.warning("checkpoint %s is skipped: %s", path.name, error)
+                log.warning("checkpoint %s is skipped: %s", shown(path.name), error)
     if rejected:
-        reasons = "\n".join(list(rejected.values())[:15])
         raise NoneUsable(
-            f"none of the {len(rejected)} checkpoints in {folder} can be used; run.resume=fresh starts over:\n{reasons}"
+            f"none of the {len(rejected)} checkpoints in {folder} can be used; run.resume=fresh starts over:",
+            list(rejected.values())[:15],
         )
     return None, []
 
@@ -163,11 +169,11 @@ def put_in_place(draft: Path, target: Path) -> None:
     """Give a finished draft its name; what stood there goes."""
     aside = target.with_name(f"{REPLACED}{target.name}.{secrets.token_hex(4)}")
     # the old one moves aside and is removed last: no moment has neither, and `sweep` knows it by its name
-    if target.exists():
+    if os.path.lexists(target):
         os.rename(target, aside)
     os.rename(draft, target)
     sync(target.parent)
-    if aside.exists():
+    if os.path.lexists(aside):
         discard(aside)
 
 
@@ -175,7 +181,7 @@ def discard(path: Path) -> None:
     """Remove a folder: renamed first, so that a half-removed one is never taken for a checkpoint."""
     trash = path.with_name(f"{TRASH}{path.name.lstrip('.')}.{secrets.token_hex(4)}")
     os.rename(path, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    _remove(trash)
 
 
 def sweep(folder: Path) -> None:
@@ -186,4 +192,12 @@ def sweep(folder: Path) -> None:
         if path.name.startswith(REPLACED) and not original.exists():
             os.rename(path, original)
         elif path.name.startswith((DRAFT, TRASH, REPLACED)):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """A folder with all that is in it; of a link the link."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainer.counted import counted
 from trainer.devices import memory
 from trainer.launch.durable import refuse_full
+from trainer.launch.nofollow import make_folder
 from trainer.parallel.histograms import Histogram
 from trainer.records.drawing import confusion, grid
 from trainer.records.log import NO_FIGURES, Line, Sink, Waiting
@@ -53,6 +54,7 @@ class TensorBoard(Sink):
         self._waiting: deque[tuple[SummaryWriter, dict[str, float], Line]] = deque(maxlen=_MOST)
         # readers then forget what a dead attempt wrote of later steps: event files cannot be cut
         purge = step + 1 if step else 0
+        make_folder(folder / "tensorboard" / "eval")  # its writers would follow a link
         self._train = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
         self._eval = SummaryWriter(str(folder / "tensorboard" / "eval"), purge_step=purge)
         self._pictures = _Pictures(self._train)

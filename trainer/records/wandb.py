@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from trainer.launch.durable import replace_file
+from trainer.launch.nofollow import make_folder, open_file
 from trainer.parallel.histograms import Histogram
 from trainer.records.drawing import confusion, grid
 from trainer.records.log import NO_FIGURES, Line
@@ -77,7 +78,11 @@ class WandB(Service):
 
         # the id is ours, so that a start without a network has one, and the next start the same
         path = folder / "wandb.id"
-        known = path.read_text(encoding="utf-8").strip() if path.is_file() else None
+        known = None
+        if path.is_file():
+            with open_file(path, "rb") as file:
+                known = file.read(100).decode().strip()
+        make_folder(folder / "wandb")  # it would follow a link
         self._run = wandb.init(
             project=self._project,
             entity=self._entity,

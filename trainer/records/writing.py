@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer.launch.durable import sync
+from trainer.launch.nofollow import make_folder
 from trainer.launch.schema import readable
 from trainer.parallel.finite import not_finite
 from trainer.parallel.ranks import Ranks
@@ -101,7 +102,7 @@ def _look(ranks: Ranks, contents: Contents) -> None:
 def _begin(ranks: Ranks, draft: Path, needed: int, links: Links) -> None:
     """Main rank: a draft with nothing but links in it, where there is space for what is coming."""
     if ranks.is_main:
-        draft.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(draft.parent)
         # before a byte is written: filling the disk up would hurt others, too
         if shutil.disk_usage(draft.parent).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

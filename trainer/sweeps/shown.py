@@ -9,6 +9,7 @@ from typing import IO, Protocol
 
 from trainer.configuration.space import Trial
 from trainer.counted import duration, number
+from trainer.launch.nofollow import make_folder, open_file
 from trainer.sweeps.shares import Share
 from trainer.sweeps.tried import Outcome
 
@@ -47,7 +48,7 @@ class SideBySide:
 
     def __init__(self, folder: Path, at_once: int) -> None:
         self._folder = folder / OUTPUT
-        self._folder.mkdir(exist_ok=True)
+        make_folder(self._folder)
         print(f"            {at_once} at the same time; their output is in {self._folder}", flush=True)
 
     @contextmanager
@@ -56,7 +57,7 @@ class SideBySide:
         where = f"   on {share.label}" if share.label else ""
         print(f"started     {trial.name}{where}", flush=True)
         # the run keeps it open by itself
-        with (self._folder / f"{trial.name}.log").open("ab") as file:
+        with open_file(self._folder / f"{trial.name}.log", "ab") as file:
             yield file
 
     def ended(self, outcome: Outcome) -> None:

@@ -14,6 +14,7 @@ from trainer.launch.agreement import decided_by_main
 from trainer.launch.failure import STOPPED, exit_code
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import meeting_at
+from trainer.launch.nofollow import real, refuse_strange
 from trainer.records.folder import choose
 from trainer.records.lock import lock
 from trainer.refusal import Refusal
@@ -85,6 +86,8 @@ def _agreed(asked: Multirun, launch: Launch) -> dict[str, Any]:
     def decide() -> dict[str, Any]:
         # a restarted attempt goes on in the same folder
         folder, restarted = choose(at_home(asked.root), asked.name, asked.dir, "multirun", launch)
+        folder = real(folder)
+        refuse_strange(folder)
         try:
             lock(folder)
         except OSError as error:

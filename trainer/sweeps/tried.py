@@ -61,9 +61,9 @@ class Tried:
     def __init__(self, folder: Path) -> None:
         self.folder, self._path = folder, folder / NAME
         self._all: dict[str, Outcome] = {}
-        for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.is_file() else []:
-            with contextlib.suppress(ValueError, TypeError):  # written by hand, or by another version
-                outcome = Outcome(**json.loads(line))
+        for line in forwards(self._path):
+            with contextlib.suppress(TypeError):  # written by hand, or by another version
+                outcome = Outcome(**line)
                 self._all[outcome.folder] = outcome
 
     def all(self) -> list[Outcome]:
