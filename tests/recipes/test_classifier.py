@@ -21,6 +21,7 @@ from tests.commands import curve, far, lines
 from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
+from tests.recipes.test_from_strangers import bomb, room
 from tests.test_initial import saved
 from trainer.data.order import Order
 from trainer.launch.launch import Launch
@@ -160,6 +161,22 @@ def test_new_texts_get_their_class(place: Path, alone: Any) -> None:
         *(None, "has no text in text", "is no JSON", "is no UTF-8 text")
     ]
     assert table["probabilities"] == lines[1]["probabilities"]
+
+
+@pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.gz", "bomb.csv.gz"])
+def test_new_texts_that_would_fill_the_memory_are_refused(place: Path, alone: Any, name: str) -> None:
+    run = alone("bert", "frozen")
+    bomb(place / name, b"text\n" if "csv" in name else b"")
+    with room(2**29), pytest.raises(Refusal, match=rf"{name} cannot be read as texts: more than"):
+        product(Launch(), place, ["job=predict", f"run.dir={run}", f"job.inputs={name}"])
+
+
+def test_new_rows_nested_too_deep_are_damaged(place: Path, alone: Any) -> None:
+    run = alone("bert", "frozen")
+    (place / "deep.jsonl").write_text('{"text": "w1"}\n{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    assert product(Launch(), place, ["job=predict", f"run.dir={run}", "job.inputs=deep.jsonl"]) == 0
+    good, deep = [json.loads(line) for line in (run / "predict/predictions.jsonl").read_text().splitlines()]
+    assert (good["error"], deep["error"].split(":")[0]) == (None, "is no JSON")
 
 
 @pytest.mark.parametrize(
