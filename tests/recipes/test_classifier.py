@@ -179,6 +179,32 @@ def test_new_rows_nested_too_deep_are_damaged(place: Path, alone: Any) -> None:
     assert (good["error"], deep["error"].split(":")[0]) == (None, "is no JSON")
 
 
+def test_exports_say_the_labels_and_their_probabilities(place: Path) -> None:
+    run = place / "labels"
+    words = [*COMMON, "model.path=gpt2", "model.pool=last", "loop.eval_batch=4", f"run.dir={run}"]
+    assert product(Launch(), place, words) == 0
+    for job in (("job=predict",), ("job.format=pt2", "job.prepared=true"), ("job.format=huggingface",)):
+        job = job if "job=predict" in job else ("job=export", *job)
+        assert product(Launch(), place, [f"run.dir={run}", "job.checkpoint=last", *job]) == 0
+    labels = ["glad", "sad", "torn"]
+    card = json.loads((run / "export" / "model.json").read_text())
+    assert (card["classes"], card["tokenizer"], card["length"]) == (labels, "words", 24)
+    config = json.loads((run / "export" / "model" / "config.json").read_text())
+    assert config["id2label"] == {str(at): label for at, label in enumerate(labels)}
+    assert config["label2id"] == {label: at for at, label in enumerate(labels)}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "words")
+    tokenizer.pad_token = "?"
+    texts = tokenizer(evaluated(place), padding=True, truncation=True, max_length=24, return_tensors="pt")
+    program = torch.export.load(run / "export" / "model.pt2").module()
+    shares = program({name: texts[name] for name in ("input_ids", "attention_mask")})
+    said = load_file(run / "predict" / "predictions.safetensors")["output"].softmax(1)
+    torch.testing.assert_close(shares, said, check_dtype=False)
+    # the classes of each text, as a pipeline of transformers calls them
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(run / "export" / "model")
+    ask = transformers.pipeline("text-classification", theirs.float(), tokenizer=tokenizer)
+    assert [each["label"] for each in ask(evaluated(place))] == [labels[at] for at in said.argmax(1)]
+
+
 @pytest.mark.parametrize(
     ("family", "pool"), quickly([("bert", "cls"), ("gpt2", "last"), ("qwen2", "last")], ("qwen2", "last"))
 )
