@@ -76,12 +76,24 @@ def test_a_folder_that_lacks_a_class_is_counted_by_name(run: Path) -> None:
         dict.fromkeys(("ant", "bee", "cat", "dog"), "ant"),
     ],
 )
-@pytest.mark.parametrize("job", ["evaluate", "predict"])
+@pytest.mark.parametrize("job", ["evaluate", "predict", "export"])
 def test_a_set_with_other_classes_is_refused_with_both_lists(run: Path, names: dict[str, str], job: str) -> None:
     other = colours(Path("other"), {name: kind if kind in COLOURS else "ant" for name, kind in names.items()})
     said = f"{', '.join(names)}.*ant, bee, cat|ant, bee, cat.*{', '.join(names)}"
     with pytest.raises(Refusal, match=f"(?s){said}"):
         here(f"job={job}", "run.dir=run", f"data.root={other}")
+
+
+def test_an_export_says_the_classes_that_its_checkpoint_has_learned(run: Path) -> None:
+    other, card = colours(Path("two"), {"bee": "bee", "cat": "cat"}), run / "export" / "model.json"
+    for words in (
+        (f"data.root={other}",),
+        ("data.root=nowhere",),  # the pictures need not be there
+        ("data.root=nowhere", "job.format=pt2", "job.prepared=true"),
+    ):
+        assert here("job=export", "run.dir=run", *words) == 0
+        assert json.loads(card.read_text())["classes"] == [*COLOURS]
+        card.unlink()
 
 
 def test_a_run_does_not_go_on_with_other_classes(run: Path) -> None:

@@ -11,9 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from trainer.data.classes import by_name
 from trainer.data.data import Data
 from trainer.home import at_home
-from trainer.jobs.opened import Which, as_average, chosen, run_folder
+from trainer.jobs.opened import Which, as_average, chosen, classes_of, names_there, run_folder
 from trainer.jobs.preparation import Job, RunParts, seeded_network
 from trainer.jobs.program import Program, plain, preparation_of, prepared
 from trainer.launch.durable import replace_file
@@ -57,11 +58,11 @@ class Export(Job):
                 f"job.prepared=true: job.format={self.format} holds weights and no program, which could prepare a"
                 " sample; job.format=pt2 and onnx do"
             )
-        found = chosen(run, self.checkpoint)
+        names, found = class_names(run, self.checkpoint), chosen(run, self.checkpoint)
         network = trained(run, found.path, average)
         # under another name until it is whole: a file that is there can be used
         draft = make_folder(path.parent) / f".{secrets.token_hex(4)}-{path.name}"
-        facts = self._write(run, network, draft)
+        facts = self._write(run, network, names, draft)
         size = _put_in_place(draft, path)
         which = "moving average" if average else "weights"
         print(f"checkpoint  step {found.step} of {run_folder(run)}, its {which}")
@@ -72,31 +73,37 @@ class Export(Job):
             print(f"written     {card}: {', '.join(facts)}")
         return 0
 
-    def _write(self, run: RunParts, network: nn.Module, path: Path) -> dict[str, Any] | None:
+    def _write(self, run: RunParts, network: nn.Module, names: list[str], path: Path) -> dict[str, Any] | None:
         """Write the network; what is to stand beside it: how it is called, and what its answers mean."""
         if self.format == "huggingface":
-            _huggingface(run, network, path)
+            _huggingface(run, network, names, path)
             return None
         if self.format in _WEIGHTS:
             _WEIGHTS[self.format](network, path)
             said = preparation_of(run.data)
-            return _facts(run.data, said.ready if said else None, "the network's output")
+            return _facts(run.data, names, said.ready if said else None, "the network's output")
         program = prepared(run, network) if self.prepared else plain(run, network)
         _PROGRAMS[self.format](program, path)
-        return _facts(run.data, program.takes, program.gives)
+        return _facts(run.data, names, program.takes, program.gives)
 
 
-def _facts(data: Data, takes: str | None, gives: str) -> dict[str, Any]:
+def _facts(data: Data, names: list[str], takes: str | None, gives: str) -> dict[str, Any]:
     """What people must know to use the file, as JSON takes it."""
     said = preparation_of(data)
     facts = dict.fromkeys(("mean", "std", "image_size")) | (dict(said.facts) if said else {})
-    return {"classes": classes_of(data), **facts, "input": takes, "output": gives}
+    return {"classes": names, **facts, "input": takes, "output": gives}
 
 
-def classes_of(data: Data) -> list[str]:
-    """What each class is called: by its number where it has no name; none where the data has no classes."""
-    names = [str(name) for name in data.class_names]
-    return names + [str(number) for number in range(len(names), getattr(data, "num_classes", None) or 0)]
+def class_names(run: RunParts, which: Which) -> list[str]:
+    """What each class is called: as the checkpoint says it, else as the data does; by its number where it has no name.
+
+    None where there are no classes. Refusal where the data has a class that the checkpoint does not know.
+    """
+    names, there = classes_of(run, which), names_there(run.data)
+    if there:
+        by_name(run.data, names)
+    names = names or there
+    return names + [str(number) for number in range(len(names), getattr(run.data, "num_classes", None) or 0)]
 
 
 def _put_in_place(draft: Path, path: Path) -> int:
@@ -137,14 +144,14 @@ def _pt(network: nn.Module, path: Path) -> None:
     torch.save({name: value.contiguous() for name, value in network.state_dict().items()}, path)
 
 
-def _huggingface(run: RunParts, network: nn.Module, path: Path) -> None:
+def _huggingface(run: RunParts, network: nn.Module, names: list[str], path: Path) -> None:
     """The folder as the task writes it; with the names of the classes, and how pictures are prepared."""
     path.mkdir(exist_ok=True)
     run.task.save_pretrained(network, path)
     said, config = preparation_of(run.data), path / "config.json"
     if said and said.processor:
         (path / "preprocessor_config.json").write_text(json.dumps(said.processor, indent=2) + "\n", encoding="utf-8")
-    names, settings = classes_of(run.data), json.loads(config.read_bytes()) if config.is_file() else {}
+    settings = json.loads(config.read_bytes()) if config.is_file() else {}
     if names and any(kind.endswith("Classification") for kind in settings.get("architectures") or ()):
         settings |= {"id2label": dict(enumerate(names)), "label2id": {name: at for at, name in enumerate(names)}}
         config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.data.classes import by_name
+from trainer.data.classes import by_name, names_of
+from trainer.data.data import Data
 from trainer.data.order import size_of
 from trainer.data.reader import Loading
 from trainer.data.seeds import seed_all
@@ -178,6 +179,14 @@ def classes_of(run: RunParts, which: Which) -> list[str]:
             if manifest.path.exists() or not left:
                 raise Refusal(str(error)) from None
     raise AssertionError  # not reached
+
+
+def names_there(data: Data) -> list[str]:
+    """The names of the data's classes; none where it has none, or where the data itself is not there any more."""
+    try:
+        return names_of(data)
+    except Refusal:
+        return []
 
 
 def best_figure(run: RunParts) -> str:

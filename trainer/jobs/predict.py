@@ -10,12 +10,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainer.data.classes import names_of
 from trainer.data.data import Data
 from trainer.home import at_home
 from trainer.jobs.answers import Piece, Stopped, answers
 from trainer.jobs.classified import Classified, best, refuse_task
-from trainer.jobs.opened import OF_AVERAGE, Opened, Split, Which, as_average, inputs_of, opened, run_folder, samples_of
+from trainer.jobs.opened import (
+    OF_AVERAGE,
+    Opened,
+    Split,
+    Which,
+    as_average,
+    inputs_of,
+    names_there,
+    opened,
+    run_folder,
+    samples_of,
+)
 from trainer.jobs.preparation import Job, RunParts
 from trainer.launch import failure
 from trainer.learning.task import Task
@@ -98,7 +108,7 @@ class Predict(Job):
             return _through(pieces)
         lines = path.with_suffix(".jsonl")
         with drafts(path, lines) as (table, rows):
-            classified = Classified(table, rows, job.samples, job.classes or _named(run.data))
+            classified = Classified(table, rows, job.samples, job.classes or names_there(run.data))
             for first, piece in pieces:
                 classified.add(first, piece)
             self._remove_others(path, lines)
@@ -144,14 +154,6 @@ def _predicted(task: Task, output: Any, target: Any) -> dict[str, Tensor]:
                 f"Task.predict gave {name} of shape {tuple(rows.shape)}; the first dimension must be the samples"
             )
     return kept
-
-
-def _named(data: Data) -> list[str]:
-    """The classes of a run from before they were kept in checkpoints: those of its data, if that is there."""
-    try:
-        return names_of(data)
-    except Refusal:
-        return []
 
 
 def _through(pieces: Iterator[Any]) -> str:
