@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+import trainer
 from trainer.configuration.bundle import root
 from trainer.configuration.choices import _ELSEWHERE
 from trainer.configuration.compose import compose
@@ -66,11 +67,13 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("trainer.max_epochs=3", "trainer.max_epochs", "did you mean loop.epochs?"),
     ("accumulate_grad_batches=2", "accumulate_grad_batches", "did you mean loop.micro_batches?"),
     ("gradient_clip_val=1", "gradient_clip_val", "did you mean loop.max_norm?"),
-    ("devices=2", "devices", "did you mean processes?"),
+    ("devices=2", "devices", "did you mean processes=2?"),
+    ("gpus=-1", "gpus", "did you mean processes=auto?"),
     ("loss=mse", "loss", "did you mean task?"),
     ("data=./folder", "data", "data=imagefolder data.root=./folder"),
     ("model=efficientnet_b0", "model", "model=torchvision model.name=efficientnet_b0"),
-    ("optimizer=lion", "optimizer", "optimizer=torch optimizer._target_="),
+    ("optimizer=rprop", "optimizer", "optimizer=torch optimizer._target_=torch.optim.Rprop works"),
+    ("optimizer=sophia", "optimizer", "optimizer=torch optimizer._target_=PACKAGE.NAME"),
     ("strategy=deepspeed", "strategy", "strategy=zero1 (ZeRO-1) and strategy=fsdp"),
     ("strategy=ddp_find_unused_parameters_true", "strategy", "strategy=ddp strategy.find_unused_parameters=true"),
     ("fp16=true", "fp16", "did you mean precision=fp16?"),
@@ -409,3 +412,13 @@ class TestProcess:
 
     def test_typos_are_refused_under_cfg_too(self, tmp_path: Path) -> None:
         assert "optimizer.lr" in process("--cfg", "job", "optimzer.lr=1", cwd=tmp_path).stdout
+
+
+def test_keys_as_arguments_of_python_are_answered_with_the_words_that_they_are_here() -> None:
+    with pytest.raises(Refusal) as caught:
+        trainer.run(["model=mlp"], lr=0.1, epochs=3, strategy="ddp", amp=True, nonsensical=1)
+    assert str(caught.value) == (
+        'trainer.run takes keys as words of its list, like the command line: trainer.run(["optimizer.lr=0.1",'
+        ' "loop.epochs=3", "strategy=ddp", "precision=fp16" or "precision=bf16", …])\n'
+        "nonsensical: there is no such key or group."
+    )

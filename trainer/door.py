@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from trainer.configuration import bundle
+from trainer.configuration.choices import meant, unknown
 from trainer.configuration.compose import compose, quoted
+from trainer.configuration.resolved import as_written
 from trainer.configuration.settings import settings
 from trainer.configuration.trained import opens_a_run, reads_files, reported_on, verifies
+from trainer.configuration.values import shown
 from trainer.configuration.words import read
 from trainer.home import at_home
 from trainer.launch import again, failure
@@ -72,19 +75,28 @@ def run(
     """
     if isinstance(words, str):
         raise Refusal(f"trainer.run takes a list of arguments, not one text: trainer.run({words.split()})")
-    if keys:
-        given = ", ".join(
-            f'"loop.{key}={value}"' if key == "epochs" else f'"{key}={value}"' for key, value in keys.items()
-        )
-        raise Refusal(f"trainer.run takes keys as words of its list, like the command line: trainer.run([{given}, …])")
     # whatever is wrong with the arguments is said as on the command line
     labs = [] if config_dir is None else ["--config-dir", str(config_dir)]
+    if keys:
+        raise Refusal(_as_words(keys, labs))
     asked = [*labs, *map(str, words), *([] if processes == 1 else [f"processes={processes}"])]
     try:
         return _run(asked)
     except (Refusal, KeyboardInterrupt) as short:
         # how it came to be known in here tells nobody anything: of the traceback only the call of run stays
         raise short.with_traceback(None) from None
+
+
+def _as_words(keys: Mapping[str, Any], labs: list[str]) -> str:
+    """What to write instead of Python's arguments: words of the list, by the names that keys have here."""
+    with bundle.present_folder(), _composing:
+        known = as_written(compose(labs))
+    given = {key: meant(key, shown(value), known) for key, value in keys.items()}
+    words = ", ".join(" or ".join(f'"{word}"' for word in near) for near in given.values() if near)
+    problems = [unknown(key, known) for key, near in given.items() if not near]
+    written = f": trainer.run([{words}, …])" if words else ""
+    said = f"trainer.run takes keys as words of its list, like the command line{written}"
+    return "\n".join([said, *problems])
 
 
 def _run(asked: list[str]) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,14 @@ def test_a_key_of_a_configuration_of_transformers_that_it_only_keeps() -> None:
     assert config.decoder_start_token_id == 3
     with pytest.raises(Refusal, match=r"model.d_modle: .* takes no such key; did you mean 'd_model'\?"):
         build(OmegaConf.create(node | {"d_modle": 3}), transformers.T5Config, "model", Names())
+
+
+def test_an_optimizer_of_timm_trains_by_the_words_of_the_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("loop.global_batch=16", "loop.steps=2", "loop.eval_every=null", "run.dir=run")
+    with pytest.raises(Refusal, match=r"; optimizer=torch optimizer\._target_=timm\.optim\.Lion works") as caught:
+        here("optimizer=lion", *words)
+    meant = re.findall(r"optimizer\S*=\S+", str(caught.value))[1:3]
+    assert here(*meant, "optimizer.lr=0.001", *words) == 0

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from difflib import SequenceMatcher
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ _ELSEWHERE = {
 # What people write for an option that is not there: by group, and what works in its place.
 _INSTEAD = {
     "model": "model=torchvision model.name={0} and model=timm model.name={0} take any name that these packages know",
-    "optimizer": "optimizer=torch optimizer._target_=PACKAGE.NAME takes any class of torch.optim",
+    "optimizer": "optimizer=torch optimizer._target_={0} works",
     "task": "a loss alone is no option: a Task says it (docs/extending.md), task=classification has cross entropy",
     "data": "a folder of images: data=imagefolder data.root={0}",
     "strategy": "for what DeepSpeed does there are strategy=zero1 (ZeRO-1) and strategy=fsdp (ZeRO-3)",
@@ -82,9 +83,28 @@ def _instead(group: str, option: str, there_are: Iterable[str]) -> str:
     plain = group != "strategy" or "deepspeed" in option or "zero" in option
     paths = group != "data" or re.search(r"^[.~]|/", option)
     near = nearest(option, there_are)
+    if group == "optimizer" and not (option := _published(option)):
+        general = "optimizer=torch optimizer._target_=PACKAGE.NAME takes any class of torch.optim"
+        return f"{near}; {general}; other packages need trust=[PACKAGE]."
     if group in _INSTEAD and plain and paths:
         return f"{near if group != 'data' else ''}; {_INSTEAD[group].format(option)}."
     return near or "."
+
+
+def _published(option: str) -> str:
+    """The class of torch.optim or timm.optim with this name, in whatever letters; empty where they have none.
+
+    Looked for in the text of their files: to import them takes seconds.
+    """
+    for package in ("torch", "timm"):
+        spec = find_spec(package)
+        for place in (spec.submodule_search_locations or ()) if spec else ():
+            file = Path(place, "optim", "__init__.py")
+            text = file.read_text(encoding="utf-8") if file.is_file() else ""
+            for name in re.findall(r"\b[A-Z]\w+", text):
+                if name.lower() == re.sub("[_-]", "", option.lower()):
+                    return f"{package}.optim.{name}"
+    return ""
 
 
 def options(group: str, places: Iterable[Path]) -> list[str]:
@@ -140,10 +160,15 @@ def _forgotten(file: str) -> str:
 def dashed(flag: str, known: Iterable[str]) -> str:
     """What to write instead of a key that was written like a flag: --lr=3 means optimizer.lr=3."""
     key, _, value = flag.partition("=")
-    right = [key] if key in [*known] else nearest_paths(key, known)
-    words = [path if re.search("[= ]", path) else f"{path}={value}" for path in right]
+    words = meant(key, value, known)
     hint = f"; write {' or '.join(words)}" if words else "; --help shows what there is"
     return f"--{key}: keys are written as KEY=VALUE, without dashes{hint}"
+
+
+def meant(key: str, value: str, known: Iterable[str]) -> list[str]:
+    """The words that set a key with this name here, or with the nearest ones: `lr`, `0.1` → `optimizer.lr=0.1`."""
+    right = [key] if key in [*known] else nearest_paths(key, known)
+    return [path if re.search("[= ]", path) else f"{path}={value}" for path in right]
 
 
 def misnamed(override: Override, known: Mapping[str, Any], places: list[Path]) -> list[str]:
@@ -159,7 +184,7 @@ def misnamed(override: Override, known: Mapping[str, Any], places: list[Path]) -
     # A dict changes several keys at once, loop={epochs:3,steps:4}: each of them must be there.
     value = override.value()
     inside = flat(value, f"{path}.") if isinstance(value, dict) and not override.is_add() else {}
-    found = [unknown(each, known) for each in (path, *inside) if each not in known]
+    found = [unknown(each, known, inside.get(each, value)) for each in (path, *inside) if each not in known]
     if path in known:
         return found
 
@@ -179,9 +204,11 @@ def _has(group: str, option: str, key: str, places: list[Path]) -> bool:
     return any(re.search(rf"^{re.escape(key)}:", file.read_text(encoding="utf-8"), re.MULTILINE) for file in files)
 
 
-def unknown(path: str, known: Iterable[str]) -> str:
-    """Say that nothing is called so, and what comes nearest."""
+def unknown(path: str, known: Iterable[str], value: Any = None) -> str:
+    """Say that nothing is called so, and what comes nearest; processes with the number that was given, -1 for all."""
     near = nearest_paths(path, known)
+    if near == ["processes"] and isinstance(value, int | str):
+        near = [f"processes={value if str(value).isdecimal() and int(value) else 'auto'}"]
     return f"{path}: there is no such key or group" + (f"; did you mean {' or '.join(near)}?" if near else ".")
 
 
@@ -189,8 +216,8 @@ def nearest_paths(path: str, known: Iterable[str]) -> list[str]:
     """What other programs call so; else up to three paths of nearly this name, or last part, the nearest first."""
     above, _, last = path.rpartition(".")
     elsewhere = [ours for ours, theirs in _ELSEWHERE.items() if last in theirs.split()]
-    if meant := [ours for ours in elsewhere if ours in known or re.search("[= ]", ours)]:
-        return meant
+    if same := [ours for ours in elsewhere if ours in known or re.search("[= ]", ours)]:
+        return same
 
     def likeness(other: str) -> float:
         beside, _, end = other.rpartition(".")
