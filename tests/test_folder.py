@@ -550,3 +550,15 @@ def test_config_yaml_is_data():
     assert read_config("a: {b: [1, x]}\n") == {"a": {"b": [1, "x"]}}
     with pytest.raises(yaml.YAMLError):
         read_config("a: !!python/object/apply:os.system [true]")
+
+
+@pytest.mark.parametrize("words", [("run.dir=/proc/none/x",), ("run.root=file/x",), ("run.root=file", "run.name=x")])
+def test_a_folder_that_cannot_be_is_refused_before_any_data_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    word = words[0].replace("=", "=.*")
+    with pytest.raises(Refusal, match=rf"{word}: the run folder cannot be made in .*; give another run\.dir"):
+        here("data=imagefolder", "data.root=nowhere", "model=mlp", *words)  # the data would be refused next
+    assert os.listdir() == ["file"]

@@ -19,6 +19,7 @@ from trainer.configuration.names import Names
 from trainer.configuration.resolved import written
 from trainer.configuration.settings import Settings, settings
 from trainer.configuration.sizes import with_sizes
+from trainer.configuration.trained import opens_a_run
 from trainer.data.data import Data
 from trainer.home import at_home
 from trainer.jobs.preparation import Job, RunParts
@@ -29,7 +30,7 @@ from trainer.learning.optimizer import fused_words, refuse_rate, refuse_rules, s
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
 from trainer.learning.torch_schedule import TorchSchedule
-from trainer.records.folder import RunFolder
+from trainer.records.folder import RunFolder, refuse_place
 from trainer.records.log import Sink
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
@@ -64,6 +65,8 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         return exposed(make(groups))
 
     strategy = build(cfg.strategy, Strategy, "strategy", names, machine=machine)
+    if not opens_a_run(cfg):  # a trained run is only read, and may lie where nobody writes
+        refuse_place(run.root, run.name, run.dir, machine.launch)
     # the data before all that is told its facts
     data = build(cfg.data, Data, "data", names)
     cfg = with_facts(cfg, {name: getattr(data, name, None) for name in FACTS})

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from trainer.home import at_home
@@ -157,6 +158,28 @@ class RunFolder:
         if self._held is not None:
             unlock(self._held)
             self._held = None
+
+
+def refuse_place(root: str, name: str | None, dir: str | None, launch: Launch) -> None:
+    """Collective: refuse a run folder that could not be made, before anything is read or built for it."""
+    word = f"run.root={root}" if dir is None else f"run.dir={dir}"
+    new = name if name and _NAME.fullmatch(name) else ".a-run"  # what is no name is refused with its own words
+
+    def look() -> None:
+        path = real(at_home(dir) if dir is not None else at_home(root) / new)
+        there = next(each for each in (path, *path.parents) if os.path.exists(each))
+        try:
+            # a real one: by the mode bits root may write into /proc and on read-only disks. What is there is probed
+            # when it is locked
+            if there != path or not there.is_dir():
+                os.rmdir(mkdtemp(prefix=".probe-", dir=there))
+        except OSError as error:
+            reason = error.strerror if there.is_dir() else "it is no folder"
+            raise Refusal(
+                f"{word}: the run folder cannot be made in {there}: {reason}; give another run.dir or run.root"
+            ) from None
+
+    decided_by_main(launch, "place", look)
 
 
 def generated_name(label: str, now: float) -> str:
