@@ -49,6 +49,35 @@ def test_a_run_says_what_it_found_that_it_is_alone_and_where_its_best_checkpoint
     assert (Path(found) / "manifest.json").is_file()
 
 
+LIGHTNING = """
+from torch import nn
+
+class Light(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+
+    def configure_optimizers(self):
+        raise AssertionError
+
+    def training_step(self, batch, index):
+        raise AssertionError
+"""
+
+
+def test_methods_that_lightning_would_call_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "light.py").write_text(LIGHTNING)
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "light.yaml").write_text("_target_: light.Light")
+    words = ("--config-dir", f"{tmp_path}/conf", "model=light", "loop.steps=1", "strategy=single", "log=[console]")
+    assert here(*words, f"run.root={tmp_path}") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "note Light.configure_optimizers is not called: the optimizer is chosen with optimizer=" in said
+    assert "note Light.training_step is not called: the task says the loss, task=" in said
+
+
 @pytest.mark.parametrize(("strategy", "name"), [("auto", "single"), ("mesh", "fsdp")])
 def test_a_name_says_what_a_strategy_came_to(tmp_path: Path, strategy: str, name: str) -> None:
     words = [*SMALL, f"strategy={strategy}", f"run.root={tmp_path}"]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainer.configuration.words import code_words
 from trainer.counted import counted, named
@@ -34,6 +35,11 @@ from trainer.records.shelf import committed, winner
 from trainer.strategies.machine import Machine
 
 _SHOWN = 5  # names in a line
+# methods of a LightningModule, and what says the same here
+_LIGHTNING = {
+    "configure_optimizers": "the optimizer is chosen with optimizer= and the rate's course with schedule=",
+    "training_step": "the task says the loss, task=",
+}
 PACKAGES = ("trainer", "torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "rich")
 
 
@@ -80,7 +86,10 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
         *(["note        the run ends before schedule.warmup: no step has the full rate"] if never_full else []),
         *run.initial.lines,
         *([f"note        every rank builds the whole network first: {run.whole_because}"] if run.whole_because else []),
-        *[f"note        {note}" for note in (*run.data.notes(), *strategy.notes(run.network))],
+        *[
+            f"note        {note}"
+            for note in (*run.data.notes(), *strategy.notes(run.network), *uncalled_notes(run.network))
+        ],
         *([f"resuming    step {start.step} of {start.path}"] if start else []),
         *(["note        init_from is ignored, because the run resumes"] if start and run.settings.init_from else []),
         *average_notes(run.settings.ema.decay, start),
@@ -92,6 +101,17 @@ def found(run: Prepared) -> str:
     samples = run.length.per_epoch * run.batches.total + run.length.left_out
     classes = getattr(run.data, "num_classes", None)
     return counted(samples, "sample") + (f" in {counted(classes, 'class')}" if isinstance(classes, int) else "")
+
+
+def uncalled_notes(network: nn.Module) -> list[str]:
+    """Which of its methods Lightning would call, and nobody calls here; not those that Lightning's own class has."""
+    name = type(network).__name__
+    return [
+        f"{name}.{method} is not called: {instead} (docs/migrating.md)"
+        for method, instead in _LIGHTNING.items()
+        for kind in [next((kind for kind in type(network).__mro__ if method in vars(kind)), None)]
+        if kind is not None and kind.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
+    ]
 
 
 def average_notes(decay: float | None, start: Found | None) -> list[str]:
