@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import dropout, relu, softplus
+from torch.nn.functional import cross_entropy, dropout, relu, softplus
 
 from recipes.vision.augment import Augment
 from tests.commands import curve, far, lines
@@ -91,6 +91,26 @@ def test_dropout_on_the_nodes_of_graphs_is_noticed(tmp_path: Path, capsys: pytes
         assert train(Launch(), "graphs", tmp_path, "strategy=single", *BRIEF, "log=[console]") == 0
     (note,) = [line for line in capsys.readouterr().out.splitlines() if "draws random numbers for" in line]
     assert "in another, which are not its" in note
+
+
+LOSSES = [
+    ("loss", "TypeError", lambda task, output, target: cross_entropy(output, target)),
+    ("loss", "AttributeError", lambda task, output, target: sum(output.values())),
+    ("loss", "TypeError: it returned that list", lambda task, output, target: output),
+    ("metrics", "AttributeError", lambda task, output, target: {"right": output.argmax(1).sum()}),
+]
+
+
+@pytest.mark.parametrize(("method", "error", "wrong"), quickly(LOSSES, LOSSES[0]))
+def test_what_meets_lists_in_an_evaluation_is_told_what_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, error: str, wrong: Any
+) -> None:
+    monkeypatch.syspath_prepend(str(HOME))
+    monkeypatch.setattr(import_module("detection.lab").Detection, method, wrong)
+    said = train(Launch(), "detection", tmp_path, "strategy=single", *BRIEF, "data.size=8", "loop.eval_batch=4")
+    assert str(said).startswith(f"Detection.{method} fails in an evaluation ({error}")
+    assert "a list with a dict for each sample (boxes, scores, labels)" in said
+    assert 'return output if isinstance(output, dict) else output[0]["boxes"].new_zeros(())' in said
 
 
 @pytest.mark.long

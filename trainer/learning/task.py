@@ -44,7 +44,7 @@ class Task:
         Weights may differ between micro-batches and ranks; the weights of a step are summed over all of them. The
         default is known on every rank and needs no communication.
         """
-        return len(target) if _is_list(target) else first_tensor(target).shape[0]  # (B, …)
+        return len(target) if lists_samples(target) else first_tensor(target).shape[0]  # (B, …)
 
     def tokens(self, target: Any) -> int:
         """How many tokens a micro-batch has, for the throughput in tokens/s; default: 0, of which nothing is told."""
@@ -81,7 +81,7 @@ class Task:
 
         The default is the output itself: `output`; for a dict, a dataclass or a tuple its tensors, as `output.NAME`.
         """
-        if _is_list(output):
+        if lists_samples(output):
             raise ValueError(
                 f"the output is a {type(output).__name__} with a {type(output[0]).__name__} for each sample:"
                 f" {type(self).__name__}.predict must make tensors of it whose first dimension is the samples"
@@ -165,7 +165,7 @@ def units(task: Task, target: Any, samples: int) -> Tensor | int:
     return samples if type(task).weight is Task.weight else task.weight(target)
 
 
-def _is_list(tree: Any) -> bool:
+def lists_samples(tree: Any) -> bool:
     """Is it a list with something for each sample, as of detection? A list of tensors has all samples in each."""
     return isinstance(tree, (list, tuple)) and len(tree) > 0 and isinstance(tree[0], dict)
 

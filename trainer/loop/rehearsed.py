@@ -1,16 +1,18 @@
-"""Are a task's metrics sums? Their shape must not follow from how many samples a micro-batch has."""
+"""Are a task's metrics sums, and does its loss take what a network gives in an evaluation? One look at the start."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.data.stream import EvaluationStream
-from trainer.learning.task import Around, Task
+from trainer.learning.task import Around, Task, innermost, lists_samples
 from trainer.parallel.ranks import Ranks
-from trainer.refusal import Refusal
+from trainer.refusal import Refusal, first_line
 from trainer.strategies.placed import Placed
 
 Shape = tuple[int, ...]
@@ -24,8 +26,34 @@ class Measured(Around):
         self._shapes: dict[str, Shape] | None = None
         self.differing: dict[str, tuple[Shape, Shape]] = {}
 
+    def loss(self, output: Any, target: Any) -> Tensor | dict[str, Tensor]:
+        with self._lists_explained("loss", output):
+            loss = self.inner.loss(output, target)
+            if lists_samples(loss):
+                raise TypeError("it returned that list")
+        return loss
+
+    @contextmanager
+    def _lists_explained(self, method: str, output: Any) -> Iterator[None]:
+        """Refusal where a method fails on a list with a dict for each sample, as detection networks give."""
+        try:
+            yield
+        except Exception as error:
+            if not lists_samples(output):
+                raise
+            keys = [str(key) for key in output[0]]
+            raise Refusal(
+                f"{type(innermost(self)).__name__}.{method} fails in an evaluation ({type(error).__name__}:"
+                f" {first_line(error)}): there the network's output is a list with a dict for each sample"
+                f" ({', '.join(keys)}), and no loss. Write for example: def loss(self, output, target): return output"
+                f' if isinstance(output, dict) else output[0]["{keys[0]}"].new_zeros(()). Figures of such lists come'
+                " from gathered(output, target) and finish(totals): docs/extending.md, and the lab"
+                " tests/labs/detection"
+            ) from error
+
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
-        sums = self.inner.metrics(output, target)
+        with self._lists_explained("metrics", output):
+            sums = self.inner.metrics(output, target)
         shapes = {name: shape_of(value) for name, value in sums.items()}
         if self._shapes is None:
             self._shapes = shapes
