@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -704,6 +705,21 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def headers_read(ranks, action):
+    """The names of the files whose headers the ranks look into meanwhile, each as often as that happens."""
+    names = []
+
+    def counting(path, *words, **more):
+        names.append(Path(path).name)
+        return safe_open(path, *words, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("safetensors.safe_open", counting)  # torch's reader
+        patch.setattr("trainer.records.headers.safe_open", counting)
+        action()
+    return sorted(name for each in ranks.all_gather_values(names) for name in each)
+
+
 def exchange(folder, ranks):
     """Read what one process wrote, write sharded and replicated, fail together, fall back together."""
     whole = whole_tensors()
@@ -718,6 +734,8 @@ def exchange(folder, ranks):
     assert len(list((folder / "two" / "step-00000002").glob("shard-00002-*"))) >= 1  # both ranks wrote
     assert two.newest().facts == {"world_size": 2, "strategy": "tp"}
     again = split_tensors(zeros_like(whole))
+    files = sorted(path.name for path in (folder / "two" / "step-00000002").glob("*.safetensors"))
+    assert headers_read(ranks, two.newest) == files  # one rank each, which tells all
     two.read(two.newest(), again)
     assert equal(again, whole)
     ranks.barrier()

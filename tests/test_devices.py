@@ -19,7 +19,8 @@ from tests.watch import PHASES, Watch
 from trainer.devices import widest
 from trainer.launch.launch import Launch
 from trainer.parallel.ranks import refuse_backend
-from trainer.records.tensor_files import stored
+from trainer.records.manifest import read_manifest
+from trainer.records.shelf import look_into
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 
@@ -91,7 +92,7 @@ def test_no_step_and_no_evaluation_waits_or_mixes(ran):
 def test_a_save_copies_every_tensor_to_the_host_once(ran):
     place, told = ran
     saved = [path for path in (place / "there" / "checkpoints").glob("step-*") if path.name <= "step-00000006"]
-    (tensors,) = {len(stored(path)) for path in saved}
+    (tensors,) = {len(look_into(read_manifest(path)).tensors) for path in saved}
     waits = [one for one in told[0]["findings"] if {"first save", "save"} & set(one[2])]
     assert len(waits) == 2 * len(saved)  # for the losses and the norms: are they finite? for no copy
     fetched = [start for start, during in told[0]["copies"] if {"first save", "save"} & set(during) and start != "cpu"]

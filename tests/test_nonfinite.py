@@ -18,7 +18,9 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_finite import ended
 from trainer.launch.launch import Launch
-from trainer.records.tensor_files import read_into, stored
+from trainer.records.manifest import read_manifest
+from trainer.records.shelf import look_into
+from trainer.records.tensor_files import read_into
 
 # Samples are read in their order, 8 a step; of the poisoned ones the first number is NaN. `without`: steps whose
 # samples are not there at all.
@@ -89,8 +91,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def state(run: Path, step: int) -> dict[str, Tensor]:
     """All tensors of a checkpoint."""
     path = run / "checkpoints" / f"step-{step:08d}"
-    tensors = {name: torch.empty(fact.shape, dtype=fact.dtype) for name, fact in stored(path).items()}
-    read_into(tensors, path)
+    there = look_into(read_manifest(path))
+    tensors = {name: torch.empty(fact.shape, dtype=fact.dtype) for name, fact in there.tensors.items()}
+    read_into(tensors, there)
     return tensors
 
 

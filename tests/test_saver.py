@@ -24,8 +24,9 @@ from trainer.launch.launch import Launch
 from trainer.parallel.ranks import Group, Ranks
 from trainer.records import tensor_files, writing
 from trainer.records.checkpoint import Checkpoints, FailedSave
+from trainer.records.manifest import read_manifest
 from trainer.records.saver import Beside
-from trainer.records.tensor_files import stored
+from trainer.records.shelf import look_into
 from trainer.strategies.placed import Placed
 
 # A rate of 1: weights of another step are far away.
@@ -197,7 +198,7 @@ def test_a_save_tells_the_others_a_hash_of_how_its_tensors_are_spread(
     # whatever was written by whom: all of it is there, each shard once
     assert here("job=evaluate", f"run.dir={tmp_path / 'told'}", "strategy=single") == 0
     for checkpoint in (tmp_path / "told" / "checkpoints").iterdir():
-        stored(checkpoint)
+        look_into(read_manifest(checkpoint))
 
 
 # --------------------------------------------------------------------------------------------------------- its thread

@@ -77,7 +77,7 @@ def test_what_a_checkpoint_says_of_the_data(place: Path) -> None:
     state = json.loads((place / "run" / "checkpoints" / "step-00000001" / "state.json").read_text())
     assert [state["data"][part]["samples"] for part in ("training", "evaluation")] == [40, 8]
     # of an older version, which says nothing, and of sets without a fingerprint
-    found = Found(Path(), 1, {}, {}, {}, state, {})
+    found = Found(Path(), 1, {}, {}, {}, state, {}, {})
     now = {"training": {"samples": 40, "fingerprint": ""}}
     assert set_changes(found, now, "training") == []
     assert set_changes(replace(found, state={}), now, "training") == []

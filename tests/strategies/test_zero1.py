@@ -18,7 +18,8 @@ from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.toys import CLASSES, NETWORKS, WIDTH, Case, Net, Plain, Routed, ToyData, run
 from trainer.launch.launch import Launch
 from trainer.parallel.owners import Delivery
-from trainer.records.tensor_files import stored as tensors_of
+from trainer.records.manifest import read_manifest
+from trainer.records.shelf import look_into
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 from trainer.strategies.zero1 import Zero1
@@ -288,7 +289,8 @@ def test_a_checkpoint_has_the_names_that_one_process_gives_it(processes: Process
         folder = tmp_path / strategy
         processes.run(size, trained, Case(strategy, folder=str(folder), save=2, steps=2))
         stored[strategy] = {
-            name: (fact.dtype, fact.shape) for name, fact in tensors_of(next(folder.rglob("step-*"))).items()
+            name: (fact.dtype, fact.shape)
+            for name, fact in look_into(read_manifest(next(folder.rglob("step-*")))).tensors.items()
         }
     assert stored["zero1"] == stored["single"]
 

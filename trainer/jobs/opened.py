@@ -205,7 +205,7 @@ def give_weights(run: RunParts, placed: Placed, which: Which) -> Found:
         try:
             found = open_checkpoint(path, ranks, TO_RESUME)
             tensors = placed.empty_weights(found.tensors)
-            together(ranks, partial(read_into, tensors, found.path), CorruptCheckpoint)
+            together(ranks, partial(read_into, tensors, found), CorruptCheckpoint)
         except CorruptCheckpoint:
             there = ranks.all_gather_values(path.exists())[0]  # all ranks; whether it is gone, as the main one sees it
             if there or not left:

@@ -205,5 +205,5 @@ class Checkpoints:
         """
         from trainer.records.tensor_files import read_into
 
-        together(self.ranks, lambda: read_into(tensors, found.path), CorruptCheckpoint)
-        self._kept = as_read(found.path, tensors)
+        together(self.ranks, lambda: read_into(tensors, found), CorruptCheckpoint)
+        self._kept = as_read(found, tensors)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.launch.nofollow import make_folder
 from trainer.parallel.bits import prints
-from trainer.records.manifest import FROZEN, TENSORS, CorruptCheckpoint, read_manifest
+from trainer.records.manifest import FROZEN, CorruptCheckpoint, Found, read_manifest
 from trainer.records.shelf import DRAFT
 
 
@@ -52,10 +52,10 @@ NONE = Kept(Path(os.devnull), {})
 UNLINKED = Links(None, {}, ())
 
 
-def as_read(path: Path, tensors: Mapping[str, Tensor]) -> Kept:
+def as_read(found: Found, tensors: Mapping[str, Tensor]) -> Kept:
     """What a checkpoint holds of frozen tensors, given all that was read from it."""
-    names = _held_by(path, [file.name for file in path.glob(f"{FROZEN}*{TENSORS}")])
-    return Kept(path, prints({name: one for name, one in tensors.items() if name in names}))
+    names = {name for file, held in found.headers.items() if file.startswith(FROZEN) for name in held}
+    return Kept(found.path, prints({name: one for name, one in tensors.items() if name in names}))
 
 
 def linked(folder: Path, kept: Kept) -> Links:

@@ -6,12 +6,13 @@ Nothing here runs code that a file names: JSON and safetensors only, no pickle.
 import hashlib
 import json
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from trainer.launch.nofollow import kind, open_file
@@ -24,6 +25,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = ".safetensors"
 FROZEN = "frozen-"  # begins the names of files whose tensors nothing trains, which several checkpoints share
+SHARDS = "DCP_SHARDING_INFO"  # under which torch looks in a header for where its shards begin
 FORMAT = 1  # of manifest.json
 FINITE = "finite"  # a fact of those whose tensors were found finite before they were saved
 TO_RESUME = ("progress",)  # what state.json must say for a run to go on from there
@@ -47,12 +49,24 @@ class Manifest:
     files: dict[str, dict[str, Any]]  # name → its size in bytes, its sha256
 
 
+class Part(NamedTuple):
+    """A tensor in a file, or a shard of one."""
+
+    shape: tuple[int, ...]
+    type: torch.dtype
+    begin: tuple[int, ...]  # where in the whole tensor
+
+
+Headers = Mapping[str, Mapping[str, Part]]  # by file, then by tensor
+
+
 @dataclass(frozen=True)
 class Found(Manifest):
     """A checkpoint that was looked into; whether its bytes were verified, says who found it."""
 
     state: dict[str, Any]  # progress, configuration, …
     tensors: dict[str, Tensor]  # on meta: shapes and types of the whole ones, wherever their shards lie
+    headers: Headers  # of all files: where the shards lie
 
 
 def encode(value: Any) -> bytes:

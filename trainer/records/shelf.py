@@ -20,7 +20,9 @@ from trainer.records.manifest import (
     FINITE,
     CorruptCheckpoint,
     Found,
+    Headers,
     Manifest,
+    Part,
     check_hashes,
     check_sizes,
     read_manifest,
@@ -89,11 +91,12 @@ def newest_in(folder: Path, ranks: Ranks, needed: Collection[str] = ()) -> tuple
 
 def open_checkpoint(path: Path, ranks: Ranks, needed: Collection[str] = ()) -> Found:
     """Verify one checkpoint, every byte of it. Collective; CorruptCheckpoint in words, on all ranks or none."""
-    from trainer.records.tensor_files import check_numbers  # here: what it imports takes longer than a first step
+    from trainer.records.headers import read_headers  # here: what they import takes longer than a first step
+    from trainer.records.tensor_files import check_numbers
 
-    found: list[Found] = []
+    known: list[tuple[Manifest, dict[str, Any]]] = []
 
-    def verify() -> None:
+    def verify() -> dict[str, dict[str, Part]]:
         manifest = read_manifest(path)
         check_sizes(manifest)
         # each rank reads a share of the bytes, for that takes time; the headers only then: they count where they are
@@ -102,17 +105,25 @@ def open_checkpoint(path: Path, ranks: Ranks, needed: Collection[str] = ()) -> F
         check_hashes(manifest, share)
         if not manifest.facts.get(FINITE):
             check_numbers(path, share)
-        found.append(look_into(manifest, needed))
+        known.append((manifest, read_state(manifest, needed)))
+        return read_headers(path, share)
 
-    together(ranks, verify, CorruptCheckpoint)
-    return found[0]
+    headers = together(ranks, verify, CorruptCheckpoint)
+    # all ranks have the same headers before them, so what is wrong with them is so on all
+    return _found(*known[0], {file: held for share in headers for file, held in share.items()})
 
 
 def look_into(manifest: Manifest, needed: Collection[str] = ()) -> Found:
     """What a checkpoint says about itself: its state, and the headers of its tensors."""
-    from trainer.records.tensor_files import stored  # here: what it imports takes longer than a first step
+    from trainer.records.headers import read_headers  # here: what it imports takes longer than a first step
 
-    return Found(**vars(manifest), state=read_state(manifest, needed), tensors=stored(manifest.path))
+    return _found(manifest, read_state(manifest, needed), read_headers(manifest.path, sorted(manifest.files)))
+
+
+def _found(manifest: Manifest, state: dict[str, Any], headers: Headers) -> Found:
+    from trainer.records.headers import whole  # here: what it imports takes longer than a first step
+
+    return Found(**vars(manifest), state=state, tensors=whole(manifest.path, headers), headers=headers)
 
 
 def together(ranks: Ranks, action: Callable[[], Any], failure: type[Exception]) -> list[Any]:

@@ -5,18 +5,17 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.parallel.state import APART
-from trainer.records.manifest import FROZEN, TENSORS, CorruptCheckpoint
+from trainer.records.headers import KnownHeaders
+from trainer.records.manifest import FROZEN, SHARDS, TENSORS, CorruptCheckpoint, Found
 from trainer.records.writers import Share
 
 
@@ -34,7 +33,7 @@ def write_tensors(folder: Path, held: Mapping[str, Tensor], share: Share, frozen
             path = folder / f"{file}{TENSORS}"
             # what torch's reader needs to put shards together again
             shards = {name: {"saved_offsets": share.offsets[name]} for name in own}
-            told = {"DCP_SHARDING_INFO": json.dumps(shards), "DCP_VERSION": "1.0", "format": "pt"}
+            told = {SHARDS: json.dumps(shards), "DCP_VERSION": "1.0", "format": "pt"}
             # not torch's writer: it puts the file together in memory first, and for as long no other thread can work
             write_file(path, {name: held[name] for name in own}, told)
             if not number:  # shared with other checkpoints: nobody may change it
@@ -66,23 +65,6 @@ def _in_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return rows
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
-    """What tensors the files of a folder make up together, on meta; their headers tell, nothing else is read.
-
-    CorruptCheckpoint where a header does not agree with its file, or where shards are missing.
-    """
-    try:
-        facts: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    except Exception as error:  # whatever a damaged header makes of torch's reader
-        raise CorruptCheckpoint(f"{folder}: {str(error)[:300]}") from None
-    for name, fact in facts.items():
-        # torch takes the last end of the shards for the whole tensor, and would leave what lacks in between as it was
-        held = sum(chunk.sizes.numel() for chunk in fact.chunks)
-        if held != fact.size.numel():
-            raise CorruptCheckpoint(f"{folder}: {name}: {held} of its {fact.size.numel()} elements are there")
-    return {name: torch.empty(fact.size, dtype=fact.properties.dtype, device="meta") for name, fact in facts.items()}
-
-
 def check_numbers(folder: Path, names: Iterable[str]) -> None:
     """CorruptCheckpoint where training has left a number in these files that is not finite.
 
@@ -98,11 +80,11 @@ def check_numbers(folder: Path, names: Iterable[str]) -> None:
                     raise CorruptCheckpoint(f"{folder / file}: {name} is not finite, training from it would be in vain")
 
 
-def read_into(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Fill tensors in place from a verified folder. No communication: each rank reads what it holds."""
+def read_into(tensors: dict[str, Tensor], found: Found) -> None:
+    """Fill tensors in place from a verified checkpoint. No communication: each rank reads what it holds."""
     # torch compares names and shapes before it reads, and takes of each file what this rank's shards overlap
     with _plainly():
-        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        dcp.load(dict(tensors), storage_reader=KnownHeaders(found.path, found.headers, tensors.keys()), no_dist=True)
 
 
 @contextmanager

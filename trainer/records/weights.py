@@ -19,7 +19,7 @@ from torch import Tensor
 from trainer.launch.schema import CONFIG, Damaged, read_yaml
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import APART, AVERAGE
-from trainer.records.manifest import CorruptCheckpoint
+from trainer.records.manifest import CorruptCheckpoint, Found
 from trainer.records.resume import has_checkpoint, is_checkpoint
 from trainer.records.shelf import committed, open_checkpoint, winner
 from trainer.refusal import Refusal
@@ -55,6 +55,7 @@ class Weights:
 class CheckpointWeights(Weights):
     """Those of a checkpoint of our own, verified, whose files may each hold shards: only shapes are known before."""
 
+    found: Found = field(kw_only=True)
     averaged: Collection[str] = ()  # names of which the moving average is meant
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
@@ -62,7 +63,7 @@ class CheckpointWeights(Weights):
         from trainer.records.tensor_files import read_into
 
         there = {AVERAGE + name if name in self.averaged else name: tensor for name, tensor in tensors.items()}
-        read_into({name: tensor.detach() for name, tensor in there.items()}, self.path)
+        read_into({name: tensor.detach() for name, tensor in there.items()}, self.found)
 
 
 def open_weights(path: Path, best: str) -> Weights:
@@ -108,7 +109,7 @@ def of_checkpoint(path: Path, why: str = "", average: bool = False) -> Weights:
     averaged = [name for name in own if AVERAGE + name in found.tensors]
     if averaged:
         why += "; of the moving average" if average else "; the moving average beside them is left out"
-    return CheckpointWeights(path, own, why, averaged=averaged if average else ())
+    return CheckpointWeights(path, own, why, found=found, averaged=averaged if average else ())
 
 
 def _of_folder(path: Path) -> dict[str, Tensor]:
