@@ -753,6 +753,11 @@ def exchange(folder, ranks):
         ranks.barrier()
         assert not (folder / "two" / "step-00000003").exists()
         assert not list((folder / "two").glob(".tmp-*"))
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 1:  # before anybody writes
+            patch.setattr("trainer.records.writers._hash", fail_to_write)
+        with pytest.raises(FailedSave, match="disk of rank 1"):
+            Checkpoints(folder / "none", ranks).save(1, split, {})
 
     three = Checkpoints(folder / "three", ranks)
     three.save(1, whole, {})  # nothing sharded: the main rank writes alone

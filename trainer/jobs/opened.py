@@ -33,8 +33,9 @@ from trainer.launch.nofollow import make_folder, real, refuse_strange
 from trainer.launch.signals import StopRequest
 from trainer.launch.status import NAME as STATUS
 from trainer.parallel.outline import all_stored, is_outline
+from trainer.parallel.together import together
 from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, Found, Manifest, read_state
-from trainer.records.shelf import committed, damage, open_checkpoint, together, winner
+from trainer.records.shelf import committed, damage, open_checkpoint, winner
 from trainer.refusal import Refusal
 from trainer.strategies.placed import Placed
 

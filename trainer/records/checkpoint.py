@@ -19,11 +19,12 @@ from torch import Tensor
 
 from trainer.parallel.bits import prints
 from trainer.parallel.ranks import Ranks
+from trainer.parallel.together import together
 from trainer.records.figures import rank
 from trainer.records.kept import NONE, UNLINKED, Kept, as_read, linked
 from trainer.records.manifest import CorruptCheckpoint, Found
 from trainer.records.saver import AtOnce
-from trainer.records.shelf import committed, discard, newest_in, surplus, sweep, together
+from trainer.records.shelf import committed, discard, newest_in, surplus, sweep
 from trainer.records.writers import Writers
 from trainer.records.writing import BrokenState, Contents, FailedSave, named, write
 

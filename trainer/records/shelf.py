@@ -8,13 +8,14 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.launch.durable import sync
 from trainer.parallel.ranks import Ranks
+from trainer.parallel.together import together
 from trainer.records.figures import rank, score
 from trainer.records.manifest import (
     FINITE,
@@ -124,22 +125,6 @@ def _found(manifest: Manifest, state: dict[str, Any], headers: Headers) -> Found
     from trainer.records.headers import whole  # here: what it imports takes longer than a first step
 
     return Found(**vars(manifest), state=state, tensors=whole(manifest.path, headers), headers=headers)
-
-
-def together(ranks: Ranks, action: Callable[[], Any], failure: type[Exception]) -> list[Any]:
-    """What the action returned on each rank, in rank order; where it failed on one, `failure` on all. Collective."""
-    cause, mine = None, {}
-    # whatever happens here, this rank comes to the collective: the others wait for it there
-    try:
-        mine["value"] = action()
-    except Exception as error:
-        cause = error
-        mine["error"] = str(error) if isinstance(error, (failure, OSError)) else f"{type(error).__name__}: {error}"
-    results = ranks.all_gather_values(mine)  # all ranks; each hears the values and errors of all
-    errors = [result["error"] for result in results if "error" in result]
-    if errors:
-        raise failure(errors[0]) from cause
-    return [result["value"] for result in results]
 
 
 def committed(folder: Path, rejected: Collection[Path] = ()) -> list[Manifest]:

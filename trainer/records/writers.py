@@ -19,6 +19,12 @@ from trainer.parallel.held import held
 from trainer.parallel.owners import owners
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import APART
+from trainer.parallel.together import together
+from trainer.refusal import Told
+
+
+class FailedSave(Told):
+    """A checkpoint could not be written; the older ones are as they were."""
 
 
 class Spread(NamedTuple):
@@ -88,13 +94,10 @@ class Writers:
         """Collective: what this rank writes, and the names of frozen tensors that nobody need write.
 
         same: are this rank's frozen tensors as they are in an older checkpoint; linked: what the main rank has of it.
+        FailedSave on all ranks where it fails on one.
         """
-        seen = {name: (*_seen(tensor), name in frozen) for name, tensor in tensors.items()}
-        if seen != self._seen:
-            self._seen, self._spreads = seen, {name: _spread(*one) for name, one in seen.items()}
-            self._hashes = {part: _hash(own) for part, own in _parts(self._spreads).items()}
         # all ranks; a hash of each part, and of the names that the main rank has links for
-        told = self._ranks.all_gather_values((self._hashes, same, _hash(sorted(linked))))
+        told = together(self._ranks, lambda: (self._hashed(tensors, frozen), same, _hash(sorted(linked))), FailedSave)
         hashes = [one for one, _, _ in told]
         if hashes != self._told:
             self._kinds, self._told, self._shares = self._gathered(hashes), hashes, {}
@@ -104,6 +107,15 @@ class Writers:
         if without not in self._shares:
             self._shares[without] = self._share(tensors, without)
         return self._shares[without], there
+
+    def _hashed(self, tensors: Mapping[str, Tensor], frozen: Collection[str]) -> dict[str, str]:
+        """How this rank holds the tensors: a hash of each part."""
+        seen = {name: (*_seen(tensor), name in frozen) for name, tensor in tensors.items()}
+        if seen != self._seen:
+            spreads = {name: _spread(*one) for name, one in seen.items()}
+            hashes = {part: _hash(own) for part, own in _parts(spreads).items()}
+            self._seen, self._spreads, self._hashes = seen, spreads, hashes
+        return self._hashes
 
     def _gathered(self, hashes: list[dict[str, str]]) -> list[Kind]:
         """Collective where ranks differ: what each kind of them holds, in the order of their first ranks."""

@@ -22,15 +22,11 @@ from trainer.launch.nofollow import make_folder
 from trainer.launch.schema import readable
 from trainer.parallel.finite import not_finite
 from trainer.parallel.ranks import Ranks
+from trainer.parallel.together import together
 from trainer.records.kept import Links
 from trainer.records.manifest import MANIFEST, STATE, Manifest, encode, manifest_bytes, sha256_of
-from trainer.records.shelf import DRAFT, put_in_place, together
-from trainer.records.writers import Share
-from trainer.refusal import Told
-
-
-class FailedSave(Told):
-    """A checkpoint could not be written; the older ones are as they were."""
+from trainer.records.shelf import DRAFT, put_in_place
+from trainer.records.writers import FailedSave, Share
 
 
 class BrokenState(Exception):
