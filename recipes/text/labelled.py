@@ -56,10 +56,11 @@ class LabelledText(Data):
             raise Refusal(f"data.held is {held}; it is a fraction of the rows, from 0 to less than 1")
         self._where = ADDRESSES if file is None else at_home(file)
         self._evaluation, self._held, self._group, self._columns = evaluation, held, group, (text, label)
-        self._encode, self._tokenizer, self._length, self._batch = loaded(tokenizer), tokenizer, length, batch
-        self.vocab_size = len(self._encode)
         # new texts are looked at without the old ones: then the file need not be there
         self.num_classes = len(self.class_names) if num_classes is None else num_classes
+        # only now: a tokenizer of the hub may take a minute, a mistake in the file shows at once
+        self._encode, self._tokenizer, self._length, self._batch = loaded(tokenizer), tokenizer, length, batch
+        self.vocab_size = len(self._encode)
 
     @cached_property
     def _parts(self) -> dict[bool, list[dict[str, Any]]]:

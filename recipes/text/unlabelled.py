@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.gzipped import unpacked
 from recipes.inputs import listed
 from recipes.text.table import SEPARATORS
 from trainer.refusal import Refusal, nearest
@@ -68,7 +67,7 @@ def new_texts(where: str, columns: Sequence[str]) -> list[New]:
         try:
             with _opened(path) as file:
                 found += [_checked(f"{path}:{line}", row, columns) for line, row in _rows(path, file, columns)]
-        except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
+        except (OSError, EOFError, zlib.error, csv.Error) as error:
             raise Refusal(f"job.inputs={where}: {path} cannot be read as texts: {error}") from error
     if not found:
         raise Refusal(f"job.inputs={where}: there is no text in it")
@@ -77,7 +76,7 @@ def new_texts(where: str, columns: Sequence[str]) -> list[New]:
 
 def _opened(path: Path) -> IO[str]:
     form: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
-    return TextIOWrapper(BytesIO(unpacked(path)), **form) if path.suffix == ".gz" else path.open(**form)
+    return gzip.open(path, "rt", **form) if path.suffix == ".gz" else path.open(**form)
 
 
 def _rows(path: Path, file: IO[str], columns: Sequence[str]) -> Iterator[tuple[int, Any]]:

@@ -59,7 +59,8 @@ def test_a_network_with_too_few_outputs_is_told_so_at_the_first_step(tmp_path):
 
 
 def test_scores_of_tokens_are_another_task(tmp_path):
-    words = ["data=synthetic_tokens", "data.length=4", "model=gpt_nano", "loop.steps=1", f"run.dir={tmp_path}/run"]
+    words = ["data=synthetic_tokens", "data.length=4", "model=gpt_nano", "task=classification", "loop.steps=1"]
+    words.append(f"run.dir={tmp_path}/run")
     with pytest.raises(BadData, match=r"\(samples, classes\), task=language "):
         here(*words, "strategy=single")
 

@@ -21,7 +21,6 @@ from tests.commands import curve, far, lines
 from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
-from tests.recipes.test_from_strangers import bomb, room
 from tests.test_initial import saved
 from trainer.data.order import Order
 from trainer.launch.launch import Launch
@@ -161,48 +160,6 @@ def test_new_texts_get_their_class(place: Path, alone: Any) -> None:
         *(None, "has no text in text", "is no JSON", "is no UTF-8 text")
     ]
     assert table["probabilities"] == lines[1]["probabilities"]
-
-
-@pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.gz", "bomb.csv.gz"])
-def test_new_texts_that_would_fill_the_memory_are_refused(place: Path, alone: Any, name: str) -> None:
-    run = alone("bert", "frozen")
-    bomb(place / name, b"text\n" if "csv" in name else b"")
-    with room(2**29), pytest.raises(Refusal, match=rf"{name} cannot be read as texts: more than"):
-        product(Launch(), place, ["job=predict", f"run.dir={run}", f"job.inputs={name}"])
-
-
-def test_new_rows_nested_too_deep_are_damaged(place: Path, alone: Any) -> None:
-    run = alone("bert", "frozen")
-    (place / "deep.jsonl").write_text('{"text": "w1"}\n{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
-    assert product(Launch(), place, ["job=predict", f"run.dir={run}", "job.inputs=deep.jsonl"]) == 0
-    good, deep = [json.loads(line) for line in (run / "predict/predictions.jsonl").read_text().splitlines()]
-    assert (good["error"], deep["error"].split(":")[0]) == (None, "is no JSON")
-
-
-def test_exports_say_the_labels_and_their_probabilities(place: Path) -> None:
-    run = place / "labels"
-    words = [*COMMON, "model.path=gpt2", "model.pool=last", "loop.eval_batch=4", f"run.dir={run}"]
-    assert product(Launch(), place, words) == 0
-    for job in (("job=predict",), ("job.format=pt2", "job.prepared=true"), ("job.format=huggingface",)):
-        job = job if "job=predict" in job else ("job=export", *job)
-        assert product(Launch(), place, [f"run.dir={run}", "job.checkpoint=last", *job]) == 0
-    labels = ["glad", "sad", "torn"]
-    card = json.loads((run / "export" / "model.json").read_text())
-    assert (card["classes"], card["tokenizer"], card["length"]) == (labels, "words", 24)
-    config = json.loads((run / "export" / "model" / "config.json").read_text())
-    assert config["id2label"] == {str(at): label for at, label in enumerate(labels)}
-    assert config["label2id"] == {label: at for at, label in enumerate(labels)}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "words")
-    tokenizer.pad_token = "?"
-    texts = tokenizer(evaluated(place), padding=True, truncation=True, max_length=24, return_tensors="pt")
-    program = torch.export.load(run / "export" / "model.pt2").module()
-    shares = program({name: texts[name] for name in ("input_ids", "attention_mask")})
-    said = load_file(run / "predict" / "predictions.safetensors")["output"].softmax(1)
-    torch.testing.assert_close(shares, said, check_dtype=False)
-    # the classes of each text, as a pipeline of transformers calls them
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(run / "export" / "model")
-    ask = transformers.pipeline("text-classification", theirs.float(), tokenizer=tokenizer)
-    assert [each["label"] for each in ask(evaluated(place))] == [labels[at] for at in said.argmax(1)]
 
 
 @pytest.mark.parametrize(
