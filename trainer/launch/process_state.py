@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import resource
 import sys
 import threading
 import warnings
@@ -33,7 +32,7 @@ def borrowed() -> Iterator[None]:
         )
     with ExitStack() as at_the_end:
         at_the_end.callback(_at_work.release)
-        for keep in (_environment, _log, _warnings, _errors, _random_numbers, _arithmetic, _tf32, _limits):
+        for keep in (_environment, _log, _warnings, _errors, _random_numbers, _arithmetic, _tf32):
             at_the_end.callback(keep())
         yield
 
@@ -160,15 +159,5 @@ def _tf32() -> PutBack:
                 backends.cudnn.allow_tf32 = convolutions
         for place, precision in zip(places, precisions, strict=True):
             place.fp32_precision = precision
-
-    return put_back
-
-
-def _limits() -> PutBack:
-    """How many files may be open: a rank takes as many as the system lets it."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-    def put_back() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
     return put_back

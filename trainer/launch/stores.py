@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import resource
 import socket
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,17 +17,6 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"  # where nobody else's machine gets in
 ANSWER = timedelta(seconds=10)  # in which a store that listens answers, however busy its machine is
 ELSEWHERE = "end that program, or give all ranks another MASTER_PORT (or another port in distributed.init_method)"
-
-
-def allow_connections() -> None:
-    """Let this process open as many files as the system allows it: every connection is one.
-
-    Who serves a store has 3 of each rank, gloo has one to each other rank in each group: the usual 1,024 are soon gone.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with suppress(OSError, ValueError):  # macOS calls its limit infinite, and takes less
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def in_file(path: str, patience: timedelta) -> Store:
@@ -52,7 +39,6 @@ def served(host: str, port: int, size: int, patience: timedelta) -> Store:
     """The store that this process serves to `size` processes. Refusal where the port is not free."""
     from torch.distributed import TCPStore
 
-    allow_connections()
     try:
         # torch itself would listen on all interfaces, and the store asks for no password
         door = socket.create_server((host, port)).detach() if host == LOOPBACK else None

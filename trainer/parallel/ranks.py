@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from trainer.launch.launch import Launch
-from trainer.launch.stores import allow_connections
 from trainer.refusal import Refusal
 
 ALWAYS = timedelta()  # as torch says it: no time of its own, the group's counts
@@ -193,7 +192,6 @@ def join_group(launch: Launch, device: torch.device, backend: str | None, timeou
     The addresses travel through the store of this round alone: with torchrun's stock settings a restarted attempt would
     otherwise read the dead attempt's and could not connect (pytorch/pytorch#135712).
     """
-    allow_connections()
     store = launch.store()
     if store is None:  # a process that was started alone: a group of one
         store = dist.HashStore()

@@ -118,15 +118,19 @@ class _OwnBuffers:
 
     def __init__(self, unit: nn.Module, before: dict[str, Tensor], inner: AbstractContextManager[Any]) -> None:
         self._unit, self._before, self._inner = unit, before, inner
+        self._dtype = torch.get_default_dtype()  # autocast is repeated by torch, this is not
 
     def __enter__(self) -> None:
         self._now = {name: self._unit.get_buffer(name) for name in self._before}
+        self._outside = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
         # other tensors, not other values: autograd may have kept the present ones
         self._set({name: value.clone() for name, value in self._before.items()})
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._inner.__exit__(*error)
+        torch.set_default_dtype(self._outside)
         self._set(self._now)
 
     def _set(self, values: dict[str, Tensor]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -140,6 +141,19 @@ class Machine:
         return torch.float64 if self.resolved_precision == "fp64" else torch.float32
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context of a forward pass in the resolved precision."""
+        """The context of a forward pass in the resolved precision. In fp64 new tensors are of it, too: noise, a time."""
+        if self.resolved_precision == "fp64":
+            return new_tensors_of(torch.float64)
         dtype = _AUTOCAST.get(self.resolved_precision)
         return torch.autocast(device.type, dtype) if dtype else nullcontext()
+
+
+@contextmanager
+def new_tensors_of(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, tensors that are made from nothing (`torch.randn`, `torch.zeros`) have this type; torch's is float32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
