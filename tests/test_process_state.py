@@ -122,14 +122,11 @@ def furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     before, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_float32_matmul_precision("high")
     torch.set_num_threads(2)
-    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, few), most))
     torch.use_deterministic_algorithms(True, warn_only=True)
     logging.captureWarnings(True)
     yield tmp_path
     logging.captureWarnings(False)
     torch.use_deterministic_algorithms(False)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(before)
 

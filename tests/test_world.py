@@ -1,11 +1,9 @@
-"""A process group: which interface it uses, how long a collective may take, how many connections it may have."""
+"""A process group: which interface it uses, and how long a collective may take."""
 
 from __future__ import annotations
 
 import os
-import resource
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.commands import SMALL
-from tests.inside import here, product
+from tests.inside import here
 from trainer.configuration.compose import compose
 from trainer.jobs.assembly import assemble
 from trainer.launch.launch import Launch
@@ -186,21 +184,3 @@ def test_after_an_error_a_group_of_one_leaves_room_for_the_next():
         with pytest.raises(KeyError), DDP(machine=Machine(device="cpu")):
             raise KeyError
     assert not dist.is_initialized()
-
-
-# --------------------------------------------------------------------------------------------------------- connections
-
-
-def limits(launch: Launch, place: Path) -> tuple[int, int]:
-    """How many files this rank may open in a run that began with few."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
-    words = ["loop.steps=1", "loop.eval_every=null", "strategy=ddp", "run.dir=run"]
-    assert product(launch, place, [*SMALL, *words]) == 0
-    return resource.getrlimit(resource.RLIMIT_NOFILE)
-
-
-def test_a_rank_may_open_as_many_files_as_the_system_lets_it(tmp_path, processes):
-    """Each connection of the store and of gloo is one: with some hundred ranks the usual 1,024 are gone."""
-    for soft, hard in processes.run(2, limits, tmp_path):
-        assert soft == hard > 256
