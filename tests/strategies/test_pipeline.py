@@ -506,7 +506,7 @@ def test_values_without_a_gradient_and_unlike_micro_batches_end_in_words(process
     for size in (2, 4):  # every rank hears of it, and none waits
         with pytest.raises(AssertionError, match=r"stage 1 would receive torch\.int64 of shape .*: cut elsewhere"):
             processes.run(size, learn, Run({"pipe": 2, "replicate": size // 2}, network="indices"))
-    with pytest.raises(AssertionError, match="differ in shape; those of a pipeline must be alike"):
+    with pytest.raises(AssertionError, match="differ in shape, and those of a pipeline must be alike"):
         processes.run(2, learn, Run({}, samples=25))
 
 
