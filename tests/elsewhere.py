@@ -195,6 +195,10 @@ class Elsewhere(TorchDispatchMode):
             return value
 
         words = tree_map(to_here, (args, kwargs))
+        if words[1].pop("pin_memory", False):  # memory of the host without values: nobody waits for it
+            room = func(*words[0], **words[1])
+            room.pinned = True
+            return room
         device = kwargs.get("device")
         stays = device is None or torch.device(device).type == KIND
         lies_there = (bool(known) and stays) or (device is not None and stays)
