@@ -141,7 +141,7 @@ class Machine:
         return torch.float64 if self.resolved_precision == "fp64" else torch.float32
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context of a forward pass in the resolved precision; in fp64 new tensors (noise, a time) are of it, too."""
+        """The context of a forward pass in the resolved precision; in fp64 new tensors (noise, a time) have it too."""
         if self.resolved_precision == "fp64":
             return new_tensors_of(torch.float64)
         dtype = _AUTOCAST.get(self.resolved_precision)
