@@ -32,7 +32,6 @@ CASES = {
     "vae": "variational autoencoder",
     "dcgan": "DCGAN",
     "retinanet": "detection: RetinaNet of torchvision",
-    "fasterrcnn": "detection: Faster R-CNN of torchvision",
     "ddpm": "diffusion: a U-Net, with EMA",
     "clip": "CLIP, with `gather`",
     "bert": "BERT of transformers, padded batches",

@@ -2,7 +2,7 @@
 
 import torch
 from torch.utils.data import Dataset
-from torchvision.models.detection import FasterRCNN, RetinaNet
+from torchvision.models.detection import RetinaNet
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
 from trainer import Data, Task
@@ -43,12 +43,6 @@ class PennFudan(Data):
 def retinanet():
     backbone = resnet_fpn_backbone(backbone_name="resnet18", weights=None, trainable_layers=5)
     return RetinaNet(backbone, num_classes=2, min_size=64, max_size=64)
-
-
-def fasterrcnn():
-    backbone = resnet_fpn_backbone(backbone_name="resnet18", weights=None, trainable_layers=5)
-    fewer = {"rpn_pre_nms_top_n_train": 200, "rpn_post_nms_top_n_train": 50, "box_batch_size_per_image": 32}
-    return FasterRCNN(backbone, num_classes=2, min_size=64, max_size=64, **fewer)
 
 
 class Detection(Task):

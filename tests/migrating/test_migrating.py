@@ -221,7 +221,7 @@ def test_weights_beside_objects_are_refused_until_they_stand_alone(
     exec(re.search(r'^python -c "(.*)"$', PAGE, re.MULTILINE)[1])
     initial = Initial("net.pt", "-loss")
     initial.look(network)
-    assert initial.lines == ["weights     2 tensors from net.pt, its net.*"]
+    assert initial.lines == [f"weights     2 tensors from {tmp_path / 'net.pt'}, its net.*"]
 
 
 def rows() -> list[tuple[str, ...]]:
