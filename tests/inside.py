@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
+from tests.commands import ROOT
 from trainer.configuration.compose import compose
 from trainer.configuration.trained import reads_files
 from trainer.configuration.words import read
@@ -21,7 +23,7 @@ from trainer.sweeps.sweep import run_all
 
 def product(launch: Launch, place: Path, words: list[str]) -> int:
     """What `python -m trainer …` does in the folder `place`; the exit code. Leaves nothing switched on."""
-    before, handlers = os.getcwd(), logging.getLogger().handlers[:]
+    before, handlers, imported = os.getcwd(), logging.getLogger().handlers[:], set(sys.modules)
     os.chdir(place)
     try:
         words = ["device=cpu", "log=[]", *words]
@@ -42,6 +44,16 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
         logging.captureWarnings(False)
         lock.unlock_all()  # the run's folder: its process would let go of it
         torch.use_deterministic_algorithms(False)
+        _forget_lab(place, imported)
+
+
+def _forget_lab(place: Path, imported: set[str]) -> None:
+    """What was imported from `place` is found anew: the lab of another test has the same name."""
+    for name in sys.modules.keys() - imported:
+        module = sys.modules[name]
+        lies = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]  # a folder alone is a package, too
+        if place != ROOT and any(path and Path(path).is_relative_to(place) for path in lies):
+            del sys.modules[name]
 
 
 def here(*words: str) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
 from trainer.launch.launch import Launch, connected, say_goodbye
 
@@ -104,6 +105,8 @@ def _forget_meshes() -> None:
     propagator._propagate_tensor_meta_cached.cache_clear()
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute._planner_cache.clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _failures(answers: dict[int, Any]) -> str:
