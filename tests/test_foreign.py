@@ -30,14 +30,14 @@ def table() -> dict[tuple[str, str], str]:
 
 def outcome(text: str) -> str:
     """Without the numbers that depend on the processor."""
-    return re.match(r"loss|same|SAME|DIFFERS|\*\*differs|(?s:.*)", text)[0]
+    return re.match(r"loss|same in fp64|same|SAME|DIFFERS|\*\*differs|(?s:.*)", text)[0]
 
 
 def test_the_page_has_every_case_and_no_mistake() -> None:
     cells = table()
     assert set(cells) == {(case, column) for case in CASES for column in COLUMNS}
-    wrong = {case for (case, _), text in cells.items() if text.startswith(("**", "DIFFERS"))}
-    assert wrong <= {"retinanet"}  # under fsdp: found when the page was made, and not yet understood; the page says so
+    wrong = {place for place, text in cells.items() if text.startswith(("**", "DIFFERS"))}
+    assert wrong <= {("retinanet", "verify")}  # it does not know boxes in lists; the page says so
 
 
 @pytest.mark.parametrize(
