@@ -53,17 +53,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     # the data knows (a folder's classes) is any number until then
     kinds = {group: kind for group, kind in KINDS.items() if not of_torch(cfg[group], group, names)}
     idle = check_all(with_facts(cfg, dict.fromkeys(FACTS, 1)), kinds, names)
-    # what an optimizer's class can do is known before there are parameters to give it
-    kind: Any = names.find(cfg.optimizer.get("_target_"), "optimizer._target_")
-    fused = fused_words(kind, chosen.optimizer.fused, cfg.optimizer.get("dampening", 0))
-    refuse_rate(cfg.optimizer.get("lr", 0.0))
-    refuse_rules(kind, chosen.optimizer.groups)
-    decays = [cfg.optimizer.get("weight_decay"), *(rule.weight_decay or 0.0 for rule in chosen.optimizer.groups)]
-    make = maker(cfg.optimizer, Optimizer, "optimizer", names, **fused)
-
-    def make_optimizer(groups: Any) -> Optimizer:
-        return exposed(make(groups))
-
+    make_optimizer, spare_vectors = optimizer_maker(cfg.optimizer, chosen, names)
     strategy = build(cfg.strategy, Strategy, "strategy", names, machine=machine)
     if not opens_a_run(cfg):  # a trained run is only read, and may lie where nobody writes
         refuse_place(run.root, run.name, run.dir, machine.launch)
@@ -84,7 +74,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         task=build(cfg.task, Task, "task", names),
         schedule=make_schedule(cfg.schedule, make_optimizer, names),
         make_optimizer=make_optimizer,
-        spare_vectors=any(spares_vectors(kind, amount, chosen.optimizer.decay) for amount in decays),
+        spare_vectors=spare_vectors,
         sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
         open_folder=partial(
             RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, label(cfg, strategy)
@@ -98,6 +88,20 @@ def of_torch(node: DictConfig, group: str, names: Names) -> bool:
     """Does the node name a scheduler of torch's?"""
     target: Any = names.find(node.get("_target_"), f"{group}._target_") if group == "schedule" else None
     return isinstance(target, type) and issubclass(target, LRScheduler)
+
+
+def optimizer_maker(node: DictConfig, chosen: Settings, names: Names) -> tuple[Callable[[Any], Optimizer], bool]:
+    """What makes the optimizer of parameters, and whether vectors are to be spared by its weight decay."""
+    # what its class can do is known before there are parameters to give it
+    kind: Any = names.find(node.get("_target_"), "optimizer._target_")
+    fused = fused_words(kind, chosen.optimizer.fused, node.get("dampening", 0))
+    refuse_rate(node.get("lr", 0.0))
+    refuse_rules(kind, chosen.optimizer.groups)
+    make = maker(node, Optimizer, "optimizer", names, **fused)
+    decays = [node.get("weight_decay"), *(rule.weight_decay or 0.0 for rule in chosen.optimizer.groups)]
+    return lambda groups: exposed(make(groups)), any(
+        spares_vectors(kind, amount, chosen.optimizer.decay) for amount in decays
+    )
 
 
 def make_schedule(node: DictConfig, make_optimizer: Callable[[Any], Optimizer], names: Names) -> Schedule:

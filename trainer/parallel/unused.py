@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.data.tree import changed, tensors
 from trainer.parallel.held import split_axes
+from trainer.parallel.pipeline.trial import leaves
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.sometimes import Use
 from trainer.parallel.units import enclosing
@@ -58,7 +59,7 @@ class Unused:
         learned = [tensor for tensor in tensors(output) if tensor.requires_grad]
         if not torch.is_grad_enabled() or not learned:
             return output
-        reached = _leaves(learned, begins[0])
+        reached = set(leaves(learned, begins[0]))
         left_out = []
         for (holder, key), parameter in places.items():
             gathered = getattr(holder, key)
@@ -98,17 +99,3 @@ class _Touch(torch.autograd.Function):
 
 def _begin(begins: list[set[Any]], module: nn.Module, args: Any, kwargs: Any) -> None:
     begins[0] = {tensor.grad_fn for tensor in tensors((args, kwargs))}
-
-
-def _leaves(values: list[Tensor], begins: set[Any]) -> set[Tensor]:
-    """Where the graph of these values begins, as far as one call has made it."""
-    ahead, seen, reached = [value.grad_fn for value in values], set(begins), set()
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):  # what gradients add up in
-            reached.add(node.variable)
-        ahead += [before for before, _ in node.next_functions]
-    return reached

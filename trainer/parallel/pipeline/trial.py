@@ -206,11 +206,11 @@ class Trial:
         return 0
 
 
-def leaves(values: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Where the graph begins that autograd has made of these values."""
+def leaves(values: Iterable[Tensor], begins: Iterable[Any] = ()) -> Iterator[Tensor]:
+    """Where the graph begins that autograd has made of these values; not looking behind these nodes of it."""
     every = [value for value in values if value.requires_grad]
     yield from (value for value in every if value.grad_fn is None)
-    ahead, seen = [value.grad_fn for value in every], set()
+    ahead, seen = [value.grad_fn for value in every], set(begins)
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:
