@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from unittest.mock import patch
 
@@ -50,8 +51,8 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
 def _forget_lab(place: Path, imported: set[str]) -> None:
     """What was imported from `place` is found anew: the lab of another test has the same name."""
     for name in sys.modules.keys() - imported:
-        module = sys.modules[name]
-        lies = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]  # a folder alone is a package, too
+        found = getattr(sys.modules[name], "__spec__", None)
+        lies = [found.origin, *(found.submodule_search_locations or ())] if isinstance(found, ModuleSpec) else []
         if place != ROOT and any(path and Path(path).is_relative_to(place) for path in lies):
             del sys.modules[name]
 

@@ -307,7 +307,7 @@ def test_nothing_travels_for_what_is_frozen(processes: Processes, strategy: str)
 
 def losses_of_a_loop(width: int, steps: int) -> list[tuple[float, float]]:
     """The GAN as people write it: two optimizers, two backwards, both networks move at once."""
-    lab = import_module("gan.lab")
+    lab = import_module("tests.labs.gan.lab")
     data = lab.Drawings(Augment(mean=(0.5,), std=(0.5,), full_scale=16.0))
     seed_all(0)
     rivals = lab.Rivals(width).double()

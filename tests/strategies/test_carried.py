@@ -40,7 +40,7 @@ def read(launch: Launch, folder: Path, steps: int, *words: str) -> Any:
 
 def losses_of_a_loop(steps: int) -> tuple[list[float], list[float]]:
     """Truncated backpropagation as people write it: the memory is detached, and None where an epoch begins."""
-    lab = import_module("recurrent.lab")
+    lab = import_module("tests.labs.recurrent.lab")
     data = lab.Counted(300, 16, 8, 2)
     seed_all(0)
     reader = lab.Reader(32, 2).double()
