@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -246,6 +247,81 @@ def test_a_sample_that_is_padded_draws_what_it_draws_without(draw: Any, dims: in
     both = [drawn(chance, network, x, slice(0, BATCH)) for x in (wide, narrow)]
     assert torch.equal(both[0][:, :, :6, :5] if dims == 3 else both[0][:, :, :6] if dims == 2 else both[0], both[1])
     assert len(both[0].flatten(1).unique(dim=0)) == BATCH
+
+
+# how it is drawn, and from where to where; what is drawn is below the end and may be the beginning, as torch's
+INTERVALS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
+    "rand_like": (torch.rand_like, 0.0, 1.0),
+    "uniform_(2, 3)": (lambda x: torch.empty_like(x).uniform_(2, 3), 2.0, 3.0),
+    "uniform_(-1, 1)": (lambda x: torch.empty_like(x).uniform_(-1, 1), -1.0, 1.0),
+    "uniform_(0, 1e-3)": (lambda x: torch.empty_like(x).uniform_(0, 1e-3), 0.0, 1e-3),
+}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def refuse_outside(draw: Callable[[Tensor], Tensor], low: float, high: float) -> Callable[[Tensor], Tensor]:
+    """The same; AssertionError where a number is not in [low, high)."""
+
+    def checked(x: Tensor) -> Tensor:
+        numbers = draw(x)
+        assert low <= numbers.min(), numbers.min()
+        assert numbers.max() < high, numbers.max()
+        return x
+
+    return checked
+
+
+def refuse_not_positive(x: Tensor) -> Tensor:
+    """The same for what gumbel_softmax takes the logarithm of: in (0, infinity)."""
+    numbers = torch.empty_like(x).exponential_(20.0)
+    assert numbers.min() > 0
+    assert numbers.max() < math.inf
+    return x
+
+
+KINDS = {name: refuse_outside(*interval) for name, interval in INTERVALS.items()} | {
+    "exponential_": refuse_not_positive
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_and_the_last_number_lie_in_the_interval(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = torch.tensor([0.0, 2.0**-24, 0.5, 1 - 2.0**-8, 1 - 2.0**-23, 1 - 2.0**-24])
+    monkeypatch.setattr(Random, "uniform", lambda _, *shape: ends.repeat(math.prod(shape) // 6).view(shape))
+    drawn(*chanced(Calls(KINDS[kind])), torch.ones(BATCH, 64, dtype=dtype), slice(0, BATCH))
+    chosen = drawn(*chanced(Calls(F.gumbel_softmax)), torch.ones(BATCH, 64, dtype=dtype), slice(0, BATCH))
+    assert chosen.isfinite().all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["uniform_(2, 3)", "exponential_"])
+def test_a_hundred_million_numbers_lie_in_the_interval(kind: str, dtype: torch.dtype) -> None:
+    chance, network = chanced(Calls(KINDS[kind]))
+    for step in range(20):
+        chance.begin(torch.arange(BATCH) + step * BATCH, 0, 0)
+        with chance:
+            network(torch.ones(BATCH, 5_000_000 // BATCH, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_of_each_type_have_torchs_mean_and_deviation(dtype: torch.dtype) -> None:
+    found = {}
+
+    def all_kinds(x: Tensor) -> Tensor:
+        found["uniform"] = torch.empty_like(x).uniform_(2, 3).double()
+        found["exponential"] = torch.empty_like(x).exponential_(2.0).double()
+        found["normal"] = torch.empty_like(x).normal_(1.0, 3.0).double()
+        return x
+
+    drawn(*chanced(Calls(all_kinds)), torch.ones(BATCH, 50_000, dtype=dtype), slice(0, BATCH))
+    for kind, (mean, deviation) in {"uniform": (2.5, 12**-0.5), "exponential": (0.5, 0.5), "normal": (1, 3)}.items():
+        # of 300,000 numbers; below 3 a uniform one of bf16 is a multiple of 1/64, rounded to the nearest
+        assert float(found[kind].mean()) == pytest.approx(mean, abs=0.02), kind
+        assert float(found[kind].std()) == pytest.approx(deviation, rel=0.02), kind
 
 
 def test_rows_that_are_no_samples_are_noticed() -> None:

@@ -57,11 +57,17 @@ def _native_dropout(draw: Draw, func: Any, x: Tensor, p: float, train: bool | No
 
 
 def _uniform_(draw: Draw, func: Any, x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    return x.copy_(draw.uniform(tuple(x.shape))).mul_(high - low).add_(low)
+    """In [low, high), as multiples of what the type's digits can tell apart below 1: torch's own on CPUs are that."""
+    cell = torch.finfo(x.dtype).eps / 2
+    drawn = draw.uniform(tuple(x.shape)).to(_wide(x))
+    if cell > 2.0**-24:  # the draw has 24 bits: in a narrower type the last ones would be rounded up to 1
+        drawn = drawn.div_(cell).floor_().mul_(cell)
+    x.copy_(drawn.mul_(high - low).add_(low))
+    return x.masked_fill_(x >= high, low)  # it may be rounded up to that all the same, as 3 - 2^-24 is
 
 
-def _normal_(draw: Draw, func: Any, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return x.copy_(draw.normal(tuple(x.shape))).mul_(std).add_(mean)
+def _normal_(draw: Draw, func: Any, x: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
+    return x.copy_(draw.normal(tuple(x.shape)).to(_wide(x)) * std + mean)
 
 
 def _normal(draw: Draw, func: Any, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
@@ -69,11 +75,20 @@ def _normal(draw: Draw, func: Any, mean: Any, std: Any = 1.0, size: Any = None, 
         return _normal_(draw, func, torch.empty(size, **kwargs), mean, std)
     given = [x for x in (mean, std) if isinstance(x, Tensor)]
     x = given[0].new_empty(torch.broadcast_shapes(*(each.shape for each in given)))
-    return x.copy_(draw.normal(tuple(x.shape))).mul_(std).add_(mean)
+    return _normal_(draw, func, x, mean, std)
 
 
 def _exponential_(draw: Draw, func: Any, x: Tensor, rate: float = 1.0) -> Tensor:
-    return x.copy_(draw.uniform(tuple(x.shape))).neg_().log1p_().div_(-rate)
+    """In (0, ∞): where the uniform number is 0 the result is half of the next one, and in no type rounded down to 0."""
+    drawn = draw.uniform(tuple(x.shape)).to(_wide(x)).clamp_min_(2.0**-25)
+    x.copy_(drawn.neg_().log1p_().div_(-rate))
+    least = torch.finfo(x.dtype)
+    return x.clamp_min_(least.smallest_normal * least.eps)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """What numbers are computed in before they are rounded once, to the tensor's own type."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _random_(draw: Draw, func: Any, x: Tensor, *bounds: int) -> Tensor:
