@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -49,11 +50,18 @@ class Coarse(Task):
         return {"size": output.logsumexp(1).mean() * self.weight(target)}
 
 
+class Far(Light):
+    """Losses of about 1e300."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().loss(output, target) + 1e300
+
+
 BRIEF = ["trust=[tests]", "model=mlp", "model.width=16", "model.depth=1", "loop.global_batch=24", "schedule=constant"]
 
 
 def train(place: Path, name: str, *words: str) -> None:
-    for option, values in {"light": "each: 1.0\n", "coarse": ""}.items():
+    for option, values in {"light": "each: 1.0\n", "far": "each: 1.0\n", "coarse": ""}.items():
         path = place / "conf" / "task" / f"{option}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"_target_: tests.test_numbers.{option.title()}\n{values}")
@@ -69,6 +77,13 @@ def test_weights_that_are_small_in_sum_shrink_nothing(tmp_path: Path) -> None:
     one, other = (lines(tmp_path / name, "eval")[-1] for name in ("1", "0.001"))
     for key in ("loss", "right"):
         assert other[key] == pytest.approx(one[key], rel=1e-4)
+
+
+def test_in_fp64_the_bits_of_the_loss_are_those_of_fp64(tmp_path: Path) -> None:
+    train(tmp_path, "far", "task=far", "precision=fp64", "loop.steps=1", "optimizer.lr=0", "loop.max_norm=null")
+    (line,) = lines(tmp_path / "far", "train")
+    assert line["loss"] == pytest.approx(1e300)  # one of fp32 ends at 3.4e38
+    assert struct.unpack(">d", bytes.fromhex(line["loss_hex"])) == (line["loss"],)
 
 
 def test_fp32_is_fp32_unless_asked_otherwise(tmp_path: Path) -> None:

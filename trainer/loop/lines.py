@@ -33,7 +33,7 @@ class Lines:
     ) -> None:
         """Collective: nothing is known yet."""
         self._placed, self._checkpoints, self._log, self._report = placed, checkpoints, log, report
-        self._meter = Meter(strategy.totals, global_batch)
+        self._meter = Meter(strategy.totals, global_batch, strategy.machine.parameter_dtype)
         self._pending: PendingLine | None = None
         self._lookout = strategy.lookout(placed.scaler.allowed)
         self._copies, self._pace = strategy.copies(placed.network), strategy.pace()

@@ -18,9 +18,9 @@ from trainer.parallel.buckets import Totals, wide
 class Meter:
     """Sums of losses that stay on the device, and a clock that stops while nothing is trained."""
 
-    def __init__(self, totals: Callable[..., Totals], global_batch: int) -> None:
-        """`totals` starts adding sums up over all that train; what it gives is read later."""
-        self._totals, self._global_batch = totals, global_batch
+    def __init__(self, totals: Callable[..., Totals], global_batch: int, dtype: torch.dtype) -> None:
+        """`totals` starts adding sums up over all that train, to be read later. dtype: of the loss's bits."""
+        self._totals, self._global_batch, self._dtype = totals, global_batch, dtype
         self._last: dict[str, Tensor] = {}
         self._sum: Tensor | None = None
         self._steps: Tensor | int = 0
@@ -59,7 +59,7 @@ class Meter:
         facts = {**known, **speed, "step_s": seconds, "time": time()}
         self._sum, self._steps = None, 0
         self.resume()
-        return PendingLine(totals, facts, whole)
+        return PendingLine(totals, facts, whole, self._dtype)
 
 
 @dataclass
@@ -69,6 +69,7 @@ class PendingLine:
     totals: Totals
     facts: Mapping[str, float | int | str]
     seconds: float  # that it is about
+    dtype: torch.dtype  # of the loss's bits
 
     def read(self) -> dict[str, float | int | str]:
         """The line, complete."""
@@ -77,6 +78,7 @@ class PendingLine:
         speed = {"tokens_per_s": tokens / self.seconds} if tokens else {}
         digest_bits = int(totals.pop("sample_digest")) & (1 << 64) - 1  # torch has no int64 without a sign
         figures = {name: float(total) for name, total in totals.items()}
-        # the loss once more as float32 bits: whether two runs are the same must not depend on how a number is printed
-        loss_hex = struct.pack(">f", figures["loss"]).hex()
+        # the loss once more, as bits: whether two runs are the same must not depend on how a number is printed
+        rounded = totals["loss"].to(self.dtype).item()  # struct itself refuses what is rounded to infinity
+        loss_hex = struct.pack(">d" if self.dtype == torch.float64 else ">f", rounded).hex()
         return {**figures, "loss_hex": loss_hex, **self.facts, **speed, "sample_digest": f"{digest_bits:016x}"}
