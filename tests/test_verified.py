@@ -17,10 +17,11 @@ pytestmark = pytest.mark.slow
 home = test_verify.home  # the fixture
 
 RIGHT = [("versioned", ["fsdp"]), ("versioned", ["pp"])]
+RIGHT += [("masked", ["fsdp"])]
 RIGHT += [("in_place", ["fsdp"]), ("in_place", ["ddp", "strategy.activation_checkpointing=units"])]
 
 
-@pytest.mark.parametrize(("kind", "strategy"), quickly(RIGHT, RIGHT[0]))
+@pytest.mark.parametrize(("kind", "strategy"), quickly(RIGHT, RIGHT[0], RIGHT[2]))
 def test_nothing_is_found(processes: Processes, home: Path, kind: str, strategy: list[str]) -> None:
     words = [*NET, f"+model.kind={kind}"]
     said = verdict(processes, home, 2, words, [f"strategy={strategy[0]}", *strategy[1:]])

@@ -22,7 +22,8 @@ from trainer.launch.launch import Launch
 from trainer.parallel.clip import global_norm
 from trainer.proof.comparison import compared
 from trainer.proof.picture import picture
-from trainer.proof.record import LOSS, Key, Record
+from trainer.proof.record import INITIAL, LOSS, Key, Record
+from trainer.proof.signature import signatures
 from trainer.refusal import Refusal, Told
 
 pytestmark = pytest.mark.slow
@@ -92,9 +93,24 @@ def test_any_curve_can_be_drawn(losses: list[float]) -> None:
 def test_no_floor_excuses_a_mistake() -> None:
     one, other = Record(), Record()
     for record, loss in ((one, 1.0), (other, 1.00001)):
-        record.add(Key(1, LOSS, "loss"), [0], torch.tensor([[loss, loss]], dtype=torch.float64))
+        record.add(Key(1, LOSS, "loss"), [0], signatures(torch.tensor([[loss]])))
     assert compared(one, other, 1e-9, {LOSS: float("inf")}).differences
     assert not compared(one, one, 1e-9, {LOSS: float("inf")}).differences
+
+
+def test_what_is_infinite_is_equal_where_it_is_and_hides_no_other_number() -> None:
+    inf, nan = float("inf"), float("nan")
+    held = [0.0, -inf, -inf, 1.0, nan, inf]
+    for numbers in (held, [0.0, -inf, inf, 1.0, nan, inf], [-inf, 0.0, -inf, 1.0, nan, inf], [nan, 0, 0, 0, 0, 0]):
+        records = Record(), Record()
+        for record, values in zip(records, (held, numbers), strict=True):
+            record.add(Key(0, INITIAL, "mask"), [0], signatures(torch.tensor([values])))
+        assert bool(compared(*records, 1e-9).differences) == (numbers is not held)
+    one, other = Record(), Record()
+    for record, last in ((one, 1.0), (other, 1.0001)):
+        record.add(Key(0, INITIAL, "mask"), [0], signatures(torch.tensor([[-inf, -inf, last]])))
+    (difference,) = compared(one, other, 1e-9).differences
+    assert 0.9e-4 < difference.gap < 1.1e-4
 
 
 SPREAD = [

@@ -55,8 +55,11 @@ def compared(
         for rows, signatures in own.values[key]:
             wanted = table[list(rows)]
             scale = wanted[:, 1].clamp(min=floor)
-            apart = (signatures - wanted).abs().amax(1) / scale
-            apart = torch.where(apart.isnan(), torch.inf, apart)
+            apart = (signatures - wanted)[:, :2].abs().amax(1) / scale
+            alike = (
+                signatures[:, 2] == wanted[:, 2]
+            ) & ~apart.isnan()  # are what is infinite and what is NaN the same?
+            apart = torch.where(alike, apart, torch.inf)
             gap = float(apart.max()) if len(rows) else 0.0
             gaps[key.phase], seen[key] = max(gap, gaps.get(key.phase, 0.0)), seen.get(key, 0) + len(rows)
             limit = limits.get(key.phase, tolerance)

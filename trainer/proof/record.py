@@ -33,7 +33,7 @@ class Key(NamedTuple):
 class Record:
     """Signatures by what they are of; the keys stand in the order of time."""
 
-    values: dict[Key, list[tuple[Sequence[int], Tensor]]] = field(default_factory=dict)  # rows, and their (n, 2)
+    values: dict[Key, list[tuple[Sequence[int], Tensor]]] = field(default_factory=dict)  # rows, and their (n, 3)
     layouts: dict[tuple[str, str, int], Layout] = field(default_factory=dict)  # phase, name, call → where samples lie
     facts: dict[str, Any] = field(default_factory=dict)  # what it is a record of
 
@@ -42,7 +42,7 @@ class Record:
         self.values.setdefault(key, []).append((rows, signatures))
 
     def table(self, key: Key) -> Tensor:
-        """(rows, 2): the signatures of all rows of a key, which are all there."""
+        """(rows, 3): the signatures of all rows of a key, which are all there."""
         rows = torch.tensor([row for part, _ in self.values[key] for row in part])
         return torch.cat([signatures for _, signatures in self.values[key]])[rows.argsort()]
 

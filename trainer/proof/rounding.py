@@ -31,7 +31,8 @@ class Rounding:
 
 def losses(record: Record) -> list[float]:
     """The loss of each step."""
-    return [float(record.table(key)[0, 0]) for key in record.values if key.phase == LOSS and key.name == "loss"]
+    keys = [key for key in record.values if key.phase == LOSS and key.name == "loss"]
+    return [float("nan") if table[0, 2] else float(table[0, 0]) for table in map(record.table, keys)]
 
 
 def apart(one: Sequence[float], other: Sequence[float]) -> float:
