@@ -30,7 +30,7 @@ def processes() -> Iterator[Processes]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="the long tests too: more of what the others show")
-    parser.addoption("--some", metavar="SEED", help="one in six of the long tests, drawn by this word")
+    parser.addoption("--some", metavar="SEED", help="a share of the long tests, drawn by this word")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,7 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _wanted(item: pytest.Item, config: pytest.Config, some: str | None) -> bool:
     """Is a long test named, or drawn by the word? Which ones are drawn depends on the word and their names alone."""
-    drawn = some is not None and crc32(f"{some} {item.nodeid}".encode()) % 6 == 0
+    one_in = item.get_closest_marker("long").kwargs.get("one_in", 6)
+    drawn = some is not None and crc32(f"{some} {item.nodeid}".encode()) % one_in == 0
     return drawn or _named(item, config)
 
 

@@ -12,7 +12,7 @@ from tests.inside import product
 from trainer.launch.launch import Launch
 
 pytestmark = pytest.mark.slow
-QUICK = {("experts", "fsdp")}  # the others: one in six with --some, all with --long
+QUICK = {("experts", "fsdp")}  # the others take half a minute each: two or three with --some, all with --long
 
 
 def table() -> dict[tuple[str, str], str]:
@@ -43,7 +43,7 @@ def test_the_page_has_every_case_and_no_mistake() -> None:
 @pytest.mark.parametrize(
     ("case", "column"),
     [
-        pytest.param(case, column, marks=() if (case, column) in QUICK else pytest.mark.long)
+        pytest.param(case, column, marks=() if (case, column) in QUICK else pytest.mark.long(one_in=30))
         for case in CASES
         for column in COLUMNS
     ],

@@ -156,7 +156,7 @@ EVERYWHERE = [(1, "single"), (2, "ddp"), (2, "zero1"), (2, "fsdp"), (4, "hsdp")]
 PLANNED = [(2, "tp"), (4, "ddp_tp"), (4, "fsdp_tp"), (2, "pp"), (4, "ddp_pp"), (4, "fsdp_pp")]
 
 
-@pytest.mark.long
+@pytest.mark.long(one_in=30)  # up to eleven proofs each
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("network", PEOPLES)
 def test_there_is_no_false_alarm(processes: Processes, home: Path, network: str, precision: str) -> None:
