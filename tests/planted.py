@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from trainer import Data, Task
 
@@ -253,6 +253,88 @@ class Scaled(Numbers):
     def collate(self, items: Any) -> Any:
         x, y = super().collate(items)
         return x / x.abs().max(), y
+
+
+class Rows(Dataset[Any]):
+    """Samples of three to six rows, and what is known of each: a dict, in which not all have the same."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        rows = torch.randn(3 + index % 4, WIDTH, generator=torch.Generator().manual_seed(index))
+        known = {"label": rows.sum(0)[:CLASSES].argmax(), "first": rows[0]}
+        return rows, known | ({"odd": rows[1]} if index % 2 else {})
+
+
+class Listed(Numbers):
+    """A batch as torchvision's detection has it: a list of samples, a list of dicts. This is right everywhere."""
+
+    def train(self) -> Any:
+        return Rows()
+
+    def collate(self, items: Any) -> Any:
+        return tuple(zip(*items, strict=True))
+
+
+class Read(Listed):
+    """A batch in which each sample is what it is times its place among those of its rank."""
+
+    def collate(self, items: Any) -> Any:
+        inputs, targets = super().collate(items)
+        return tuple(x * (1 + 1e-3 * at) for at, x in enumerate(inputs)), targets
+
+
+class InDict(Listed):
+    """The same, as a dict of lists."""
+
+    def collate(self, items: Any) -> Any:
+        inputs, targets = super().collate(items)
+        return {"rows": list(inputs), "first": [known["first"] for known in targets]}, targets
+
+
+class OfRows(Net):
+    """The mean of what it computes of each row of a sample."""
+
+    def forward(self, x: Any) -> Tensor:
+        return torch.stack(
+            [super(OfRows, self).forward(rows).mean(0) for rows in (x if type(x) is tuple else x["rows"])]
+        )
+
+
+class OfDicts(Task):
+    """Labels that lie in a list of dicts."""
+
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        return F.cross_entropy(output, torch.stack([known["label"] for known in target]))
+
+
+class Triples(Numbers):
+    """Graphs of three nodes each, which follow each other in a batch. This is right everywhere."""
+
+    def train(self) -> Any:
+        x = torch.randn(SAMPLES, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(x, x.sum(1)[:, :CLASSES].argmax(1))
+
+    def collate(self, items: Any) -> Any:
+        x, labels = super().collate(items)
+        first = 3 * torch.arange(len(x))  # (B,): the first node of each
+        edges = torch.tensor([[0, 1, 2], [1, 2, 0]])  # a ring
+        return {
+            "x": x.flatten(0, 1),
+            "edges": (edges[:, None] + first[:, None]).flatten(1),  # (2, 3·B)
+            "owner": torch.arange(len(x)).repeat_interleave(3),
+            "first": first,
+        }, labels
+
+
+class OfNodes(Net):
+    """What each node hears of another one, and the mean of each graph."""
+
+    def forward(self, graph: Any) -> Tensor:
+        source, target = graph["edges"]
+        y = super().forward(graph["x"] + torch.zeros_like(graph["x"]).index_add(0, target, graph["x"][source]))
+        return y.new_zeros(len(graph["first"]), CLASSES).index_add(0, graph["owner"], y)
 
 
 class Classes(Task):

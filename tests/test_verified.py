@@ -11,21 +11,29 @@ import trainer
 from tests import test_verify
 from tests.processes import Processes
 from tests.quick import quickly
-from tests.test_verify import NET, verdict
+from tests.test_verify import LISTS, NET, verdict
 
 pytestmark = pytest.mark.slow
 home = test_verify.home  # the fixture
 
-RIGHT = [("versioned", ["fsdp"]), ("versioned", ["pp"])]
-RIGHT += [("masked", ["fsdp"])]
-RIGHT += [("in_place", ["fsdp"]), ("in_place", ["ddp", "strategy.activation_checkpointing=units"])]
+UNITS = "strategy.activation_checkpointing=units"
+RIGHT = {
+    "versioned": (["+model.kind=versioned"], ["fsdp"]),
+    "versioned, in stages": (["+model.kind=versioned"], ["pp"]),
+    "masked": (["+model.kind=masked"], ["fsdp"]),
+    "in_place": (["+model.kind=in_place"], ["fsdp"]),
+    "in_place, recomputed": (["+model.kind=in_place"], ["ddp", UNITS]),
+    "listed": ([*LISTS, "data=listed"], ["fsdp"]),
+    "in_dict": ([*LISTS, "data=in_dict"], ["ddp", "loop.micro_batches=2"]),
+    "triples": (["model=of_nodes", "data=triples"], ["ddp"]),
+}
 
 
-@pytest.mark.parametrize(("kind", "strategy"), quickly(RIGHT, RIGHT[0], RIGHT[2]))
-def test_nothing_is_found(processes: Processes, home: Path, kind: str, strategy: list[str]) -> None:
-    words = [*NET, f"+model.kind={kind}"]
-    said = verdict(processes, home, 2, words, [f"strategy={strategy[0]}", *strategy[1:]])
-    assert said.startswith(f"SAME: {strategy[0]} on 2, "), said
+@pytest.mark.parametrize("name", quickly(RIGHT, "versioned", "masked", "listed", "triples"))
+def test_nothing_is_found(processes: Processes, home: Path, name: str) -> None:
+    words, (strategy, *own) = RIGHT[name]
+    said = verdict(processes, home, 2, [*NET, *words], [f"strategy={strategy}", *own])
+    assert said.startswith(f"SAME: {strategy} on 2, "), said
 
 
 def test_from_python_a_difference_is_raised_and_a_run_in_the_folder_stays_as_it_is(

@@ -39,10 +39,24 @@ NET = (
     "loader.workers=0",
 )
 NODES = {
-    "data": {"numbers": "Numbers", "counted": "Counted", "scaled": "Scaled"},
-    "task": {"classes": "Classes", "summed": "Summed", "meaned": "Meaned", "own_decay": "OwnDecay"},
+    "data": {
+        "numbers": "Numbers",
+        "counted": "Counted",
+        "scaled": "Scaled",
+        "listed": "Listed",
+        "in_dict": "InDict",
+        "read": "Read",
+        "triples": "Triples",
+    },
+    "task": {
+        "classes": "Classes",
+        "summed": "Summed",
+        "meaned": "Meaned",
+        "own_decay": "OwnDecay",
+        "of_dicts": "OfDicts",
+    },
     "optimizer": {"scaled_rate": "ScaledRate\nlr: 0.1"},
-    "model": {"net": "net"},
+    "model": {"net": "net", "of_rows": "OfRows", "of_nodes": "OfNodes"},
 }
 
 
@@ -172,6 +186,7 @@ def of_network(kind: str, where: str, why: str, *words: str) -> tuple[list[str],
     return [f"+model.kind={kind}", *words], f"step 1, forward, middle,{where}", why
 
 
+LISTS = ["model=of_rows", "task=of_dicts"]
 # words → where it is found, and which cause is named
 PLANTED = {
     "own_rank": of_network("own_rank", " samples of rank 1,", "asks for the rank"),
@@ -190,6 +205,7 @@ PLANTED = {
     "unsaved": (["+model.kind=unsaved"], "step 2, forward, middle,", "the resume"),
     "counted": (["data=counted"], "step 1, data, inputs", "the data"),
     "scaled": (["data=scaled"], "step 1, data, inputs", "the data"),
+    "read": ([*LISTS, "data=read"], "step 1, data, inputs.*", "the data"),
     "summed": (["task=summed"], "step 1, loss, loss", "it is 1/2 times that of one process"),
     "meaned": (["task=meaned"], "step 3, evaluation, accuracy", "no sum over samples"),
     "own_decay": (["task=own_decay"], "step 1, update, middle.weight", "Task.after_step"),
@@ -197,7 +213,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("mistake", quickly(PLANTED, "own_rank in turn", "summed"))
+@pytest.mark.parametrize("mistake", quickly(PLANTED, "own_rank in turn", "read", "summed"))
 def test_a_planted_mistake_is_found_where_it_is(processes: Processes, home: Path, mistake: str) -> None:
     words, where, why = PLANTED[mistake]
     said = verdict(processes, home, 2, [*NET, *words], ["strategy=ddp"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -30,6 +30,16 @@ def named(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         yield name, tree
     for key, value in enumerate(tree) if isinstance(tree, (list, tuple)) else _named(tree):
         yield from named(value, f"{name}.{key}")
+
+
+def lists(tree: Any, name: str) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Every list and tuple of a tree with its place there, as `named` has it; outer ones before inner ones."""
+    within: Iterable[tuple[Any, Any]] = _named(tree)
+    if isinstance(tree, (list, tuple)):
+        yield name, tree
+        within = enumerate(tree)
+    for key, value in within:
+        yield from lists(value, f"{name}.{key}")
 
 
 def first_tensor(tree: Any) -> Tensor:

@@ -76,16 +76,17 @@ def trial(
 
 
 def surveyed(run: Prepared) -> Any:
-    """Where the samples of a batch lie in what each module gives: of a whole step, and of its first half."""
+    """Where the samples of a batch lie in what each module gives: of a whole step, and of every other sample of it."""
     renew(run)
     build_values(run, resuming=False)
-    own, loading = run.strategy.slice, Loading(**vars(run.settings.loader))
-    halves = min(2, run.settings.loop.global_batch)
-    streams = [Stream(run.data, run.training, own, run.settings.loop.global_batch, n, loading) for n in (1, halves)]
+    own, loading, whole = run.strategy.slice, Loading(**vars(run.settings.loader)), run.settings.loop.global_batch
+    # every other one, as the first of two ranks has them: there a sample stands at another place than in the whole
+    slices = own, replace(own, ranks=2)
+    streams = [Stream(run.data, run.training, each, whole, 1, loading) for each in slices]
     placed = run.strategy.build(run.task, run.network, streams[0].example())
     surveyor = Surveyor(placed.network.named_modules(), run.strategy.data_group)
-    for stream in streams:
-        batches = next(iter(stream.epoch(0)))[:1]
+    for stream, each in zip(streams, slices, strict=True):
+        batches = [batch._replace(span=range(0, whole, each.ranks)) for batch in next(iter(stream.epoch(0)))]
         with surveyor.listening(batches):
             placed.forward_backward(batches, 0)
     return surveyor.layouts()

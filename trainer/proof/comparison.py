@@ -51,15 +51,13 @@ def compared(
     for at, key, floor in _scaled(reference):
         if key not in own.values:
             continue
-        table = reference.table(key)
+        table = reference.table(key, 1 + max((row for rows, _ in own.values[key] for row in rows), default=0))
         for rows, signatures in own.values[key]:
             wanted = table[list(rows)]
-            scale = wanted[:, 1].clamp(min=floor)
-            apart = (signatures - wanted)[:, :2].abs().amax(1) / scale
-            alike = (
-                signatures[:, 2] == wanted[:, 2]
-            ) & ~apart.isnan()  # are what is infinite and what is NaN the same?
-            apart = torch.where(alike, apart, torch.inf)
+            apart = (signatures - wanted)[:, :2].abs().amax(1) / wanted[:, 1].clamp(min=floor)
+            # are the same numbers infinite, and the same NaN?
+            agreed = (signatures[:, 2] == wanted[:, 2]) & ~apart.isnan()
+            apart = torch.where(agreed, apart, torch.inf)
             gap = float(apart.max()) if len(rows) else 0.0
             gaps[key.phase], seen[key] = max(gap, gaps.get(key.phase, 0.0)), seen.get(key, 0) + len(rows)
             limit = limits.get(key.phase, tolerance)

@@ -41,10 +41,12 @@ class Record:
         """Keep the signatures of these rows: samples of the global batch, or 0 of what is one thing."""
         self.values.setdefault(key, []).append((rows, signatures))
 
-    def table(self, key: Key) -> Tensor:
-        """(rows, 3): the signatures of all rows of a key, which are all there."""
+    def table(self, key: Key, least: int = 0) -> Tensor:
+        """(rows, 3): the signatures of all rows of a key, so many at least; zeros where one has no such thing."""
         rows = torch.tensor([row for part, _ in self.values[key] for row in part])
-        return torch.cat([signatures for _, signatures in self.values[key]])[rows.argsort()]
+        table = torch.zeros(max(least, 1 + int(rows.max())), 3, dtype=torch.float64)
+        table[rows] = torch.cat([signatures for _, signatures in self.values[key]])
+        return table
 
     def write(self, path: Path) -> None:
         """Write a whole record to a file of safetensors."""

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.stream import Batch
-from trainer.data.tree import named
+from trainer.data.tree import changed
 from trainer.learning.task import Task
 from trainer.parallel.backward import in_backward
 from trainer.parallel.gather import present_span
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import optimizer_tensors
-from trainer.proof.layout import Layout, layout
+from trainer.proof.layout import Layout, by_sample, layouts
 from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
 from trainer.proof.signature import signatures, whole
 from trainer.proof.together import call_together
@@ -41,8 +41,7 @@ class Ear:
         """Within this context the step of these micro-batches is heard."""
         for batch in batches:
             for tree, name in ((batch.inputs, "inputs"), (batch.targets, "targets")):
-                for place, x in named(tree, name):
-                    self._hear(DATA, place, 0, x, self._rows(batch.span))
+                self._hear(DATA, name, 0, tree, self._rows(batch.span))
         self._calls.clear()
         self.hears = True
         try:
@@ -57,40 +56,47 @@ class Ear:
             return
         call = self._calls[name, span]
         self._calls[name, span] += 1
-        for place, x in named(output, name):
-            self._hear(FORWARD, place, call, x, self._rows(span))
+        self._hear(FORWARD, name, call, output, self._rows(span))
 
     def _rows(self, span: range) -> Sequence[int]:
         """Which samples of the global batch this rank has of a span: they are dealt in turn."""
         return span[(self._ranks.rank - span.start) % self._ranks.size :: self._ranks.size]
 
-    def _hear(self, phase: str, name: str, call: int, x: Tensor, rows: Sequence[int]) -> None:
-        """One tensor, whose samples are these rows of the global batch."""
+    def _hear(self, phase: str, name: str, call: int, tree: Any, rows: Sequence[int]) -> None:
+        """What is heard of these rows of the global batch: tensors, in whatever they are."""
         raise NotImplementedError
 
 
+Place = tuple[str, str, int]  # phase, name, call
+
+
 class Surveyor(Ear):
-    """Keeps what two batches give, the second one the first samples of the first, to see where samples lie."""
+    """Keeps what two batches give, the second one some samples of the first, to see where samples lie."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks) -> None:
         super().__init__(modules, ranks)
-        self._seen: list[tuple[int, dict[tuple[str, str, int], Tensor]]] = []
+        self._seen: list[tuple[Sequence[int], dict[Place, Any]]] = []  # rows, and what was heard of them
 
     @contextmanager
     def listening(self, batches: Sequence[Batch]) -> Iterator[None]:
         """The step of one micro-batch."""
-        self._seen.append((len(batches[0].indices), {}))
+        self._seen.append((self._rows(batches[0].span), {}))
         with super().listening(batches):
             yield
 
-    def _hear(self, phase: str, name: str, call: int, x: Tensor, rows: Sequence[int]) -> None:
-        self._seen[-1][1][phase, name, call] = x.detach().clone()
+    def _hear(self, phase: str, name: str, call: int, tree: Any, rows: Sequence[int]) -> None:
+        self._seen[-1][1][phase, name, call] = changed(tree, lambda x: x.detach().clone())
 
-    def layouts(self) -> dict[tuple[str, str, int], Layout]:
+    def layouts(self) -> dict[Place, Layout]:
         """Where samples lie, of all that has shown it."""
-        (samples, large), (fewer, small) = self._seen
-        found = {key: layout(x, small[key], samples, fewer) for key, x in large.items() if key in small}
-        return {key: one for key, one in found.items() if one is not None}
+        (every, large), (rows, small) = self._seen
+        found: dict[Place, Layout] = {}
+        for (phase, name, call), tree in large.items():
+            if (phase, name, call) in small:
+                other = small[phase, name, call]
+                own = layouts(name, tree, other, len(every), rows, phase == DATA)
+                found |= {(phase, place, call): one for place, one in own.items()}
+        return found
 
 
 class Scribe(Ear):
@@ -99,18 +105,23 @@ class Scribe(Ear):
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks, record: Record) -> None:
         super().__init__(modules, ranks)
         self.record, self.step = record, 0
+        # lists with an entry for each sample
+        self._lists = {(phase, place.partition(".*")[0]) for phase, place, _ in record.layouts if ".*" in place}
 
-    def _hear(self, phase: str, name: str, call: int, x: Tensor, rows: Sequence[int]) -> None:
-        known = self.record.layouts.get((phase, name, call))
-        if known is None:
-            return
-        plain = whole(x).to(torch.float64, copy=True)  # a copy: what is still on its way has arrived in it
-        if type(plain) not in _PLAIN:
-            return
-        # what tensor ranks hold shards of has another shape: they meet again in a later module
-        found = known.rows(plain, len(rows))
-        if found is not None:
-            self.record.add(Key(self.step, phase, name, call), rows if known.dim >= 0 else [0], signatures(found))
+    def _hear(self, phase: str, name: str, call: int, tree: Any, rows: Sequence[int]) -> None:
+        known = {place for of, place in self._lists if of == phase}
+        for place, sample, x in by_sample(tree, name, len(rows), known):
+            layout = self.record.layouts.get((phase, place, call))
+            if layout is None:
+                continue
+            plain = whole(x).to(torch.float64, copy=True)  # a copy: what is still on its way has arrived in it
+            if type(plain) not in _PLAIN:
+                continue
+            # what tensor ranks hold shards of has another shape: they meet again in a later module
+            found = layout.rows(plain, len(rows))
+            if found is not None:
+                own = [rows[sample]] if sample is not None else rows if layout.dim >= 0 else [0]
+                self.record.add(Key(self.step, phase, place, call), own, signatures(found))
 
 
 class Watched:
