@@ -184,6 +184,21 @@ class Masked(nn.Linear):
         return y + (y[:, :, None] * y[:, None] + self.mask).softmax(-1).sum(1)
 
 
+class Narrow(nn.Linear):
+    """It makes a tensor of one precision, as if there were no other. In that one it is right everywhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return torch.zeros(y.shape, dtype=torch.float32).index_add(0, torch.arange(len(y)), y)
+
+
+class NarrowRank(Narrow):
+    """The same, and it asks which rank it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 1e-3 * rank())
+
+
 KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "own_rank": OwnRank,
     "own_buffer": OwnBuffer,
@@ -198,6 +213,8 @@ KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "unsaved": Unsaved,
     "versioned": Versioned,
     "masked": Masked,
+    "narrow": Narrow,
+    "narrow_rank": NarrowRank,
     # the first layer of a unit changes what it is given; torchvision's EfficientNet ends like that, and is right
     "in_place": lambda inside, outside: nn.Sequential(nn.Dropout(0.2, inplace=True), nn.Linear(inside, outside)),
     "batch_norm": lambda inside, _: nn.BatchNorm1d(inside),

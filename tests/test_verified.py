@@ -36,6 +36,19 @@ def test_nothing_is_found(processes: Processes, home: Path, name: str) -> None:
     assert said.startswith(f"SAME: {strategy} on 2, "), said
 
 
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [("narrow", "SAME: ddp on 2, "), ("narrow_rank", "DIFFERS at step 1, forward, middle, samples of")],
+)
+def test_what_cannot_compute_in_fp64_is_compared_in_fp32(
+    processes: Processes, home: Path, kind: str, start: str
+) -> None:
+    said = verdict(processes, home, 2, [*NET, f"+model.kind={kind}"], ["strategy=ddp"])
+    assert said.startswith(start), said
+    assert "fp32 gap" in said or kind != "narrow"
+    assert "note        it does not compute in fp64 (" in said
+
+
 def test_from_python_a_difference_is_raised_and_a_run_in_the_folder_stays_as_it_is(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

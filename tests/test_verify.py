@@ -20,7 +20,7 @@ from tests.processes import Processes
 from tests.quick import quickly
 from trainer.launch.launch import Launch
 from trainer.parallel.clip import global_norm
-from trainer.proof.comparison import compared
+from trainer.proof.comparison import EXACTNESS, compared
 from trainer.proof.picture import picture
 from trainer.proof.record import INITIAL, LOSS, Key, Record
 from trainer.proof.signature import signatures
@@ -108,8 +108,8 @@ def test_no_floor_excuses_a_mistake() -> None:
     one, other = Record(), Record()
     for record, loss in ((one, 1.0), (other, 1.00001)):
         record.add(Key(1, LOSS, "loss"), [0], signatures(torch.tensor([[loss]])))
-    assert compared(one, other, 1e-9, {LOSS: float("inf")}).differences
-    assert not compared(one, one, 1e-9, {LOSS: float("inf")}).differences
+    assert compared(one, other, EXACTNESS["fp64"], {LOSS: float("inf")}).differences
+    assert not compared(one, one, EXACTNESS["fp64"], {LOSS: float("inf")}).differences
 
 
 def test_what_is_infinite_is_equal_where_it_is_and_hides_no_other_number() -> None:
@@ -119,11 +119,11 @@ def test_what_is_infinite_is_equal_where_it_is_and_hides_no_other_number() -> No
         records = Record(), Record()
         for record, values in zip(records, (held, numbers), strict=True):
             record.add(Key(0, INITIAL, "mask"), [0], signatures(torch.tensor([values])))
-        assert bool(compared(*records, 1e-9).differences) == (numbers is not held)
+        assert bool(compared(*records, EXACTNESS["fp64"]).differences) == (numbers is not held)
     one, other = Record(), Record()
     for record, last in ((one, 1.0), (other, 1.0001)):
         record.add(Key(0, INITIAL, "mask"), [0], signatures(torch.tensor([[-inf, -inf, last]])))
-    (difference,) = compared(one, other, 1e-9).differences
+    (difference,) = compared(one, other, EXACTNESS["fp64"]).differences
     assert 0.9e-4 < difference.gap < 1.1e-4
 
 

@@ -115,8 +115,8 @@ def plainly(run: RunParts) -> None:
 
 
 @contextmanager
-def exactly(run: RunParts) -> Iterator[None]:
-    """Inside all is computed in fp64, and nothing is narrower on its way."""
+def exactly(run: RunParts, precision: str) -> Iterator[None]:
+    """Inside all is computed in this precision, and nothing is narrower on its way."""
     strategy, machine = run.strategy, run.machine
     own = {name: getattr(strategy, name) for name in strategy.narrowing}
 
@@ -125,7 +125,7 @@ def exactly(run: RunParts) -> Iterator[None]:
         for name, value in narrowing.items():
             setattr(strategy, name, value)
 
-    compute(replace(machine, precision="fp64"), dict.fromkeys(own))
+    compute(replace(machine, precision=precision), dict.fromkeys(own))
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from trainer.launch.durable import replace_file
 from trainer.launch.nofollow import make_folder, real, refuse_strange
 from trainer.launch.signals import StopRequest
 from trainer.proof.causes import Circumstances
-from trainer.proof.comparison import compared
+from trainer.proof.comparison import EXACTNESS, Exactness, compared
 from trainer.proof.picture import picture
 from trainer.proof.record import Record
 from trainer.proof.rounding import LAST_BIT, Rounding, apart, floor, losses
@@ -57,9 +57,10 @@ class Verify(Job):
         record = Record(layouts=reference.layouts)
         with StopRequest(launch) as stop, run.strategy:
             here, world = circumstances(run), run.strategy.world
-            with exactly(run):
+            exact = reference.facts["precision"]
+            with exactly(run, exact):
                 done = trial(run, record, self._ends(run), stop)
-            own = compared(reference, record, self.tolerance, reference.facts["floors"])
+            own = compared(reference, record, self._exactness(exact), reference.facts["floors"])
             found = world.all_gather_values(own)  # all ranks
             curves = [losses(reference), losses(record)]
             # then as the run itself would compute: there rounding is what a mistake was before
@@ -73,16 +74,16 @@ class Verify(Job):
             return failure.exit_code(False, launch)
         precision = run.machine.resolved_precision
         rounding = Rounding(precision, apart(*curves), plain.facts["floor"]) if plain else None
-        verdict = replace(judged(reference, found, self._ends(run)[0], here), rounding=rounding)
+        verdict = replace(judged(reference, found, self._ends(run)[0], here), rounding=rounding, precision=exact)
         if launch.is_main:
             steps = self._ends(run)[-1]
-            told = lines(verdict, run, steps, dropped)
+            told = lines(verdict, run, steps, dropped, reference.facts["because"])
             print("\n".join(told))
             said = {"verdict": told[0], "strategy": run.strategy.name, "processes": launch.world_size, "steps": steps}
             both = dict(zip(("one process", f"{run.strategy.name} on {launch.world_size}"), curves, strict=True))
             said |= {**verdict.data(), "losses": both}
             replace_file(out / "verify.json", json.dumps(said, indent=1) + "\n")
-            replace_file(out / "curves.svg", drawn(both, parts.words, rounding))
+            replace_file(out / "curves.svg", drawn(both, parts.words, rounding, exact))
             print(f"written     {out / 'verify.json'}, and both curves as a picture, curves.svg")
             self._leave(run)
         return 0 if verdict.same else 1
@@ -93,26 +94,51 @@ class Verify(Job):
             raise Refusal("job.record: the reference is what one process does; leave out processes and torchrun")
         make_folder(path.parent)
         run, _ = self._prepared(parts, path.parent / f"{path.stem}.trial", alone=True)
-        half, last = self._ends(run)
-        # everything twice, the second time with all weights moved by a last bit: so far does rounding alone carry it
+        last, precision = self._ends(run)[-1], run.machine.resolved_precision
+        beside(path, run).unlink(missing_ok=True)  # of an earlier one
         with StopRequest(run.machine.launch) as stop, run.strategy:
-            with exactly(run):
-                layouts = surveyed(run)
-                record, shaken = Record(layouts=layouts), Record(layouts=layouts)
-                done = trial(run, record, [last], stop, resume=half)
-                done = done and trial(run, shaken, [last], stop, resume=half, shake=LAST_BIT["fp64"])
+            record, done = self._reference(run, stop)
             plain, moved = Record(), Record()
-            precision = run.machine.resolved_precision
-            if done and precision != "fp64":
+            if done and precision != record.facts["precision"]:
                 done = trial(run, plain, [last], stop) and trial(run, moved, [last], stop, shake=LAST_BIT[precision])
-        if done and precision != "fp64":
+        if done and plain.values:
             plain.facts = {"floor": floor(losses(plain), losses(moved), precision)}
             plain.write(beside(path, run))
         if done:
-            record.facts = {"floors": compared(record, shaken, self.tolerance).gaps}
             record.write(path)
         self._leave(run)
         return failure.exit_code(done, run.machine.launch)
+
+    def _reference(self, run: Prepared, stop: StopRequest) -> tuple[Record, bool]:
+        """What one process does in fp64, or in fp32 where it cannot; False: somebody asked to stop."""
+        try:
+            return self._twice(run, stop, "fp64", "")
+        except (RuntimeError, TypeError, ValueError) as error:
+            because = f"{error}".strip().partition("\n")[0]
+            if "out of memory" in because or "can't allocate memory" in because:
+                raise
+        # what fails here as well is no question of the precision
+        return self._twice(run, stop, "fp32", because)
+
+    def _twice(self, run: Prepared, stop: StopRequest, precision: str, because: str) -> tuple[Record, bool]:
+        """All of it twice, the second time with all weights moved by a last bit: so far does rounding alone carry it.
+
+        because: why it is not done in a wider precision.
+        """
+        half, last = self._ends(run)
+        with exactly(run, precision):
+            layouts = surveyed(run)
+            record, shaken = Record(layouts=layouts), Record(layouts=layouts)
+            done = trial(run, record, [last], stop, resume=half)
+            done = done and trial(run, shaken, [last], stop, resume=half, shake=LAST_BIT[precision])
+        floors = compared(record, shaken, self._exactness(precision)).gaps if done else {}
+        record.facts = {"floors": floors, "precision": precision, "because": because}
+        return record, done
+
+    def _exactness(self, precision: str) -> Exactness:
+        """What counts as rounding there; of fp64 the tolerance is a key of the job."""
+        exact = EXACTNESS[precision]
+        return exact._replace(tolerance=self.tolerance) if precision == "fp64" else exact
 
     def _prepared(self, parts: RunParts, out: Path, alone: bool = False) -> tuple[Prepared, int]:
         """All that happens before there is a process group; and how many layers drop nothing for the comparison.
@@ -172,9 +198,9 @@ def circumstances(run: Prepared) -> Circumstances:
     )
 
 
-def drawn(curves: Mapping[str, Sequence[float]], words: Sequence[str], rounding: Rounding | None) -> str:
-    """Both curves and how far they are apart, in the precision of the run; in fp64 where that is all there is."""
-    precision = rounding.precision if rounding else "fp64"
+def drawn(curves: Mapping[str, Sequence[float]], words: Sequence[str], rounding: Rounding | None, exact: str) -> str:
+    """Both curves and how far they are apart, in the precision of the run; in the exact one where that is all."""
+    precision = rounding.precision if rounding else exact
     smallest = rounding.floor * abs(next(iter(curves.values()))[0]) if rounding else 0.0  # the floor is relative
     title = f"Training loss at every step in {precision}: one process, and the strategy"
     return picture(title, " ".join(["trainer", *words]), curves, 1, smallest)
@@ -189,19 +215,22 @@ def narrow(run: Prepared) -> str:
     return f"rounding: sums in {precision} that the strategy takes in another order, or a part that is narrower than it"
 
 
-def lines(verdict: Verdict, run: Prepared, steps: int, dropped: int) -> list[str]:
-    """The verdict, as it stands on the screen."""
+def lines(verdict: Verdict, run: Prepared, steps: int, dropped: int, because: str) -> list[str]:
+    """The verdict, as it stands on the screen. because: why it is none in fp64."""
     what = f"{run.strategy.name} on {run.machine.launch.world_size}"
     compared, called = verdict.modules
     told = [f"compared    {compared} of {counted(called, 'module')}, all gradients, weights and optimizer states"]
     if dropped:
         told.append(f"note        {counted(dropped, 'dropout layer')} switched off, here and in the reference")
+    if because:
+        told.append(f"note        it does not compute in fp64 ({because}): compared in fp32, where less is seen")
+    gap = f"{verdict.precision} gap {verdict.gap:.1e}"
     rounding = f"; {verdict.rounding}" if verdict.rounding else ""
     if verdict.same:
-        return [f"SAME: {what}, {counted(steps, 'step')}, fp64 gap {verdict.gap:.1e}{rounding}", *told]
+        return [f"SAME: {what}, {counted(steps, 'step')}, {gap}{rounding}", *told]
     if verdict.first is None:
         return [
-            f"DIFFERS in its precision alone: {what}, fp64 gap {verdict.gap:.1e}{rounding}; likely: {narrow(run)}",
+            f"DIFFERS in its precision alone: {what}, {gap}{rounding}; likely: {narrow(run)}",
             *told,
         ]
     told += [f"then        {one}" for one in verdict.others]

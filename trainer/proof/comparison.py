@@ -12,12 +12,21 @@ from trainer.parallel.state import AVERAGE, PREFIX
 from trainer.proof.record import GRADIENT, RESUME, UPDATE, Key, Record
 from trainer.proof.rounding import ABOVE
 
-# Of the largest norm of a step's phase. The gradient of a bias before a BatchNorm is but rounding, which is small
-# beside other gradients only. What is really that small is compared all the same, in fewer digits.
-_OF_PHASE = 1e-6
-_OF_VALUES = 1e-3  # the same of weights and buffers: running means take up what Adam has made of such a bias
-_MOST = 1e-6  # that rounding in fp64 is believed: a choice that a last bit turns, or a NaN, must not excuse a mistake
-_NOTHING = 1e-9  # the same for a gradient that counts as none: an Adam makes whole steps of rounding
+_OF_VALUES = 1e-3  # as Exactness.of_phase, of weights and buffers: running means take up what Adam has made of a bias
+
+
+class Exactness(NamedTuple):
+    """What counts as rounding in a precision, relative to the norms."""
+
+    tolerance: float  # of any difference
+    most: float  # that a noise floor is believed: a choice that a last bit turns, or a NaN, must not excuse a mistake
+    nothing: float  # a gradient that counts as none: an Adam makes whole steps of rounding
+    # Of the largest norm of a step's phase. The gradient of a bias before a BatchNorm is but rounding, which is small
+    # beside other gradients only. What is really that small is compared all the same, in fewer digits.
+    of_phase: float
+
+
+EXACTNESS = {"fp64": Exactness(1e-9, 1e-6, 1e-9, 1e-6), "fp32": Exactness(2e-6, 1e-3, 1e-5, 1e-3)}
 
 
 class Difference(NamedTuple):
@@ -40,15 +49,15 @@ class Compared(NamedTuple):
 
 
 def compared(
-    reference: Record, own: Record, tolerance: float, floors: Mapping[str, float] | None = None, most: int = 100
+    reference: Record, own: Record, exact: Exactness, floors: Mapping[str, float] | None = None, most: int = 100
 ) -> Compared:
     """What of an own record is not as in the reference; both may hold what the other does not.
 
     floors: how far rounding alone takes a phase; a network may blow it up beyond the tolerance.
     """
-    limits = {phase: max(tolerance, min(ABOVE * floor, _MOST)) for phase, floor in (floors or {}).items()}
+    limits = {phase: max(exact.tolerance, min(ABOVE * floor, exact.most)) for phase, floor in (floors or {}).items()}
     found, gaps, seen = list[Difference](), dict[str, float](), dict[Key, int]()
-    for at, key, floor in _scaled(reference):
+    for at, key, floor in _scaled(reference, exact):
         if key not in own.values:
             continue
         table = reference.table(key, 1 + max((row for rows, _ in own.values[key] for row in rows), default=0))
@@ -60,7 +69,7 @@ def compared(
             apart = torch.where(agreed, apart, torch.inf)
             gap = float(apart.max()) if len(rows) else 0.0
             gaps[key.phase], seen[key] = max(gap, gaps.get(key.phase, 0.0)), seen.get(key, 0) + len(rows)
-            limit = limits.get(key.phase, tolerance)
+            limit = limits.get(key.phase, exact.tolerance)
             if gap > limit and len(found) < most:
                 worst = int(apart.argmax())
                 ratio = float(signatures[worst, 1] / wanted[worst, 1].clamp(min=1e-300))
@@ -69,7 +78,7 @@ def compared(
     return Compared(found, gaps, seen, frozenset(own.values))
 
 
-def _scaled(reference: Record) -> Iterator[tuple[int, Key, float]]:
+def _scaled(reference: Record, exact: Exactness) -> Iterator[tuple[int, Key, float]]:
     """The keys of a reference, in order, each with the smallest norm that a difference is taken relative to.
 
     What would be zero without rounding has no digits to agree in.
@@ -79,11 +88,11 @@ def _scaled(reference: Record) -> Iterator[tuple[int, Key, float]]:
         largest = {key: float(reference.table(key)[:, 1].max()) for key in group}
         most = max(largest.values())
         for key, own in largest.items():
-            if key.phase == GRADIENT and own < _NOTHING * most:
+            if key.phase == GRADIENT and own < exact.nothing * most:
                 nothing.add(key.name)
             values = key.phase in (UPDATE, RESUME)
             if not values or _parameter(key.name) not in nothing:
-                yield at, key, max((_OF_VALUES if values else _OF_PHASE) * most, 1e-300)
+                yield at, key, max((_OF_VALUES if values else exact.of_phase) * most, 1e-300)
             at += 1
 
 

@@ -25,7 +25,8 @@ class Verdict:
     cause: str = ""
     others: Sequence[str] = ()  # what differs after it, in the order of time
     modules: tuple[int, int] = (0, 0)  # compared, of those that were called
-    rounding: Rounding | None = None  # in the precision of the run, where that is not fp64
+    rounding: Rounding | None = None  # in the precision of the run, where that is another one
+    precision: str = "fp64"  # in which all was compared
 
     @property
     def same(self) -> bool:
