@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from recipes.language.decoder import Decoder
 from recipes.language.next_token import NextToken
@@ -50,13 +53,79 @@ class Looking(nn.Module):
         return Plan(context={"look": GatheredKeys(dim=1), "place": ShiftedPlaces()})
 
 
+class Turn(nn.Module):
+    """Tells tokens where they are: (B, heads, T, head), with the place of the first one, or the places of all."""
+
+    def forward(self, x: Tensor, start: int | Tensor) -> Tensor:
+        places = start if isinstance(start, Tensor) else torch.arange(start, start + x.shape[2])
+        return x + (places[:, None] * 0.3).sin()
+
+
+class Heads(nn.Module):
+    """Attention as others write it: drops in two ways, moves tokens to (B, T, heads, head), and shows its weights."""
+
+    def __init__(self, drop: nn.Module) -> None:
+        super().__init__()
+        self.drop = drop
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, opened: Tensor, *, mask: Tensor) -> tuple[Tensor, Tensor]:
+        length, seen = q.shape[2], k.shape[2]
+        sees = torch.ones(length, seen, dtype=torch.bool).tril(seen - length)
+        drops = 0.3 * self.training
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, dropout_p=drops)
+        mixed = mixed + F.scaled_dot_product_attention(q, k, v, attn_mask=sees, dropout_p=drops)
+        return self.drop((opened * mask * mixed).transpose(1, 2)), (q @ k.mT).softmax(-1)
+
+
+class Attending(nn.Module):
+    """Numbers (B, T) to a class for each of them; a module that drops is called inside and outside of attention."""
+
+    def __init__(self, styles: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self.styles = styles
+        self.drop, self.embed, self.place = nn.Dropout(0.2), nn.Linear(1, 12), nn.Embedding(LENGTH, 12)
+        self.first, self.all, self.core, self.head = Turn(), Turn(), Heads(self.drop), nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        x = self.drop(self.embed(x[..., None]) + self.place(places))
+        for _ in range(2):
+            heads = x.unflatten(-1, (3, 4)).transpose(1, 2)  # (B, heads, T, head)
+            q, k = self.first(heads, 0), self.all(heads, places)
+            mask = torch.ones(1, 1, x.shape[1], 1, dtype=x.dtype)
+            x = x + self.core(q, k, heads, heads.sigmoid(), mask=mask)[0].flatten(2)
+        return self.head(self.drop(x))
+
+    def plan(self) -> Plan:
+        return Plan(context=self.styles())
+
+
+class InOnePiece(ParallelStyle):
+    """What somebody else may have written for attention, who takes it that a rank's tokens are one piece."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            own = [DTensor.from_local(x, device_mesh, [Shard(2)]) for x in args[1:3]]
+            wholes = [x.full_tensor(grad_placements=[Partial()]) for x in own]
+            seen = (device_mesh.get_local_rank() + 1) * args[0].shape[2]
+            return args[0], *(whole[:, :, :seen] for whole in wholes), *args[3:]
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+PLACES = {"place": ShiftedPlaces(), "first": ShiftedPlaces(1, dim=2), "all": ShiftedPlaces(1, dim=-2)}
+
+
 class Tokens:
     """Sequences in memory; some of their targets do not count, fewer of them towards the end."""
 
+    length = LENGTH
+
     def __init__(self, size: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.tokens = torch.randint(VOCABULARY, (size, LENGTH + 1), generator=generator)
-        counts = torch.rand(size, LENGTH, generator=generator) < torch.linspace(0.2, 1, LENGTH)
+        self.tokens = torch.randint(VOCABULARY, (size, self.length + 1), generator=generator)
+        counts = torch.rand(size, self.length, generator=generator) < torch.linspace(0.2, 1, self.length)
         self.targets = self.tokens[:, 1:].masked_fill(~counts, IGNORED)
 
     def __len__(self) -> int:
@@ -88,8 +157,18 @@ class TokenData(Data):
         return self.kind(101, 2)
 
 
+class Sixes(Numbers):
+    """Six of them: three for each of two ranks, which is one piece."""
+
+    length = 6
+
+
 class NumberData(TokenData):
     kind = Numbers
+
+
+class SixData(TokenData):
+    kind = Sixes
 
 
 class Next(NextToken):
@@ -124,5 +203,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     for words in (f"{kind}{more}", f"{kind}{more} dropout")
 }
 NETWORKS["looking"] = Looking
-TASKS: dict[str, Callable[[], Task]] = {"next": Next, "each": Each}
-DATA: dict[str, Callable[[], Data]] = {"next": TokenData, "each": NumberData}
+NETWORKS["attending"] = partial(Attending, lambda: {"core": GatheredKeys(), **PLACES})
+NETWORKS["attending by others"] = partial(Attending, lambda: {"core": InOnePiece(), **PLACES})
+TASKS: dict[str, Callable[[], Task]] = {"next": Next, "each": Each, "each of six": Each}
+DATA: dict[str, Callable[[], Data]] = {"next": TokenData, "each": NumberData, "each of six": SixData}

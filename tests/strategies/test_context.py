@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from tests.commands import lines
 from tests.inside import product
@@ -17,13 +20,24 @@ from tests.strategies.toys import BATCH, STRATEGIES, Case, built, run
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
 from trainer.launch.launch import Launch
+from trainer.parallel.draw import Cut, Stretch
+from trainer.parallel.pieces import Pieces, pieces
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 from trainer.strategies.tensor import TP
 
+OTHERS = [
+    ("looking", "each"),
+    ("looking", "each of six"),  # 6 / 4 pieces is not whole
+    ("attending", "each"),
+    ("attending", "each of six"),
+    ("attending by others", "each"),
+]
 
-def test_a_network_of_others_learns_from_stretches_by_its_plan(processes: Processes) -> None:
-    case = Case(network="looking", task="each", precision="fp64", steps=4)
+
+@pytest.mark.parametrize(("network", "task"), OTHERS)
+def test_a_network_of_others_learns_from_stretches_by_its_plan(processes: Processes, network: str, task: str) -> None:
+    case = Case(network=network, task=task, precision="fp64", steps=4)
     (reference,) = processes.run(1, run, case)
     # samples weigh alike, so no rank asks another for their weight
     for rank in processes.run(2, run, case.but(strategy="cp", micro_batches=2)):
@@ -45,6 +59,29 @@ def test_context_ranks_send_keys_and_values_and_each_gradient_once(processes: Pr
     assert sum(size for size in one if size <= 1000) < 100
     assert four.count(4 * parameters) == 1
     assert sum(size for size in four if size > 100) == sum(size for size in one if size > 100)
+
+
+def seen(launch: Launch, place: Path, words: list[str]) -> int:
+    """How many pairs of a query and a key that it sees are computed in a run."""
+    pairs = 0
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+        nonlocal pairs
+        queries, keys = q.shape[2], k.shape[2]
+        pairs += q.shape[:2].numel() * (queries * keys - queries * (queries - 1) // 2)  # each query one key more
+        return scaled_dot_product_attention(q, k, v, **more)
+
+    with patch("recipes.language.causal.scaled_dot_product_attention", attend):
+        assert product(launch, place, words) == 0
+    return pairs
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_context_ranks_compute_the_same_share_of_attention(processes: Processes, tmp_path: Path, ranks: int) -> None:
+    words = [*BOOK, "data.length=12", "data.held=0", "loop.steps=1", "loop.global_batch=2", "run.dir=run"]
+    (whole,) = processes.run(1, seen, tmp_path, [*words, "strategy=single"])
+    words[-1] = "run.dir=stretches"
+    assert processes.run(ranks, seen, tmp_path, [*words, "strategy=cp"]) == [whole / ranks] * ranks
 
 
 def kept(launch: Launch, word: str) -> int:
@@ -137,6 +174,19 @@ def test_what_cannot_be_cut_is_refused_before_any_group(processes: Processes, tm
     answers = processes.run(2, refused, tmp_path, [*words, "run.dir=run"])
     assert all(said in answer for answer in answers), answers
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(6, 1), (6, 2), (6, 3), (12, 4)])
+def test_tensor_ranks_that_cut_a_stretch_once_more_know_its_places(size: int, ranks: int) -> None:
+    """A stretch of so many tokens, the second of three context ranks'; the tensor ranks' parts are equal."""
+    stretch = Stretch(1, size, pieces(1, 3, size, 2))
+    places = [*range(size // 2, size), *range(2 * size, 5 * size // 2)]
+    for rank in range(ranks):
+        part = stretch.within(Cut(1, 0, Pieces((rank,), ranks))).part((2, size // ranks))
+        assert part is not None
+        assert (part.dim, part.size) == (1, 3 * size)
+        own = places[rank * size // ranks : (rank + 1) * size // ranks]
+        assert [place for each in part.places for place in each] == own
 
 
 def test_stretches_that_tensor_ranks_split_again_must_divide_too() -> None:

@@ -16,10 +16,10 @@ _SPREAD = 0x9E3779B1 - 2**32  # a prime near 2^32 over the golden ratio, as the 
 
 
 class Part(NamedTuple):
-    """What is asked for of a larger tensor: in one dimension, which is not the batch, from `first` on."""
+    """What is asked for of a larger tensor: in one dimension, which is not the batch, some places, in this order."""
 
     dim: int
-    first: int
+    places: tuple[range, ...]
     size: int  # of the whole
 
 
@@ -88,7 +88,7 @@ class Random:
         of_row = part if part and part.dim == len(rows) + 1 else None
         words = self._bits((batch, *rows, 1), part if of_row is None else None)
         columns = _columns(of_row.size if of_row else width, words.device)
-        columns = columns.narrow(0, of_row.first, width) if of_row else columns
+        columns = columns[_line(of_row.places, words.device)] if of_row else columns
         # a multiplier and a summand for each row; between two products the high bits come down to the low ones
         bits = (columns + words.int()).mul_(_SPREAD)
         bits = (bits >> 15).bitwise_xor_(bits).mul_((words >> 32).int().bitwise_or_(1))
@@ -123,12 +123,16 @@ class _Others(Random):
         # Every dimension has a step of its own. Counted through, a number would stand elsewhere in a wider tensor.
         places = torch.full((1,) * len(shape), signed(GOLDEN), device=self._indices.device)
         for dim, size in enumerate(shape):
-            first = part.first if part and part.dim == dim + 1 else 0
-            if size == 1 and not first:
+            own = part.places if part and part.dim == dim + 1 else (range(size),)
+            if own == (range(1),):
                 continue
-            line = torch.arange(first, first + size, device=self._indices.device).mul_(_step(dim))
+            line = _line(own, self._indices.device) * _step(dim)
             places = places + line.view(-1, *(1,) * (len(shape) - dim - 1))
         return places.flatten()
+
+
+def _line(places: tuple[range, ...], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(each.start, each.stop, device=device) for each in places])
 
 
 @cache

@@ -17,6 +17,7 @@ from trainer.learning.plan import Plan
 from trainer.parallel.draw import Cut, Draw, Stretch, drawer
 from trainer.parallel.drawing import Drawing
 from trainer.parallel.drawn import OUTSIDE, Drawn, number
+from trainer.parallel.pieces import Pieces, computed, pieces
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.strays import Strays
 from trainer.parallel.units import matches
@@ -62,8 +63,8 @@ class Native:
         self._masks.append(Masks(self._device, ranks.rank))
         self._masks[-1].follow(network, plan)
 
-    def cut(self, ranks: Ranks, tokens: int) -> None:
-        """In this forward these ranks have stretches of so many tokens of each sample."""
+    def cut(self, ranks: Ranks, tokens: int, most: int) -> None:
+        """In this forward these ranks have stretches of so many tokens of each sample, of at most so many pieces."""
 
     def heard(self) -> list[str]:
         """What a user should know of the draws since this was asked last."""
@@ -158,9 +159,10 @@ class PerSample(Native):
                 if after:
                     module.register_forward_hook(partial(self._cross, after, ranks))
 
-    def cut(self, ranks: Ranks, tokens: int) -> None:
-        """In this forward these ranks have stretches of so many tokens of each sample."""
-        self._stretch = self._cut = Stretch(1, tokens, ranks.rank, ranks.size) if ranks.size > 1 else None
+    def cut(self, ranks: Ranks, tokens: int, most: int) -> None:
+        """In this forward these ranks have stretches of so many tokens of each sample, of at most so many pieces."""
+        own = Stretch(1, tokens, pieces(ranks.rank, ranks.size, tokens, most))
+        self._stretch = self._cut = own if ranks.size > 1 else None
 
     def _cross(self, layout: Any, ranks: Ranks, module: nn.Module, *values: Any) -> None:
         """Activations lie as this layout says from here on. values: a module's arguments, its output if it has one."""
@@ -171,7 +173,7 @@ class PerSample(Native):
         for shard in (each for each in several if isinstance(each, Shard)):
             x = first_tensor(values[-1])
             last = shard.dim in (-1, x.dim() - 1)
-            own = Cut(-1 if last else shard.dim, x.shape[-1], ranks.rank, ranks.size)
+            own = Cut(-1 if last else shard.dim, x.shape[-1], Pieces((ranks.rank,), ranks.size))
             self._cut = self._stretch.within(own) if self._stretch else own
 
     def _arrive(self, *begun: Any) -> None:
@@ -201,8 +203,9 @@ class PerSample(Native):
             return None
         forward, at = place
         if at == len(forward.draws):
-            told = drawer()
-            forward.add(self._running[-1], self._cut) if told is None else forward.add_told(*told, self._cut)
+            told, piece = drawer(), computed()
+            cut = self._cut.only(piece[1]) if piece and isinstance(self._cut, Stretch) else self._cut
+            forward.add(self._running[-1], cut) if told is None else forward.add_told(*told, cut)
         draw = forward.draws[at]
         following = mix(torch.default_generator.initial_seed())
         torch.default_generator.manual_seed(following)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.data.draws import Part, Random
 from trainer.data.seeds import POSITIVE, mix, seed_torch
+from trainer.parallel.pieces import Pieces
 from trainer.parallel.strays import Strays
 
 
@@ -81,13 +82,13 @@ class Cut:
 
     dim: int  # -1: of what a column-wise layer gives, however it is viewed then
     width: int  # of that, on this rank
-    rank: int
-    ranks: int
+    pieces: Pieces  # that it has of the whole
 
     def part(self, shape: tuple[int, ...]) -> Part | None:
         """This rank's part of a draw that has this shape here."""
-        dim = self._dim(shape)
-        return Part(dim, self.rank * shape[dim], self.ranks * shape[dim])
+        dim, (numbers, of) = self._dim(shape), self.pieces
+        size = shape[dim] // len(numbers)
+        return Part(dim, tuple(range(number * size, (number + 1) * size) for number in numbers), of * size)
 
     def of_scores(self, dims: int) -> Cut:
         """The same of attention's weights, (…, heads, T, S): channels have become heads."""
@@ -128,13 +129,18 @@ class Stretch(Cut):
 
     def of_scores(self, dims: int) -> Cut:
         """The same of attention's weights, (…, heads, T, S): the rows are this rank's tokens."""
-        return Cut(dims - 2, self.width, self.rank, self.ranks)
+        return Cut(dims - 2, self.width, self.pieces)
 
     def within(self, cut: Cut) -> Cut:
         """What tensor ranks have of this stretch: tokens of it, or else all of its tokens and a part of the rest."""
         if cut.dim == 1:
-            return replace(cut, rank=self.rank * cut.ranks + cut.rank, ranks=self.ranks * cut.ranks)
+            return replace(cut, pieces=self.pieces.part(cut.pieces))
         return replace(self, width=-1)  # of two dimensions at once nobody can draw a part
+
+    def only(self, at: int) -> Stretch:
+        """One of its pieces."""
+        numbers, of = self.pieces
+        return replace(self, width=self.width // len(numbers), pieces=Pieces((numbers[at],), of))
 
 
 _DRAWER: ContextVar[tuple[str | None, int, int] | None] = ContextVar("drawer", default=None)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.parallel.below import Below
 from trainer.parallel.draw import Cut, Draw, Source, Stretch
+from trainer.parallel.pieces import Pieces
 
 _MANY = 2**24  # weights of one attention (64 MiB in fp32) from which on a word is due that they are all kept
 log = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ def _like(draw: Draw, x: Tensor, p: float) -> Tensor:
     # one axis of ranks splits activations, in equal parts
     for axis, placement in enumerate(x.placements):
         if isinstance(placement, Shard):
-            own = Cut(placement.dim, 0, mesh.get_local_rank(axis), mesh.size(axis))
+            own = Cut(placement.dim, 0, Pieces((mesh.get_local_rank(axis),), mesh.size(axis)))
             draw.cut = draw.cut.within(own) if isinstance(draw.cut, Stretch) else own
     hidden = draw.bernoulli(p, tuple(local.shape))
     return DTensor.from_local(hidden, mesh, x.placements, run_check=False)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
-from torch import nn
+from torch import Tensor, cat, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from trainer.data.tree import changed, first_tensor, named
 from trainer.learning.plan import Plan
+from trainer.parallel.context import GatheredKeys, ShiftedPlaces
+from trainer.parallel.pieces import pieces
 from trainer.parallel.ranks import Group, Ranks
 from trainer.parallel.units import matched
 from trainer.refusal import Refusal
@@ -22,15 +25,32 @@ def cut_sequences(network: nn.Module, plan: Plan, ranks: Ranks, device_type: str
     """Let the modules that the plan names work on stretches, in place."""
     if isinstance(ranks, Group):
         mesh = DeviceMesh.from_group(ranks.group, device_type, mesh_dim_names=("context",))
-        parallelize_module(network, mesh, dict(plan.context))
+        styles = {key: copy(style) for key, style in plan.context.items()}
+        for style in styles.values():
+            vars(style)["pieces"] = most_pieces(plan)
+        parallelize_module(network, mesh, styles)
 
 
-def stretch(tree: Any, ranks: Ranks) -> Any:
-    """This rank's stretch of every sequence of a batch, (B, T, …) to (B, T / ranks, …). Refusal where there is none."""
+def most_pieces(plan: Plan) -> int:
+    """Of how many pieces a stretch may be: of two, or of one where the plan has styles of others, who know of one."""
+    return 2 if {type(style) for style in plan.context.values()} <= {GatheredKeys, ShiftedPlaces} else 1
+
+
+def stretch(tree: Any, ranks: Ranks, most: int) -> Any:
+    """This rank's stretch of every sequence of a batch, (B, T, …) to (B, T / ranks, …), of at most so many pieces.
+
+    Refusal where there is none.
+    """
     if ranks.size == 1:
         return tree
     refuse_sequences(tree, "a batch", ranks.size, Plan(), 1)  # lengths may differ from batch to batch
-    return changed(tree, lambda x: x.chunk(ranks.size, TOKENS)[ranks.rank].contiguous())
+
+    def cut(x: Tensor) -> Tensor:
+        numbers, of = pieces(ranks.rank, ranks.size, x.shape[TOKENS] // ranks.size, most)
+        each = x.chunk(of, TOKENS)
+        return cat([each[number] for number in numbers], TOKENS)
+
+    return changed(tree, cut)
 
 
 def tokens(tree: Any) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from trainer.learning.plan import Plan
 from trainer.learning.task import Task
 from trainer.parallel.buckets import added
-from trainer.parallel.stretch import cut_sequences, stretch, tokens
+from trainer.parallel.stretch import cut_sequences, most_pieces, stretch, tokens
 from trainer.strategies.loss import Forward
 from trainer.strategies.placed_tensor import PlacedTensor
 
@@ -32,18 +32,18 @@ class PlacedContext(PlacedTensor):
 
     def _stretch(self, batch: Any) -> Any:
         ranks = self.strategy.context_group
-        inputs, targets = stretch((batch.inputs, batch.targets), ranks)
+        inputs, targets = stretch((batch.inputs, batch.targets), ranks, most_pieces(self._plan))
         # every context rank weighs its own stretches, so of the global batch there are as many more of them
         return batch._replace(inputs=inputs, targets=targets, total=batch.total * ranks.size)
 
     def _losses(self, forward: Forward, inputs: Any, targets: Any) -> dict[str, Tensor]:
-        self._chance.cut(self.strategy.context_group, tokens(inputs))
+        self._chance.cut(self.strategy.context_group, tokens(inputs), most_pieces(self._plan))
         return super()._losses(forward, inputs, targets)
 
     def _evaluate(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         ranks = self.strategy.context_group
-        own = stretch((inputs, targets), ranks)
-        self._chance.cut(ranks, tokens(own))
+        own = stretch((inputs, targets), ranks, most_pieces(self._plan))
+        self._chance.cut(ranks, tokens(own), most_pieces(self._plan))
         sums = super()._evaluate(batch, *own)
         if ranks.size == 1:
             return sums
