@@ -189,6 +189,14 @@ def test_tensor_ranks_that_cut_a_stretch_once_more_know_its_places(size: int, ra
         assert [place for each in part.places for place in each] == own
 
 
+def test_heads_of_tensor_ranks_that_drop_weights_of_a_stretch_are_refused() -> None:
+    """They would all have the mask of the first heads."""
+    stretch, heads = Stretch(1, 6, pieces(0, 2, 6, 2)), Cut(-1, 8, Pieces((1,), 2))
+    assert stretch.of_scores(4).dim == 2
+    with pytest.raises(RuntimeError, match=r"use loop\.dropout=native, or no dropout in attention"):
+        stretch.within(heads).of_scores(4)
+
+
 def test_stretches_that_tensor_ranks_split_again_must_divide_too() -> None:
     strategy = TP(context=2, tensor=2)
     plan, example = NETWORKS["llama sequence"](), torch.zeros(2, 6, dtype=torch.int64)

@@ -129,6 +129,11 @@ class Stretch(Cut):
 
     def of_scores(self, dims: int) -> Cut:
         """The same of attention's weights, (…, heads, T, S): the rows are this rank's tokens."""
+        if self.width < 0:
+            raise RuntimeError(
+                "loop.dropout=sample: dropout in attention whose tokens context ranks split and whose heads tensor"
+                " ranks split: of both at once no part can be drawn; use loop.dropout=native, or no dropout in attention"
+            )
         return Cut(dims - 2, self.width, self.pieces)
 
     def within(self, cut: Cut) -> Cut:
