@@ -132,7 +132,8 @@ class Stretch(Cut):
         if self.width < 0:
             raise RuntimeError(
                 "loop.dropout=sample: dropout in attention whose tokens context ranks split and whose heads tensor"
-                " ranks split: of both at once no part can be drawn; use loop.dropout=native, or no dropout in attention"
+                " ranks split: of both at once no part can be drawn; use loop.dropout=native, or no dropout in"
+                " attention"
             )
         return Cut(dims - 2, self.width, self.pieces)
 
