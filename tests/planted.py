@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from trainer import Data, Task
+from trainer import Data, Schedule, Task
 
 WIDTH, CLASSES, SAMPLES = 12, 4, 96
 
@@ -238,6 +238,16 @@ class ScaledRate(torch.optim.SGD):
                 parameter.sub_(parameter.grad, alpha=group["lr"] * size)
 
 
+class Remembering(Schedule):
+    """It counts how often it is asked, where no checkpoint keeps it."""
+
+    asked = 0
+
+    def at(self, step: int, epoch: int, progress: float) -> float:
+        self.asked += 1
+        return 1.0 / self.asked
+
+
 class Numbers(Data):
     """Right everywhere."""
 
@@ -262,6 +272,24 @@ class Counting(TensorDataset):
 class Counted(Numbers):
     def train(self) -> Any:
         return Counting(*super().train().tensors)
+
+
+class Recalling(Numbers):
+    """What it does to a batch depends on how many came before."""
+
+    batches = 0
+
+    def augment(self, inputs: Any, targets: Any, random: Any, training: bool) -> Any:
+        self.batches += training
+        return inputs * (1 + 1e-3 * self.batches), targets
+
+
+class SameOrder(Numbers):
+    """One rank forgets that there is another epoch."""
+
+    def order(self, epoch: int, generator: torch.Generator) -> Tensor:
+        drawn = torch.randperm(SAMPLES, generator=generator)
+        return drawn.flip(0) if epoch and rank() else drawn
 
 
 class Scaled(Numbers):
@@ -383,3 +411,15 @@ class OwnDecay(Classes):
 
     def after_step(self, network: nn.Module, step: int) -> None:
         network.get_parameter("middle.weight").mul_(1 - 1e-3 * rank())
+
+
+class Counts(Classes):
+    """It counts steps, where no checkpoint keeps it, and its loss depends on them."""
+
+    done = 0
+
+    def after_step(self, network: nn.Module, step: int) -> None:
+        self.done += 1
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().loss(output, target) * (1 + 0.5 * self.done)

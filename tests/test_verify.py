@@ -47,6 +47,8 @@ NODES = {
         "in_dict": "InDict",
         "read": "Read",
         "triples": "Triples",
+        "recalling": "Recalling",
+        "same_order": "SameOrder",
     },
     "task": {
         "classes": "Classes",
@@ -54,7 +56,9 @@ NODES = {
         "meaned": "Meaned",
         "own_decay": "OwnDecay",
         "of_dicts": "OfDicts",
+        "counts": "Counts",
     },
+    "schedule": {"remembering": "Remembering"},
     "optimizer": {"scaled_rate": "ScaledRate\nlr: 0.1"},
     "model": {"net": "net", "of_rows": "OfRows", "of_nodes": "OfNodes"},
 }
@@ -203,6 +207,10 @@ PLANTED = {
     "own_hook": (["+model.kind=own_hook"], "step 1, gradient, middle.weight,", "a hook"),
     "own_seed": (["+model.kind=own_seed"], "initial values, middle.weight,", "the seed does not reach"),
     "unsaved": (["+model.kind=unsaved"], "step 2, forward, middle,", "the resume"),
+    "counts": (["task=counts"], "step 2, loss, loss", "the resume: something that Task keeps"),
+    "remembering": (["schedule=remembering"], "step 2, update, ", "the resume: something that Schedule"),
+    "recalling": (["data=recalling"], "step 2, data, inputs", "the resume: something that Data"),
+    "same_order": (["data=same_order"], "step 3, data, inputs, rank 1", "the data"),
     "counted": (["data=counted"], "step 1, data, inputs", "the data"),
     "scaled": (["data=scaled"], "step 1, data, inputs", "the data"),
     "read": ([*LISTS, "data=read"], "step 1, data, inputs.*", "the data"),
@@ -213,7 +221,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("mistake", quickly(PLANTED, "own_rank in turn", "read", "summed"))
+@pytest.mark.parametrize("mistake", quickly(PLANTED, "own_rank in turn", "read", "counts", "same_order", "summed"))
 def test_a_planted_mistake_is_found_where_it_is(processes: Processes, home: Path, mistake: str) -> None:
     words, where, why = PLANTED[mistake]
     said = verdict(processes, home, 2, [*NET, *words], ["strategy=ddp"])
@@ -239,6 +247,7 @@ def test_ranks_that_gather_different_layers_are_told_so_before_they_do(
 def broken(launch: Launch, place: Path, words: list[str], target: str, change: str) -> tuple[Any, str]:
     """The same where a strategy has a mistake: this function of it is another one."""
     changes = {"one": lambda x, _: x, "twice": lambda gradients: 2 * global_norm(gradients), "nothing": lambda *_: None}
+    changes["itself"] = lambda _, tensors: {name: one.detach() for name, one in tensors.items()}
     with patch(target, changes[change]):
         return verified(launch, place, words)
 
@@ -250,6 +259,7 @@ def broken(launch: Launch, place: Path, words: list[str], target: str, change: s
         ("trainer.strategies.placed.times", "one", "step 1, gradient, head.bias", "averaging: the gradient is 2 times"),
         ("trainer.strategies.placed.global_norm", "twice", "step 1, norm, norm", "clipping"),
         ("trainer.strategies.placed.restore_optimizer", "nothing", "step 1, resume, optimizer/", "saving or reading"),
+        ("trainer.records.saver.Beside.copied", "itself", "step 1, resume, ", "saving or reading"),
     ],
 )
 def test_a_mistake_of_a_strategy_is_found(

@@ -63,6 +63,11 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
     machine.refuse_crowd()
     folder = run.dir or (f"{run.root}/{run.name}" if run.name else None)
     cfg = with_sizes(cfg, words, names, at_home(str(folder)) if folder else None)
+
+    def learning() -> dict[str, Any]:
+        schedule = make_schedule(cfg.schedule, make_optimizer, names)
+        return {"task": build(cfg.task, Task, "task", names), "schedule": schedule}
+
     return RunParts(
         job=build(cfg.job, Job, "job", names),
         settings=chosen,
@@ -71,8 +76,8 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         idle=idle,
         machine=machine,
         strategy=strategy,
-        task=build(cfg.task, Task, "task", names),
-        schedule=make_schedule(cfg.schedule, make_optimizer, names),
+        **learning(),
+        make_anew=lambda: {**learning(), "data": build(cfg.data, Data, "data", names)},
         make_optimizer=make_optimizer,
         spare_vectors=spare_vectors,
         sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],

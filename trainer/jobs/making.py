@@ -34,13 +34,13 @@ from trainer.trainer import Trainer
 FORGIVEN = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed saves in a row after which a run goes on
 
 
-def make_checkpoints(run: Prepared) -> Checkpoints:
-    """Those of the run's folder."""
+def make_checkpoints(run: Prepared, beside: type[Beside] = Beside) -> Checkpoints:
+    """Those of the run's folder. beside: what writes them where training goes on meanwhile."""
     best, strategy = run.settings.checkpoint.best or run.task.best, run.strategy
     # the loop saves nothing else; those of versions before it did are looked through when they are read
     facts = {"strategy": strategy.name, "precision": run.machine.resolved_precision, FINITE: True}
     path, world, chosen = run.folder.path / "checkpoints", strategy.world, run.settings.checkpoint
-    saver = Beside(world, strategy.machine.timeout) if chosen.asynchronous else AtOnce(world)
+    saver = beside(world, strategy.machine.timeout) if chosen.asynchronous else AtOnce(world)
     return Checkpoints(path, world, chosen.keep, best, facts, TO_RESUME, FORGIVEN[chosen.on_error], saver)
 
 

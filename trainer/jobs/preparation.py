@@ -63,6 +63,7 @@ class RunParts:
     task: Task
     data: Data
     schedule: Schedule
+    make_anew: Callable[[], dict[str, Any]]  # task, data and schedule once more, as another start would make them
     make_network: Callable[[], nn.Module]
     make_optimizer: Make
     spare_vectors: bool  # biases and norms are not decayed

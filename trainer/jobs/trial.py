@@ -14,8 +14,9 @@ from torch import nn
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
 from trainer.jobs.making import make_checkpoints, make_evaluation, make_trainer
-from trainer.jobs.preparation import Prepared, RunParts, build_values, seeded_network
+from trainer.jobs.preparation import Prepared, RunParts, build_values, read_data, seeded_network
 from trainer.launch.signals import StopRequest
+from trainer.learning.cadence import Due, Every
 from trainer.loop.evaluation import figures_of
 from trainer.loop.progress import Progress
 from trainer.proof.drops import drop_nothing
@@ -24,11 +25,34 @@ from trainer.proof.signature import signatures
 from trainer.proof.watched import Surveyor, Watched
 from trainer.records.folder import RunFolder
 from trainer.records.log import Log
+from trainer.records.saver import Beside
+from trainer.records.shelf import discard
+from trainer.records.writing import named
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 
 _EVALUATED = 2  # batches
 _SCALE = 256.0  # of losses in fp16
+
+
+class AtLast(Beside):
+    """It writes its copy only when somebody waits for it: after steps that change what it must be a copy of."""
+
+    _work: Callable[[], None] | None = None
+
+    def start(self, work: Callable[[], None]) -> bool:
+        """Begin later, unless there is no room for a copy."""
+        if not self._spare:
+            return super().start(work)
+        self._work = work
+        return False
+
+    def wait(self) -> None:
+        """Begin now, and wait until it is over; its error, once."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            super().start(work)
+        super().wait()
 
 
 def trial(
@@ -44,29 +68,35 @@ def trial(
     False where somebody asked to stop. resume: the step after which others resume. shake: how far, relative to itself,
     each weight is moved before the first step.
     """
+    keep = replace(run.settings.checkpoint, keep=2)
+    run = replace(run, settings=replace(run.settings, checkpoint=keep))
     # each trial goes on from its own checkpoints alone
     place = run.folder.path / f"{run.machine.resolved_precision}{shake:g}"
     run = replace(run, folder=RunFolder(place))
     if run.strategy.world.is_main:
         (place / "checkpoints").mkdir(parents=True)
-    with make_checkpoints(run) as checkpoints:
+    with make_checkpoints(run, AtLast) as checkpoints:
         for end in ends:
-            renew(run)
+            run = renewed(run)
             start = checkpoints.newest()
             build_values(run, resuming=start is not None)
-            trainer = make_trainer(run, checkpoints, Log([]), stop, Progress())
+            trainer = make_trainer(run, checkpoints, Log([]), stop, beginning(run, ends[-1]))
             if shake and start is None:
                 shaken(trainer.placed.network, shake)
             evaluation = make_evaluation(run)
             # which steps of fp16 overflow, and are left out, depends on how a batch is divided: here none does
             trainer.placed.scaler.load({"scaler/scale": torch.tensor(_SCALE)})
             # the loop itself, to this step; what it would do beside steps and saves is left out
-            watched: Any = Watched(trainer.placed, record, resume or ends[0])
+            watched: Any = Watched(trainer.placed, record, resume or ends[0], end)
             if start is None:
                 watched.begin()
-            trainer.placed, trainer.steps, trainer.evaluation = watched, end, None
+            trainer.placed, trainer.evaluation = watched, None
+            # a step after the save that is read back: a copy of it that is none would change with the step
+            trainer.steps, trainer.save_due = min(end + 1, ends[-1]), Due([Every(end)])
             if not trainer.fit(start):
                 return False
+            if trainer.steps > end and run.strategy.world.is_main:
+                discard(named(checkpoints.folder, trainer.steps))
     if evaluation is not None:
         watched.settle()
         figures = figures_of(run.strategy, watched, run.task, evaluation, _EVALUATED)
@@ -77,7 +107,7 @@ def trial(
 
 def surveyed(run: Prepared) -> Any:
     """Where the samples of a batch lie in what each module gives: of a whole step, and of every other sample of it."""
-    renew(run)
+    run = renewed(run)
     build_values(run, resuming=False)
     own, loading, whole = run.strategy.slice, Loading(**vars(run.settings.loader)), run.settings.loop.global_batch
     # every other one, as the first of two ranks has them: there a sample stands at another place than in the whole
@@ -100,11 +130,25 @@ def shaken(network: nn.Module, by: float) -> None:
         weight.mul_(1 + by * (torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1).to(weight))
 
 
-def renew(run: Prepared) -> None:
-    """A network as the run begins with, for one that was placed cannot be placed again."""
+def beginning(run: Prepared, last: int) -> Progress:
+    """Where in the data a trial begins: so late that an epoch ends before its last step, where the run has several."""
+    batch = run.settings.loop.global_batch
+    epoch = run.length.per_epoch  # steps
+    # one step after the one that is resumed from, where there are so many: the resume is then within an epoch
+    before = max(1, min(last // 2 + 1, last - 1))
+    passed = max(0, epoch - before) * batch if run.length.steps > epoch else 0
+    return Progress(position=passed, left_out=passed)
+
+
+def renewed(run: Prepared) -> Prepared:
+    """The same run as another start of it would be: what objects remember of an earlier trial is in no checkpoint."""
+    run = replace(run, **run.make_anew())
+    run.training, run.evaluation = read_data(run)
+    # one that was placed cannot be placed again
     run.network, run.whole_because = run.strategy.outline(partial(seeded_network, run))
     if run.machine.launch.is_main:
         run.initial.look(run.network)
+    return run
 
 
 def plainly(run: RunParts) -> None:

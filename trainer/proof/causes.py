@@ -63,7 +63,9 @@ def likely(first: First, here: Circumstances) -> str:
             " depends on the other samples of its batch"
         ),
     }
-    return own[first.phase]()
+    keeper = {DATA: "Data", LOSS: "Task", UPDATE: "Schedule or Task"}.get(first.phase)
+    resume = f"the resume: something that {keeper} keeps is in no checkpoint; or " if first.resumed and keeper else ""
+    return resume + own[first.phase]()
 
 
 def _forward(first: First, here: Circumstances) -> str:

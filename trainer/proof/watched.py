@@ -127,8 +127,9 @@ class Scribe(Ear):
 class Watched:
     """A placed network, as the loop sees it, whose steps leave signatures."""
 
-    def __init__(self, placed: Placed, record: Record, resume: int) -> None:
-        """resume: the step after which a run goes on from a checkpoint, or might."""
+    def __init__(self, placed: Placed, record: Record, resume: int, last: int) -> None:
+        """resume: the step after which a run goes on from a checkpoint, or might. last: the last step that is told."""
+        self._last = last
         self._placed, self._record, self._resume = placed, record, resume
         # a hook would be compiled, too, and change what is compiled: there only the step as a whole is heard
         modules = [] if placed.strategy.machine.compile else placed.network.named_modules()
@@ -156,6 +157,8 @@ class Watched:
     def forward_backward(self, batches: list[Batch], step: int) -> dict[str, Tensor]:
         """Collective: the step's forward and backward, and signatures of all that is in them."""
         self._ear.step = step + 1
+        if step == self._last:
+            self._record = self._ear.record = Record(layouts=self._record.layouts)  # nobody reads it
         with self._ear.listening(batches):
             sums = self._placed.forward_backward(batches, step)
         for name, loss in self._placed.strategy.totals(sums).read().items():
