@@ -21,6 +21,7 @@ from trainer.launch.launch import Launch, connected, say_goodbye
 
 MOST = 4
 PATIENCE = 300.0  # seconds until a group that does not answer is given up
+KEPT = 8  # cases until all meshes go: to find out anew how DTensors are spread costs as much as a case with shards
 PARTING = 30.0  # the same, once a rank has failed: the others may wait for it in a collective
 
 
@@ -79,8 +80,9 @@ def _serve(pipe: Connection, first: bool) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         pipe.send(store.port)
-    first_case = True
-    while (job := pipe.recv()) is not None:
+    for case in count():
+        if (job := pipe.recv()) is None:
+            return
         launch, function, args = job
         try:
             pipe.send((True, function(launch, *args)))
@@ -89,22 +91,23 @@ def _serve(pipe: Connection, first: bool) -> None:
         finally:
             if dist.is_initialized():  # an error inside `with strategy` leaves the group to the end of the process
                 dist.destroy_process_group()
-            _forget_meshes()
+            _forget_meshes(wholly=case % KEPT == 0)
             say_goodbye()  # or every case would leave a connection to the store open, in both processes
             connected.cache_clear()
             gc.collect()
-            if first_case:
+            if case == 0:
                 gc.freeze()  # modules: looking at them again after every case costs more than most cases
-            first_case = False
 
 
-def _forget_meshes() -> None:
+def _forget_meshes(wholly: bool) -> None:
     """Empty torch's caches of DTensor: they keep every mesh, and a mesh its groups, whose threads wake all the time."""
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()
     propagator._propagate_tensor_meta_cached.cache_clear()
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute._planner_cache.clear()
+    if not wholly:
+        return
     MeshTopoInfo.build_from_mesh.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
