@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from trainer.launch.launch import Launch, connected, say_goodbye
 
@@ -109,7 +110,7 @@ def _forget_meshes(wholly: bool) -> None:
     if not wholly:
         return
     MeshTopoInfo.build_from_mesh.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
+    _clear_sharding_prop_cache()
 
 
 def _failures(answers: dict[int, Any]) -> str:

@@ -126,13 +126,14 @@ class _Others(Random):
             own = part.places if part and part.dim == dim + 1 else (range(size),)
             if own == (range(1),):
                 continue
-            line = _line(own, self._indices.device) * _step(dim)
+            line = _line(own, self._indices.device).mul_(_step(dim))
             places = places + line.view(-1, *(1,) * (len(shape) - dim - 1))
         return places.flatten()
 
 
 def _line(places: tuple[range, ...], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(each.start, each.stop, device=device) for each in places])
+    lines = [torch.arange(each.start, each.stop, device=device) for each in places]
+    return lines[0] if len(lines) == 1 else torch.cat(lines)  # in each draw: only context ranks have several
 
 
 @cache
