@@ -199,6 +199,26 @@ class NarrowRank(Narrow):
         return super().forward(x) * (1 + 1e-3 * rank())
 
 
+class LowRank(nn.Linear):
+    """A layer with a LoRA beside it: the first gradient of what goes down is exactly 0."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.down, self.up = nn.Linear(inside, 2, bias=False), nn.Linear(2, outside, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.up(self.down(x))
+
+
+class Places(nn.Linear):
+    """It keeps a buffer of large numbers, which nothing changes."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.register_buffer("places", torch.arange(200000.0))
+
+
 KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "own_rank": OwnRank,
     "own_buffer": OwnBuffer,
@@ -213,6 +233,8 @@ KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "unsaved": Unsaved,
     "versioned": Versioned,
     "masked": Masked,
+    "low_rank": LowRank,
+    "places": Places,
     "narrow": Narrow,
     "narrow_rank": NarrowRank,
     # the first layer of a unit changes what it is given; torchvision's EfficientNet ends like that, and is right
@@ -423,3 +445,24 @@ class Counts(Classes):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return super().loss(output, target) * (1 + 0.5 * self.done)
+
+
+class LastDecay(Classes):
+    """One rank changes a weight a little, after the last step of a proof."""
+
+    def __init__(self, name: str = "middle.weight") -> None:
+        self.name = name
+
+    def after_step(self, network: nn.Module, step: int) -> None:
+        if step == 3:
+            network.get_parameter(self.name).mul_(1 - 1e-5 * rank())
+
+
+class LateMetric(Classes):
+    """A metric that one rank gets wrong from its third batch on."""
+
+    batches = 0
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        self.batches += 1
+        return {"accuracy": (output.argmax(1) == target).sum() + (rank() if self.batches > 2 else 0)}

@@ -58,6 +58,8 @@ NODES = {
         "own_decay": "OwnDecay",
         "of_dicts": "OfDicts",
         "counts": "Counts",
+        "last_decay": "LastDecay",
+        "late_metric": "LateMetric",
     },
     "schedule": {"remembering": "Remembering"},
     "optimizer": {"scaled_rate": "ScaledRate\nlr: 0.1"},
@@ -218,6 +220,13 @@ PLANTED = {
     "summed": (["task=summed"], "step 1, loss, loss", "it is 1/2 times that of one process"),
     "meaned": (["task=meaned"], "step 3, evaluation, accuracy", "no sum over samples"),
     "own_decay": (["task=own_decay"], "step 1, update, middle.weight", "Task.after_step"),
+    "low_rank": (
+        ["+model.kind=low_rank", "task=last_decay", "+task.name=middle.down.weight"],
+        "step 3, update, middle.down.weight",
+        "Task.after_step",
+    ),
+    "places": (["+model.kind=places", "task=last_decay"], "step 3, update, middle.weight", "Task.after_step"),
+    "late_metric": (["task=late_metric", "loop.eval_batch=24"], "step 3, evaluation, accuracy", "a metric"),
     "scaled_rate": (["optimizer=scaled_rate"], "step 1, update, embed.weight", "the optimizer"),
 }
 

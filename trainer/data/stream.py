@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,18 +96,22 @@ class EvaluationStream:
         ((_, inputs, targets),) = self._samples.read(0, [indices], training=False)
         return inputs, targets
 
-    def batches(self, most: int | None = None) -> Iterator[tuple[Batch, int]]:
+    def batches(self, at: Sequence[int] | None = None) -> Iterator[tuple[Batch, int]]:
         """Micro-batches of each batch, and how many of their samples count; as many of them on every rank.
 
-        `most`: stop after so many batches.
+        at: the numbers of some batches, in order; None: all.
         """
-        samples = range(self.size)
-        wholes = [samples[at : at + self._global_batch] for at in samples[:: self._global_batch][:most]]
+        samples, size = range(self.size), self._global_batch
+        wholes = [samples[number * size : (number + 1) * size] for number in (range(len(self)) if at is None else at)]
         for whole, step in zip(wholes, self._cutting.read(0, map(self._cut, wholes), training=False), strict=True):
             spans = self._spans(len(whole))
             for (indices, inputs, targets), span in zip(step, spans, strict=True):
                 batch = Batch(inputs, targets, indices, span, len(whole), whole.start > 0)
                 yield batch, len(self._own.rows(span))
+
+    def __len__(self) -> int:
+        """How many batches there are."""
+        return -(-self.size // self._global_batch)
 
     def _cut(self, whole: range) -> Cut:
         """This rank's samples of a batch, and its rows of each micro-batch.

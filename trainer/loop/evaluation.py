@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def rehearse(
     are no sums.
     """
     refuse_metrics(placed, stream, strategy.world)
-    figures = figures_of(strategy, placed, task, stream, 1, show)
+    figures = figures_of(strategy, placed, task, stream, range(1), show)
     for key, name in wanted.items():
         if (bare := name.removeprefix("-")) not in figures:
             averaged = bare.startswith("ema_") and not any(each.startswith("ema_") for each in figures)
@@ -42,14 +42,14 @@ def rehearse(
 
 
 def figures_of(
-    strategy: Strategy, placed: Placed, task: Task, stream: EvaluationStream, most: int, show: NoShow = UNSEEN
+    strategy: Strategy, placed: Placed, task: Task, stream: EvaluationStream, at: Sequence[int], show: NoShow = UNSEEN
 ) -> dict[str, float]:
-    """Collective: figures over the first batches of a set, so many at most."""
+    """Collective: figures over some batches of a set, by their numbers."""
     figures: dict[str, float] = {}
     for prefix, weights in placed.average.views():
         sums: dict[str, Tensor | float] = {}
         with weights, torch.no_grad(), show.watching(placed, prefix) as through, keeping(placed) as kept:
-            for batch, valid in kept.through(through(stream.batches(most))):
+            for batch, valid in kept.through(through(stream.batches(at))):
                 _add(sums, placed.evaluate(batch, valid))
         figures |= _figures(task, strategy.totals(sums).read(), kept.read(strategy), prefix)
     return figures

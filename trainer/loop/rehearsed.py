@@ -67,7 +67,7 @@ class Measured(Around):
 
 def refuse_metrics(placed: Placed, stream: EvaluationStream, ranks: Ranks) -> None:
     """Collective: Refusal where the metrics of one sample have another shape than those of a micro-batch."""
-    whole, _ = next(iter(stream.batches(1)))
+    whole, _ = next(iter(stream.batches(range(1))))
     inner, placed.task = placed.task, (task := Measured(placed.task))
     try:
         with torch.no_grad():

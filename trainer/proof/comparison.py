@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from trainer.parallel.state import AVERAGE, PREFIX
-from trainer.proof.record import GRADIENT, RESUME, UPDATE, Key, Record
+from trainer.proof.record import GRADIENT, INITIAL, RESUME, UPDATE, Key, Record
 from trainer.proof.rounding import ABOVE
 
 _OF_VALUES = 1e-3  # as Exactness.of_phase, of weights and buffers: running means take up what Adam has made of a bias
@@ -86,14 +86,27 @@ def _scaled(reference: Record, exact: Exactness) -> Iterator[tuple[int, Key, flo
     at, nothing = 0, set[str]()
     for _, group in groupby(reference.values, key=lambda key: (key.step, key.phase)):
         largest = {key: float(reference.table(key)[:, 1].max()) for key in group}
-        most = max(largest.values())
+        # a buffer that nothing changes, as large as it may be, says nothing of how far weights are rounded
+        moving = [own for key, own in largest.items() if not _still(reference, key)]
+        most = max(moving or largest.values())
         for key, own in largest.items():
-            if key.phase == GRADIENT and own < exact.nothing * most:
+            # none at all makes no steps: of LoRA's A, or after a ReZero, the first gradient is exactly 0
+            if key.phase == GRADIENT and 0 < own < exact.nothing * most:
                 nothing.add(key.name)
             values = key.phase in (UPDATE, RESUME)
             if not values or _parameter(key.name) not in nothing:
                 yield at, key, max((_OF_VALUES if values else exact.of_phase) * most, 1e-300)
             at += 1
+
+
+def _still(reference: Record, key: Key) -> bool:
+    """Is it as it was before training?"""
+    first = Key(0, INITIAL, key.name)
+    return (
+        key.phase in (UPDATE, RESUME)
+        and first in reference.values
+        and reference.table(first).equal(reference.table(key))
+    )
 
 
 def _parameter(name: str) -> str:
