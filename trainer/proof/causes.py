@@ -6,7 +6,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from trainer.proof.record import DATA, EVALUATION, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE
+from trainer.proof.record import (
+    CLIPPED,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    GRADIENT,
+    INITIAL,
+    LOSS,
+    NORM,
+    RATE,
+    RESUME,
+    STEP,
+    UPDATE,
+)
 
 _STRAYS = (
     "random numbers for rows that are no samples: dropout over nodes of graphs that stand one after the other, or over"
@@ -56,6 +69,9 @@ def likely(first: First, here: Circumstances) -> str:
         LOSS: lambda: _loss(first, here),
         GRADIENT: lambda: _gradient(first, here),
         NORM: lambda: "clipping: the gradients are the same, and the norm that is taken of them is not",
+        RATE: lambda: "the schedule: the learning rate, or another number by which the optimizer steps, is another",
+        CLIPPED: lambda: "clipping: gradients and their norm are the same, and what the optimizer gets is not",
+        STEP: lambda: "the optimizer: gradients are the same and what it makes of them is not",
         UPDATE: lambda: _update(first, here),
         RESUME: lambda: "saving or reading: the checkpoint does not give back what was there",
         EVALUATION: lambda: (
@@ -63,7 +79,7 @@ def likely(first: First, here: Circumstances) -> str:
             " depends on the other samples of its batch"
         ),
     }
-    keeper = {DATA: "Data", LOSS: "Task", UPDATE: "Schedule or Task"}.get(first.phase)
+    keeper = {DATA: "Data", LOSS: "Task", RATE: "Schedule", UPDATE: "Task"}.get(first.phase)
     resume = f"the resume: something that {keeper} keeps is in no checkpoint; or " if first.resumed and keeper else ""
     return resume + own[first.phase]()
 
@@ -119,7 +135,7 @@ def _gradient(first: First, here: Circumstances) -> str:
 
 def _update(first: First, here: Circumstances) -> str:
     if first.name in here.parameters or first.name.startswith("optimizer/"):
-        return "the optimizer: gradients are the same and what it makes of them is not; or Task.after_step"
+        return "Task.after_step: after the optimizer's step all is the same"
     if first.name.startswith("ema/"):
         return "the moving average of the weights"
     return (

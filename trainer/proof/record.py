@@ -17,7 +17,8 @@ from trainer.proof.layout import Layout
 
 # The phases of a step, in the order of time.
 INITIAL, DATA, FORWARD, LOSS, GRADIENT = "initial values", "data", "forward", "loss", "gradient"
-NORM, UPDATE, RESUME, EVALUATION = "norm", "update", "resume", "evaluation"
+NORM, RATE, CLIPPED, STEP = "norm", "learning rate", "clipped gradient", "optimizer step"
+UPDATE, RESUME, EVALUATION = "update", "resume", "evaluation"
 
 
 class Key(NamedTuple):

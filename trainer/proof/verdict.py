@@ -8,10 +8,10 @@ from typing import Any
 
 from trainer.proof.causes import Circumstances, First, likely
 from trainer.proof.comparison import Compared, Difference
-from trainer.proof.record import FORWARD, GRADIENT, RESUME, UPDATE, Key, Record
+from trainer.proof.record import FORWARD, GRADIENT, RESUME, STEP, UPDATE, Key, Record
 from trainer.proof.rounding import Rounding
 
-_EVERY = (GRADIENT, UPDATE, RESUME)  # phases of which nothing may be missing on all ranks
+_EVERY = (GRADIENT, STEP, UPDATE, RESUME)  # phases of which nothing may be missing on all ranks
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import optimizer_tensors
 from trainer.proof.layout import Layout, by_sample, layouts
 from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
+from trainer.proof.stepping import Stepping
 from trainer.proof.signature import signatures, whole
 from trainer.proof.together import call_together
 from trainer.strategies.placed import Placed
@@ -171,10 +172,13 @@ class Watched:
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
         """Collective: the step, and the norm of its gradient."""
-        norm = self._placed.optimizer_step(optimizer, float("inf") if max_norm is None else max_norm)
+        self._optimizer = optimizer
+        with Stepping(self._placed.network, optimizer) as stepping:
+            norm = self._placed.optimizer_step(optimizer, float("inf") if max_norm is None else max_norm)
         assert norm is not None
         self._number(NORM, "norm", norm)
-        self._optimizer = optimizer
+        for phase, name, signature in stepping.heard:
+            self._record.add(Key(self._ear.step, phase, name), [0], signature)
         return norm
 
     def after_step(self, step: int) -> None:

@@ -1,0 +1,65 @@
+"""What an optimizer gets in a step, and what it makes of it, before anybody else comes to the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.proof.record import CLIPPED, RATE, STEP
+from trainer.proof.signature import signatures, whole
+
+_HOW = ("fused", "foreach", "capturable", "differentiable")  # say how it is computed, not what
+
+
+class Stepping:
+    """Around a step: the rates, the gradient and the new value of each parameter that this rank's optimizer has.
+
+    Collective where ranks hold shards, as the step itself is.
+    """
+
+    def __init__(self, network: nn.Module, optimizer: Optimizer) -> None:
+        self.heard: list[tuple[str, str, Tensor]] = []  # phase, name of the parameter, signature
+        self._names = {parameter: name for name, parameter in network.named_parameters()}
+        self._optimizer = optimizer
+
+    def __enter__(self) -> Self:
+        before = self._optimizer.register_step_pre_hook(self._before)
+        self._hooks = before, self._optimizer.register_step_post_hook(self._after)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, *_: Any) -> None:
+        for name, _, group in self._owned():
+            self._hear(RATE, name, torch.tensor(_numbers(group), dtype=torch.float64))
+        for name, parameter, _ in self._owned():
+            assert parameter.grad is not None
+            self._hear(CLIPPED, name, parameter.grad)
+
+    def _after(self, *_: Any) -> None:
+        for name, parameter, _ in self._owned():
+            self._hear(STEP, name, parameter)
+
+    def _hear(self, phase: str, name: str, tensor: Tensor) -> None:
+        self.heard.append((phase, name, signatures(whole(tensor).reshape(1, -1))))
+
+    def _owned(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
+        """What this rank's optimizer steps; the last layer first, as gradients come."""
+        groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
+        for parameter, name in reversed(self._names.items()):
+            if parameter in groups and parameter.grad is not None:
+                yield name, parameter, groups[parameter]
+
+
+def _numbers(group: dict[str, Any]) -> list[float]:
+    """The numbers of a group by which its parameters are stepped: rate, decay, momentum."""
+    values = (group[key] for key in sorted(group) if key != "params" and key not in _HOW)
+    several = (value if isinstance(value, tuple | list) else [value] for value in values)
+    return [float(each) for value in several for each in value if isinstance(each, int | float | Tensor)]
