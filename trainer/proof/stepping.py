@@ -37,11 +37,11 @@ class Stepping:
             hook.remove()
 
     def _before(self, *_: Any) -> None:
-        for name, _, group in self._owned():
-            self._hear(RATE, name, torch.tensor(_numbers(group), dtype=torch.float64))
+        groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
         for name, parameter, _ in self._owned():
-            assert parameter.grad is not None
-            self._hear(CLIPPED, name, parameter.grad)
+            self._hear(RATE, name, torch.tensor(_numbers(groups[parameter]), dtype=torch.float64))
+        for name, _, gradient in self._owned():
+            self._hear(CLIPPED, name, gradient)
 
     def _after(self, *_: Any) -> None:
         for name, parameter, _ in self._owned():
@@ -50,12 +50,12 @@ class Stepping:
     def _hear(self, phase: str, name: str, tensor: Tensor) -> None:
         self.heard.append((phase, name, signatures(whole(tensor).reshape(1, -1))))
 
-    def _owned(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
-        """What this rank's optimizer steps; the last layer first, as gradients come."""
-        groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
+    def _owned(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """What this rank's optimizer steps, with its gradient; the last layer first, as gradients come."""
+        owned = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
         for parameter, name in reversed(self._names.items()):
-            if parameter in groups and parameter.grad is not None:
-                yield name, parameter, groups[parameter]
+            if parameter in owned and parameter.grad is not None:
+                yield name, parameter, parameter.grad
 
 
 def _numbers(group: dict[str, Any]) -> list[float]:

@@ -20,8 +20,8 @@ from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import optimizer_tensors
 from trainer.proof.layout import Layout, by_sample, layouts
 from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
-from trainer.proof.stepping import Stepping
 from trainer.proof.signature import signatures, whole
+from trainer.proof.stepping import Stepping
 from trainer.proof.together import call_together
 from trainer.strategies.placed import Placed
 
