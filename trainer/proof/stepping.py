@@ -36,14 +36,14 @@ class Stepping:
         for hook in self._hooks:
             hook.remove()
 
-    def _before(self, *_: Any) -> None:
+    def _before(self, *given: Any) -> None:
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
         for name, parameter, _ in self._owned():
             self._hear(RATE, name, torch.tensor(_numbers(groups[parameter]), dtype=torch.float64))
         for name, _, gradient in self._owned():
             self._hear(CLIPPED, name, gradient)
 
-    def _after(self, *_: Any) -> None:
+    def _after(self, *given: Any) -> None:
         for name, parameter, _ in self._owned():
             self._hear(STEP, name, parameter)
 
