@@ -193,40 +193,57 @@ def of_network(kind: str, where: str, why: str, *words: str) -> tuple[list[str],
     return [f"+model.kind={kind}", *words], f"step 1, forward, middle,{where}", why
 
 
+SEEN = "is another one when other processes are in sight"
 LISTS = ["model=of_rows", "task=of_dicts"]
 # words → where it is found, and which cause is named
 PLANTED = {
-    "own_rank": of_network("own_rank", " samples of rank 1,", "asks for the rank"),
-    "own_rank in turn": of_network("own_rank", " samples of rank 1,", "this rank's own", "loop.micro_batches=2"),
-    "own_eps": of_network("own_eps", " samples of rank 1,", "this rank's own"),
-    "python_random": of_network("python_random", "", "random numbers"),
+    "own_rank": of_network(
+        "own_rank",
+        " samples of rank 1,",
+        "the network: what this module computes is another one when other processes are in sight",
+    ),
+    "own_rank in turn": of_network("own_rank", " samples of rank 1,", SEEN, "loop.micro_batches=2"),
+    "own_eps": of_network("own_eps", " samples of rank 1,", SEEN),
+    "python_random": of_network("python_random", "", "the forward draws from Python's random"),
     "centred": of_network("centred", "", "depends on the other samples"),
     "centred in turn": of_network("centred", "", "depends on the other samples", "loop.micro_batches=2"),
     "chosen": of_network("chosen", "", "chooses"),
     "batch_norm": of_network("batch_norm", "", "strategy.sync_bn=true"),
-    "native_drop": of_network("native_drop", "", "random", "loop.dropout=native"),
-    "own_buffer": (["+model.kind=own_buffer"], "step 1, update, middle.mean", "a buffer that each rank updates"),
+    "native_drop": of_network("native_drop", "", "random numbers: torch's own", "loop.dropout=native"),
+    "own_buffer": (
+        ["+model.kind=own_buffer"],
+        "step 1, update, middle.mean",
+        "a buffer that is updated from",
+    ),
     "own_backward": (["+model.kind=own_backward"], "step 1, gradient, middle.bias,", "a backward of its own"),
-    "own_hook": (["+model.kind=own_hook"], "step 1, gradient, middle.weight,", "a hook"),
-    "own_seed": (["+model.kind=own_seed"], "initial values, middle.weight,", "the seed does not reach"),
+    "own_hook": (
+        ["+model.kind=own_hook"],
+        "step 1, gradient, middle.weight,",
+        SEEN,
+    ),
+    "own_seed": (["+model.kind=own_seed"], "initial values, middle.weight,", "no seed reaches"),
     "unsaved": (["+model.kind=unsaved"], "step 2, forward, middle,", "the resume"),
     "counts": (["task=counts"], "step 2, loss, loss", "the resume: something that Task keeps"),
     "remembering": (["schedule=remembering"], "step 2, learning rate, ", "the resume: something that Schedule"),
     "recalling": (["data=recalling"], "step 2, data, inputs", "the resume: something that Data"),
-    "same_order": (["data=same_order"], "step 3, data, inputs, rank 1", "the data"),
-    "counted": (["data=counted"], "step 1, data, inputs", "the data"),
-    "scaled": (["data=scaled"], "step 1, data, inputs", "the data"),
+    "same_order": (["data=same_order"], "step 3, data, inputs, rank 1", SEEN),
+    "counted": (["data=counted"], "step 1, data, inputs", "repeated in the same process"),
+    "scaled": (["data=scaled"], "step 1, data, inputs", "the data: an item depends on the other"),
     "read": ([*LISTS, "data=read"], "step 1, data, inputs.*", "the data"),
-    "summed": (["task=summed"], "step 1, loss, loss", "it is 1/2 times that of one process"),
+    "summed": (["task=summed"], "step 1, loss, loss", "It is 1/2 times that of one process"),
     "meaned": (["task=meaned"], "step 3, evaluation, accuracy", "no sum over samples"),
-    "own_decay": (["task=own_decay"], "step 1, update, middle.weight", "Task.after_step"),
+    "own_decay": (["task=own_decay"], "step 1, update, middle.weight", "the task: after_step"),
     "low_rank": (
         ["+model.kind=low_rank", "task=last_decay", "+task.name=middle.down.weight"],
         "step 3, update, middle.down.weight",
-        "Task.after_step",
+        "the task: after_step",
     ),
-    "places": (["+model.kind=places", "task=last_decay"], "step 3, update, middle.weight", "Task.after_step"),
-    "late_metric": (["task=late_metric", "loop.eval_batch=24"], "step 3, evaluation, accuracy", "a metric"),
+    "places": (["+model.kind=places", "task=last_decay"], "step 3, update, middle.weight", "the task: after_step"),
+    "late_metric": (
+        ["task=late_metric", "loop.eval_batch=24"],
+        "step 3, evaluation, accuracy",
+        SEEN,
+    ),
     "scaled_rate": (["optimizer=scaled_rate"], "step 1, optimizer step, head.bias", "the optimizer"),
 }
 
@@ -236,7 +253,7 @@ def test_a_planted_mistake_is_found_where_it_is(processes: Processes, home: Path
     words, where, why = PLANTED[mistake]
     said = verdict(processes, home, 2, [*NET, *words], ["strategy=ddp"])
     assert said.startswith(f"DIFFERS at {where}"), said
-    assert why in said.split("likely: ")[1].splitlines()[0], said
+    assert why in said.split("cause: ")[1].splitlines()[0], said
 
 
 @pytest.mark.long
@@ -266,10 +283,20 @@ def broken(launch: Launch, place: Path, words: list[str], target: str, change: s
 @pytest.mark.parametrize(
     ("target", "change", "where", "why"),
     [
-        ("trainer.strategies.placed.times", "one", "step 1, gradient, head.bias", "averaging: the gradient is 2 times"),
-        ("trainer.strategies.placed.global_norm", "twice", "step 1, norm, norm", "clipping"),
-        ("trainer.strategies.placed.restore_optimizer", "nothing", "step 1, resume, optimizer/", "saving or reading"),
-        ("trainer.records.saver.Beside.copied", "itself", "step 1, resume, ", "saving or reading"),
+        (
+            "trainer.strategies.placed.times",
+            "one",
+            "step 1, gradient, head.bias",
+            "the strategy: how it adds up",
+        ),
+        ("trainer.strategies.placed.global_norm", "twice", "step 1, norm, norm", "the strategy: the norm"),
+        (
+            "trainer.strategies.placed.restore_optimizer",
+            "nothing",
+            "step 1, resume, optimizer/",
+            "the strategy: saving",
+        ),
+        ("trainer.records.saver.Beside.copied", "itself", "step 1, resume, ", "the strategy: saving"),
     ],
 )
 def test_a_mistake_of_a_strategy_is_found(
@@ -279,7 +306,7 @@ def test_a_mistake_of_a_strategy_is_found(
     how = partial(broken, target=target, change=change)
     said = verdict(processes, home, 2, words, ["strategy=ddp", "loop.micro_batches=2"], how)
     assert said.startswith(f"DIFFERS at {where}"), said
-    assert why in said.split("likely: ")[1].splitlines()[0], said
+    assert why in said.split("cause: ")[1].splitlines()[0], said
 
 
 def test_without_a_mistake_nothing_is_found(processes: Processes, home: Path) -> None:

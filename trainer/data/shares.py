@@ -18,7 +18,7 @@ from trainer.data.tree import has_rows, moved, named, picked, rows
 from trainer.devices import pins
 from trainer.refusal import Refusal
 
-_MIXING = 0x6D6978  # sets the numbers of mixing apart from those of augmenting
+MIXING = 0x6D6978  # sets the numbers of mixing apart from those of augmenting
 
 Share = tuple[Tensor, Any, Any]  # indices on the CPU; inputs and targets on the device
 Cut = tuple[Tensor, Sequence[range]]  # the indices of a share, and which of them each of its micro-batches has
@@ -127,7 +127,7 @@ class MixedShares(Shares):
         for indices, *both in self._samples.read(epoch, lists, training=True):
             _refuse_unmixed((indices, *both))
             own = indices[:count]
-            random = Random(mix(self._own.seed, _MIXING), epoch, moved(own, self._own.device))
+            random = Random(mix(self._own.seed, MIXING), epoch, moved(own, self._own.device))
             inputs, targets = rows(both, 0, count, size)
             others, other_targets = picked(both, partners, size)
             yield cut((own, *self._data.mix(inputs, targets, others, other_targets, random)), parts)

@@ -19,6 +19,7 @@ from trainer.launch.signals import StopRequest
 from trainer.learning.cadence import Due, Every
 from trainer.loop.evaluation import figures_of
 from trainer.loop.progress import Progress
+from trainer.proof.constant import AS_DRAWN, AsDrawn
 from trainer.proof.drops import drop_nothing
 from trainer.proof.record import EVALUATION, Key, Record
 from trainer.proof.signature import signatures
@@ -61,16 +62,18 @@ def trial(
     stop: StopRequest,
     resume: int | None = None,
     shake: float = 0.0,
+    draws: AsDrawn = AS_DRAWN,
+    name: str = "",
 ) -> bool:
     """Collective: train to each of these steps in turn, every time from the checkpoint of the last one.
 
     False where somebody asked to stop. resume: the step after which others resume. shake: how far, relative to itself,
-    each weight is moved before the first step.
+    each weight is moved before the first step. draws: what forwards draw. name: tells it from others of its precision.
     """
     keep = replace(run.settings.checkpoint, keep=2)
     run = replace(run, settings=replace(run.settings, checkpoint=keep))
     # each trial goes on from its own checkpoints alone
-    place = run.folder.path / f"{run.machine.resolved_precision}{shake:g}"
+    place = run.folder.path / f"{run.machine.resolved_precision}{shake:g}{name}"
     run = replace(run, folder=RunFolder(place))
     if run.strategy.world.is_main:
         (place / "checkpoints").mkdir(parents=True)
@@ -86,7 +89,7 @@ def trial(
             # which steps of fp16 overflow, and are left out, depends on how a batch is divided: here none does
             trainer.placed.scaler.load({"scaler/scale": torch.tensor(_SCALE)})
             # the loop itself, to this step; what it would do beside steps and saves is left out
-            watched: Any = Watched(trainer.placed, record, resume or ends[0], end)
+            watched: Any = Watched(trainer.placed, record, resume or ends[0], end, draws)
             if start is None:
                 watched.begin()
             trainer.placed, trainer.evaluation = watched, None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from trainer.counted import counted
 from trainer.home import at_home
+from trainer.jobs.experiments import Experiments
 from trainer.jobs.preparation import Job, Prepared, RunParts, prepare
 from trainer.jobs.reference import made_apart
 from trainer.jobs.trial import exactly, named_modules, plainly, surveyed, trial, without_dropout
@@ -19,7 +20,7 @@ from trainer.launch.agreement import decided_by_main
 from trainer.launch.durable import replace_file
 from trainer.launch.nofollow import make_folder, real, refuse_strange
 from trainer.launch.signals import StopRequest
-from trainer.proof.causes import Circumstances
+from trainer.proof.causes import Circumstances, First, likely
 from trainer.proof.comparison import EXACTNESS, Exactness, compared
 from trainer.proof.picture import picture
 from trainer.proof.record import Record
@@ -56,12 +57,13 @@ class Verify(Job):
         screen.redirect(launch.rank, out)
         record = Record(layouts=reference.layouts)
         with StopRequest(launch) as stop, run.strategy:
-            here, world = circumstances(run), run.strategy.world
-            exact = reference.facts["precision"]
+            world, exact = run.strategy.world, reference.facts["precision"]
             with exactly(run, exact):
                 done = trial(run, record, self._ends(run), stop)
-            own = compared(reference, record, self._exactness(exact), reference.facts["floors"])
-            found = world.all_gather_values(own)  # all ranks
+                own = compared(reference, record, self._exactness(exact), reference.facts["floors"])
+                verdict = judged(reference, world.all_gather_values(own), self._ends(run)[0])  # all ranks
+                if done and verdict.first is not None:
+                    verdict = self._explained(verdict, verdict.first, run, reference, record, stop)
             curves = [losses(reference), losses(record)]
             # then as the run itself would compute: there rounding is what a mistake was before
             file = beside(path, run)
@@ -74,7 +76,7 @@ class Verify(Job):
             return failure.exit_code(False, launch)
         precision = run.machine.resolved_precision
         rounding = Rounding(precision, apart(*curves), plain.facts["floor"]) if plain else None
-        verdict = replace(judged(reference, found, self._ends(run)[0], here), rounding=rounding, precision=exact)
+        verdict = replace(verdict, rounding=rounding, precision=exact)
         if launch.is_main:
             steps = self._ends(run)[-1]
             told = lines(verdict, run, steps, dropped, reference.facts["because"])
@@ -87,6 +89,15 @@ class Verify(Job):
             print(f"written     {out / 'verify.json'}, and both curves as a picture, curves.svg")
             self._leave(run)
         return 0 if verdict.same else 1
+
+    def _explained(
+        self, verdict: Verdict, first: First, run: Prepared, reference: Record, record: Record, stop: StopRequest
+    ) -> Verdict:
+        """Collective: the same verdict with its cause, as far as experiments confirm one."""
+        exact = self._exactness(reference.facts["precision"])
+        tried = Experiments(run, reference, first, self._ends(run), exact, stop).tried()
+        here = circumstances(run, record.facts["heard"])
+        return replace(verdict, cause=likely(first, here, tried), tried=tried)
 
     def _write(self, parts: RunParts, path: Path) -> int:
         """Write to a file what one process does, with one micro-batch, and nothing recomputed or compiled."""
@@ -186,15 +197,15 @@ def verify_folder(parts: RunParts) -> Path:
     return real(decided_by_main(launch, "verify-folder", decide))
 
 
-def circumstances(run: Prepared) -> Circumstances:
+def circumstances(run: Prepared, strays: Collection[str]) -> Circumstances:
     """What else is known of the training that is compared."""
     return Circumstances(
         data_ranks=run.strategy.data_group.size,
         micro_batches=run.batches.micro_batches,
-        sync_bn=run.strategy.sync_bn,
-        max_norm=run.settings.loop.max_norm,
+        planned=run.strategy.world.size > run.strategy.data_group.size,
+        native=run.strategy.dropout == "native",
         kinds=named_modules(run.network),
-        parameters=frozenset(name for name, _ in run.network.named_parameters()),
+        strays=strays,
     )
 
 
@@ -234,4 +245,4 @@ def lines(verdict: Verdict, run: Prepared, steps: int, dropped: int, because: st
             *told,
         ]
     told += [f"then        {one}" for one in verdict.others]
-    return [f"DIFFERS at {difference(verdict)}; likely: {verdict.cause}", *told]
+    return [f"DIFFERS at {difference(verdict)}; cause: {verdict.cause}", *told]

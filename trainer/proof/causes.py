@@ -1,9 +1,9 @@
-"""The likely cause of a difference, from where it was seen first, on whom, and by which factor."""
+"""The cause of a difference: what an experiment has confirmed, and no more than that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 
 from trainer.proof.record import (
@@ -21,10 +21,46 @@ from trainer.proof.record import (
     UPDATE,
 )
 
-_STRAYS = (
-    "random numbers for rows that are no samples: dropout over nodes of graphs that stand one after the other, or over"
-    " sequences that are padded on the left"
-)
+# The plain loop of one process once more, with one thing changed: is it another one then, in the same place?
+AGAIN, SHOWN, DIVIDED, ANEW = "repeated", "with the other processes in sight", "divided", "with all objects made anew"
+# The strategy once more, with one thing taken out: is it as the plain loop then?
+CONSTANT, STRAIGHT, ONE_BATCH = "random numbers", "the resume", "micro-batches"
+KEPT, UNCOMPILED, SYNC_BN = "recomputing", "compiling", "strategy.sync_bn=true"
+
+_SUBJECT = {
+    INITIAL: "the network: its constructor",
+    DATA: "the data: what an item or its augmentation is",
+    FORWARD: "the network: what this module computes",
+    LOSS: "the task: its loss",
+    GRADIENT: "the network: a backward of it, or of the task,",
+    NORM: "the network: a gradient",
+    RATE: "the schedule: the rate",
+    CLIPPED: "the network: a gradient",
+    STEP: "the optimizer: what it makes of the same gradients",
+    UPDATE: "the task: after_step, or a buffer of the network,",
+    EVALUATION: "the evaluation: its forward or a metric",
+}
+_KEEPERS = {
+    DATA: "Data keeps",
+    FORWARD: "the forward reads (no parameter, no persistent buffer)",
+    LOSS: "Task keeps",
+    RATE: "Schedule keeps",
+    UPDATE: "Task keeps",
+}
+_STRATEGYS = {
+    INITIAL: "the values that it gives to ranks",
+    DATA: "the samples that a rank reads, and where it goes on",
+    FORWARD: "what it makes of this forward",
+    LOSS: "how it adds up the losses of micro-batches and ranks",
+    GRADIENT: "how it adds up the gradients of micro-batches and ranks",
+    NORM: "the norm that it takes of the same gradients",
+    RATE: "the rate that it gives the optimizer",
+    CLIPPED: "what it does to the same gradients before the step, such as clipping",
+    STEP: "how a rank steps what is its own",
+    UPDATE: "what follows the optimizer's step: what ranks send each other, and averages",
+    RESUME: "saving or reading: the checkpoint does not give back what was there",
+    EVALUATION: "its forward in an evaluation, and which samples count",
+}
 
 
 @dataclass(frozen=True)
@@ -33,10 +69,10 @@ class Circumstances:
 
     data_ranks: int
     micro_batches: int
-    sync_bn: bool
-    max_norm: float | None
+    planned: bool  # do ranks share the work on one sample, as a plan says?
+    native: bool  # are random numbers torch's own?
     kinds: Mapping[str, str]  # of the network's modules, by name
-    parameters: frozenset[str]  # names
+    strays: Collection[str] = ()  # what was heard of draws for rows that are no samples
 
 
 @dataclass(frozen=True)
@@ -53,95 +89,110 @@ class First:
     resumed: bool  # is it after the resume?
 
 
-def likely(first: First, here: Circumstances) -> str:
-    """The likely cause, in words."""
-    own = {
-        INITIAL: lambda: (
-            "the ranks do not build the same network: its constructor asks who it is, or draws random"
-            " numbers from what the seed does not reach"
-        ),
-        DATA: lambda: (
-            "the data: what an item or its augmentation is depends on the process that reads it, on a worker,"
-            " on what was read before, or on the other samples of its batch; it may depend on the index, and on the"
+@dataclass(frozen=True)
+class Tried:
+    """What experiments have shown; what was not tried is in none of them."""
+
+    alone: Mapping[str, bool] = field(default_factory=dict)  # does the plain loop differ there as well, so changed?
+    mended: Mapping[str, bool] = field(default_factory=dict)  # is the strategy right, with that taken out?
+    drawn: Collection[str] = ()  # generators that a forward draws from
+    failed: str = ""  # why there is nothing to compare with
+
+
+def likely(first: First, here: Circumstances, tried: Tried) -> str:
+    """The cause, in words: of what experiments have confirmed the nearest; else what they have ruled out."""
+    alone, mended = tried.alone, tried.mended
+    if alone.get(ANEW):
+        return f"the resume: something that {_KEEPERS.get(first.phase, 'an object keeps')} is in no checkpoint"
+    if alone.get(AGAIN):
+        return (
+            f"{_SUBJECT[first.phase]} is another one when the same steps are repeated in the same process: it draws"
+            " random numbers that no seed reaches, or depends on what was done before"
+        )
+    if alone.get(SHOWN):
+        return (
+            f"{_SUBJECT[first.phase]} is another one when other processes are in sight: its code asks for the rank, or"
+            " for their number"
+        )
+    if alone.get(DIVIDED):
+        return _divided(first, here, mended)
+    if mended.get(CONSTANT) and tried.drawn:
+        return _drawn(here, tried.drawn)
+    if tried.failed:
+        return f"not known: the same steps cannot be done without the strategy ({tried.failed})"
+    if mended.get(CONSTANT):
+        return "not known: it did not come again when the same steps were repeated with the strategy"
+    return _strategys(first, here, tried)
+
+
+def _divided(first: First, here: Circumstances, mended: Mapping[str, bool]) -> str:
+    """One process differs as well where it divides its batch so."""
+    if "BatchNorm" in here.kinds.get(first.name, "") and first.phase == FORWARD:
+        if mended.get(SYNC_BN):
+            return (
+                "the network: BatchNorm takes its statistics over the samples of one rank; strategy.sync_bn=true: over"
+                " all ranks"
+            )
+        return "the network: BatchNorm takes its statistics over a micro-batch, so they depend on loop.micro_batches"
+    factor = _factor(first.ratio, here)
+    by = f" It is {factor} times that of one process" if factor else ""
+    return {
+        DATA: (
+            "the data: an item depends on the other samples of its batch; it may depend on the index, and on the"
             " generators that are seeded for it (in Data.augment and Data.mix: `random`)"
         ),
-        FORWARD: lambda: _forward(first, here),
-        LOSS: lambda: _loss(first, here),
-        GRADIENT: lambda: _gradient(first, here),
-        NORM: lambda: "clipping: the gradients are the same, and the norm that is taken of them is not",
-        RATE: lambda: "the schedule: the learning rate, or another number by which the optimizer steps, is another",
-        CLIPPED: lambda: "clipping: gradients and their norm are the same, and what the optimizer gets is not",
-        STEP: lambda: "the optimizer: gradients are the same and what it makes of them is not",
-        UPDATE: lambda: _update(first, here),
-        RESUME: lambda: "saving or reading: the checkpoint does not give back what was there",
-        EVALUATION: lambda: (
-            "the evaluation: a metric that is no sum over samples, or a forward in evaluation mode that"
-            " depends on the other samples of its batch"
+        LOSS: (
+            "the task: Task.loss must be the mean over the Task.weight units of its own samples. A sum, or a division"
+            f" by another number (of the batch, of ranks, of all words), depends on how a batch is divided.{by}"
         ),
-    }
-    keeper = {DATA: "Data", LOSS: "Task", RATE: "Schedule", UPDATE: "Task"}.get(first.phase)
-    resume = f"the resume: something that {keeper} keeps is in no checkpoint; or " if first.resumed and keeper else ""
-    return resume + own[first.phase]()
+        GRADIENT: (
+            "the network: a backward of its own (autograd.Function, a hook), or of the task's, that is not linear in"
+            " the samples: it depends on how a batch is divided"
+        ),
+        UPDATE: (
+            "the network: a buffer that is updated from the samples that are there, and that nobody brings together"
+        ),
+        EVALUATION: (
+            "the evaluation: a metric that is no sum over samples, or a forward in evaluation mode that depends on the"
+            " other samples of its batch"
+        ),
+    }.get(
+        first.phase,
+        "the network: what this module computes for a sample depends on the other samples of its micro-batch (a mean or"
+        " a sort over the batch, or it chooses by them what it computes)",
+    )
 
 
-def _forward(first: First, here: Circumstances) -> str:
-    kind = here.kinds.get(first.name, "")
-    if "BatchNorm" in kind or "SyncBatchNorm" in kind:
-        if here.data_ranks > 1 and not here.sync_bn:
-            return "BatchNorm takes its statistics over the samples of one rank; strategy.sync_bn=true: over all ranks"
-        if here.micro_batches > 1:
-            return "BatchNorm takes its statistics over a micro-batch, so they depend on loop.micro_batches"
-    if first.resumed:
-        return "the resume: something that the forward reads is in no checkpoint (no parameter, no persistent buffer)"
-    if "Drop" in kind:
+def _drawn(here: Circumstances, drawn: Collection[str]) -> str:
+    """Without random numbers it is right."""
+    others = sorted(name for name in drawn if name != "torch's")
+    if others:
         return (
-            f"random numbers: torch's own (loop.dropout=native), which depend on ranks and micro-batches, or {_STRAYS}"
+            f"random numbers: the forward draws from {' and '.join(others)} generator, which knows nothing of samples;"
+            " torch's draws are each sample's own"
         )
-    if first.others:
+    if here.native:
+        return "random numbers: torch's own (loop.dropout=native) depend on ranks and micro-batches"
+    if here.strays:
         return (
-            "this rank's own: its code asks for the rank or the process, it draws random numbers (Python's, NumPy's),"
-            " keeps a state of its own, or chooses by its samples what it computes; or its device computes something"
-            f" else; or it draws {_STRAYS}"
+            "random numbers for rows that are no samples: dropout over nodes of graphs that stand one after the other,"
+            " or over sequences that are padded on the left"
         )
-    return (
-        "what this module computes for a sample depends on the other samples of its micro-batch (a mean or a sort over"
-        " the batch, or it chooses by them what it computes), on random numbers, or on a state that ranks do not share"
-        f"; or it draws {_STRAYS}"
-    )
+    return "the strategy: the random numbers that it gives to a sample; without any it trains the same"
 
 
-def _loss(first: First, here: Circumstances) -> str:
-    factor = _factor(first.ratio, here)
-    by = f"it is {factor} times that of one process: " if factor else ""
-    return (
-        f"the loss: {by}Task.loss must be the mean over the Task.weight units of its own samples. A sum, or a division"
-        " by another number (of the batch, of ranks, of all words), gives a loss that depends on how a batch is divided"
-    )
-
-
-def _gradient(first: First, here: Circumstances) -> str:
-    if not first.ranks:
-        return (
-            "no rank has this gradient: its weight takes no part there; it is used outside of the unit that holds it"
-            " (functional_call, a tied weight), or only by some samples"
-        )
-    if factor := _factor(first.ratio, here):
-        return f"averaging: the gradient is {factor} times what it should be, as a sum is to a mean over as many"
-    return (
-        "losses are the same and gradients are not: a backward of its own (autograd.Function, a hook) that is not"
-        " linear in the samples, a weight used outside of the unit that holds it, or a gradient that is not averaged"
-    )
-
-
-def _update(first: First, here: Circumstances) -> str:
-    if first.name in here.parameters or first.name.startswith("optimizer/"):
-        return "Task.after_step: after the optimizer's step all is the same"
-    if first.name.startswith("ema/"):
-        return "the moving average of the weights"
-    return (
-        "a buffer that each rank updates from its own samples, and that nobody brings together (of BatchNorm"
-        " strategy.sync_bn=true does); ranks then go different ways"
-    )
+def _strategys(first: First, here: Circumstances, tried: Tried) -> str:
+    """What users have written is right by itself, however it is divided."""
+    whose = "the strategy, or the plan that says how it divides the network" if here.planned else "the strategy"
+    what = _STRATEGYS[first.phase]
+    if first.phase == GRADIENT and not first.ranks:
+        what = "no rank has this gradient: it was lost, or its weight is used outside of the unit that holds it"
+    elif first.phase in (GRADIENT, LOSS) and (factor := _factor(first.ratio, here)):
+        what += f"; it is {factor} times what it should be, as a sum is to a mean over as many"
+    right = next((name for name in (STRAIGHT, ONE_BATCH, KEPT, UNCOMPILED) if tried.mended.get(name)), "")
+    without = f"; without {right} it is right" if right else ""
+    divided = ", also divided as it divides them" if DIVIDED in tried.alone else ""
+    return f"{whose}: {what}{without}. Network, task and data are right on one process{divided}"
 
 
 def _factor(ratio: float, here: Circumstances) -> str:
@@ -152,8 +203,4 @@ def _factor(ratio: float, here: Circumstances) -> str:
         (str(n) for n in wholes if abs(ratio - n) < 1e-3 * n),
         (f"1/{n}" for n in wholes if abs(ratio * n - 1) < 1e-3),
     )
-    return next(_sorted(fits), "")
-
-
-def _sorted(words: Iterator[str]) -> Iterator[str]:
-    return iter(sorted(words, key=len))
+    return next(iter(sorted(fits, key=len)), "")

@@ -46,7 +46,7 @@ def _parted(names: list[str], step: int) -> str:
     first = next(name for name in names if name)
     said = [f"{name or 'nothing more'} on rank {', '.join(ranks)}" for name, ranks in who.items()]
     return (
-        f"DIFFERS at step {step}, forward, {first}: what is called is {'; '.join(said)}; likely: a choice of layers by"
+        f"DIFFERS at step {step}, forward, {first}: what is called is {'; '.join(said)}; cause: a choice of layers by"
         " a rank's own samples. Each of them is a unit, which ranks gather together: they would compute with parts of"
         " different ones, or wait for each other for ever. ddp with strategy.find_unused_parameters=true can do it; or"
         " a plan's shard that names the module around the choice, so that it is one unit"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.proof.causes import Circumstances, First, likely
+from trainer.proof.causes import First, Tried
 from trainer.proof.comparison import Compared, Difference
 from trainer.proof.record import FORWARD, GRADIENT, RESUME, STEP, UPDATE, Key, Record
 from trainer.proof.rounding import Rounding
@@ -23,6 +23,7 @@ class Verdict:
     gaps: dict[str, float]  # of each phase
     rows: Sequence[int]  # samples of the global batch that differ first
     cause: str = ""
+    tried: Tried = field(default_factory=Tried)  # the experiments that it follows from
     others: Sequence[str] = ()  # what differs after it, in the order of time
     modules: tuple[int, int] = (0, 0)  # compared, of those that were called
     rounding: Rounding | None = None  # in the precision of the run, where that is another one
@@ -38,8 +39,11 @@ class Verdict:
         return {"same": self.same, **asdict(self)}
 
 
-def judged(reference: Record, found: Sequence[Compared], resume: int, here: Circumstances) -> Verdict:
-    """What the findings of all ranks mean. resume: the step after which the run went on from a checkpoint."""
+def judged(reference: Record, found: Sequence[Compared], resume: int) -> Verdict:
+    """What the findings of all ranks mean, without a cause yet.
+
+    resume: the step after which the run went on from a checkpoint.
+    """
     gaps: dict[str, float] = {}
     for one in found:
         for phase, gap in one.gaps.items():
@@ -61,7 +65,7 @@ def judged(reference: Record, found: Sequence[Compared], resume: int, here: Circ
     first = _first(keys[order[0]], by_key.get(order[0], []), found, resume)
     rows = sorted({row for _, one in by_key.get(order[0], []) for row in one.rows})
     others = [spoken(keys[at]) for at in order[1:8]]
-    return Verdict(first, gap, gaps, rows, likely(first, here), others, modules)
+    return Verdict(first, gap, gaps, rows, others=others, modules=modules)
 
 
 def _first(key: Key, here: Sequence[tuple[int, Difference]], found: Sequence[Compared], resume: int) -> First:

@@ -18,6 +18,7 @@ from trainer.parallel.backward import in_backward
 from trainer.parallel.gather import present_span
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import optimizer_tensors
+from trainer.proof.constant import AS_DRAWN, AsDrawn
 from trainer.proof.layout import Layout, by_sample, layouts
 from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
 from trainer.proof.signature import signatures, whole
@@ -32,7 +33,7 @@ class Ear:
     """Hears what goes into a step and what each module of a network makes of it."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks) -> None:
-        self._ranks, self.hears = ranks, False  # hears: is a step under way that is listened to?
+        self.ranks, self.hears = ranks, False  # hears: is a step under way that is listened to?
         self._calls: Counter[tuple[str, range]] = Counter()
         for name, module in modules:
             module.register_forward_hook(partial(self._called, name))
@@ -61,7 +62,7 @@ class Ear:
 
     def _rows(self, span: range) -> Sequence[int]:
         """Which samples of the global batch this rank has of a span: they are dealt in turn."""
-        return span[(self._ranks.rank - span.start) % self._ranks.size :: self._ranks.size]
+        return span[(self.ranks.rank - span.start) % self.ranks.size :: self.ranks.size]
 
     def _hear(self, phase: str, name: str, call: int, tree: Any, rows: Sequence[int]) -> None:
         """What is heard of these rows of the global batch: tensors, in whatever they are."""
@@ -128,9 +129,12 @@ class Scribe(Ear):
 class Watched:
     """A placed network, as the loop sees it, whose steps leave signatures."""
 
-    def __init__(self, placed: Placed, record: Record, resume: int, last: int) -> None:
-        """resume: the step after which a run goes on from a checkpoint, or might. last: the last step that is told."""
-        self._last = last
+    def __init__(self, placed: Placed, record: Record, resume: int, last: int, draws: AsDrawn = AS_DRAWN) -> None:
+        """resume: the step after which a run goes on from a checkpoint, or might. last: the last step that is told.
+
+        draws: what forwards draw.
+        """
+        self._last, self._draws = last, draws
         self._placed, self._record, self._resume = placed, record, resume
         # a hook would be compiled, too, and change what is compiled: there only the step as a whole is heard
         modules = [] if placed.strategy.machine.compile else placed.network.named_modules()
@@ -138,6 +142,7 @@ class Watched:
         self._ear = Scribe(modules, ranks, record)
         if not placed.strategy.machine.compile:
             call_together(placed.network, ranks, lambda: self._ear.step if self._ear.hears else None)
+            placed.network.register_forward_pre_hook(lambda *_: draws.begin())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._placed, name)
@@ -160,7 +165,7 @@ class Watched:
         self._ear.step = step + 1
         if step == self._last:
             self._record = self._ear.record = Record(layouts=self._record.layouts)  # nobody reads it
-        with self._ear.listening(batches):
+        with self._ear.listening(batches), self._draws:
             sums = self._placed.forward_backward(batches, step)
         for name, loss in self._placed.strategy.totals(sums).read().items():
             self._number(LOSS, name, loss)
@@ -184,6 +189,7 @@ class Watched:
     def after_step(self, step: int) -> None:
         """Collective: what follows a step, and the values that it leaves."""
         self._placed.after_step(step)
+        self._record.facts.setdefault("heard", []).extend(self._placed.heard())
         self._placed.settle()
         self._values(step, UPDATE, self._optimizer)
         if step == self._resume:

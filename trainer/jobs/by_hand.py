@@ -1,0 +1,279 @@
+"""The same steps by a plain loop on this process, without any strategy: is what a user has written right by itself?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from trainer.data.draws import Random
+from trainer.data.order import Order, size_of
+from trainer.data.reader import Loading
+from trainer.data.seeds import mix
+from trainer.data.shares import MIXING, Samples
+from trainer.data.slice import Slice, spans
+from trainer.data.stream import Batch
+from trainer.jobs.initial import Initial
+from trainer.jobs.memory import evaluation_batch
+from trainer.jobs.preparation import Prepared, read_data, seeded_network
+from trainer.learning.optimizer import begin_momentum, no_fused_step, parameter_groups, set_rates
+from trainer.learning.task import units
+from trainer.loop.progress import Progress
+from trainer.parallel.batch_norm import batch_norms
+from trainer.parallel.gather import dealt, gathering_over
+from trainer.parallel.ranks import Ranks
+from trainer.parallel.state import optimizer_tensors
+from trainer.proof.constant import Constant
+from trainer.proof.record import EVALUATION, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
+from trainer.proof.signature import signatures, whole
+from trainer.proof.stepping import Stepping
+from trainer.proof.watched import Scribe
+from trainer.refusal import Refusal
+from trainer.strategies.form import Form
+from trainer.strategies.loss import by_name
+
+
+class How(NamedTuple):
+    """What is different from the plain loop over whole batches."""
+
+    ranks: int = 1  # into so many shares each global batch is dealt
+    micro_batches: int = 1  # into so many spans it is cut before
+    anew: bool = False  # at the resume all but weights and the optimizer's memory is made anew
+    still_norms: bool = False  # BatchNorm by its running statistics: they are somebody else's matter
+    hidden: bool = True  # that there are other processes
+
+
+class Nobody(Ranks):
+    """Ranks that cannot be asked: what needs the samples of others cannot be divided by hand."""
+
+    size = 2
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        raise Refusal("the task gathers rows of all ranks")
+
+
+class Part(NamedTuple):
+    """Some samples of a global batch."""
+
+    batch: Batch
+    weight: float  # units that its loss is the mean of
+    seat: Ranks  # whose it is
+
+
+def by_hand(
+    run: Prepared, layouts: Any, start: Progress, ends: Sequence[int], last: int, how: How
+) -> tuple[Record, set[str]]:
+    """Train from `start` in the data to the step `last`; what it leaves, and whose random numbers were drawn.
+
+    ends: the step after which the run resumes, and the last one of all, with an evaluation. What is drawn is the same
+    for every sample: two of these differ in something else.
+    """
+    record, constant = Record(layouts=layouts), Constant()
+    with unseen() if how.hidden else nullcontext():
+        plain = ByHand(run, how, record, constant)
+        plain.start()
+        plain.train(start, last, ends[0])
+        if run.evaluation is not None and last == ends[-1]:
+            plain.evaluate(last)
+    return record, constant.moved
+
+
+@dataclass
+class ByHand:
+    """What a start of a run makes, and a loop over it."""
+
+    run: Prepared
+    how: How
+    record: Record
+    constant: Constant
+
+    def start(self) -> None:
+        """Make everything as a start of the run does."""
+        run = self.run = replace(self.run, **self.run.make_anew())
+        run.training, run.evaluation = read_data(run)
+        network = seeded_network(run)
+        initial = Initial(run.settings.init_from, run.settings.checkpoint.best or run.task.best)
+        initial.look(network)
+        initial.fill(network)
+        self.network = network.to(run.strategy.device, run.machine.parameter_dtype)
+        groups = parameter_groups(self.network, run.spare_vectors, run.rules)
+        self.optimizer = run.make_optimizer(groups)
+        if no_fused_step(self.optimizer, run.make_optimizer, run.strategy.device, None):
+            self.optimizer = run.make_optimizer([{**group, "fused": False} for group in groups])
+        for group in self.optimizer.param_groups:
+            group["lr"] *= run.schedule.scale(run.settings.loop.global_batch)
+        begin_momentum(self.optimizer)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.ear = Scribe(self.network.named_modules(), Ranks(), self.record)
+        self.form = Form(self.network, run.machine.parameter_dtype, run.machine.channels_last)
+        self.order = Order(run.data, run.training, run.settings.seed)
+        self._mode(True)
+
+    def train(self, progress: Progress, last: int, resume: int) -> None:
+        """So many steps from here in the data; after one of them a run resumes."""
+        loop = self.run.settings.loop
+        self._values(0, INITIAL)
+        progress = replace(progress)
+        while progress.step < last:
+            indices = self.order(progress.epoch)[progress.position :][: loop.global_batch]
+            step, epoch = progress.step, progress.epoch
+            progress.advance(loop.global_batch, self.order.length)
+            self.step(step, epoch, indices)
+            if step + 1 == resume:
+                if self.how.anew:
+                    self.again()
+                self._values(resume, RESUME)
+
+    def again(self) -> None:
+        """Everything anew, with the values that there were."""
+        values, memory, schedule = self.network.state_dict(), self.optimizer.state_dict(), self.run.schedule.state()
+        self.start()
+        self.network.load_state_dict(values)
+        self.optimizer.load_state_dict(memory)
+        self.run.schedule.load(schedule)
+
+    def step(self, step: int, epoch: int, indices: Tensor) -> None:
+        """One optimizer step over a global batch."""
+        run, network = self.run, self.network
+        set_rates(self.optimizer, self._rates, run.schedule(step, epoch, run.length.steps))
+        self.ear.step = step + 1
+        parts = list(self._divided(epoch, indices))
+        total = sum(part.weight for part in parts) or 1.0
+        sums: dict[str, Tensor] = {}
+        begun = {rank: deepcopy(dict(network.named_buffers())) for rank in range(self.how.ranks)}
+        for part in parts:
+            self._take(begun, part.seat.rank)  # each rank has buffers of its own
+            with self.ear.listening([part.batch]), self._forward(part) as (inputs, targets):
+                losses = by_name(run.task.loss(run.task.forward(network, inputs, targets), targets))
+                share = part.weight / total
+                sums = {name: sums.get(name, 0.0) + loss.detach() * share for name, loss in losses.items()}
+                (losses["loss"] * share).backward()
+        self._take(begun, 0)
+        for name, loss in sums.items():
+            self._add(step + 1, LOSS, name, loss)
+        # as a backward comes to them: the last layer first
+        gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+        for name, gradient in reversed(gradients.items()):
+            self._add(step + 1, GRADIENT, name, gradient)
+        norm = get_total_norm([whole(gradient) for gradient in gradients.values()])
+        self._add(step + 1, NORM, "norm", norm)
+        if run.settings.loop.max_norm is not None:
+            for gradient in gradients.values():
+                gradient.mul_((run.settings.loop.max_norm / (norm + 1e-6)).clamp(max=1.0))
+        with Stepping(network, self.optimizer) as stepping:
+            self.optimizer.step()
+        for phase, name, signature in stepping.heard:
+            self.record.add(Key(step + 1, phase, name), [0], signature)
+        network.zero_grad()
+        with torch.no_grad():
+            run.task.after_step(network, step + 1)
+        self._values(step + 1, UPDATE)
+
+    def _take(self, buffers: dict[int, dict[str, Tensor]], rank: int) -> None:
+        """Sit down in the seat of a rank, with its buffers; leave those of the rank before to it."""
+        held = dict(self.network.named_buffers())
+        if rank != self.ear.ranks.rank:
+            buffers[self.ear.ranks.rank] = deepcopy(held)
+            for name, buffer in buffers[rank].items():
+                held[name].copy_(buffer)
+        self.ear.ranks = Seat(rank, self.how.ranks)
+
+    def evaluate(self, step: int) -> None:
+        """The figures of some batches of the evaluation set, as the loop would have them."""
+        run, sums = self.run, dict[str, Any]()
+        self._mode(False)
+        size, width = size_of(run.evaluation), evaluation_batch(run.settings.loop)
+        count = -(-size // width)
+        for at in sorted({0, count // 2, count - 1}):
+            for part in self._divided(0, torch.arange(size)[at * width : (at + 1) * width], training=False):
+                with torch.no_grad(), self._forward(part) as (inputs, targets):
+                    output = run.task.forward(self.network, inputs, targets)
+                    loss = by_name(run.task.loss(output, targets))["loss"]
+                    own = {"loss": loss * part.weight, "weight": part.weight, "samples": len(part.batch.indices)}
+                    for name, value in {**run.task.metrics(output, targets), **own}.items():
+                        sums[name] = sums.get(name, 0.0) + value
+        totals = {name: torch.as_tensor(value) for name, value in sums.items()}
+        figures = {"loss": float(totals["loss"] / (totals["weight"] or 1)), **run.task.finish(totals)}
+        for name, value in figures.items():
+            self._add(step, EVALUATION, name, torch.tensor(value, dtype=torch.float64))
+
+    @contextmanager
+    def _forward(self, part: Part) -> Iterator[tuple[Any, Any]]:
+        others: Any = gathering_over(Nobody()) if self.how.ranks > 1 else nullcontext()
+        with self.constant, others, dealt(part.batch.span), self.run.machine.autocast(self.run.strategy.device):
+            self.constant.begin()
+            yield self.form.cast((part.batch.inputs, part.batch.targets))
+
+    def _divided(self, epoch: int, indices: Tensor, training: bool = True) -> Iterator[Part]:
+        """The parts of a global batch, each read by itself, of one rank after the other."""
+        run, size = self.run, len(indices)
+        for seat in (Seat(rank, self.how.ranks) for rank in range(self.how.ranks)):
+            for span in spans(size, min(self.how.micro_batches, size)):
+                rows = torch.tensor([row for row in span if row % seat.size == seat.rank])
+                if not len(rows):
+                    continue
+                inputs, targets = self._read(epoch, indices, rows, training)
+                batch = Batch(inputs, targets, indices[rows], span, size)
+                yield Part(batch, float(units(run.task, targets, len(rows))), seat)
+
+    def _read(self, epoch: int, indices: Tensor, rows: Tensor, training: bool) -> tuple[Any, Any]:
+        """These samples of a global batch, each mixed with its partner where the data mixes."""
+        data, seed, device = self.run.data, self.run.settings.seed, self.run.strategy.device
+        dataset = self.run.training if training else self.run.evaluation
+        samples = Samples(data, dataset, Slice(0, 1, device, seed), Loading(workers=0))
+        ((own, inputs, targets),) = samples.read(epoch, [indices[rows]], training)
+        if data.mix is None or not training:
+            return inputs, targets
+        partners = indices[(rows + len(indices) // 2) % len(indices)]
+        ((_, others, other_targets),) = samples.read(epoch, [partners], training)
+        return data.mix(inputs, targets, others, other_targets, Random(mix(seed, MIXING), epoch, own.to(device)))
+
+    def _mode(self, training: bool) -> None:
+        self.network.train(training)
+        for norm in batch_norms(self.network) if self.how.still_norms else ():
+            norm.eval()
+
+    def _values(self, step: int, phase: str) -> None:
+        for name, tensor in (self.network.state_dict() | optimizer_tensors(self.network, self.optimizer)).items():
+            self._add(step, phase, name, tensor)
+
+    def _add(self, step: int, phase: str, name: str, tensor: Tensor) -> None:
+        self.record.add(Key(step, phase, name), [0], signatures(whole(tensor).reshape(1, -1)))
+
+
+class Seat(Ranks):
+    """A place among ranks that nobody sits on."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, code that asks torch or the environment for other processes learns of none."""
+    words = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SLURM_PROCID", "SLURM_NTASKS")
+    kept = {name: value for name, value in os.environ.items() if name not in words}
+    answers = patch.multiple(dist, is_initialized=_no, get_rank=_first, get_world_size=_one)
+    with patch.dict(os.environ, kept, clear=True), answers:
+        yield
+
+
+def _no() -> bool:
+    return False
+
+
+def _first(*_: Any) -> int:
+    return 0
+
+
+def _one(*_: Any) -> int:
+    return 1
