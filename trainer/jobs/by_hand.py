@@ -22,6 +22,7 @@ from trainer.data.seeds import mix
 from trainer.data.shares import MIXING, Samples
 from trainer.data.slice import Slice, spans
 from trainer.data.stream import Batch
+from trainer.data.tree import floats_as
 from trainer.jobs.initial import Initial
 from trainer.jobs.memory import evaluation_batch
 from trainer.jobs.preparation import Prepared, read_data, seeded_network
@@ -38,8 +39,6 @@ from trainer.proof.signature import signatures, whole
 from trainer.proof.stepping import Stepping
 from trainer.proof.watched import Scribe
 from trainer.refusal import Refusal
-from trainer.strategies.form import Form
-from trainer.strategies.loss import by_name
 
 
 class How(NamedTuple):
@@ -114,7 +113,6 @@ class ByHand:
         begin_momentum(self.optimizer)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self.ear = Scribe(self.network.named_modules(), Ranks(), self.record)
-        self.form = Form(self.network, run.machine.parameter_dtype, run.machine.channels_last)
         self.order = Order(run.data, run.training, run.settings.seed)
         self._mode(True)
 
@@ -153,7 +151,7 @@ class ByHand:
         for part in parts:
             self._take(begun, part.seat.rank)  # each rank has buffers of its own
             with self.ear.listening([part.batch]), self._forward(part) as (inputs, targets):
-                losses = by_name(run.task.loss(run.task.forward(network, inputs, targets), targets))
+                losses = _parts(run.task.loss(run.task.forward(network, inputs, targets), targets))
                 share = part.weight / total
                 sums = {name: sums.get(name, 0.0) + loss.detach() * share for name, loss in losses.items()}
                 (losses["loss"] * share).backward()
@@ -197,7 +195,7 @@ class ByHand:
             for part in self._divided(0, torch.arange(size)[at * width : (at + 1) * width], training=False):
                 with torch.no_grad(), self._forward(part) as (inputs, targets):
                     output = run.task.forward(self.network, inputs, targets)
-                    loss = by_name(run.task.loss(output, targets))["loss"]
+                    loss = _parts(run.task.loss(output, targets))["loss"]
                     own = {"loss": loss * part.weight, "weight": part.weight, "samples": len(part.batch.indices)}
                     for name, value in {**run.task.metrics(output, targets), **own}.items():
                         sums[name] = sums.get(name, 0.0) + value
@@ -211,7 +209,7 @@ class ByHand:
         others: Any = gathering_over(Nobody()) if self.how.ranks > 1 else nullcontext()
         with self.constant, others, dealt(part.batch.span), self.run.machine.autocast(self.run.strategy.device):
             self.constant.begin()
-            yield self.form.cast((part.batch.inputs, part.batch.targets))
+            yield floats_as((part.batch.inputs, part.batch.targets), self.run.machine.parameter_dtype)
 
     def _divided(self, epoch: int, indices: Tensor, training: bool = True) -> Iterator[Part]:
         """The parts of a global batch, each read by itself, of one rank after the other."""
@@ -248,6 +246,12 @@ class ByHand:
 
     def _add(self, step: int, phase: str, name: str, tensor: Tensor) -> None:
         self.record.add(Key(step, phase, name), [0], signatures(whole(tensor).reshape(1, -1)))
+
+
+def _parts(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is minimised, beside its parts if it has any."""
+    several = loss if isinstance(loss, dict) else {"loss": loss}
+    return {**several, "loss": torch.stack(list(several.values())).sum()}
 
 
 class Seat(Ranks):
