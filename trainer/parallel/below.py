@@ -13,17 +13,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.parallel.draw import Draw, Source
 
 
-class Below(TorchDispatchMode):
+class Operators(TorchDispatchMode):
+    """Inside it operators that draw random numbers, from no generator of their own, are done by `drawn`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        return self.drawn(func, *args, **kwargs)
+
+    def drawn(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """What such an operator gives."""
+        return func(*args, **kwargs)
+
+
+class Below(Operators):
     """Inside it operators draw from a source: those that a function of torch consists of."""
 
     def __init__(self, source: Source, many: bool = False, time_first: bool | None = None) -> None:
         super().__init__()
         self._source, self._many, self._time_first = source, many, time_first
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
+    def drawn(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """From the source, unless it has nothing at present."""
         draw = self._source.next()
         if draw is None:
             return func(*args, **kwargs)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.parallel.below import Operators
 
 _AT = torch.ops.aten
 _ONES = (_AT.bernoulli, _AT.bernoulli_)  # nothing is left out
@@ -62,15 +63,13 @@ class Constant(AsDrawn):
                 self.moved.add(name)
 
 
-class _Middle(TorchDispatchMode):
+class _Middle(Operators):
     def __init__(self, moved: set[str]) -> None:
         super().__init__()
         self._moved = moved
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
+    def drawn(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """The middle of what it may give."""
         packet = func.overloadpacket
         if packet is _AT.native_dropout:
             x, p, train = args
