@@ -9,7 +9,6 @@ from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 from xml.etree import ElementTree
 
 import pytest
@@ -17,10 +16,11 @@ import torch
 
 from tests.commands import TRANSFORMER, finish, single
 from tests.inside import product
+from tests.planted import PLANTS
+from tests.planted.plant import NET, planted, write_lab
 from tests.processes import Processes
 from tests.quick import quickly
 from trainer.launch.launch import Launch
-from trainer.parallel.clip import global_norm
 from trainer.proof.comparison import EXACTNESS, compared
 from trainer.proof.picture import picture
 from trainer.proof.record import INITIAL, LOSS, Key, Record
@@ -29,52 +29,12 @@ from trainer.refusal import Refusal, Told
 
 pytestmark = pytest.mark.slow
 
-NET = (
-    "--config-dir",
-    "conf",
-    "trust=[tests]",
-    "model=net",
-    "data=numbers",
-    "task=classes",
-    "loop.global_batch=24",
-    "loader.workers=0",
-)
-NODES = {
-    "data": {
-        "numbers": "Numbers",
-        "counted": "Counted",
-        "scaled": "Scaled",
-        "listed": "Listed",
-        "in_dict": "InDict",
-        "read": "Read",
-        "triples": "Triples",
-        "recalling": "Recalling",
-        "same_order": "SameOrder",
-    },
-    "task": {
-        "classes": "Classes",
-        "summed": "Summed",
-        "meaned": "Meaned",
-        "own_decay": "OwnDecay",
-        "of_dicts": "OfDicts",
-        "counts": "Counts",
-        "last_decay": "LastDecay",
-        "late_metric": "LateMetric",
-    },
-    "schedule": {"remembering": "Remembering"},
-    "optimizer": {"scaled_rate": "ScaledRate\nlr: 0.1"},
-    "model": {"net": "net", "of_rows": "OfRows", "of_nodes": "OfNodes"},
-}
-
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the yaml files of the planted mistakes lie, and the references."""
     place = tmp_path_factory.mktemp("planted")
-    for group, nodes in NODES.items():
-        (place / "conf" / group).mkdir(parents=True)
-        for name, target in nodes.items():
-            (place / "conf" / group / f"{name}.yaml").write_text(f"_target_: tests.planted.{target}\n")
+    write_lab(place)
     return place
 
 
@@ -189,71 +149,29 @@ def test_there_is_no_false_alarm(processes: Processes, home: Path, network: str,
         assert said.startswith(f"SAME: {strategy} on {size}"), said
 
 
-def of_network(kind: str, where: str, why: str, *words: str) -> tuple[list[str], str, str]:
-    return [f"+model.kind={kind}", *words], f"step 1, forward, middle,{where}", why
-
-
-SEEN = "is another one when other processes are in sight"
 LISTS = ["model=of_rows", "task=of_dicts"]
-# words → where it is found, and which cause is named
-PLANTED = {
-    "own_rank": of_network(
-        "own_rank",
-        " samples of rank 1,",
-        "the network: what this module computes is another one when other processes are in sight",
-    ),
-    "own_rank in turn": of_network("own_rank", " samples of rank 1,", SEEN, "loop.micro_batches=2"),
-    "own_eps": of_network("own_eps", " samples of rank 1,", SEEN),
-    "python_random": of_network("python_random", "", "the forward draws from Python's random"),
-    "centred": of_network("centred", "", "depends on the other samples"),
-    "centred in turn": of_network("centred", "", "depends on the other samples", "loop.micro_batches=2"),
-    "chosen": of_network("chosen", "", "chooses"),
-    "batch_norm": of_network("batch_norm", "", "strategy.sync_bn=true"),
-    "native_drop": of_network("native_drop", "", "random numbers: torch's own", "loop.dropout=native"),
-    "own_buffer": (
-        ["+model.kind=own_buffer"],
-        "step 1, update, middle.mean",
-        "a buffer that is updated from",
-    ),
-    "own_backward": (["+model.kind=own_backward"], "step 1, gradient, middle.bias,", "a backward of its own"),
-    "own_hook": (
-        ["+model.kind=own_hook"],
-        "step 1, gradient, middle.weight,",
-        SEEN,
-    ),
-    "own_seed": (["+model.kind=own_seed"], "initial values, middle.weight,", "no seed reaches"),
-    "unsaved": (["+model.kind=unsaved"], "step 2, forward, middle,", "the resume"),
-    "counts": (["task=counts"], "step 2, loss, loss", "the resume: something that Task keeps"),
-    "remembering": (["schedule=remembering"], "step 2, learning rate, ", "the resume: something that Schedule"),
-    "recalling": (["data=recalling"], "step 2, data, inputs", "the resume: something that Data"),
-    "same_order": (["data=same_order"], "step 3, data, inputs, rank 1", SEEN),
-    "counted": (["data=counted"], "step 1, data, inputs", "repeated in the same process"),
-    "scaled": (["data=scaled"], "step 1, data, inputs", "the data: an item depends on the other"),
-    "read": ([*LISTS, "data=read"], "step 1, data, inputs.*", "the data"),
-    "summed": (["task=summed"], "step 1, loss, loss", "It is 1/2 times that of one process"),
-    "meaned": (["task=meaned"], "step 3, evaluation, accuracy", "no sum over samples"),
-    "own_decay": (["task=own_decay"], "step 1, update, middle.weight", "the task: after_step"),
-    "low_rank": (
-        ["+model.kind=low_rank", "task=last_decay", "+task.name=middle.down.weight"],
-        "step 3, update, middle.down.weight",
-        "the task: after_step",
-    ),
-    "places": (["+model.kind=places", "task=last_decay"], "step 3, update, middle.weight", "the task: after_step"),
-    "late_metric": (
-        ["task=late_metric", "loop.eval_batch=24"],
-        "step 3, evaluation, accuracy",
-        SEEN,
-    ),
-    "scaled_rate": (["optimizer=scaled_rate"], "step 1, optimizer step, head.bias", "the optimizer"),
-}
 
 
-@pytest.mark.parametrize("mistake", quickly(PLANTED, "own_rank in turn", "read", "counts", "same_order", "summed"))
+def with_mistake(launch: Launch, place: Path, words: list[str], name: str) -> tuple[Any, str]:
+    """The same where the program has this mistake."""
+    with planted(PLANTS[name]):
+        return verified(launch, place, words)
+
+
+def said_of(processes: Processes, place: Path, name: str) -> str:
+    """The verdict on a planted mistake."""
+    plant = PLANTS[name]
+    return verdict(processes, place, plant.size, [*plant.words], [*plant.own], partial(with_mistake, name=name))
+
+
+QUICK = ("own_rank in turn", "counts", "same_order", "summed_at_owner", "stale_activation", "lost_position")
+
+
+@pytest.mark.parametrize("mistake", quickly(PLANTS, *QUICK))
 def test_a_planted_mistake_is_found_where_it_is(processes: Processes, home: Path, mistake: str) -> None:
-    words, where, why = PLANTED[mistake]
-    said = verdict(processes, home, 2, [*NET, *words], ["strategy=ddp"])
-    assert said.startswith(f"DIFFERS at {where}"), said
-    assert why in said.split("cause: ")[1].splitlines()[0], said
+    said = said_of(processes, home, mistake)
+    found = tuple(f"DIFFERS {where}" for where in PLANTS[mistake].found)
+    assert said.startswith(found), said
 
 
 @pytest.mark.long
@@ -269,44 +187,6 @@ def test_ranks_that_gather_different_layers_are_told_so_before_they_do(
     assert other == (said, "")
     assert re.search(r"DIFFERS at step 1, forward, (middle\.layers\.\d): what is called is \1 on rank 0", said), said
     assert "a choice of layers by a rank's own samples" in said
-
-
-def broken(launch: Launch, place: Path, words: list[str], target: str, change: str) -> tuple[Any, str]:
-    """The same where a strategy has a mistake: this function of it is another one."""
-    changes = {"one": lambda x, _: x, "twice": lambda gradients: 2 * global_norm(gradients), "nothing": lambda *_: None}
-    changes["itself"] = lambda _, tensors: {name: one.detach() for name, one in tensors.items()}
-    with patch(target, changes[change]):
-        return verified(launch, place, words)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("target", "change", "where", "why"),
-    [
-        (
-            "trainer.strategies.placed.times",
-            "one",
-            "step 1, gradient, head.bias",
-            "the strategy: how it adds up",
-        ),
-        ("trainer.strategies.placed.global_norm", "twice", "step 1, norm, norm", "the strategy: the norm"),
-        (
-            "trainer.strategies.placed.restore_optimizer",
-            "nothing",
-            "step 1, resume, optimizer/",
-            "the strategy: saving",
-        ),
-        ("trainer.records.saver.Beside.copied", "itself", "step 1, resume, ", "the strategy: saving"),
-    ],
-)
-def test_a_mistake_of_a_strategy_is_found(
-    processes: Processes, home: Path, target: str, change: str, where: str, why: str
-) -> None:
-    words = [*NET, "loop.max_norm=0.1"]
-    how = partial(broken, target=target, change=change)
-    said = verdict(processes, home, 2, words, ["strategy=ddp", "loop.micro_batches=2"], how)
-    assert said.startswith(f"DIFFERS at {where}"), said
-    assert why in said.split("cause: ")[1].splitlines()[0], said
 
 
 def test_without_a_mistake_nothing_is_found(processes: Processes, home: Path) -> None:

@@ -1,11 +1,7 @@
-"""Mistakes as users make them, in networks, tasks and data: what `job=verify` must find and name.
-
-Each class is right in one process, and wrong in several or with micro-batches.
-"""
+"""Networks with a mistake each, as users make them: right in one process, wrong in several or with micro-batches."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Callable
@@ -15,11 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
 
-from trainer import Data, Schedule, Task
-
-WIDTH, CLASSES, SAMPLES = 12, 4, 96
+WIDTH, CLASSES = 12, 4
 
 
 def rank() -> int:
@@ -219,6 +212,18 @@ class Places(nn.Linear):
         self.register_buffer("places", torch.arange(200000.0))
 
 
+class Experts(nn.Module):
+    """Two experts, of which each sample is sent to one. This is right everywhere."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(inside, outside) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (expert(x) for expert in self.experts)
+        return torch.where(x[:, :1] > 0, first, second)
+
+
 KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "own_rank": OwnRank,
     "own_buffer": OwnBuffer,
@@ -240,6 +245,7 @@ KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     # the first layer of a unit changes what it is given; torchvision's EfficientNet ends like that, and is right
     "in_place": lambda inside, outside: nn.Sequential(nn.Dropout(0.2, inplace=True), nn.Linear(inside, outside)),
     "batch_norm": lambda inside, _: nn.BatchNorm1d(inside),
+    "experts": Experts,
     "own_eps": lambda inside, _: OwnEps(inside),
 }
 
@@ -247,222 +253,3 @@ KINDS: dict[str, Callable[[int, int], nn.Module]] = {
 def net(kind: str = "") -> nn.Module:
     """The network, with one of these mistakes or none."""
     return Net(KINDS[kind](16, 16) if kind else None)
-
-
-class ScaledRate(torch.optim.SGD):
-    """It multiplies its rate by the number of processes, as large batches would ask for."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        size = dist.get_world_size() if dist.is_initialized() else 1
-        for group in self.param_groups:
-            for parameter in (one for one in group["params"] if one.grad is not None):
-                parameter.sub_(parameter.grad, alpha=group["lr"] * size)
-
-
-class Remembering(Schedule):
-    """It counts how often it is asked, where no checkpoint keeps it."""
-
-    asked = 0
-
-    def at(self, step: int, epoch: int, progress: float) -> float:
-        self.asked += 1
-        return 1.0 / self.asked
-
-
-class Numbers(Data):
-    """Right everywhere."""
-
-    def train(self) -> Any:
-        x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
-        return TensorDataset(x, x[:, :CLASSES].argmax(1))
-
-    def evaluation(self) -> Any:
-        return self.train()
-
-
-class Counting(TensorDataset):
-    """An item depends on how many this process has read before it."""
-
-    read = itertools.count()
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = super().__getitem__(index)
-        return x + 1e-3 * (next(self.read) % 7), y
-
-
-class Counted(Numbers):
-    def train(self) -> Any:
-        return Counting(*super().train().tensors)
-
-
-class Recalling(Numbers):
-    """What it does to a batch depends on how many came before."""
-
-    batches = 0
-
-    def augment(self, inputs: Any, targets: Any, random: Any, training: bool) -> Any:
-        self.batches += training
-        return inputs * (1 + 1e-3 * self.batches), targets
-
-
-class SameOrder(Numbers):
-    """One rank forgets that there is another epoch."""
-
-    def order(self, epoch: int, generator: torch.Generator) -> Tensor:
-        drawn = torch.randperm(SAMPLES, generator=generator)
-        return drawn.flip(0) if epoch and rank() else drawn
-
-
-class Scaled(Numbers):
-    """A batch is divided by its largest number."""
-
-    def collate(self, items: Any) -> Any:
-        x, y = super().collate(items)
-        return x / x.abs().max(), y
-
-
-class Rows(Dataset[Any]):
-    """Samples of three to six rows, and what is known of each: a dict, in which not all have the same."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
-        rows = torch.randn(3 + index % 4, WIDTH, generator=torch.Generator().manual_seed(index))
-        known = {"label": rows.sum(0)[:CLASSES].argmax(), "first": rows[0]}
-        return rows, known | ({"odd": rows[1]} if index % 2 else {})
-
-
-class Listed(Numbers):
-    """A batch as torchvision's detection has it: a list of samples, a list of dicts. This is right everywhere."""
-
-    def train(self) -> Any:
-        return Rows()
-
-    def collate(self, items: Any) -> Any:
-        return tuple(zip(*items, strict=True))
-
-
-class Read(Listed):
-    """A batch in which each sample is what it is times its place among those of its rank."""
-
-    def collate(self, items: Any) -> Any:
-        inputs, targets = super().collate(items)
-        return tuple(x * (1 + 1e-3 * at) for at, x in enumerate(inputs)), targets
-
-
-class InDict(Listed):
-    """The same, as a dict of lists."""
-
-    def collate(self, items: Any) -> Any:
-        inputs, targets = super().collate(items)
-        return {"rows": list(inputs), "first": [known["first"] for known in targets]}, targets
-
-
-class OfRows(Net):
-    """The mean of what it computes of each row of a sample."""
-
-    def forward(self, x: Any) -> Tensor:
-        return torch.stack(
-            [super(OfRows, self).forward(rows).mean(0) for rows in (x if type(x) is tuple else x["rows"])]
-        )
-
-
-class OfDicts(Task):
-    """Labels that lie in a list of dicts."""
-
-    def loss(self, output: Tensor, target: Any) -> Tensor:
-        return F.cross_entropy(output, torch.stack([known["label"] for known in target]))
-
-
-class Triples(Numbers):
-    """Graphs of three nodes each, which follow each other in a batch. This is right everywhere."""
-
-    def train(self) -> Any:
-        x = torch.randn(SAMPLES, 3, WIDTH, generator=torch.Generator().manual_seed(1))
-        return TensorDataset(x, x.sum(1)[:, :CLASSES].argmax(1))
-
-    def collate(self, items: Any) -> Any:
-        x, labels = super().collate(items)
-        first = 3 * torch.arange(len(x))  # (B,): the first node of each
-        edges = torch.tensor([[0, 1, 2], [1, 2, 0]])  # a ring
-        return {
-            "x": x.flatten(0, 1),
-            "edges": (edges[:, None] + first[:, None]).flatten(1),  # (2, 3·B)
-            "owner": torch.arange(len(x)).repeat_interleave(3),
-            "first": first,
-        }, labels
-
-
-class OfNodes(Net):
-    """What each node hears of another one, and the mean of each graph."""
-
-    def forward(self, graph: Any) -> Tensor:
-        source, target = graph["edges"]
-        y = super().forward(graph["x"] + torch.zeros_like(graph["x"]).index_add(0, target, graph["x"][source]))
-        return y.new_zeros(len(graph["first"]), CLASSES).index_add(0, graph["owner"], y)
-
-
-class Classes(Task):
-    """Right everywhere."""
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target)
-
-    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        return {"accuracy": (output.argmax(1) == target).sum()}
-
-
-class Summed(Classes):
-    """It divides by the global batch, though it is asked for the mean over its own samples."""
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target, reduction="sum") / 24
-
-
-class Meaned(Classes):
-    """A metric that is a mean, though sums are asked for."""
-
-    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        return {"accuracy": (output.argmax(1) == target).float().mean()}
-
-
-class OwnDecay(Classes):
-    """It changes a weight after each step, on each rank in another way."""
-
-    def after_step(self, network: nn.Module, step: int) -> None:
-        network.get_parameter("middle.weight").mul_(1 - 1e-3 * rank())
-
-
-class Counts(Classes):
-    """It counts steps, where no checkpoint keeps it, and its loss depends on them."""
-
-    done = 0
-
-    def after_step(self, network: nn.Module, step: int) -> None:
-        self.done += 1
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return super().loss(output, target) * (1 + 0.5 * self.done)
-
-
-class LastDecay(Classes):
-    """One rank changes a weight a little, after the last step of a proof."""
-
-    def __init__(self, name: str = "middle.weight") -> None:
-        self.name = name
-
-    def after_step(self, network: nn.Module, step: int) -> None:
-        if step == 3:
-            network.get_parameter(self.name).mul_(1 - 1e-5 * rank())
-
-
-class LateMetric(Classes):
-    """A metric that one rank gets wrong from its third batch on."""
-
-    batches = 0
-
-    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        self.batches += 1
-        return {"accuracy": (output.argmax(1) == target).sum() + (rank() if self.batches > 2 else 0)}

@@ -1,0 +1,136 @@
+"""Mistakes of users: networks, tasks, data, schedules and optimizers that are wrong under `ddp`."""
+
+from __future__ import annotations
+
+from tests.planted.plant import NET, Plant
+
+FIRST = "at step 1, forward, middle,"
+LISTS = ("model=of_rows", "task=of_dicts")
+
+
+def of_network(what: str, where: str, *words: str, own: tuple[str, ...] = ()) -> Plant:
+    """A network that is wrong in its forward."""
+    return Plant(what, (*NET, *words), ("strategy=ddp", *own), (FIRST + where,), ("the network",))
+
+
+def of(what: str, word: str, where: str, *true: str) -> Plant:
+    """What one word chooses is wrong."""
+    return Plant(what, (*NET, *word.split()), ("strategy=ddp",), (f"at {where}",), true)
+
+
+def _network(kind: str) -> str:
+    return f"+model.kind={kind}"
+
+
+PLANTS = {
+    "own_rank": of_network("a layer asks for its rank", " samples of rank 1,", _network("own_rank")),
+    "own_rank in turn": of_network(
+        "the same, with micro-batches", " samples of rank 1,", _network("own_rank"), own=("loop.micro_batches=2",)
+    ),
+    "own_eps": of_network("a norm with another epsilon on one rank", " samples of rank 1,", _network("own_eps")),
+    "python_random": of_network("a layer draws from Python's generator", "", _network("python_random")),
+    "centred": of_network("a layer subtracts the mean of its batch", "", _network("centred")),
+    "centred in turn": of_network(
+        "the same, with micro-batches", "", _network("centred"), own=("loop.micro_batches=2",)
+    ),
+    "chosen": of_network("a layer chooses by its batch what it computes", "", _network("chosen")),
+    "batch_norm": of_network("BatchNorm without strategy.sync_bn", "", _network("batch_norm")),
+    "native_drop": of_network(
+        "dropout with torch's own numbers, that is no module", "", _network("native_drop"), "loop.dropout=native"
+    ),
+    "own_buffer": of(
+        "each rank keeps a mean of its own samples",
+        _network("own_buffer"),
+        "step 1, update, middle.mean",
+        "the network",
+    ),
+    "own_backward": of(
+        "a backward that is not linear in the samples",
+        _network("own_backward"),
+        "step 1, gradient, middle.bias,",
+        "the network",
+    ),
+    "own_hook": of(
+        "a hook changes a gradient on one rank",
+        _network("own_hook"),
+        "step 1, gradient, middle.weight,",
+        "the network",
+    ),
+    "own_seed": of(
+        "first weights that no seed reaches",
+        _network("own_seed"),
+        "initial values, middle.weight,",
+        "the network",
+        "random numbers",
+    ),
+    "unsaved": of(
+        "a layer counts its calls, and no checkpoint keeps it",
+        _network("unsaved"),
+        "step 2, forward, middle,",
+        "the resume",
+        "the network",
+    ),
+    "counts": of(
+        "a task counts steps, and no checkpoint keeps it", "task=counts", "step 2, loss, loss", "the resume", "the task"
+    ),
+    "remembering": of(
+        "a schedule counts how often it is asked, and no checkpoint keeps it",
+        "schedule=remembering",
+        "step 2, learning rate, ",
+        "the resume",
+        "the schedule",
+    ),
+    "recalling": of(
+        "data that counts its batches, and no checkpoint keeps it",
+        "data=recalling",
+        "step 2, data, inputs",
+        "the resume",
+        "the data",
+    ),
+    "same_order": of(
+        "an order of the data that is another one on one rank from the second epoch on",
+        "data=same_order",
+        "step 3, data, inputs, rank 1",
+        "the data",
+    ),
+    "counted": of("an item depends on what was read before", "data=counted", "step 1, data, inputs", "the data"),
+    "scaled": of("a batch is divided by its largest number", "data=scaled", "step 1, data, inputs", "the data"),
+    "read": of(
+        "an item depends on its place in its batch",
+        " ".join((*LISTS, "data=read")),
+        "step 1, data, inputs.*",
+        "the data",
+    ),
+    "summed": of("a loss that is a sum, divided by the global batch", "task=summed", "step 1, loss, loss", "the task"),
+    "meaned": of(
+        "a metric that is a mean", "task=meaned", "step 3, evaluation, accuracy", "the task", "the evaluation"
+    ),
+    "own_decay": of(
+        "Task.after_step changes a weight on one rank", "task=own_decay", "step 1, update, middle.weight", "the task"
+    ),
+    "low_rank": of(
+        "the same, of a weight whose first gradient is 0",
+        f"{_network('low_rank')} task=last_decay +task.name=middle.down.weight",
+        "step 3, update, middle.down.weight",
+        "the task",
+    ),
+    "places": of(
+        "the same, beside a buffer of large numbers",
+        f"{_network('places')} task=last_decay",
+        "step 3, update, middle.weight",
+        "the task",
+    ),
+    "late_metric": of(
+        "a metric that is wrong from the third batch on",
+        "task=late_metric loop.eval_batch=24",
+        "step 3, evaluation, accuracy",
+        "the task",
+        "the evaluation",
+    ),
+    "scaled_rate": of(
+        "an optimizer multiplies its rate by the number of processes",
+        "optimizer=scaled_rate",
+        "step 1, optimizer step, head.bias",
+        "the optimizer",
+    ),
+}

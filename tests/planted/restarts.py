@@ -1,0 +1,188 @@
+"""Mistakes of the program in saving and resuming, and in evaluating."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.planted.networks import rank
+from tests.planted.plant import DROPOUT, NET, STRATEGY, VIT, Plant
+from tests.planted.shards import FOUR
+from tests.planted.steps import SYNC, SYNCED
+from trainer.parallel.held import held
+
+RESUME = (*STRATEGY, "the resume")
+EVALUATION = (*STRATEGY, "the evaluation")
+RESTORE = "trainer.strategies.placed.restore_optimizer"
+LAST = ("at step 3, evaluation",)
+
+
+def lost_moment(original: Any) -> Any:
+    """One of the optimizer's moments begins as zeros."""
+
+    def restore(network: Any, optimizer: Any, state: Mapping[str, Tensor]) -> None:
+        lost = {name: torch.zeros_like(one) for name, one in state.items() if name.endswith("/exp_avg_sq")}
+        original(network, optimizer, {**state, **lost})
+
+    return restore
+
+
+def lost_position(original: Any) -> Any:
+    """An epoch begins again where it is resumed."""
+
+    def resume(self: Any, found: Any) -> None:
+        original(self, found)
+        self.progress.position = 0
+
+    return resume
+
+
+def first_shards(original: Any) -> Any:
+    """One rank does not read its piece of the first tensor."""
+
+    def read_into(tensors: dict[str, Tensor], found: Any) -> None:
+        original(tensors, found)
+        if rank() == 1:
+            held(next(iter(tensors.values()))).zero_()
+
+    return read_into
+
+
+def kept_buffers(original: Any) -> Any:
+    """Buffers stay what they were when the process began."""
+
+    def load_weights(self: Any, state: Mapping[str, Tensor]) -> None:
+        before = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
+        original(self, state)
+        for name, buffer in self.network.named_buffers():
+            buffer.copy_(before[name])
+
+    return load_weights
+
+
+def plain_views(original: Any) -> Any:
+    """The average is evaluated with the weights in its place."""
+
+    def views(self: Any) -> Iterator[Any]:
+        for prefix, _ in original(self):
+            yield prefix, nullcontext()
+
+    return views
+
+
+PLANTS = {
+    "no_restore": Plant(
+        "the optimizer's memory is not read",
+        NET,
+        ("strategy=ddp",),
+        ("at step 1, resume, optimizer/",),
+        RESUME,
+        {RESTORE: lambda original: lambda *_: None},
+    ),
+    "lost_moment": Plant(
+        "one of the optimizer's moments is not read",
+        NET,
+        ("strategy=fsdp",),
+        ("at step 1, resume, optimizer/",),
+        RESUME,
+        {RESTORE: lost_moment},
+    ),
+    "aliased_save": Plant(
+        "an asynchronous save writes what the next step changes",
+        NET,
+        ("strategy=ddp",),
+        ("at step 1, resume, ",),
+        RESUME,
+        {
+            "trainer.records.saver.Beside.copied": lambda original: (
+                lambda self, tensors: {name: held(one.detach()) for name, one in tensors.items()}
+            )
+        },
+    ),
+    "lost_position": Plant(
+        "the place in the epoch is lost where it is resumed",
+        NET,
+        ("strategy=fsdp",),
+        ("at step 2, data, inputs",),
+        RESUME,
+        {"trainer.trainer.Trainer.resume": lost_position},
+    ),
+    "lost_average": Plant(
+        "the moving average is not read",
+        (*NET, "ema.decay=0.9"),
+        ("strategy=zero1",),
+        ("at step 1, resume, ema/",),
+        RESUME,
+        {"trainer.strategies.average.Average.load": lambda original: lambda *_: None},
+    ),
+    "unread_shard": Plant(
+        "one rank does not read its piece of a tensor",
+        VIT,
+        ("strategy=fsdp_tp",),
+        ("at step 1, resume, ",),
+        RESUME,
+        {"trainer.records.tensor_files.read_into": first_shards},
+        FOUR,
+    ),
+    "kept_buffers": Plant(
+        "running statistics are not read",
+        SYNCED,
+        ("strategy=hsdp", SYNC),
+        ("at step 1, resume, middle.running",),
+        RESUME,
+        {"trainer.strategies.placed.Placed.load_weights": kept_buffers},
+        FOUR,
+    ),
+    "evaluated_in_training": Plant(
+        "one rank evaluates in training mode",
+        (*VIT, DROPOUT),
+        ("strategy=ddp",),
+        LAST,
+        EVALUATION,
+        {
+            "trainer.strategies.placed.Placed._mode": lambda original: (
+                lambda self, training: original(self, training or rank() == 1)
+            )
+        },
+    ),
+    "counted_padding": Plant(
+        "a rank without a sample of the last batch counts the one that it computes",
+        (*NET, "data=odd", "loop.eval_batch=24"),
+        ("strategy=ddp",),
+        LAST,
+        EVALUATION,
+        {"trainer.strategies.placed.uncounted": lambda original: lambda sums: sums},
+    ),
+    "last_batch": Plant(
+        "the last batch of an evaluation is left out where it is not full",
+        (*NET, "data=odd", "loop.eval_batch=24"),
+        ("strategy=fsdp",),
+        LAST,
+        EVALUATION,
+        {"trainer.data.stream.EvaluationStream.__len__": lambda original: lambda self: self.size // self._global_batch},
+    ),
+    "plain_views": Plant(
+        "figures of the moving average are those of the weights",
+        (*VIT, "ema.decay=0.9"),
+        ("strategy=tp",),
+        LAST,
+        EVALUATION,
+        {"trainer.strategies.average.Average.views": plain_views},
+    ),
+    "rank_by_rank": Plant(
+        "what an evaluation keeps of each sample comes rank by rank, not in the order of the set",
+        (*NET, "task=ranked"),
+        ("strategy=zero1",),
+        LAST,
+        EVALUATION,
+        {
+            "trainer.loop.kept.Kept._joined": lambda original: (
+                lambda self, name, parts, order: original(self, name, parts, torch.arange(len(order)))
+            )
+        },
+    ),
+}
