@@ -9,9 +9,11 @@ import pytest
 
 import trainer
 from tests import test_verify
+from tests.planted.plant import NET
+from tests.planted.proofs import verdict
 from tests.processes import Processes
 from tests.quick import quickly
-from tests.test_verify import LISTS, NET, verdict
+from tests.test_verify import LISTS
 
 pytestmark = pytest.mark.slow
 home = test_verify.home  # the fixture

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import io
-import json
 import re
-from contextlib import redirect_stdout
-from functools import partial
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from tests.commands import TRANSFORMER, finish, single
-from tests.inside import product
 from tests.planted import PLANTS
-from tests.planted.plant import NET, planted, write_lab
+from tests.planted.plant import NET, write_lab
+from tests.planted.proofs import said_of, verdict, verified
 from tests.processes import Processes
 from tests.quick import quickly
-from trainer.launch.launch import Launch
 from trainer.proof.comparison import EXACTNESS, compared
 from trainer.proof.picture import picture
 from trainer.proof.record import INITIAL, LOSS, Key, Record
 from trainer.proof.signature import signatures
-from trainer.refusal import Refusal, Told
 
 pytestmark = pytest.mark.slow
 
@@ -36,32 +29,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("planted")
     write_lab(place)
     return place
-
-
-def verified(launch: Launch, place: Path, words: list[str]) -> tuple[Any, str]:
-    """The exit code of `job=verify` with these words, or the refusal; and what it says."""
-    with redirect_stdout(io.StringIO()) as said:
-        try:
-            code: Any = product(launch, place, ["job=verify", *words])
-        except (Refusal, Told) as ended:
-            return str(ended), ""
-    return code, said.getvalue()
-
-
-def verdict(processes: Processes, place: Path, size: int, words: list[str], own: list[str], how: Any = verified) -> str:
-    """What the ranks say of these words with their own ones (strategy, micro-batches), after the reference was made."""
-    file = place / f"{abs(hash(tuple(words)))}.safetensors"
-    if not file.exists():  # without a process of its own: that would cost its imports each time
-        assert processes.run(1, verified, place, [*words, f"run.dir={file}.run", f"job.record={file}"]) == [(0, "")]
-    run = f"run.dir={place / f'{file.stem}-run'}"
-    (code, said), *others = processes.run(size, how, place, [*words, *own, run, f"job.reference={file}"])
-    assert others == [(code, "")] * (size - 1)  # one rank speaks
-    assert code == (0 if said.startswith("SAME") else 1)
-    out = place / f"{file.stem}-run/verify"
-    assert json.loads((out / "verify.json").read_text())["same"] == (not code)
-    ElementTree.parse(out / "curves.svg")
-    assert not (place / f"{file.stem}-run/verify/trial").exists()
-    return said
 
 
 @pytest.mark.parametrize("losses", [[2.0], [float("nan"), 1.0], [-3e7, 2e9], [0.0, 0.0], [2.3, float("inf"), 1e-9]])
@@ -150,18 +117,6 @@ def test_there_is_no_false_alarm(processes: Processes, home: Path, network: str,
 
 
 LISTS = ["model=of_rows", "task=of_dicts"]
-
-
-def with_mistake(launch: Launch, place: Path, words: list[str], name: str) -> tuple[Any, str]:
-    """The same where the program has this mistake."""
-    with planted(PLANTS[name]):
-        return verified(launch, place, words)
-
-
-def said_of(processes: Processes, place: Path, name: str) -> str:
-    """The verdict on a planted mistake."""
-    plant = PLANTS[name]
-    return verdict(processes, place, plant.size, [*plant.words], [*plant.own], partial(with_mistake, name=name))
 
 
 QUICK = ("own_rank in turn", "counts", "same_order", "summed_at_owner", "stale_activation", "lost_position")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.planted.copies import MICRO
 from tests.planted.networks import rank
 from tests.planted.plant import DROPOUT, NET, STRATEGY, VIT, Plant
 from tests.planted.shards import FOUR
@@ -122,7 +123,7 @@ PLANTS = {
     "unread_shard": Plant(
         "one rank does not read its piece of a tensor",
         VIT,
-        ("strategy=fsdp_tp",),
+        ("strategy=fsdp_pp", MICRO),
         ("at step 1, resume, ",),
         RESUME,
         {"trainer.records.tensor_files.read_into": first_shards},
@@ -131,11 +132,10 @@ PLANTS = {
     "kept_buffers": Plant(
         "running statistics are not read",
         SYNCED,
-        ("strategy=hsdp", SYNC),
+        ("strategy=ddp", SYNC),
         ("at step 1, resume, middle.running",),
         RESUME,
         {"trainer.strategies.placed.Placed.load_weights": kept_buffers},
-        FOUR,
     ),
     "evaluated_in_training": Plant(
         "one rank evaluates in training mode",

@@ -231,7 +231,7 @@ PLANTS = {
         "biases and norms are decayed as weights are",
         VIT,
         ("strategy=fsdp_tp",),
-        STEP,
+        ("at step 1, learning rate", *STEP),
         STRATEGY,
         {"trainer.jobs.making.parameter_groups": lambda original: lambda one, _, rules=(): original(one, False, rules)},
         FOUR,
