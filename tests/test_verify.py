@@ -119,7 +119,7 @@ def test_there_is_no_false_alarm(processes: Processes, home: Path, network: str,
 LISTS = ["model=of_rows", "task=of_dicts"]
 
 
-QUICK = ("own_rank in turn", "counts", "same_order", "summed_at_owner", "stale_activation", "lost_position")
+QUICK = ("own_rank_in_turn", "counts", "same_order", "summed_at_owner", "stale_activation", "lost_position")
 
 
 @pytest.mark.parametrize("mistake", quickly(PLANTS, *QUICK))
@@ -127,6 +127,14 @@ def test_a_planted_mistake_is_found_where_it_is(processes: Processes, home: Path
     said = said_of(processes, home, mistake)
     found = tuple(f"DIFFERS {where}" for where in PLANTS[mistake].found)
     assert said.startswith(found), said
+    assert PLANTS[mistake].why in said.partition("cause: ")[2].partition("\n")[0], said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mistake", PLANTS)
+def test_no_cause_is_false(processes: Processes, home: Path, mistake: str) -> None:
+    cause = said_of(processes, home, mistake).partition("\n")[0].partition("cause: ")[2]
+    assert cause.startswith((*PLANTS[mistake].true, "not known")), cause
 
 
 @pytest.mark.long

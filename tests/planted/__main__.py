@@ -46,13 +46,13 @@ class Row(NamedTuple):
     @property
     def found(self) -> str:
         """Where the first difference is; "missed" where there is none."""
-        where = re.match(r"DIFFERS (?:at )?(.*?)(?:, [\d.e+-]+)?; likely: ", self.verdict)
+        where = re.match(r"DIFFERS (?:at )?(.*?)(?:, [\d.e+-]+)?; cause: ", self.verdict)
         return where[1] if where else "**missed**" if self.verdict.startswith("SAME") else f"**{self.verdict}**"
 
     @property
     def cause(self) -> str:
         """What is said of the cause: the first clause."""
-        said = self.verdict.partition("; likely: ")[2]
+        said = self.verdict.partition("; cause: ")[2]
         return re.split(r"(?<=.{20})[:;.] ", said, maxsplit=1)[0][:160]
 
     @property

@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.planted.plant import NET, Plant
 
+RANDOM = ("the network", "random numbers")
+SEEN = "is another one when other processes are in sight"
 FIRST = "at step 1, forward, middle,"
 LISTS = ("model=of_rows", "task=of_dicts")
 
 
-def of_network(what: str, where: str, *words: str, own: tuple[str, ...] = ()) -> Plant:
+WHY = {
+    "own_rank": SEEN,
+    "own_rank_in_turn": SEEN,
+    "own_eps": SEEN,
+    "python_random": "the forward draws from Python's random",
+    "centred": "depends on the other samples",
+    "centred_in_turn": "depends on the other samples",
+    "chosen": "chooses",
+    "batch_norm": "strategy.sync_bn=true",
+    "native_drop": "random numbers: torch's own",
+    "own_buffer": "a buffer that is updated from",
+    "own_backward": "a backward of its own",
+    "own_hook": SEEN,
+    "own_seed": "no seed reaches",
+    "unsaved": "the resume",
+    "counts": "something that Task keeps",
+    "remembering": "something that Schedule",
+    "recalling": "something that Data",
+    "same_order": SEEN,
+    "counted": "repeated in the same process",
+    "scaled": "an item depends on the other",
+    "summed": "It is 1/2 times that of one process",
+    "meaned": "no sum over samples",
+    "own_decay": "after_step",
+    "low_rank": "after_step",
+    "places": "after_step",
+    "late_metric": SEEN,
+}
+
+
+def of_network(
+    what: str, where: str, *words: str, own: tuple[str, ...] = (), true: tuple[str, ...] = ("the network",)
+) -> Plant:
     """A network that is wrong in its forward."""
-    return Plant(what, (*NET, *words), ("strategy=ddp", *own), (FIRST + where,), ("the network",))
+    return Plant(what, (*NET, *words), ("strategy=ddp", *own), (FIRST + where,), true)
 
 
 def of(what: str, word: str, where: str, *true: str) -> Plant:
@@ -22,21 +58,25 @@ def _network(kind: str) -> str:
     return f"+model.kind={kind}"
 
 
-PLANTS = {
+_PLANTS = {
     "own_rank": of_network("a layer asks for its rank", " samples of rank 1,", _network("own_rank")),
-    "own_rank in turn": of_network(
+    "own_rank_in_turn": of_network(
         "the same, with micro-batches", " samples of rank 1,", _network("own_rank"), own=("loop.micro_batches=2",)
     ),
     "own_eps": of_network("a norm with another epsilon on one rank", " samples of rank 1,", _network("own_eps")),
-    "python_random": of_network("a layer draws from Python's generator", "", _network("python_random")),
+    "python_random": of_network("a layer draws from Python's generator", "", _network("python_random"), true=RANDOM),
     "centred": of_network("a layer subtracts the mean of its batch", "", _network("centred")),
-    "centred in turn": of_network(
+    "centred_in_turn": of_network(
         "the same, with micro-batches", "", _network("centred"), own=("loop.micro_batches=2",)
     ),
     "chosen": of_network("a layer chooses by its batch what it computes", "", _network("chosen")),
     "batch_norm": of_network("BatchNorm without strategy.sync_bn", "", _network("batch_norm")),
     "native_drop": of_network(
-        "dropout with torch's own numbers, that is no module", "", _network("native_drop"), "loop.dropout=native"
+        "dropout with torch's own numbers, that is no module",
+        "",
+        _network("native_drop"),
+        "loop.dropout=native",
+        true=RANDOM,
     ),
     "own_buffer": of(
         "each rank keeps a mean of its own samples",
@@ -134,3 +174,4 @@ PLANTS = {
         "the optimizer",
     ),
 }
+PLANTS = {name: replace(plant, why=WHY.get(name, "")) for name, plant in _PLANTS.items()}

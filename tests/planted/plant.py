@@ -72,6 +72,7 @@ class Plant:
     true: tuple[str, ...]  # a true cause begins with one of these; "not known" is never false
     changes: Mapping[str, Change] = field(default_factory=dict)  # name in the program → what it becomes
     size: int = 2  # processes
+    why: str = ""  # what the cause says; empty: that is left open
 
     @property
     def strategy(self) -> str:
