@@ -21,8 +21,16 @@ _RUN = ("--config-dir", "conf", "trust=[tests]", "loader.workers=0")
 _DECODER = ("model=gpt_nano", "model.width=32", "model.depth=2", "data=synthetic_tokens", "data.length=16")
 # networks that are small, and right everywhere
 NET = (*_RUN, "model=net", "data=numbers", "task=classes", "loop.global_batch=24")
-VIT = (*_RUN, "model=vit_tiny", "model.width=24", "model.heads=4", "model.depth=2", "task=classes")
-VIT += ("data=digits", "loop.global_batch=24")
+VIT = (
+    *_RUN,
+    "model=vit_tiny",
+    "model.width=24",
+    "model.heads=4",
+    "model.depth=2",
+    "task=classes",
+    "data=digits",
+    "loop.global_batch=24",
+)
 GPT = (*_RUN, *_DECODER, "data.size=64", "data.evaluation_size=16", "task=tokens", "loop.global_batch=8")
 EXACT = "precision=fp64"  # a proof has no second half then, in another precision, where most finds nothing new
 DROPOUT = "model.dropout=0.1"

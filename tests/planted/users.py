@@ -259,7 +259,7 @@ class Contrast(Classes):
 class Ranked(Classes):
     """A metric that needs the samples of the whole set, in their order. This is right everywhere."""
 
-    def gathered(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+    def gathered(self, output: Tensor, target: Tensor) -> dict[str, Tensor | list[Any]]:
         return {"scores": output[:, 0]}
 
     def finish(self, totals: dict[str, Any]) -> dict[str, float]:
