@@ -30,6 +30,7 @@ from trainer.learning.optimizer import begin_momentum, no_fused_step, parameter_
 from trainer.learning.task import units
 from trainer.loop.progress import Progress
 from trainer.parallel.batch_norm import batch_norms
+from trainer.parallel.buckets import wide
 from trainer.parallel.gather import dealt, gathering_over
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import optimizer_tensors
@@ -198,8 +199,8 @@ class ByHand:
                     loss = _parts(run.task.loss(output, targets))["loss"]
                     own = {"loss": loss * part.weight, "weight": part.weight, "samples": len(part.batch.indices)}
                     for name, value in {**run.task.metrics(output, targets), **own}.items():
-                        sums[name] = sums.get(name, 0.0) + value
-        totals = {name: torch.as_tensor(value) for name, value in sums.items()}
+                        sums[name] = sums.get(name, 0) + value  # int and int stay whole, as in the loop
+        totals = {name: wide(value) for name, value in sums.items()}
         figures = {"loss": float(totals["loss"] / (totals["weight"] or 1)), **run.task.finish(totals)}
         for name, value in figures.items():
             self._add(step, EVALUATION, name, torch.tensor(value, dtype=torch.float64))

@@ -105,7 +105,7 @@ def trial(
         count = len(evaluation)
         figures = figures_of(run.strategy, watched, run.task, evaluation, sorted({0, count // 2, count - 1}))
         for name, value in figures.items():
-            record.add(Key(ends[-1], EVALUATION, name), [0], signatures(torch.tensor([[value]])))
+            record.add(Key(ends[-1], EVALUATION, name), [0], signatures(torch.tensor([[value]], dtype=torch.float64)))
     return True
 
 

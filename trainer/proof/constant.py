@@ -9,11 +9,14 @@ import numpy
 import torch
 from torch import Tensor
 
+from trainer.data.seeds import seed_torch
 from trainer.parallel.below import Operators
 
 _AT = torch.ops.aten
 _ONES = (_AT.bernoulli, _AT.bernoulli_)  # nothing is left out
 _ZEROS = (_AT.normal, _AT.normal_, _AT.randn, _AT.randn_like)
+_HALVES = (_AT.uniform_, _AT.rand, _AT.rand_like, _AT.exponential_, _AT.geometric_, _AT.log_normal_, _AT.cauchy_)
+_WHOLE = (_AT.random_, _AT.randint, _AT.randint_like)
 
 
 class AsDrawn:
@@ -77,24 +80,29 @@ class _Middle(Operators):
                 return func(*args, **kwargs)
             self._moved.add("torch's")
             return x * (1 / (1 - p)), torch.ones_like(x, dtype=torch.bool)  # as its backward will have it
-        self._moved.add("torch's")
-        drawn = func(*args, **kwargs)
+        # of what more than draws it is at least the same each time; whether it draws at all its generator shows
+        device = next((x.device for x in args if isinstance(x, Tensor)), torch.device(kwargs.get("device") or "cpu"))
+        seed_torch(0, device)
+        before, drawn = _state(device), func(*args, **kwargs)
+        if not torch.equal(_state(device), before):
+            self._moved.add("torch's")
         if packet is _AT.randperm:
             return torch.arange(len(drawn), dtype=drawn.dtype, device=drawn.device)
-        if isinstance(drawn, Tensor) and packet not in (_AT.multinomial,):
-            drawn.fill_(_middle(packet, drawn, args))
-        return drawn
+        middle = _middle(packet, args)
+        return drawn if middle is None else drawn.fill_(middle)
 
 
-def _middle(packet: Any, drawn: Tensor, args: Any) -> float:
-    if packet in _ONES:
-        return 1.0
-    if packet in _ZEROS:
-        return 0.0
-    if packet in (_AT.randint, _AT.randint_like, _AT.random_):
-        numbers = [each for each in args if isinstance(each, int)]
-        return numbers[0] if len(numbers) > 1 else 0
-    return 0.5 if drawn.is_floating_point() else 0
+def _state(device: torch.device) -> Tensor:
+    of = torch if device.type == "cpu" else torch.get_device_module(device)
+    return of.get_rng_state()
+
+
+def _middle(packet: Any, args: Any) -> float | None:
+    """What stands for all that it may give; None: it does more than draw."""
+    if packet in _WHOLE:  # (low, high), (high) or neither
+        bounds = [each for each in args if isinstance(each, int)]
+        return bounds[0] if len(bounds) > 1 else 0
+    return next((middle for kinds, middle in ((_ONES, 1.0), (_ZEROS, 0.0), (_HALVES, 0.5)) if packet in kinds), None)
 
 
 def _states() -> tuple[Any, str]:
