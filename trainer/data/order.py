@@ -22,31 +22,33 @@ class Order:
         """Refusal where the data set cannot be indexed, or the order is no list of its indices."""
         self._data, self._seed = data, seed
         self._size = size_of(dataset)
-        self.length = len(self._ordered(0))  # N of an epoch; every epoch has as many
+        self.length = len(ordered(data, self._size, seed, 0))  # N of an epoch; every epoch has as many
 
     def __call__(self, epoch: int) -> Tensor:
         """The indices of one epoch, in order."""
-        indices = self._ordered(epoch)
+        indices = ordered(self._data, self._size, self._seed, epoch)
         if len(indices) != self.length:
             raise ValueError(
                 f"order({epoch}) has {len(indices)} indices, order(0) has {self.length}; epochs must be alike"
             )
         return indices
 
-    def _ordered(self, epoch: int) -> Tensor:
-        generator = torch.Generator().manual_seed(mix(self._seed, _ORDER, epoch))
-        # The default of Data.order would make the training set again to ask for its length.
-        if type(self._data).order is Data.order:
-            return torch.randperm(self._size, generator=generator)
-        # What a lab gives may be a list or lie on a device; it must hold indices of the set: (N,) int64.
-        indices = torch.as_tensor(self._data.order(epoch, generator), dtype=torch.int64, device="cpu")
-        if indices.dim() != 1 or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self._size):
-            raise Refusal(
-                f"{type(self._data).__name__}.order({epoch}) must be a list of indices in 0..{self._size - 1}, got"
-                f" shape {tuple(indices.shape)}"
-                + (f" with {int(indices.min())}..{int(indices.max())}" if len(indices) else "")
-            )
-        return indices
+
+def ordered(data: Data, size: int, seed: int, epoch: int) -> Tensor:
+    """The order of one epoch: what the data says of its `size` samples, or a permutation. Refusal for no such list."""
+    generator = torch.Generator().manual_seed(mix(seed, _ORDER, epoch))
+    # The default of Data.order would make the training set again to ask for its length.
+    if type(data).order is Data.order:
+        return torch.randperm(size, generator=generator)
+    # What a lab gives may be a list or lie on a device; it must hold indices of the set: (N,) int64.
+    indices = torch.as_tensor(data.order(epoch, generator), dtype=torch.int64, device="cpu")
+    if indices.dim() != 1 or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size):
+        raise Refusal(
+            f"{type(data).__name__}.order({epoch}) must be a list of indices in 0..{size - 1}, got"
+            f" shape {tuple(indices.shape)}"
+            + (f" with {int(indices.min())}..{int(indices.max())}" if len(indices) else "")
+        )
+    return indices
 
 
 def size_of(dataset: Any) -> int:

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from trainer.data.draws import Random
-from trainer.data.order import Order, size_of
-from trainer.data.reader import Loading
+from trainer.data.order import ordered, size_of
+from trainer.data.reader import Loading, reading
 from trainer.data.seeds import mix
-from trainer.data.shares import MIXING, Samples
-from trainer.data.slice import Slice, spans
+from trainer.data.shares import MIXING
+from trainer.data.slice import spans
 from trainer.data.stream import Batch
-from trainer.data.tree import floats_as
+from trainer.data.tree import floats_as, moved
 from trainer.jobs.initial import Initial
 from trainer.jobs.memory import evaluation_batch
 from trainer.jobs.preparation import Prepared, read_data, seeded_network
@@ -114,7 +114,8 @@ class ByHand:
         begin_momentum(self.optimizer)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self.ear = Scribe(self.network.named_modules(), Ranks(), self.record)
-        self.order = Order(run.data, run.training, run.settings.seed)
+        self.size = size_of(run.training)
+        self.length = len(self._order(0))
         self._mode(True)
 
     def train(self, progress: Progress, last: int, resume: int) -> None:
@@ -123,14 +124,17 @@ class ByHand:
         self._values(0, INITIAL)
         progress = replace(progress)
         while progress.step < last:
-            indices = self.order(progress.epoch)[progress.position :][: loop.global_batch]
+            indices = self._order(progress.epoch)[progress.position :][: loop.global_batch]
             step, epoch = progress.step, progress.epoch
-            progress.advance(loop.global_batch, self.order.length)
+            progress.advance(loop.global_batch, self.length)
             self.step(step, epoch, indices)
             if step + 1 == resume:
                 if self.how.anew:
                     self.again()
                 self._values(resume, RESUME)
+
+    def _order(self, epoch: int) -> Tensor:
+        return ordered(self.run.data, self.size, self.run.settings.seed, epoch)
 
     def again(self) -> None:
         """Everything anew, with the values that there were."""
@@ -226,15 +230,20 @@ class ByHand:
 
     def _read(self, epoch: int, indices: Tensor, rows: Tensor, training: bool) -> tuple[Any, Any]:
         """These samples of a global batch, each mixed with its partner where the data mixes."""
-        data, seed, device = self.run.data, self.run.settings.seed, self.run.strategy.device
-        dataset = self.run.training if training else self.run.evaluation
-        samples = Samples(data, dataset, Slice(0, 1, device, seed), Loading(workers=0))
-        ((own, inputs, targets),) = samples.read(epoch, [indices[rows]], training)
+        run, seed, device = self.run, self.run.settings.seed, self.run.strategy.device
+        data, dataset = run.data, run.training if training else run.evaluation
+        read = reading(dataset, data.collate, seed, Loading(workers=0), pin=False)
+
+        def augmented(own: Tensor) -> tuple[Any, Any]:
+            (items,) = read(epoch, [own])
+            inputs, targets = moved(items, device)
+            return data.augment(inputs, targets, Random(seed, epoch, own.to(device)), training)
+
+        inputs, targets = augmented(own := indices[rows])
         if data.mix is None or not training:
             return inputs, targets
-        partners = indices[(rows + len(indices) // 2) % len(indices)]
-        ((_, others, other_targets),) = samples.read(epoch, [partners], training)
-        return data.mix(inputs, targets, others, other_targets, Random(mix(seed, MIXING), epoch, own.to(device)))
+        others = augmented(indices[(rows + len(indices) // 2) % len(indices)])
+        return data.mix(inputs, targets, *others, Random(mix(seed, MIXING), epoch, own.to(device)))
 
     def _mode(self, training: bool) -> None:
         self.network.train(training)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -94,6 +95,8 @@ class Verify(Job):
         self, verdict: Verdict, first: First, run: Prepared, reference: Record, record: Record, stop: StopRequest
     ) -> Verdict:
         """Collective: the same verdict with its cause, as far as experiments confirm one."""
+        if run.strategy.world.is_main:  # what is known, should an experiment fail
+            print(f"DIFFERS at {difference(verdict)}; trying what causes it", file=sys.stderr, flush=True)
         exact = self._exactness(reference.facts["precision"])
         tried = Experiments(run, reference, first, self._ends(run), exact, stop).tried()
         here = circumstances(run, record.facts["heard"])

@@ -121,7 +121,10 @@ def likely(first: First, here: Circumstances, tried: Tried) -> str:
     if tried.failed:
         return f"not known: the same steps cannot be done without the strategy ({tried.failed})"
     if mended.get(CONSTANT):
-        return "not known: it did not come again when the same steps were repeated with the strategy"
+        return (
+            "not known: with the strategy it is now as in a plain loop on one of these processes; it came once, or lies"
+            " in what both of them use"
+        )
     return _strategys(first, here, tried)
 
 
