@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 import trainer
-from tests import test_verify
-from tests.planted.plant import NET
-from tests.planted.proofs import verdict
+from tests import planted_precision, test_verify
+from tests.planted.plant import GPT, NET
+from tests.planted.proofs import verdict, verified
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_verify import LISTS
+from trainer.launch.launch import Launch
+from trainer.parallel.context import ShiftedPlaces
 
 pytestmark = pytest.mark.slow
 home = test_verify.home  # the fixture
@@ -63,3 +68,43 @@ def test_from_python_a_difference_is_raised_and_a_run_in_the_folder_stays_as_it_
         with pytest.raises(RuntimeError, match=f"^{wanted}") if wanted else nullcontext():
             assert trainer.run([*asked, "job.reference=python.safetensors"]).metrics == {}
     assert {path.name for path in (home / "asked").iterdir()} > {"verify", "checkpoints", "metrics.jsonl"}
+
+
+def plant(launch: Launch, place: Path, words: list[str], mistake: str) -> tuple[Any, str]:
+    """The same with a mistake of the program that fp64 does not show."""
+    _, _, target, change, _ = planted_precision.PLANTED[mistake]
+    with patch(target, change):
+        return verified(launch, place, words)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("mistake", quickly(planted_precision.PLANTED, "own_scale", "narrow_buckets"))
+def test_what_only_the_precision_of_the_run_shows_is_found_there(
+    processes: Processes, home: Path, mistake: str, optimizer: str
+) -> None:
+    precision, strategy, _, _, where = planted_precision.PLANTED[mistake]
+    words = [*NET, f"precision={precision}", f"optimizer={optimizer}"]
+    said = verdict(processes, home, 2, words, [f"strategy={strategy}"], partial(plant, mistake=mistake))
+    assert said.startswith(f"DIFFERS in its precision alone: {strategy} on 2, fp64 gap "), said
+    assert f"; first at {where}" in said, said
+
+
+def unshifted(launch: Launch, place: Path, words: list[str]) -> tuple[Any, str]:
+    """The same where the second context rank takes its own first token for the sequence's first."""
+
+    def call(self: Any, forward: Any, mesh: Any, rank: int, *args: Any, **more: Any) -> Any:
+        return forward(*args, **more) if rank else shifted(self, forward, mesh, rank, *args, **more)
+
+    shifted = ShiftedPlaces._call
+    with patch.object(ShiftedPlaces, "_call", call):
+        return verified(launch, place, words)
+
+
+@pytest.mark.parametrize(
+    ("how", "start"), [(verified, "SAME: cp on 2, "), (unshifted, "DIFFERS at step 1, forward, position,")]
+)
+def test_what_context_ranks_compute_is_put_together(processes: Processes, home: Path, how: Any, start: str) -> None:
+    words = [*GPT, "model.depth=1"]
+    said = verdict(processes, home, 2, words, ["strategy=cp"], how)
+    assert said.startswith(start), said
+    assert "compared    18 of 18 modules" in said

@@ -145,7 +145,7 @@ class Experiments:
         return not any(run.strategy.world.all_gather_values(early))  # all ranks; a flag each
 
     def _compared(self, one: Record, other: Record) -> Compared:
-        return compared(one, other, self.exact, self.reference.facts["floors"])
+        return compared(replace(one, floors=self.reference.floors), other, self.exact)
 
     def _there(self, own: Compared, plain: Record) -> bool:
         """Is the first difference the one that is looked for?"""

@@ -32,7 +32,7 @@ from trainer.records.writing import named
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 
-_SCALE = 256.0  # of losses in fp16
+_SCALE = 2.0**-8  # of the scale of losses in fp16, which begins at 2**16
 
 
 class AtLast(Beside):
@@ -87,7 +87,8 @@ def trial(
                 shaken(trainer.placed.network, shake)
             evaluation = make_evaluation(run)
             # which steps of fp16 overflow, and are left out, depends on how a batch is divided: here none does
-            trainer.placed.scaler.load({"scaler/scale": torch.tensor(_SCALE)})
+            scaler = trainer.placed.scaler
+            scaler.load({name: value * _SCALE for name, value in scaler.state().items() if name == "scaler/scale"})
             # the loop itself, to this step; what it would do beside steps and saves is left out
             watched: Any = Watched(trainer.placed, record, resume or ends[0], end, draws)
             if start is None:

@@ -22,11 +22,11 @@ from trainer.launch.durable import replace_file
 from trainer.launch.nofollow import make_folder, real, refuse_strange
 from trainer.launch.signals import StopRequest
 from trainer.proof.causes import Circumstances, First, likely
-from trainer.proof.comparison import EXACTNESS, Exactness, compared
+from trainer.proof.comparison import EXACTNESS, Exactness, compared, floors
 from trainer.proof.picture import picture
-from trainer.proof.record import Record
-from trainer.proof.rounding import LAST_BIT, Rounding, apart, floor, losses
-from trainer.proof.verdict import Verdict, difference, judged
+from trainer.proof.record import Key, Record
+from trainer.proof.rounding import COMPARED, Rounding, compared_there, floor, losses, rounded, shake
+from trainer.proof.verdict import Verdict, difference, judged, spoken
 from trainer.records.folder import RunFolder, choose
 from trainer.refusal import Refusal
 
@@ -61,22 +61,22 @@ class Verify(Job):
             world, exact = run.strategy.world, reference.facts["precision"]
             with exactly(run, exact):
                 done = trial(run, record, self._ends(run), stop)
-                own = compared(reference, record, self._exactness(exact), reference.facts["floors"])
+                own = compared(reference, record, self._exactness(exact))
                 verdict = judged(reference, world.all_gather_values(own), self._ends(run)[0])  # all ranks
                 if done and verdict.first is not None:
                     verdict = self._explained(verdict, verdict.first, run, reference, record, stop)
-            curves = [losses(reference), losses(record)]
+            curves, rounding = [losses(reference), losses(record)], None
             # then as the run itself would compute: there rounding is what a mistake was before
             file = beside(path, run)
             plain = Record.read(file) if file.is_file() else None
             if done and plain:
                 spread = Record()
                 done = trial(run, spread, self._ends(run)[-1:], stop)
-                curves = [losses(plain), losses(spread)]
+                curves, precision = [losses(plain), losses(spread)], run.machine.resolved_precision
+                there = world.all_gather_values(compared_there(plain, spread, precision))  # all ranks
+                rounding = rounded(precision, plain, there, curves)
         if not done:
             return failure.exit_code(False, launch)
-        precision = run.machine.resolved_precision
-        rounding = Rounding(precision, apart(*curves), plain.facts["floor"]) if plain else None
         verdict = replace(verdict, rounding=rounding, precision=exact)
         if launch.is_main:
             steps = self._ends(run)[-1]
@@ -114,10 +114,11 @@ class Verify(Job):
             record, done = self._reference(run, stop)
             plain, moved = Record(), Record()
             if done and precision != record.facts["precision"]:
-                done = trial(run, plain, [last], stop) and trial(run, moved, [last], stop, shake=LAST_BIT[precision])
+                done = trial(run, plain, [last], stop) and trial(run, moved, [last], stop, shake=shake(precision))
         if done and plain.values:
             plain.facts = {"floor": floor(losses(plain), losses(moved), precision)}
-            plain.write(beside(path, run))
+            plain.floors = floors(plain, moved, EXACTNESS[precision])
+            plain.only(COMPARED).write(beside(path, run))
         if done:
             record.write(path)
         self._leave(run)
@@ -144,9 +145,9 @@ class Verify(Job):
             layouts = surveyed(run)
             record, shaken = Record(layouts=layouts), Record(layouts=layouts)
             done = trial(run, record, [last], stop, resume=half)
-            done = done and trial(run, shaken, [last], stop, resume=half, shake=LAST_BIT[precision])
-        floors = compared(record, shaken, self._exactness(precision)).gaps if done else {}
-        record.facts = {"floors": floors, "precision": precision, "because": because}
+            done = done and trial(run, shaken, [last], stop, resume=half, shake=shake(precision))
+        record.floors = floors(record, shaken, self._exactness(precision)) if done else {}
+        record.facts = {"precision": precision, "because": because}
         return record, done
 
     def _exactness(self, precision: str) -> Exactness:
@@ -243,8 +244,11 @@ def lines(verdict: Verdict, run: Prepared, steps: int, dropped: int, because: st
     if verdict.same:
         return [f"SAME: {what}, {counted(steps, 'step')}, {gap}{rounding}", *told]
     if verdict.first is None:
+        there = verdict.rounding.first if verdict.rounding else None
+        assert there is not None
+        where = f"{spoken(Key(there.step, there.phase, there.name))}, {there.gap:.1e} (noise floor {there.floor:.1e})"
         return [
-            f"DIFFERS in its precision alone: {what}, {gap}{rounding}; likely: {narrow(run)}",
+            f"DIFFERS in its precision alone: {what}, {gap}{rounding}; first at {where}; likely: {narrow(run)}",
             *told,
         ]
     told += [f"then        {one}" for one in verdict.others]

@@ -1,32 +1,43 @@
-"""A record against another one: what differs, and by how much."""
+"""A record against another one: what differs, and by how much, of each tensor by what rounding alone makes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from statistics import median
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from trainer.parallel.state import AVERAGE, PREFIX
-from trainer.proof.record import GRADIENT, INITIAL, RESUME, UPDATE, Key, Record
-from trainer.proof.rounding import ABOVE
+from trainer.proof.record import GRADIENT, LOSS, NORM, Key, Record
+from trainer.proof.signature import LENGTH, PATTERN, moved
 
-_OF_VALUES = 1e-3  # as Exactness.of_phase, of weights and buffers: running means take up what Adam has made of a bias
+_OF_ROWS = 1e-3  # of a tensor's largest row: a sample that has less than that of it has fewer digits
+_ONLY_ROUNDING = 1e-3  # a gradient of which rounding changes so much, relative to it, is nothing else
 
 
 class Exactness(NamedTuple):
     """What counts as rounding in a precision, relative to the norms."""
 
     tolerance: float  # of any difference
-    most: float  # that a noise floor is believed: a choice that a last bit turns, or a NaN, must not excuse a mistake
-    nothing: float  # a gradient that counts as none: an Adam makes whole steps of rounding
-    # Of the largest norm of a step's phase. The gradient of a bias before a BatchNorm is but rounding, which is small
-    # beside other gradients only. What is really that small is compared all the same, in fewer digits.
-    of_phase: float
+    above: float  # times the noise floor, of which one draw is known
+    most: float  # that is excused by a floor: a choice that a last bit turns must not hide a mistake
+    beside: float  # the same in a network with gradients that are only rounding, whose steps the others take up
+    # a gradient that counts as none, beside the usual one of its step, if it is only rounding: of a bias before a
+    # BatchNorm, of the keys of an attention. An Adam makes whole steps of it, so its floors are believed as they are
+    nothing: float
+    share: float  # of the usual norm of a step's phase: what is zero but for rounding has no digits to agree in
 
 
-EXACTNESS = {"fp64": Exactness(1e-9, 1e-6, 1e-9, 1e-6), "fp32": Exactness(2e-6, 1e-3, 1e-5, 1e-3)}
+EXACTNESS = {
+    "fp64": Exactness(1e-9, 10, 1e-6, 1e-3, 1e-9, 1e-6),
+    "fp32": Exactness(2e-6, 10, 0.1, 0.1, 1e-5, 1e-3),
+    "bf16": Exactness(4e-3, 10, 0.3, 0.3, 1e-2, 1e-2),
+    "fp16": Exactness(1e-3, 10, 0.3, 0.3, 1e-2, 1e-2),
+}
 
 
 class Difference(NamedTuple):
@@ -37,6 +48,19 @@ class Difference(NamedTuple):
     gap: float  # relative to the norm
     ratio: float  # of the norms
     rows: list[int]  # samples of the global batch that differ; [0] of what is one thing
+    floor: float = 0.0  # what rounding alone makes of it
+
+
+@dataclass(frozen=True, order=True)
+class Near:
+    """How near something came to its limit."""
+
+    part: float  # of the limit
+    gap: float
+    floor: float
+    step: int
+    phase: str
+    name: str
 
 
 class Compared(NamedTuple):
@@ -46,67 +70,121 @@ class Compared(NamedTuple):
     gaps: dict[str, float]  # the largest of each phase
     seen: dict[Key, int]  # what was compared → rows
     held: frozenset[Key]  # what there was, compared or not
+    nearest: dict[str, Near]  # to its limit, of each phase
 
 
-def compared(
-    reference: Record, own: Record, exact: Exactness, floors: Mapping[str, float] | None = None, most: int = 100
-) -> Compared:
+def compared(reference: Record, own: Record, exact: Exactness, most: int = 100) -> Compared:
     """What of an own record is not as in the reference; both may hold what the other does not.
 
-    floors: how far rounding alone takes a phase; a network may blow it up beyond the tolerance.
+    The reference's floors say how far rounding alone takes each thing; a network may blow it up beyond the tolerance.
     """
-    limits = {phase: max(exact.tolerance, min(ABOVE * floor, exact.most)) for phase, floor in (floors or {}).items()}
-    found, gaps, seen = list[Difference](), dict[str, float](), dict[Key, int]()
-    for at, key, floor in _scaled(reference, exact):
-        if key not in own.values:
-            continue
-        table = reference.table(key, 1 + max((row for rows, _ in own.values[key] for row in rows), default=0))
-        for rows, signatures in own.values[key]:
-            wanted = table[list(rows)]
-            apart = (signatures - wanted)[:, :2].abs().amax(1) / wanted[:, 1].clamp(min=floor)
-            # are the same numbers infinite, and the same NaN?
-            agreed = (signatures[:, 2] == wanted[:, 2]) & ~apart.isnan()
-            apart = torch.where(agreed, apart, torch.inf)
+    bounds = _bounds(reference, exact)
+    found, gaps, seen, close = list[Difference](), dict[str, float](), dict[Key, int](), dict[str, Near]()
+    for at, (key, scale) in enumerate(_scaled(reference, exact)):
+        floor, limit = bounds[key]
+        for rows, apart, ratios in _apart(reference, own, key, scale):
             gap = float(apart.max()) if len(rows) else 0.0
             gaps[key.phase], seen[key] = max(gap, gaps.get(key.phase, 0.0)), seen.get(key, 0) + len(rows)
-            limit = limits.get(key.phase, exact.tolerance)
+            near = Near(gap / limit, gap, floor, key.step, key.phase, key.name)
+            close[key.phase] = max(near, close.get(key.phase, near))
             if gap > limit and len(found) < most:
-                worst = int(apart.argmax())
-                ratio = float(signatures[worst, 1] / wanted[worst, 1].clamp(min=1e-300))
                 where = [row for row, one in zip(rows, apart.tolist(), strict=True) if one > limit]
-                found.append(Difference(at, key, gap, ratio, where))
-    return Compared(found, gaps, seen, frozenset(own.values))
+                found.append(Difference(at, key, gap, float(ratios[int(apart.argmax())]), where, floor))
+    return Compared(found, gaps, seen, frozenset(own.values), close)
 
 
-def _scaled(reference: Record, exact: Exactness) -> Iterator[tuple[int, Key, float]]:
-    """The keys of a reference, in order, each with the smallest norm that a difference is taken relative to.
+def nearest(found: Sequence[Compared]) -> dict[str, Near]:
+    """What came nearest to its limit on all ranks, of each phase."""
+    every = [near for each in found for near in each.nearest.values()]
+    return {
+        phase: max(near for near in every if near.phase == phase) for phase in dict.fromkeys(n.phase for n in every)
+    }
 
-    What would be zero without rounding has no digits to agree in.
-    """
-    at, nothing = 0, set[str]()
+
+def floors(record: Record, shaken: Record, exact: Exactness) -> dict[Key, float]:
+    """How far each thing is from itself where all weights have been moved by a last bit: so far rounding takes it."""
+    return {
+        key: max((float(apart.max()) for _, apart, _ in _apart(record, shaken, key, scale)), default=0.0)
+        for key, scale in _scaled(record, exact)
+    }
+
+
+def _apart(reference: Record, own: Record, key: Key, scale: float) -> Iterator[tuple[Sequence[int], Tensor, Tensor]]:
+    """The rows of a key, with how far each is apart, relative to its norm or the scale; and the ratios of the norms."""
+    if key not in own.values:
+        return
+    table = reference.table(key, 1 + max((row for rows, _ in own.values[key] for row in rows), default=0))
+    for rows, signatures in own.values[key]:
+        wanted = table[list(rows)]
+        apart = moved(signatures, wanted) / wanted[:, LENGTH].clamp(min=scale)
+        # are the same numbers infinite, and the same NaN?
+        agreed = (signatures[:, PATTERN] == wanted[:, PATTERN]) & ~apart.isnan()
+        yield rows, torch.where(agreed, apart, torch.inf), signatures[:, LENGTH] / wanted[:, LENGTH].clamp(min=1e-300)
+
+
+def _bounds(reference: Record, exact: Exactness) -> dict[Key, tuple[float, float]]:
+    """What rounding alone makes of each thing, and how far it may be apart."""
+    bounds = dict[Key, tuple[float, float]]()
+    # a NaN excuses nothing
+    floors = {key: floor if floor < torch.inf else 0.0 for key, floor in reference.floors.items()}
+    # a single number may be the same by chance: what it is in another step says more
+    numbers = dict[tuple[str, str], float]()
+    for key, floor in floors.items():
+        if key.phase in (LOSS, NORM):
+            numbers[key.phase, key.name] = max(floor, numbers.get((key.phase, key.name), 0.0))
+    rounding = _only_rounding(reference, exact)
+    most = exact.beside if rounding else exact.most
     for _, group in groupby(reference.values, key=lambda key: (key.step, key.phase)):
-        largest = {key: float(reference.table(key)[:, 1].max()) for key in group}
-        # a buffer that nothing changes, as large as it may be, says nothing of how far weights are rounded
-        moving = [own for key, own in largest.items() if not _still(reference, key)]
-        most = max(moving or largest.values())
-        for key, own in largest.items():
+        keys = [*group]
+        # the draw of one tensor may be small by chance
+        usual = median(floors.get(key, 0.0) for key in keys)
+        for key in keys:
+            floor = max(floors.get(key, 0.0), usual, numbers.get((key.phase, key.name), 0.0))
+            excused = exact.above * floor if _parameter(key.name) in rounding else min(exact.above * floor, most)
+            bounds[key] = floor, max(exact.tolerance, excused)
+    return bounds
+
+
+def _only_rounding(reference: Record, exact: Exactness) -> set[str]:
+    """The parameters whose gradient is zero but for rounding, in some step."""
+    found = set[str]()
+    gradients = [
+        (key, scale, _norm(reference, key)) for key, scale in _scaled(reference, exact) if key.phase == GRADIENT
+    ]
+    for _, group in groupby(gradients, key=lambda one: one[0].step):
+        of_step = [*group]
+        small = exact.nothing * _usual([norm for _, _, norm in of_step])
+        for key, scale, norm in of_step:
             # none at all makes no steps: of LoRA's A, or after a ReZero, the first gradient is exactly 0
-            if key.phase == GRADIENT and 0 < own < exact.nothing * most:
-                nothing.add(key.name)
-            values = key.phase in (UPDATE, RESUME)
-            if not values or _parameter(key.name) not in nothing:
-                yield at, key, max((_OF_VALUES if values else exact.of_phase) * most, 1e-300)
-            at += 1
+            if 0 < norm < small and reference.floors.get(key, 0.0) * scale > _ONLY_ROUNDING * norm:
+                found.add(key.name)
+    return found
 
 
-def _still(reference: Record, key: Key) -> bool:
-    """Is it as it was before training?"""
-    first = Key(0, INITIAL, key.name)
-    return (
-        key.phase in (UPDATE, RESUME)
-        and first in reference.values
-        and reference.table(first).equal(reference.table(key))
-    )
+def _scaled(reference: Record, exact: Exactness) -> Iterator[tuple[Key, float]]:
+    """The keys of a reference, in order, each with the smallest norm that a difference is taken relative to."""
+    for _, group in groupby(reference.values, key=lambda key: (key.step, key.phase)):
+        norms = {key: _norm(reference, key) for key in group}
+        kinds: dict[str, list[float]] = {}
+        for key, norm in norms.items():
+            kinds.setdefault(_kind(key.name), []).append(norm)
+        usual = {kind: exact.share * _usual(own) for kind, own in kinds.items()}
+        for key, norm in norms.items():
+            yield key, max(_OF_ROWS * norm, usual[_kind(key.name)], 1e-300)
+
+
+def _norm(reference: Record, key: Key) -> float:
+    return float(reference.table(key)[:, LENGTH].max())
+
+
+def _usual(norms: Sequence[float]) -> float:
+    """The median of what is not zero: one tensor of large numbers says nothing of the others."""
+    return median([norm for norm in norms if norm] or [0.0])
+
+
+def _kind(name: str) -> str:
+    """What is of one size with it: squares that an optimizer keeps are no weights."""
+    return name.rpartition("/")[2] if name.startswith(PREFIX) else ""
 
 
 def _parameter(name: str) -> str:

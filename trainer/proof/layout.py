@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from trainer.data.tree import lists, named
-from trainer.proof.signature import signatures
+from trainer.parallel.pieces import Pieces
+from trainer.proof.signature import LENGTH, moved, signatures
 
 _ALIKE = 1e-9  # of two signatures in float64, relative to the norm
 
@@ -22,6 +23,12 @@ class Layout(NamedTuple):
     outer: bool = True  # the entries of a sample stand together; else those of all samples alternate
     size: int = 0  # numbers of a sample; 0: it may have any number of them
     local: bool = False  # whole numbers that count from where a sample begins in the batch: the nodes of a graph
+    shape: tuple[int, ...] = ()  # of the tensor; 0 where the samples are
+
+    @classmethod
+    def of(cls, dim: int, each: int, outer: bool, size: int, local: bool, shape: Sequence[int]) -> Layout:
+        """Back from a file, which knows lists alone."""
+        return cls(dim, each, outer, size, local, tuple(shape))
 
     def rows(self, x: Tensor, samples: int) -> Tensor | None:
         """(samples, size): a row for each sample; None where the tensor has another shape than it must have then."""
@@ -33,6 +40,23 @@ class Layout(NamedTuple):
         x = x.unflatten(0, (samples, self.each) if self.outer else (self.each, samples))
         x = (x if self.outer else x.transpose(0, 1)).flatten(1)
         return x.to(torch.float64) - x[:, :1] if self.local else x
+
+    def around(self, x: Tensor, samples: int, own: Pieces, tokens: int) -> Tensor | None:
+        """All of a tensor of which `x` is these pieces of the sequences, with zeros in the place of the others.
+
+        tokens: of the whole sequences. None where it is no such tensor.
+        """
+        if x.dim() != len(self.shape):
+            return None
+        shape = [samples * self.each if dim == self.dim else size for dim, size in enumerate(self.shape)]
+        (dim, *others) = [dim for dim in range(x.dim()) if x.shape[dim] != shape[dim]] or [-1]
+        size, parts = tokens // own.of, len(own.numbers)
+        if dim < 0 or others or shape[dim] != tokens or x.shape[dim] != size * parts:
+            return None
+        around = x.new_zeros(shape)
+        for number, piece in zip(own.numbers, x.split(size, dim), strict=True):
+            around.narrow(dim, number * size, size).copy_(piece)
+        return around
 
 
 ONE = Layout(-1)  # of a tensor in a list that has an entry for each sample: all of it is that sample's
@@ -48,13 +72,13 @@ def layout(large: Tensor, small: Tensor, samples: int, rows: Sequence[int]) -> L
         return None
     differing = [dim for dim in range(large.dim()) if large.shape[dim] != small.shape[dim]]
     if not differing:
-        same = Layout(-1, size=large.numel())
+        same = Layout(-1, size=large.numel(), shape=tuple(large.shape))
         return same if _alike(same, large, small, samples, [0]) else None
     (dim, *others) = differing
     if others or large.shape[dim] * fewer != small.shape[dim] * samples or large.shape[dim] % samples:
         return None
     each, size = large.shape[dim] // samples, large.numel() // samples
-    first = Layout(dim, each, True, size)
+    first = Layout(dim, each, True, size, shape=(*large.shape[:dim], 0, *large.shape[dim + 1 :]))
     whole = not (large.is_floating_point() or large.is_complex() or large.dtype == torch.bool)
     if each == 1 and not whole:
         return first
@@ -116,4 +140,4 @@ def alike(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     mine, others = signatures(one), signatures(other)
-    return bool(((mine - others).abs().amax(1) <= _ALIKE * mine[:, 1]).all())
+    return bool((moved(mine, others) <= _ALIKE * mine[:, LENGTH]).all())

@@ -13,7 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trainer.parallel.ranks import Ranks
 from trainer.proof.layout import Layout
+from trainer.proof.signature import WIDTH, joined
 
 # The phases of a step, in the order of time.
 INITIAL, DATA, FORWARD, LOSS, GRADIENT = "initial values", "data", "forward", "loss", "gradient"
@@ -34,26 +36,45 @@ class Key(NamedTuple):
 class Record:
     """Signatures by what they are of; the keys stand in the order of time."""
 
-    values: dict[Key, list[tuple[Sequence[int], Tensor]]] = field(default_factory=dict)  # rows, and their (n, 3)
+    values: dict[Key, list[tuple[Sequence[int], Tensor]]] = field(default_factory=dict)  # rows, their signatures
     layouts: dict[tuple[str, str, int], Layout] = field(default_factory=dict)  # phase, name, call → where samples lie
+    # the same of what a rank has only a part of
+    parts: dict[Key, list[tuple[Sequence[int], Tensor]]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)  # what it is a record of
+    floors: dict[Key, float] = field(default_factory=dict)  # how far rounding alone takes it, relative to its norm
 
     def add(self, key: Key, rows: Sequence[int], signatures: Tensor) -> None:
         """Keep the signatures of these rows: samples of the global batch, or 0 of what is one thing."""
         self.values.setdefault(key, []).append((rows, signatures))
 
+    def join(self, ranks: Ranks) -> None:
+        """Collective: what these ranks have parts of becomes whole on each of them, where all of them have one."""
+        every = ranks.all_gather_values(self.parts)  # these ranks; a few numbers for each sample and module
+        for key, own in self.parts.items():
+            others = [other.get(key, []) for other in every]
+            if all([rows for rows, _ in other] == [rows for rows, _ in own] for other in others):
+                for at, (rows, _) in enumerate(own):
+                    self.add(key, rows, joined([other[at][1] for other in others]))
+        self.parts = {}
+
     def table(self, key: Key, least: int = 0) -> Tensor:
-        """(rows, 3): the signatures of all rows of a key, so many at least; zeros where one has no such thing."""
+        """(rows, 10): the signatures of all rows of a key, so many at least; zeros where one has no such thing."""
         rows = torch.tensor([row for part, _ in self.values[key] for row in part])
-        table = torch.zeros(max(least, 1 + int(rows.max())), 3, dtype=torch.float64)
+        table = torch.zeros(max(least, 1 + int(rows.max())), WIDTH, dtype=torch.float64)
         table[rows] = torch.cat([signatures for _, signatures in self.values[key]])
         return table
+
+    def only(self, phases: Sequence[str]) -> Record:
+        """What there is of some phases."""
+        values = {key: parts for key, parts in self.values.items() if key.phase in phases}
+        return Record(values, self.layouts, facts=self.facts, floors=self.floors)
 
     def write(self, path: Path) -> None:
         """Write a whole record to a file of safetensors."""
         tables = {str(at): self.table(key) for at, key in enumerate(self.values)}
         layouts = [[*key, *layout] for key, layout in self.layouts.items()]
-        told = {"keys": [*self.values], "layouts": layouts, "facts": self.facts}
+        floors = [self.floors.get(key, 0.0) for key in self.values]
+        told = {"keys": [*self.values], "layouts": layouts, "facts": self.facts, "floors": floors}
         path.unlink(missing_ok=True)  # it may be a link
         save_file(tables, path, {name: json.dumps(value) for name, value in told.items()})
 
@@ -66,5 +87,5 @@ class Record:
             tables = [file.get_tensor(str(at)) for at in range(len(keys))]
         values: dict[Key, list[tuple[Sequence[int], Tensor]]]
         values = {key: [(range(len(table)), table)] for key, table in zip(keys, tables, strict=True)}
-        layouts = {(phase, name, call): Layout(*rest) for phase, name, call, *rest in told["layouts"]}
-        return cls(values, layouts, told["facts"])
+        layouts = {(phase, name, call): Layout.of(*own) for phase, name, call, *own in told["layouts"]}
+        return cls(values, layouts, facts=told["facts"], floors=dict(zip(keys, told["floors"], strict=True)))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainer.proof.causes import First, Tried
-from trainer.proof.comparison import Compared, Difference
+from trainer.proof.comparison import Compared, Difference, Near, nearest
 from trainer.proof.record import FORWARD, GRADIENT, RESUME, STEP, UPDATE, Key, Record
 from trainer.proof.rounding import Rounding
 
@@ -26,6 +26,7 @@ class Verdict:
     tried: Tried = field(default_factory=Tried)  # the experiments that it follows from
     others: Sequence[str] = ()  # what differs after it, in the order of time
     modules: tuple[int, int] = (0, 0)  # compared, of those that were called
+    nearest: Mapping[str, Near] = field(default_factory=dict)  # to its limit, of each phase
     rounding: Rounding | None = None  # in the precision of the run, where that is another one
     precision: str = "fp64"  # in which all was compared
 
@@ -61,11 +62,11 @@ def judged(reference: Record, found: Sequence[Compared], resume: int) -> Verdict
     gap = max(gaps.values(), default=0.0)
     order = sorted({*by_key, *missing})
     if not order:
-        return Verdict(None, gap, gaps, [], modules=modules)
+        return Verdict(None, gap, gaps, [], modules=modules, nearest=nearest(found))
     first = _first(keys[order[0]], by_key.get(order[0], []), found, resume)
     rows = sorted({row for _, one in by_key.get(order[0], []) for row in one.rows})
     others = [spoken(keys[at]) for at in order[1:8]]
-    return Verdict(first, gap, gaps, rows, others=others, modules=modules)
+    return Verdict(first, gap, gaps, rows, others=others, modules=modules, nearest=nearest(found))
 
 
 def _first(key: Key, here: Sequence[tuple[int, Difference]], found: Sequence[Compared], resume: int) -> First:

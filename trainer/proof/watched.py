@@ -16,8 +16,10 @@ from trainer.data.tree import changed
 from trainer.learning.task import Task
 from trainer.parallel.backward import in_backward
 from trainer.parallel.gather import present_span
+from trainer.parallel.pieces import Pieces
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import optimizer_tensors
+from trainer.parallel.stretch import tokens
 from trainer.proof.constant import AS_DRAWN, AsDrawn
 from trainer.proof.layout import Layout, by_sample, layouts
 from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
@@ -107,6 +109,7 @@ class Scribe(Ear):
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks, record: Record) -> None:
         super().__init__(modules, ranks)
         self.record, self.step = record, 0
+        self.own, self.tokens = Pieces((0,), 1), 1  # which pieces of sequences of so many tokens are heard
         # lists with an entry for each sample
         self._lists = {(phase, place.partition(".*")[0]) for phase, place, _ in record.layouts if ".*" in place}
 
@@ -120,10 +123,14 @@ class Scribe(Ear):
             if type(plain) not in _PLAIN:
                 continue
             # what tensor ranks hold shards of has another shape: they meet again in a later module
-            found = layout.rows(plain, len(rows))
-            if found is not None:
-                own = [rows[sample]] if sample is not None else rows if layout.dim >= 0 else [0]
-                self.record.add(Key(self.step, phase, place, call), own, signatures(found))
+            own = [rows[sample]] if sample is not None else rows if layout.dim >= 0 else [0]
+            key = Key(self.step, phase, place, call)
+            if (found := layout.rows(plain, len(rows))) is not None:
+                self.record.add(key, own, signatures(found))
+            elif (around := layout.around(plain, len(rows), self.own, self.tokens)) is not None:
+                found = layout.rows(around, len(rows))
+                assert found is not None
+                self.record.parts.setdefault(key, []).append((own, signatures(found)))
 
 
 class Watched:
@@ -163,16 +170,20 @@ class Watched:
     def forward_backward(self, batches: list[Batch], step: int) -> dict[str, Tensor]:
         """Collective: the step's forward and backward, and signatures of all that is in them."""
         self._ear.step = step + 1
+        self._ear.tokens = tokens(batches[0].inputs)
+        sharers, self._ear.own = self._placed.stretches(self._ear.tokens)
         if step == self._last:
             self._record = self._ear.record = Record(layouts=self._record.layouts)  # nobody reads it
         with self._ear.listening(batches), self._draws:
             sums = self._placed.forward_backward(batches, step)
+        self._record.join(sharers)
         for name, loss in self._placed.strategy.totals(sums).read().items():
             self._number(LOSS, name, loss)
         # as a backward comes to them: the last layer first
+        unscaled = self._placed.scaler.unscaled()  # the scale of fp16 is another for other numbers of ranks
         for name, parameter in reversed([*self._placed.network.named_parameters()]):
-            if parameter.grad is not None:
-                self._add(step + 1, GRADIENT, name, parameter.grad)
+            if (gradient := parameter.grad) is not None:
+                self._add(step + 1, GRADIENT, name, gradient if unscaled == 1 else gradient * unscaled)
         return sums
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:

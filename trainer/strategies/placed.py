@@ -19,6 +19,8 @@ from trainer.parallel.chance import chances
 from trainer.parallel.clip import clip_, global_norm
 from trainer.parallel.compiling import compile_network, uncompiled
 from trainer.parallel.gather import dealt, gathering_over
+from trainer.parallel.pieces import Pieces
+from trainer.parallel.ranks import Ranks
 from trainer.parallel.recompute import recompute
 from trainer.parallel.state import empty_optimizer_state, fits, optimizer_tensors, restore_optimizer
 from trainer.parallel.units import called, units
@@ -111,6 +113,10 @@ class Placed:
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """Collective: the norm of the whole network's gradient."""
         return global_norm(gradients)
+
+    def stretches(self, tokens: int) -> tuple[Ranks, Pieces]:
+        """Who shares the sequences of a sample, of so many tokens, with this rank; and which pieces it computes."""
+        return Ranks(), Pieces((0,), 1)
 
     def heard(self) -> list[str]:
         """What a user should know of the steps since this was asked last."""

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from trainer.learning.plan import Plan
 from trainer.learning.task import Task
 from trainer.parallel.buckets import added
+from trainer.parallel.pieces import Pieces, pieces
+from trainer.parallel.ranks import Ranks
 from trainer.parallel.stretch import cut_sequences, most_pieces, stretch, tokens
 from trainer.strategies.loss import Forward
 from trainer.strategies.placed_tensor import PlacedTensor
@@ -23,6 +25,10 @@ class PlacedContext(PlacedTensor):
     def _split(self, network: nn.Module, plan: Plan) -> None:
         super()._split(network, plan)
         cut_sequences(network, plan, self.strategy.context_group, self.strategy.device.type)
+
+    def stretches(self, tokens: int) -> tuple[Ranks, Pieces]:
+        ranks = self.strategy.context_group
+        return ranks, pieces(ranks.rank, ranks.size, tokens // ranks.size, most_pieces(self._plan))
 
     def forward_backward(self, batches: list[Any], step: int) -> dict[str, Tensor]:
         """The base's, of this rank's stretches; the sums are those of all context ranks, on each of them."""
