@@ -1,6 +1,6 @@
 """Networks that are right, under `job=verify`: how far rounding takes each, and how near it comes to an alarm.
 
-    python -m tests.healthy                       all of them, half an hour on two cores
+    python -m tests.healthy                       all of them, more than half an hour on two cores
     python -m tests.healthy resnet18 vae          two of them
     python -m tests.healthy --precision bf16      in another precision than fp32, beside fp64
     python -m tests.healthy --write               and write the tables into docs/verify.md
@@ -28,6 +28,11 @@ from trainer.launch.launch import Launch
 from trainer.refusal import Refusal, Told
 
 PAGE = ROOT / "docs" / "verify.md"
+BEGIN, END = "<!-- written by python -m tests.healthy -->", "<!-- end of healthy networks -->"
+BEGIN_FLOORS, END_FLOORS = "<!-- floors, by python -m tests.healthy -->", "<!-- end of floors -->"
+HEAD = ["network", "strategy", "precision", "verdict", "gap in fp64", "floor", "of the limit"]
+HEAD += ["gap in the precision", "floor", "of the limit", "modules", "seconds"]
+FLOORS = ["precision", "proofs", "gap", "floor", "of the limit", "where"]
 TESTS, LABS = ROOT / "tests", ROOT / "tests" / "labs"
 SMALL = ["data=synthetic_images", "data.size=48", "loop.global_batch=8", "strategy.sync_bn=true"]
 TEXT = ["data=synthetic_tokens", "data.length=16", "task=language", "loop.global_batch=8"]
@@ -110,13 +115,49 @@ def rows(processes: Processes, home: Path, name: str, words: Sequence[str], only
         yield {"network": name, "strategy": "reference", "seconds": 0.0, "verdict": said}
 
 
+def cells(row: dict[str, Any], precision: str) -> list[str]:
+    """A row of the first table: what came nearest to its limit in fp64, and in the precision of the run."""
+    own = (row.get("rounding") or {}).get("nearest", {})
+    near = [max(places.values(), key=lambda one: one["part"]) for places in (row.get("nearest"), own) if places]
+    said = [f"{one['gap']:.1e} | {one['floor']:.1e} | {one['part']:.2g}" for one in near] + ["- | - | -"] * (
+        2 - len(near)
+    )
+    modules = " of ".join(map(str, row.get("modules", ["?"])))
+    verdict = row["verdict"].partition(":")[0]
+    return [row["network"], row["strategy"], precision, verdict, *said, modules, f"{row['seconds']:.0f}"]
+
+
+def write(rows: Sequence[Sequence[str]]) -> None:
+    """Put these rows into the page, in the place of those of the same network, strategy and precision."""
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    old, after = rest.split(END)
+    table = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in old.splitlines() if line[:2] == "| "]
+    kept = {tuple(row[:3]): row for row in table if row[0] not in ("network", "---")}
+    kept |= {tuple(row[:3]): [cell for each in row for cell in each.split(" | ")] for row in rows}
+    lines = [f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *kept.values())]
+    worst = []
+    for name, columns in (("fp64", (4, 5, 6)), ("fp32", (7, 8, 9)), ("bf16", (7, 8, 9)), ("fp16", (7, 8, 9))):
+        of = [row for row in kept.values() if name in ("fp64", row[2]) and row[columns[2]] != "-"]
+        if of:
+            most = max(of, key=lambda row: float(row[columns[2]]))
+            worst.append([name, str(len(of)), *(most[column] for column in columns), f"{most[0]}, {most[1]}"])
+    floors = [f"| {' | '.join(row)} |" for row in (FLOORS, ["---"] * len(FLOORS), *worst)]
+    after, _, last = after.partition(BEGIN_FLOORS)
+    last = last.partition(END_FLOORS)[2]
+    shown = "\n".join(["", "", *lines, "", ""])
+    PAGE.write_text(
+        before + BEGIN + shown + END + after + BEGIN_FLOORS + "\n\n" + "\n".join(floors) + "\n\n" + END_FLOORS + last
+    )
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run the command line above."""
     parser = ArgumentParser()
     parser.add_argument("networks", nargs="*")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--strategy", default="")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", action="store_true")
     asked = parser.parse_args(arguments)
     group = Processes()
     with TemporaryDirectory() as place:
@@ -125,9 +166,8 @@ def main(arguments: Sequence[str]) -> None:
         for name in asked.networks or networks(home):
             for row in rows(group, home, name, [f"precision={asked.precision}"], asked.strategy):
                 print(row["network"], row["strategy"], f"{row['seconds']:.1f}", row["verdict"], flush=True)
-                if asked.json:
-                    with asked.json.open("a") as file:
-                        file.write(json.dumps({"precision_asked": asked.precision, **row}) + "\n")
+                if asked.write:
+                    write([cells(row, asked.precision)])
     group.close()
 
 
