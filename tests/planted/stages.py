@@ -25,7 +25,7 @@ def stale_activation(original: Any) -> Any:
     def call(self: Any, stage: Any, received: Any, *batch: Any) -> Any:
         if received and torch.is_grad_enabled():
             before.append([x.detach() for x in received])
-            if len(before) > 1:
+            if len(before) > 1 and before[-2][0].shape == received[0].shape:
                 received = tuple(0 * x + stale.to(x) for x, stale in zip(received, before[-2], strict=True))
         return original(self, stage, received, *batch)
 
