@@ -124,18 +124,15 @@ QUICK = ("own_rank_in_turn", "counts", "same_order", "summed_at_owner", "stale_a
 
 
 @pytest.mark.parametrize("mistake", quickly(PLANTS, *QUICK))
-def test_a_planted_mistake_is_found_where_it_is(processes: Processes, home: Path, mistake: str) -> None:
-    said = said_of(processes, home, mistake)
-    found = tuple(f"DIFFERS {where}" for where in PLANTS[mistake].found)
-    assert said.startswith(found), said
-    assert PLANTS[mistake].why in said.partition("cause: ")[2].partition("\n")[0], said
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mistake", PLANTS)
-def test_no_cause_is_false(processes: Processes, home: Path, mistake: str) -> None:
-    cause = said_of(processes, home, mistake).partition("\n")[0].partition("cause: ")[2]
-    assert cause.startswith((*PLANTS[mistake].true, "not known")), cause
+def test_a_planted_mistake_is_found_where_it_is_and_no_cause_is_false(
+    processes: Processes, home: Path, mistake: str
+) -> None:
+    plant, said = PLANTS[mistake], said_of(processes, home, mistake)
+    assert said.startswith(tuple(f"DIFFERS {where}" for where in plant.found)), said
+    cause = said.partition("\n")[0].partition("cause: ")[2]
+    # in the precision of the run alone nothing is tried, and none is named
+    assert not cause or cause.startswith((*plant.true, "not known")), said
+    assert plant.why in cause, said
 
 
 @pytest.mark.long

@@ -47,7 +47,10 @@ class Row(NamedTuple):
     def found(self) -> str:
         """Where the first difference is; "missed" where there is none."""
         where = re.match(r"DIFFERS (?:at )?(.*?)(?:, [\d.e+-]+)?; cause: ", self.verdict)
-        return where[1] if where else "**missed**" if self.verdict.startswith("SAME") else f"**{self.verdict}**"
+        rounded = re.match(r"DIFFERS (in its precision) alone.*; first at (.*?), [\d.e+-]+ ", self.verdict)
+        if found := rounded or where:
+            return ": ".join(found.groups())
+        return "**missed**" if self.verdict.startswith("SAME") else f"**{self.verdict}**"
 
     @property
     def cause(self) -> str:
