@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.planted.plant import NET, Plant
 
 RANDOM = ("the network", "random numbers")
-SEEN = "is another one when other processes are in sight"
+SEEN = "differs when other processes are in sight"
 FIRST = "at step 1, forward, middle,"
 LISTS = ("model=of_rows", "task=of_dicts")
 

@@ -29,7 +29,7 @@ KEPT, UNCOMPILED, SYNC_BN = "recomputing", "compiling", "strategy.sync_bn=true"
 
 _SUBJECT = {
     INITIAL: "the network: its constructor",
-    DATA: "the data: what an item or its augmentation is",
+    DATA: "the data: an item or its augmentation",
     FORWARD: "the network: what this module computes",
     LOSS: "the task: its loss",
     GRADIENT: "the network: a backward of it, or of the task,",
@@ -106,12 +106,12 @@ def likely(first: First, here: Circumstances, tried: Tried) -> str:
         return f"the resume: something that {_KEEPERS.get(first.phase, 'an object keeps')} is in no checkpoint"
     if alone.get(AGAIN):
         return (
-            f"{_SUBJECT[first.phase]} is another one when the same steps are repeated in the same process: it draws"
+            f"{_SUBJECT[first.phase]} differs when the same steps are repeated in the same process: it draws"
             " random numbers that no seed reaches, or depends on what was done before"
         )
     if alone.get(SHOWN):
         return (
-            f"{_SUBJECT[first.phase]} is another one when other processes are in sight: its code asks for the rank, or"
+            f"{_SUBJECT[first.phase]} differs when other processes are in sight: its code asks for the rank, or"
             " for their number"
         )
     if alone.get(DIVIDED):
@@ -188,6 +188,8 @@ def _strategys(first: First, here: Circumstances, tried: Tried) -> str:
     """What users have written is right by itself, however it is divided."""
     whose = "the strategy, or the plan that says how it divides the network" if here.planned else "the strategy"
     what = _STRATEGYS[first.phase]
+    if tried.mended.get(STRAIGHT):
+        what = f"what it saves or reads for the resume; {what}"
     if first.phase == GRADIENT and not first.ranks:
         what = "no rank has this gradient: it was lost, or its weight is used outside of the unit that holds it"
     elif first.phase in (GRADIENT, LOSS) and (factor := _factor(first.ratio, here)):
