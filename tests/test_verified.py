@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import io
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import trainer
 from tests import planted_precision, test_verify
+from tests.inside import product
 from tests.planted.plant import GPT, NET
 from tests.planted.proofs import verdict, verified
 from tests.processes import Processes
@@ -87,6 +89,37 @@ def test_what_only_the_precision_of_the_run_shows_is_found_there(
     said = verdict(processes, home, 2, words, [f"strategy={strategy}"], partial(plant, mistake=mistake))
     assert said.startswith(f"DIFFERS in its precision alone: {strategy} on 2, fp64 gap "), said
     assert f"; first at {where}" in said, said
+
+
+def test_a_key_that_makes_gradients_narrow_is_tried_and_named(processes: Processes, home: Path) -> None:
+    said = verdict(processes, home, 2, [*NET, "precision=fp32"], ["strategy=ddp", "strategy.compress=bf16"])
+    assert said.startswith("DIFFERS in its precision alone: ddp on 2, fp64 gap "), said
+    assert "cause: strategy.compress=bf16, which is narrower than precision=fp32; without it the strategy" in said
+
+
+def breaking(launch: Launch, place: Path, words: list[str]) -> tuple[Any, str]:
+    """What is said where an experiment fails; the strategy has a mistake, for which the experiments are made."""
+
+    def fails(*given: Any, **more: Any) -> bool:
+        raise ValueError("a planted error")
+
+    def one(x: Any, factor: Any) -> Any:
+        return x
+
+    with (
+        patch("trainer.strategies.placed.times", one),
+        patch("trainer.jobs.experiments.trial", fails),
+        redirect_stdout(io.StringIO()) as said,
+        pytest.raises(ValueError, match="planted"),
+    ):
+        product(launch, place, ["job=verify", *words])
+    return 1, said.getvalue()
+
+
+def test_an_experiment_that_fails_does_not_keep_the_verdict_to_itself(processes: Processes, home: Path) -> None:
+    said = verdict(processes, home, 2, [*NET], ["strategy=ddp", "loop.micro_batches=2"], breaking)
+    assert said.startswith("DIFFERS at step 1, gradient, head.bias, "), said
+    assert "cause: not known: an experiment failed, ValueError" in said
 
 
 def unshifted(launch: Launch, place: Path, words: list[str]) -> tuple[Any, str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from trainer.launch.agreement import decided_by_main
 from trainer.launch.durable import replace_file
 from trainer.launch.nofollow import make_folder, real, refuse_strange
 from trainer.launch.signals import StopRequest
-from trainer.proof.causes import Circumstances, First, likely
+from trainer.proof.causes import Circumstances, likely
 from trainer.proof.comparison import EXACTNESS, Exactness, compared, floors
 from trainer.proof.picture import picture
 from trainer.proof.record import Key, Record
@@ -29,6 +28,9 @@ from trainer.proof.rounding import COMPARED, Rounding, compared_there, floor, lo
 from trainer.proof.verdict import Verdict, difference, judged, spoken
 from trainer.records.folder import RunFolder, choose
 from trainer.refusal import Refusal
+
+Curves = Sequence[Sequence[float]]  # the losses of one process, and of the strategy
+Tell = Callable[[Verdict, Curves], None]
 
 
 class Verify(Job):
@@ -56,51 +58,75 @@ class Verify(Job):
             raise Refusal(f"job.reference={self.reference}: there is no such file; job.record={path} writes it")
         reference = Record.read(path)
         screen.redirect(launch.rank, out)
-        record = Record(layouts=reference.layouts)
+        tell = partial(self._tell, run, reference, out, dropped)
         with StopRequest(launch) as stop, run.strategy:
-            world, exact = run.strategy.world, reference.facts["precision"]
-            with exactly(run, exact):
-                done = trial(run, record, self._ends(run), stop)
-                own = compared(reference, record, self._exactness(exact))
-                verdict = judged(reference, world.all_gather_values(own), self._ends(run)[0])  # all ranks
-                if done and verdict.first is not None:
-                    verdict = self._explained(verdict, verdict.first, run, reference, record, stop)
-            curves, rounding = [losses(reference), losses(record)], None
+            verdict, curves, done = self._exactly(run, reference, tell, stop)
             # then as the run itself would compute: there rounding is what a mistake was before
             file = beside(path, run)
-            plain = Record.read(file) if file.is_file() else None
-            if done and plain:
-                spread = Record()
-                done = trial(run, spread, self._ends(run)[-1:], stop)
-                curves, precision = [losses(plain), losses(spread)], run.machine.resolved_precision
-                there = world.all_gather_values(compared_there(plain, spread, precision))  # all ranks
-                rounding = rounded(precision, plain, there, curves)
+            if done and file.is_file():
+                verdict, curves, done = self._in_precision(run, verdict, Record.read(file), stop)
         if not done:
             return failure.exit_code(False, launch)
-        verdict = replace(verdict, rounding=rounding, precision=exact)
         if launch.is_main:
-            steps = self._ends(run)[-1]
-            told = lines(verdict, run, steps, dropped, reference.facts["because"])
-            print("\n".join(told))
-            said = {"verdict": told[0], "strategy": run.strategy.name, "processes": launch.world_size, "steps": steps}
-            both = dict(zip(("one process", f"{run.strategy.name} on {launch.world_size}"), curves, strict=True))
-            said |= {**verdict.data(), "losses": both}
-            replace_file(out / "verify.json", json.dumps(said, indent=1) + "\n")
-            replace_file(out / "curves.svg", drawn(both, parts.words, rounding, exact))
-            print(f"written     {out / 'verify.json'}, and both curves as a picture, curves.svg")
+            tell(verdict, curves)
             self._leave(run)
         return 0 if verdict.same else 1
 
-    def _explained(
-        self, verdict: Verdict, first: First, run: Prepared, reference: Record, record: Record, stop: StopRequest
-    ) -> Verdict:
-        """Collective: the same verdict with its cause, as far as experiments confirm one."""
-        if run.strategy.world.is_main:  # what is known, should an experiment fail
-            print(f"DIFFERS at {difference(verdict)}; trying what causes it", file=sys.stderr, flush=True)
-        exact = self._exactness(reference.facts["precision"])
-        tried = Experiments(run, reference, first, self._ends(run), exact, stop).tried()
-        here = circumstances(run, record.facts["heard"])
-        return replace(verdict, cause=likely(first, here, tried), tried=tried)
+    def _exactly(self, run: Prepared, reference: Record, tell: Tell, stop: StopRequest) -> tuple[Verdict, Curves, bool]:
+        """Collective: the verdict in fp64, with its cause as far as experiments confirm one; both curves."""
+        record, precision = Record(layouts=reference.layouts), reference.facts["precision"]
+        exact, ends = self._exactness(precision), self._ends(run)
+        with exactly(run, precision):
+            done = trial(run, record, ends, stop)
+            found = run.strategy.world.all_gather_values(compared(reference, record, exact))  # all ranks
+            verdict, curves = replace(judged(reference, found, ends[0]), precision=precision), both(reference, record)
+            if not done or verdict.first is None:
+                return verdict, curves, done
+            try:
+                tried = Experiments(run, reference, verdict.first, ends, exact, stop).tried()
+            except Exception as error:
+                # a mistake may break what is tried to find it: what is known is told before this ends
+                if run.strategy.world.is_main:
+                    tell(replace(verdict, cause=f"not known: an experiment failed, {type(error).__name__}"), curves)
+                    self._leave(run)
+                raise
+        cause = likely(verdict.first, circumstances(run, record.facts["heard"]), tried)
+        return replace(verdict, cause=cause, tried=tried), curves, done
+
+    def _in_precision(
+        self, run: Prepared, verdict: Verdict, plain: Record, stop: StopRequest
+    ) -> tuple[Verdict, Curves, bool]:
+        """Collective: the same verdict, with what the precision of the run shows; both curves there."""
+        precision, last = run.machine.resolved_precision, self._ends(run)[-1:]
+
+        def shown(name: str) -> tuple[Rounding, Curves, bool]:
+            spread = Record()
+            done = trial(run, spread, last, stop, name=name)
+            found = run.strategy.world.all_gather_values(compared_there(plain, spread, precision))  # all ranks
+            return rounded(precision, plain, found, both(plain, spread)), both(plain, spread), done
+
+        rounding, curves, done = shown("")
+        verdict = replace(verdict, rounding=rounding)
+        if verdict.first is None and not rounding.explains:
+            narrowing = narrow(run)
+            with exactly(run, precision):  # is it as it should be, with nothing narrower than that?
+                mended = bool(narrowing) and shown("wide")[0].explains
+            verdict = replace(verdict, cause=unexplained(precision, narrowing if mended else ""))
+        return verdict, curves, done
+
+    def _tell(
+        self, run: Prepared, reference: Record, out: Path, dropped: int, verdict: Verdict, curves: Curves
+    ) -> None:
+        """The main rank's: the verdict on the screen and in files."""
+        steps, processes = self._ends(run)[-1], run.machine.launch.world_size
+        told = lines(verdict, run, steps, dropped, reference.facts["because"])
+        print("\n".join(told))
+        said = {"verdict": told[0], "strategy": run.strategy.name, "processes": processes, "steps": steps}
+        named = dict(zip(("one process", f"{run.strategy.name} on {processes}"), curves, strict=True))
+        said |= {**verdict.data(), "losses": named}
+        replace_file(out / "verify.json", json.dumps(said, indent=1) + "\n")
+        replace_file(out / "curves.svg", drawn(named, run.words, verdict.rounding, verdict.precision))
+        print(f"written     {out / 'verify.json'}, and both curves as a picture, curves.svg", flush=True)
 
     def _write(self, parts: RunParts, path: Path) -> int:
         """Write to a file what one process does, with one micro-batch, and nothing recomputed or compiled."""
@@ -221,13 +247,26 @@ def drawn(curves: Mapping[str, Sequence[float]], words: Sequence[str], rounding:
     return picture(title, " ".join(["trainer", *words]), curves, 1, smallest)
 
 
+def both(reference: Record, record: Record) -> Curves:
+    """The curves of both."""
+    return [losses(reference), losses(record)]
+
+
 def narrow(run: Prepared) -> str:
-    """The likely cause where fp64 is the same, and the precision of the run is not."""
-    own = [f"strategy.{name}={value}" for name in run.strategy.narrowing if (value := getattr(run.strategy, name))]
-    precision = run.machine.resolved_precision
-    if own:
-        return f"{' '.join(own)}, which is narrower than precision={precision}"
-    return f"rounding: sums in {precision} that the strategy takes in another order, or a part that is narrower than it"
+    """What of the strategy is narrower than the precision of the run, as its keys say."""
+    return " ".join(
+        f"strategy.{name}={value}" for name in run.strategy.narrowing if (value := getattr(run.strategy, name))
+    )
+
+
+def unexplained(precision: str, narrowing: str) -> str:
+    """The cause where fp64 is the same, and the precision of the run is not. narrowing: keys without which it is."""
+    if narrowing:
+        return f"{narrowing}, which is narrower than precision={precision}; without it the strategy trains the same"
+    return (
+        f"not known: in fp64 the strategy trains the same. Something in it is narrower than {precision}, or scales"
+        f" otherwise there; or sums in {precision} in another order are more than this network bears"
+    )
 
 
 def lines(verdict: Verdict, run: Prepared, steps: int, dropped: int, because: str) -> list[str]:
@@ -248,7 +287,7 @@ def lines(verdict: Verdict, run: Prepared, steps: int, dropped: int, because: st
         assert there is not None
         where = f"{spoken(Key(there.step, there.phase, there.name))}, {there.gap:.1e} (noise floor {there.floor:.1e})"
         return [
-            f"DIFFERS in its precision alone: {what}, {gap}{rounding}; first at {where}; likely: {narrow(run)}",
+            f"DIFFERS in its precision alone: {what}, {gap}{rounding}; first at {where}; cause: {verdict.cause}",
             *told,
         ]
     told += [f"then        {one}" for one in verdict.others]
