@@ -172,7 +172,7 @@ class ByHand:
         if run.settings.loop.max_norm is not None:
             for gradient in gradients.values():
                 gradient.mul_((run.settings.loop.max_norm / (norm + 1e-6)).clamp(max=1.0))
-        with Stepping(network, self.optimizer) as stepping:
+        with Stepping(network, self.optimizer, self.record.wants) as stepping:
             self.optimizer.step()
         for phase, name, signature in stepping.heard:
             self.record.add(Key(step + 1, phase, name), [0], signature)

@@ -15,13 +15,24 @@ from trainer.refusal import Refusal
 _LAST = 2000  # characters of what a process that failed said last
 
 
-def made_apart(words: Sequence[str], path: Path) -> None:
-    """Have the reference of a run with these words written to a file. Refusal with its own account where it fails."""
+def made_apart(words: Sequence[str], samples: int, path: Path) -> None:
+    """Have the reference of a run with these words, and so many samples in a step, written to a file.
+
+    Refusal with its own account where that fails.
+    """
     # after the last word that changes a key: flags may not stand between them
-    own = [word for word in words if not word.startswith(("processes=", "job.reference="))]
+    own = [word for word in words if not word.startswith(("processes=", "job.reference=", "job.batch="))]
     overrides = [at for at, word in enumerate(own) if "=" in word and not word.startswith("-")]
     at = overrides[-1] + 1 if overrides else len(own)
-    command = [sys.executable, "-m", "trainer", *own[:at], f"job.record={quoted(path)}", *own[at:]]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer",
+        *own[:at],
+        f"job.batch={samples}",
+        f"job.record={quoted(path)}",
+        *own[at:],
+    ]
     here = os.pathsep.join(part for part in sys.path if part)  # what can be imported here can be imported there
     told = subprocess.run(
         command,

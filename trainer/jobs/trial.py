@@ -13,6 +13,7 @@ from torch import nn
 
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
+from trainer.jobs.arithmetic import deal
 from trainer.jobs.making import make_checkpoints, make_evaluation, make_trainer
 from trainer.jobs.preparation import Prepared, RunParts, build_values, read_data, seeded_network
 from trainer.launch.signals import StopRequest
@@ -33,6 +34,9 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 
 _SCALE = 2.0**-8  # of the scale of losses in fp16, which begins at 2**16
+
+
+_SAMPLES = 4  # of each micro-batch of a rank: more would show nothing new
 
 
 class AtLast(Beside):
@@ -100,7 +104,7 @@ def trial(
                 return False
             if trainer.steps > end and run.strategy.world.is_main:
                 discard(named(checkpoints.folder, trainer.steps))
-    if evaluation is not None:
+    if evaluation is not None and record.wants(EVALUATION):
         watched.settle()
         # a metric may go wrong in a later batch, and the last one may be smaller, with ranks that have no sample of it
         count = len(evaluation)
@@ -161,6 +165,20 @@ def plainly(run: RunParts) -> None:
     run.machine = replace(run.machine, compile=False)
     run.strategy = Strategy(machine=run.machine)
     run.settings = replace(run.settings, loop=replace(run.settings.loop, micro_batches=1, micro_batch=None))
+
+
+def with_batch(run: RunParts, samples: int | None) -> int:
+    """From now on a step has so many samples, in as many micro-batches as before; how many it has.
+
+    None: four for each micro-batch of a rank, if the run has more, and as many left over as it has.
+    """
+    loop, ranks = run.settings.loop, run.strategy.data_ranks(run.machine.launch.world_size)
+    count = deal(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch, loop.uneven).micro_batches
+    few = _SAMPLES * ranks * count + loop.global_batch % (ranks * count)
+    samples = samples or min(few, loop.global_batch)
+    loop = replace(loop, global_batch=samples, micro_batches=count, micro_batch=None)
+    run.settings = replace(run.settings, loop=loop)
+    return samples
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from trainer.home import at_home
 from trainer.jobs.experiments import Experiments
 from trainer.jobs.preparation import Job, Prepared, RunParts, prepare
 from trainer.jobs.reference import made_apart
-from trainer.jobs.trial import exactly, named_modules, plainly, surveyed, trial, without_dropout
+from trainer.jobs.trial import exactly, named_modules, plainly, surveyed, trial, with_batch, without_dropout
 from trainer.launch import failure, screen
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.durable import replace_file
@@ -37,11 +37,16 @@ class Verify(Job):
     """Train a few steps in fp64, in one process and with the strategy, and compare all that is in them."""
 
     def __init__(
-        self, steps: int = 3, tolerance: float = 1e-9, reference: str | None = None, record: str | None = None
+        self,
+        steps: int = 3,
+        batch: int | None = None,
+        tolerance: float = 1e-9,
+        reference: str | None = None,
+        record: str | None = None,
     ) -> None:
-        if steps < 1 or not 0 < tolerance < 1:
-            raise Refusal("job=verify: job.steps is at least 1, job.tolerance lies between 0 and 1")
-        self.steps, self.tolerance, self.reference, self.record = steps, tolerance, reference, record
+        if steps < 1 or not 0 < tolerance < 1 or (batch is not None and batch < 1):
+            raise Refusal("job=verify: job.steps and job.batch are at least 1, job.tolerance lies between 0 and 1")
+        self.steps, self.batch, self.tolerance, self.reference, self.record = steps, batch, tolerance, reference, record
 
     def __call__(self, parts: RunParts) -> int:
         """Compare; the exit code: 0 the same, 1 something differs. Refusal where the run itself would be refused."""
@@ -49,14 +54,17 @@ class Verify(Job):
             return self._write(parts, Path(self.record).resolve())
         launch = parts.machine.launch
         out = verify_folder(parts)
+        path, reference = out / "reference.safetensors", None
+        if self.reference is not None:
+            if not (path := Path(self.reference)).is_file():
+                raise Refusal(f"job.reference={path}: there is no such file; job.record={path} writes it")
+            reference = Record.read(path)
+        samples = with_batch(parts, reference.facts.get("samples") if reference else self.batch)
         run, dropped = self._prepared(parts, out / "trial")
-        # one process before the others: side by side both would need their memory at once
-        path = Path(self.reference) if self.reference else out / "reference.safetensors"
-        if self.reference is None:
-            decided_by_main(launch, "reference", lambda: made_apart(parts.words, path))
-        elif not path.is_file():
-            raise Refusal(f"job.reference={self.reference}: there is no such file; job.record={path} writes it")
-        reference = Record.read(path)
+        if reference is None:
+            # one process before the others: side by side both would need their memory at once
+            decided_by_main(launch, "reference", lambda: made_apart(parts.words, samples, path))
+            reference = Record.read(path)
         screen.redirect(launch.rank, out)
         tell = partial(self._tell, run, reference, out, dropped)
         with StopRequest(launch) as stop, run.strategy:
@@ -100,7 +108,7 @@ class Verify(Job):
         precision, last = run.machine.resolved_precision, self._ends(run)[-1:]
 
         def shown(name: str) -> tuple[Rounding, Curves, bool]:
-            spread = Record()
+            spread = Record(phases=COMPARED)
             done = trial(run, spread, last, stop, name=name)
             found = run.strategy.world.all_gather_values(compared_there(plain, spread, precision))  # all ranks
             return rounded(precision, plain, found, both(plain, spread)), both(plain, spread), done
@@ -133,18 +141,20 @@ class Verify(Job):
         if parts.machine.launch.world_size > 1:
             raise Refusal("job.record: the reference is what one process does; leave out processes and torchrun")
         make_folder(path.parent)
-        run, _ = self._prepared(parts, path.parent / f"{path.stem}.trial", alone=True)
+        plainly(parts)
+        with_batch(parts, self.batch or parts.settings.loop.global_batch)
+        run, _ = self._prepared(parts, path.parent / f"{path.stem}.trial")
         last, precision = self._ends(run)[-1], run.machine.resolved_precision
         beside(path, run).unlink(missing_ok=True)  # of an earlier one
         with StopRequest(run.machine.launch) as stop, run.strategy:
             record, done = self._reference(run, stop)
-            plain, moved = Record(), Record()
+            plain, moved = Record(phases=COMPARED), Record(phases=COMPARED)
             if done and precision != record.facts["precision"]:
                 done = trial(run, plain, [last], stop) and trial(run, moved, [last], stop, shake=shake(precision))
         if done and plain.values:
             plain.facts = {"floor": floor(losses(plain), losses(moved), precision)}
             plain.floors = floors(plain, moved, EXACTNESS[precision])
-            plain.only(COMPARED).write(beside(path, run))
+            plain.write(beside(path, run))
         if done:
             record.write(path)
         self._leave(run)
@@ -173,7 +183,8 @@ class Verify(Job):
             done = trial(run, record, [last], stop, resume=half)
             done = done and trial(run, shaken, [last], stop, resume=half, shake=shake(precision))
         record.floors = floors(record, shaken, self._exactness(precision)) if done else {}
-        record.facts = {"precision": precision, "because": because}
+        samples = run.settings.loop.global_batch
+        record.facts = {"precision": precision, "because": because, "samples": samples}
         return record, done
 
     def _exactness(self, precision: str) -> Exactness:
@@ -181,14 +192,9 @@ class Verify(Job):
         exact = EXACTNESS[precision]
         return exact._replace(tolerance=self.tolerance) if precision == "fp64" else exact
 
-    def _prepared(self, parts: RunParts, out: Path, alone: bool = False) -> tuple[Prepared, int]:
-        """All that happens before there is a process group; and how many layers drop nothing for the comparison.
-
-        alone: on one process as it is, whatever the words say.
-        """
+    def _prepared(self, parts: RunParts, out: Path) -> tuple[Prepared, int]:
+        """All that happens before there is a process group; and how many layers drop nothing for the comparison."""
         dropped = without_dropout(parts)
-        if alone:
-            plainly(parts)
         # what differs is to be named by what comes, not by what guards a run
         parts.machine = parts.strategy.machine = replace(parts.machine, compare_copies=False)
         replace(parts.machine, precision="fp64").check()
@@ -274,6 +280,7 @@ def lines(verdict: Verdict, run: Prepared, steps: int, dropped: int, because: st
     what = f"{run.strategy.name} on {run.machine.launch.world_size}"
     compared, called = verdict.modules
     told = [f"compared    {compared} of {counted(called, 'module')}, all gradients, weights and optimizer states"]
+    told.append(f"samples     {run.settings.loop.global_batch} in a step; job.batch is another number")
     if dropped:
         told.append(f"note        {counted(dropped, 'dropout layer')} switched off, here and in the reference")
     if because:

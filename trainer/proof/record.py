@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,12 @@ class Record:
     facts: dict[str, Any] = field(default_factory=dict)  # what it is a record of
     floors: dict[Key, float] = field(default_factory=dict)  # how far rounding alone takes it, relative to its norm
 
+    phases: Collection[str] | None = None  # of which somebody will ask; None: of all
+
+    def wants(self, phase: str) -> bool:
+        """Will somebody ask for it?"""
+        return self.phases is None or phase in self.phases
+
     def add(self, key: Key, rows: Sequence[int], signatures: Tensor) -> None:
         """Keep the signatures of these rows: samples of the global batch, or 0 of what is one thing."""
         self.values.setdefault(key, []).append((rows, signatures))
@@ -63,11 +69,6 @@ class Record:
         table = torch.zeros(max(least, 1 + int(rows.max())), WIDTH, dtype=torch.float64)
         table[rows] = torch.cat([signatures for _, signatures in self.values[key]])
         return table
-
-    def only(self, phases: Sequence[str]) -> Record:
-        """What there is of some phases."""
-        values = {key: parts for key, parts in self.values.items() if key.phase in phases}
-        return Record(values, self.layouts, facts=self.facts, floors=self.floors)
 
     def write(self, path: Path) -> None:
         """Write a whole record to a file of safetensors."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -66,6 +67,18 @@ def whole(tensor: Tensor) -> Tensor:
     """Collective where ranks hold shards of it: all of a tensor. It is no layout that torch calculates with lazily."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # the ranks of its mesh; its shards to all
     return full.detach().to_dense() if full.layout != torch.strided else full.detach()
+
+
+def turn(tensor: Tensor, name: str) -> bool:
+    """Is it this rank's turn to sign it? What ranks hold shards of is the same for all of them, so one is enough."""
+    if not isinstance(tensor, DTensor):
+        return True
+    at, ranks = 0, 1
+    for dim, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():  # copies are looked at one by one
+            size = tensor.device_mesh.size(dim)
+            at, ranks = at * size + tensor.device_mesh.get_local_rank(dim), ranks * size
+    return crc32(name.encode()) % ranks == at
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.proof.record import CLIPPED, RATE, STEP
-from trainer.proof.signature import signatures, whole
+from trainer.proof.signature import signatures, turn, whole
 
 _HOW = ("fused", "foreach", "capturable", "differentiable")  # say how it is computed, not what
 
@@ -22,10 +22,10 @@ class Stepping:
     Collective where ranks hold shards, as the step itself is.
     """
 
-    def __init__(self, network: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, network: nn.Module, optimizer: Optimizer, wants: Callable[[str], bool]) -> None:
         self.heard: list[tuple[str, str, Tensor]] = []  # phase, name of the parameter, signature
         self._names = {parameter: name for name, parameter in network.named_parameters()}
-        self._optimizer = optimizer
+        self._optimizer, self._wants = optimizer, wants
 
     def __enter__(self) -> Self:
         before = self._optimizer.register_step_pre_hook(self._before)
@@ -48,7 +48,11 @@ class Stepping:
             self._hear(STEP, name, parameter)
 
     def _hear(self, phase: str, name: str, tensor: Tensor) -> None:
-        self.heard.append((phase, name, signatures(whole(tensor).reshape(1, -1))))
+        if not self._wants(phase):
+            return
+        full = whole(tensor)
+        if turn(tensor, name):
+            self.heard.append((phase, name, signatures(full.reshape(1, -1))))
 
     def _owned(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """What this rank's optimizer steps, with its gradient; the last layer first, as gradients come."""

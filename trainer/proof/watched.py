@@ -23,7 +23,7 @@ from trainer.parallel.stretch import tokens
 from trainer.proof.constant import AS_DRAWN, AsDrawn
 from trainer.proof.layout import Layout, by_sample, layouts
 from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
-from trainer.proof.signature import signatures, whole
+from trainer.proof.signature import signatures, turn, whole
 from trainer.proof.stepping import Stepping
 from trainer.proof.together import call_together
 from trainer.strategies.placed import Placed
@@ -114,6 +114,8 @@ class Scribe(Ear):
         self._lists = {(phase, place.partition(".*")[0]) for phase, place, _ in record.layouts if ".*" in place}
 
     def _hear(self, phase: str, name: str, call: int, tree: Any, rows: Sequence[int]) -> None:
+        if not self.record.wants(phase):
+            return
         known = {place for of, place in self._lists if of == phase}
         for place, sample, x in by_sample(tree, name, len(rows), known):
             layout = self.record.layouts.get((phase, place, call))
@@ -173,7 +175,7 @@ class Watched:
         self._ear.tokens = tokens(batches[0].inputs)
         sharers, self._ear.own = self._placed.stretches(self._ear.tokens)
         if step == self._last:
-            self._record = self._ear.record = Record(layouts=self._record.layouts)  # nobody reads it
+            self._record = self._ear.record = Record(phases=())  # nobody reads it
         with self._ear.listening(batches), self._draws:
             sums = self._placed.forward_backward(batches, step)
         self._record.join(sharers)
@@ -189,7 +191,7 @@ class Watched:
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
         """Collective: the step, and the norm of its gradient."""
         self._optimizer = optimizer
-        with Stepping(self._placed.network, optimizer) as stepping:
+        with Stepping(self._placed.network, optimizer, self._record.wants) as stepping:
             norm = self._placed.optimizer_step(optimizer, float("inf") if max_norm is None else max_norm)
         assert norm is not None
         self._number(NORM, "norm", norm)
@@ -223,4 +225,8 @@ class Watched:
         self._add(self._ear.step, phase, name, number)
 
     def _add(self, step: int, phase: str, name: str, tensor: Tensor) -> None:
-        self._record.add(Key(step, phase, name), [0], signatures(whole(tensor).reshape(1, -1)))
+        if not self._record.wants(phase):
+            return
+        full = whole(tensor)
+        if turn(tensor, name):
+            self._record.add(Key(step, phase, name), [0], signatures(full.reshape(1, -1)))
