@@ -12,8 +12,9 @@ from unittest.mock import patch
 import pytest
 
 import trainer
-from tests import planted_precision, test_verify
+from tests import test_verify
 from tests.inside import product
+from tests.planted import precision as in_precision
 from tests.planted.plant import GPT, NET
 from tests.planted.proofs import verdict, verified
 from tests.processes import Processes
@@ -74,17 +75,17 @@ def test_from_python_a_difference_is_raised_and_a_run_in_the_folder_stays_as_it_
 
 def plant(launch: Launch, place: Path, words: list[str], mistake: str) -> tuple[Any, str]:
     """The same with a mistake of the program that fp64 does not show."""
-    _, _, target, change, _ = planted_precision.PLANTED[mistake]
+    _, _, target, change, _ = in_precision.PLANTED[mistake]
     with patch(target, change):
         return verified(launch, place, words)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("mistake", quickly(planted_precision.PLANTED, "own_scale", "narrow_buckets"))
+@pytest.mark.parametrize("mistake", quickly(in_precision.PLANTED, "own_scale", "narrow_buckets"))
 def test_what_only_the_precision_of_the_run_shows_is_found_there(
     processes: Processes, home: Path, mistake: str, optimizer: str
 ) -> None:
-    precision, strategy, _, _, where = planted_precision.PLANTED[mistake]
+    precision, strategy, _, _, where = in_precision.PLANTED[mistake]
     words = [*NET, f"precision={precision}", f"optimizer={optimizer}"]
     said = verdict(processes, home, 2, words, [f"strategy={strategy}"], partial(plant, mistake=mistake))
     assert said.startswith(f"DIFFERS in its precision alone: {strategy} on 2, fp64 gap "), said

@@ -15,6 +15,8 @@ from tests.planted.plant import NET, write_lab
 from tests.planted.proofs import said_of, verdict, verified
 from tests.processes import Processes
 from tests.quick import quickly
+from trainer.proof import record as phases_of
+from trainer.proof.causes import AGAIN, ANEW, DIVIDED, SHOWN, Circumstances, First, Tried, likely
 from trainer.proof.comparison import EXACTNESS, compared
 from trainer.proof.picture import picture
 from trainer.proof.record import INITIAL, LOSS, Key, Record
@@ -29,6 +31,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("planted")
     write_lab(place)
     return place
+
+
+def test_every_phase_has_words_for_every_cause() -> None:
+    phases = {value for name, value in vars(phases_of).items() if name.isupper() and isinstance(value, str)}
+    assert len(phases) == 12
+    here = Circumstances(2, 2, planned=True, native=False, kinds={})
+    for phase in phases:
+        first = First(1, phase, "name", 1.0, 2.0, (0,), 1, True)
+        for name in (ANEW, AGAIN, SHOWN, DIVIDED):
+            assert likely(first, here, Tried({name: True})).startswith("the ")
+        assert likely(first, here, Tried({DIVIDED: False})).startswith("the strategy, or the plan")
 
 
 @pytest.mark.parametrize("losses", [[2.0], [float("nan"), 1.0], [-3e7, 2e9], [0.0, 0.0], [2.3, float("inf"), 1e-9]])

@@ -26,6 +26,7 @@ from trainer.data.tree import floats_as, moved
 from trainer.jobs.initial import Initial
 from trainer.jobs.memory import evaluation_batch
 from trainer.jobs.preparation import Prepared, read_data, seeded_network
+from trainer.jobs.trial import some_batches
 from trainer.learning.optimizer import begin_momentum, no_fused_step, parameter_groups, set_rates
 from trainer.learning.task import units
 from trainer.loop.progress import Progress
@@ -34,7 +35,7 @@ from trainer.parallel.buckets import wide
 from trainer.parallel.gather import dealt, gathering_over
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import optimizer_tensors
-from trainer.proof.constant import Constant
+from trainer.proof.fixed_draws import FixedDraws
 from trainer.proof.record import EVALUATION, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
 from trainer.proof.signature import signatures, whole
 from trainer.proof.stepping import Stepping
@@ -61,7 +62,7 @@ class Nobody(Ranks):
         raise Refusal("the task gathers rows of all ranks")
 
 
-class Part(NamedTuple):
+class Dealt(NamedTuple):
     """Some samples of a global batch."""
 
     batch: Batch
@@ -77,14 +78,14 @@ def by_hand(
     ends: the step after which the run resumes, and the last one of all, with an evaluation. What is drawn is the same
     for every sample: two of these differ in something else.
     """
-    record, constant = Record(layouts=layouts), Constant()
+    record, draws = Record(layouts=layouts), FixedDraws()
     with unseen() if how.hidden else nullcontext():
-        plain = ByHand(run, how, record, constant)
+        plain = ByHand(run, how, record, draws)
         plain.start()
         plain.train(start, last, ends[0])
         if run.evaluation is not None and last == ends[-1]:
             plain.evaluate(last)
-    return record, constant.moved
+    return record, draws.moved
 
 
 @dataclass
@@ -94,7 +95,7 @@ class ByHand:
     run: Prepared
     how: How
     record: Record
-    constant: Constant
+    draws: FixedDraws
 
     def start(self) -> None:
         """Make everything as a start of the run does."""
@@ -196,7 +197,7 @@ class ByHand:
         self._mode(False)
         size, width = size_of(run.evaluation), evaluation_batch(run.settings.loop)
         count = -(-size // width)
-        for at in sorted({0, count // 2, count - 1}):
+        for at in some_batches(count):
             for part in self._divided(0, torch.arange(size)[at * width : (at + 1) * width], training=False):
                 with torch.no_grad(), self._forward(part) as (inputs, targets):
                     output = run.task.forward(self.network, inputs, targets)
@@ -210,13 +211,13 @@ class ByHand:
             self._add(step, EVALUATION, name, torch.tensor(value, dtype=torch.float64))
 
     @contextmanager
-    def _forward(self, part: Part) -> Iterator[tuple[Any, Any]]:
+    def _forward(self, part: Dealt) -> Iterator[tuple[Any, Any]]:
         others: Any = gathering_over(Nobody()) if self.how.ranks > 1 else nullcontext()
-        with self.constant, others, dealt(part.batch.span), self.run.machine.autocast(self.run.strategy.device):
-            self.constant.begin()
+        with self.draws, others, dealt(part.batch.span), self.run.machine.autocast(self.run.strategy.device):
+            self.draws.begin()
             yield floats_as((part.batch.inputs, part.batch.targets), self.run.machine.parameter_dtype)
 
-    def _divided(self, epoch: int, indices: Tensor, training: bool = True) -> Iterator[Part]:
+    def _divided(self, epoch: int, indices: Tensor, training: bool = True) -> Iterator[Dealt]:
         """The parts of a global batch, each read by itself, of one rank after the other."""
         run, size = self.run, len(indices)
         for seat in (Seat(rank, self.how.ranks) for rank in range(self.how.ranks)):
@@ -226,7 +227,7 @@ class ByHand:
                     continue
                 inputs, targets = self._read(epoch, indices, rows, training)
                 batch = Batch(inputs, targets, indices[rows], span, size)
-                yield Part(batch, float(units(run.task, targets, len(rows))), seat)
+                yield Dealt(batch, float(units(run.task, targets, len(rows))), seat)
 
     def _read(self, epoch: int, indices: Tensor, rows: Tensor, training: bool) -> tuple[Any, Any]:
         """These samples of a global batch, each mixed with its partner where the data mixes."""

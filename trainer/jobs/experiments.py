@@ -27,7 +27,7 @@ from trainer.proof.causes import (
     Tried,
 )
 from trainer.proof.comparison import Compared, Exactness, compared
-from trainer.proof.constant import Constant
+from trainer.proof.fixed_draws import FixedDraws
 from trainer.proof.record import RESUME, Record
 from trainer.refusal import Refusal
 
@@ -139,7 +139,7 @@ class Experiments:
         record, machine = Record(layouts=self.reference.layouts), replace(run.strategy.machine, dropout="native")
         with changed(run.strategy, machine=machine):
             run = replace(run, machine=machine)
-            trial(run, record, ends or self.ends, self.stop, self.ends[0], draws=Constant(), name=name)
+            trial(run, record, ends or self.ends, self.stop, self.ends[0], draws=FixedDraws(), name=name)
         own, place = self._compared(plain, record), self._position(plain)
         early = any(difference.at <= place for difference in own.differences) if place is not None else False
         return not any(run.strategy.world.all_gather_values(early))  # all ranks; a flag each

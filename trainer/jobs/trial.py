@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer.data.reader import Loading
-from trainer.data.stream import Stream
+from trainer.data.stream import EvaluationStream, Stream
 from trainer.jobs.arithmetic import deal
 from trainer.jobs.making import make_checkpoints, make_evaluation, make_trainer
 from trainer.jobs.preparation import Prepared, RunParts, build_values, read_data, seeded_network
@@ -20,8 +20,8 @@ from trainer.launch.signals import StopRequest
 from trainer.learning.cadence import Due, Every
 from trainer.loop.evaluation import figures_of
 from trainer.loop.progress import Progress
-from trainer.proof.constant import AS_DRAWN, AsDrawn
 from trainer.proof.drops import drop_nothing
+from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn
 from trainer.proof.record import EVALUATION, Key, Record
 from trainer.proof.signature import signatures
 from trainer.proof.watched import Surveyor, Watched
@@ -105,13 +105,22 @@ def trial(
             if trainer.steps > end and run.strategy.world.is_main:
                 discard(named(checkpoints.folder, trainer.steps))
     if evaluation is not None and record.wants(EVALUATION):
-        watched.settle()
-        # a metric may go wrong in a later batch, and the last one may be smaller, with ranks that have no sample of it
-        count = len(evaluation)
-        figures = figures_of(run.strategy, watched, run.task, evaluation, sorted({0, count // 2, count - 1}))
-        for name, value in figures.items():
-            record.add(Key(ends[-1], EVALUATION, name), [0], signatures(torch.tensor([[value]], dtype=torch.float64)))
+        _evaluated(run, watched, evaluation, record, ends[-1])
     return True
+
+
+def _evaluated(run: Prepared, watched: Any, stream: EvaluationStream, record: Record, step: int) -> None:
+    """Collective: the figures of some batches of the evaluation set."""
+    watched.settle()
+    # a metric may go wrong in a later batch, and the last one may be smaller, with ranks that have no sample of it
+    count = len(stream)
+    for name, value in figures_of(run.strategy, watched, run.task, stream, some_batches(count)).items():
+        record.add(Key(step, EVALUATION, name), [0], signatures(torch.tensor([[value]], dtype=torch.float64)))
+
+
+def some_batches(count: int) -> list[int]:
+    """The numbers of those that are compared of so many: the first, one in the middle, the last."""
+    return sorted({0, count // 2, count - 1})
 
 
 def surveyed(run: Prepared) -> Any:

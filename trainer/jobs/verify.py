@@ -280,7 +280,7 @@ def lines(verdict: Verdict, run: Prepared, steps: int, dropped: int, because: st
     what = f"{run.strategy.name} on {run.machine.launch.world_size}"
     compared, called = verdict.modules
     told = [f"compared    {compared} of {counted(called, 'module')}, all gradients, weights and optimizer states"]
-    told.append(f"samples     {run.settings.loop.global_batch} in a step; job.batch is another number")
+    told.append(f"samples     {run.settings.loop.global_batch} in a step (job.batch)")
     if dropped:
         told.append(f"note        {counted(dropped, 'dropout layer')} switched off, here and in the reference")
     if because:

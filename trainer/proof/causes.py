@@ -38,6 +38,7 @@ _SUBJECT = {
     CLIPPED: "the network: a gradient",
     STEP: "the optimizer: what it makes of the same gradients",
     UPDATE: "the task: after_step, or a buffer of the network,",
+    RESUME: "the network: what it or its optimizer gives a checkpoint, or takes from it,",
     EVALUATION: "the evaluation: its forward or a metric",
 }
 _KEEPERS = {

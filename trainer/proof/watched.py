@@ -20,7 +20,7 @@ from trainer.parallel.pieces import Pieces
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import optimizer_tensors
 from trainer.parallel.stretch import tokens
-from trainer.proof.constant import AS_DRAWN, AsDrawn
+from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn
 from trainer.proof.layout import Layout, by_sample, layouts
 from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
 from trainer.proof.signature import signatures, turn, whole

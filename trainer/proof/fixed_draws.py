@@ -35,7 +35,7 @@ class AsDrawn:
 AS_DRAWN = AsDrawn()
 
 
-class Constant(AsDrawn):
+class FixedDraws(AsDrawn):
     """Every draw of torch gives its middle, and Python's and NumPy's generators begin anew with every forward."""
 
     def __init__(self) -> None:
