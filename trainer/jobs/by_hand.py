@@ -173,10 +173,8 @@ class ByHand:
         if run.settings.loop.max_norm is not None:
             for gradient in gradients.values():
                 gradient.mul_((run.settings.loop.max_norm / (norm + 1e-6)).clamp(max=1.0))
-        with Stepping(network, self.optimizer, self.record.wants) as stepping:
+        with Stepping(network, self.optimizer, self.record, step + 1):
             self.optimizer.step()
-        for phase, name, signature in stepping.heard:
-            self.record.add(Key(step + 1, phase, name), [0], signature)
         network.zero_grad()
         with torch.no_grad():
             run.task.after_step(network, step + 1)

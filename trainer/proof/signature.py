@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -23,27 +22,31 @@ _PROJECTIONS = 8
 FIRST, LENGTH, PATTERN, WIDTH = 0, 1, 2, 2 + _PROJECTIONS  # columns; the other projections follow
 
 
-def signatures(rows: Tensor) -> Tensor:
+def signatures(rows: Tensor, first: int = 0) -> Tensor:
     """The signatures of each row: (n, numbers) → (n, 10) float64 on the CPU: a projection on ±1, the 2-norm, a pattern.
+
+    first: where in longer rows these are stretches of they begin; the other stretches' signatures are `joined` to them.
 
     After them seven projections more. A change of a row by a vector d moves projections and norm by about the norm of
     d, wherever in the row it is. The pattern is 0 where all numbers are finite, else a whole number that says which are
     infinite or NaN, and where.
     """
-    x = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
+    x, first = (torch.view_as_real(rows).flatten(1), 2 * first) if rows.is_complex() else (rows, first)
     x = x.detach().to(torch.float64)
     norm = x.norm(dim=1)
     pattern = torch.zeros_like(norm)
     if not norm.isfinite().all():  # a mask of -inf: what is equal is equal, and the others have digits of their own
         # float64 adds whole numbers of this size exactly, in any order
         kinds = x.isposinf() + 2.0 * x.isneginf() + 3.0 * x.isnan()
-        pattern = (kinds * (mixed(torch.arange(x.shape[1]) + 1) & 0xFFFFF).to(x)).sum(1)
+        pattern = (kinds * (mixed(torch.arange(x.shape[1]) + first + 1) & 0xFFFFF).to(x)).sum(1)
         x = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         norm = x.norm(dim=1)
     signs, projections = _signs(x.device), x.new_zeros(len(x), _PROJECTIONS)
-    for at, block in enumerate(x.split(_BLOCK, dim=1)):
+    for begin in range(first - first % _BLOCK, first + x.shape[1], _BLOCK):
+        block = x[:, max(0, begin - first) : begin + _BLOCK - first]
+        of_block = signs[max(0, first - begin) :][: block.shape[1]]
         # no two blocks weigh the same, or they could be exchanged unseen
-        projections += (block @ signs[: block.shape[1]]) * (1 + at * _GOLDEN % 1)
+        projections += (block @ of_block) * (1 + begin // _BLOCK * _GOLDEN % 1)
     own = [projections[:, :1], norm[:, None], pattern[:, None], projections[:, 1:]]
     return torch.cat(own, dim=1).cpu()
 
@@ -67,18 +70,6 @@ def whole(tensor: Tensor) -> Tensor:
     """Collective where ranks hold shards of it: all of a tensor. It is no layout that torch calculates with lazily."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # the ranks of its mesh; its shards to all
     return full.detach().to_dense() if full.layout != torch.strided else full.detach()
-
-
-def turn(tensor: Tensor, name: str) -> bool:
-    """Is it this rank's turn to sign it? What ranks hold shards of is the same for all of them, so one is enough."""
-    if not isinstance(tensor, DTensor):
-        return True
-    at, ranks = 0, 1
-    for dim, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():  # copies are looked at one by one
-            size = tensor.device_mesh.size(dim)
-            at, ranks = at * size + tensor.device_mesh.get_local_rank(dim), ranks * size
-    return crc32(name.encode()) % ranks == at
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.proof.record import CLIPPED, RATE, STEP
-from trainer.proof.signature import signatures, turn, whole
+from trainer.proof.record import CLIPPED, RATE, STEP, Key, Record
+from trainer.proof.signing import Signing
 
 _HOW = ("fused", "foreach", "capturable", "differentiable")  # say how it is computed, not what
 
@@ -19,13 +19,12 @@ _HOW = ("fused", "foreach", "capturable", "differentiable")  # say how it is com
 class Stepping:
     """Around a step: the rates, the gradient and the new value of each parameter that this rank's optimizer has.
 
-    Collective where ranks hold shards, as the step itself is.
+    Collective where ranks hold shards, as the step itself is. They are in the record when the context ends.
     """
 
-    def __init__(self, network: nn.Module, optimizer: Optimizer, wants: Callable[[str], bool]) -> None:
-        self.heard: list[tuple[str, str, Tensor]] = []  # phase, name of the parameter, signature
+    def __init__(self, network: nn.Module, optimizer: Optimizer, record: Record, step: int) -> None:
         self._names = {parameter: name for name, parameter in network.named_parameters()}
-        self._optimizer, self._wants = optimizer, wants
+        self._optimizer, self._signing, self._step = optimizer, Signing(record), step
 
     def __enter__(self) -> Self:
         before = self._optimizer.register_step_pre_hook(self._before)
@@ -35,6 +34,8 @@ class Stepping:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for hook in self._hooks:
             hook.remove()
+        if error is None:
+            self._signing.join()
 
     def _before(self, *given: Any) -> None:
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
@@ -48,11 +49,7 @@ class Stepping:
             self._hear(STEP, name, parameter)
 
     def _hear(self, phase: str, name: str, tensor: Tensor) -> None:
-        if not self._wants(phase):
-            return
-        full = whole(tensor)
-        if turn(tensor, name):
-            self.heard.append((phase, name, signatures(full.reshape(1, -1))))
+        self._signing.add(Key(self._step, phase, name), tensor)
 
     def _owned(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """What this rank's optimizer steps, with its gradient; the last layer first, as gradients come."""

@@ -23,7 +23,8 @@ from trainer.parallel.stretch import tokens
 from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn
 from trainer.proof.layout import Layout, by_sample, layouts
 from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
-from trainer.proof.signature import signatures, turn, whole
+from trainer.proof.signature import signatures, whole
+from trainer.proof.signing import Signing
 from trainer.proof.stepping import Stepping
 from trainer.proof.together import call_together
 from trainer.strategies.placed import Placed
@@ -179,24 +180,26 @@ class Watched:
         with self._ear.listening(batches), self._draws:
             sums = self._placed.forward_backward(batches, step)
         self._record.join(sharers)
+        signing = Signing(self._record)
         for name, loss in self._placed.strategy.totals(sums).read().items():
-            self._number(LOSS, name, loss)
+            signing.add(Key(step + 1, LOSS, name), loss)
         # as a backward comes to them: the last layer first
         unscaled = self._placed.scaler.unscaled()  # the scale of fp16 is another for other numbers of ranks
         for name, parameter in reversed([*self._placed.network.named_parameters()]):
             if (gradient := parameter.grad) is not None:
-                self._add(step + 1, GRADIENT, name, gradient if unscaled == 1 else gradient * unscaled)
+                signing.add(Key(step + 1, GRADIENT, name), gradient if unscaled == 1 else gradient * unscaled)
+        signing.join()
         return sums
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
         """Collective: the step, and the norm of its gradient."""
         self._optimizer = optimizer
-        with Stepping(self._placed.network, optimizer, self._record.wants) as stepping:
+        with Stepping(self._placed.network, optimizer, self._record, self._ear.step):
             norm = self._placed.optimizer_step(optimizer, float("inf") if max_norm is None else max_norm)
         assert norm is not None
-        self._number(NORM, "norm", norm)
-        for phase, name, signature in stepping.heard:
-            self._record.add(Key(self._ear.step, phase, name), [0], signature)
+        signing = Signing(self._record)
+        signing.add(Key(self._ear.step, NORM, "norm"), norm)
+        signing.join()
         return norm
 
     def after_step(self, step: int) -> None:
@@ -218,15 +221,7 @@ class Watched:
         """Collective: all that the network holds, its average, and what the optimizer remembers."""
         network = self._placed.network
         held = {**network.state_dict(), **self._placed.average.state()}
+        signing = Signing(self._record)
         for name, tensor in (held | (optimizer_tensors(network, optimizer) if optimizer else {})).items():
-            self._add(step, phase, name, tensor)
-
-    def _number(self, phase: str, name: str, number: Tensor) -> None:
-        self._add(self._ear.step, phase, name, number)
-
-    def _add(self, step: int, phase: str, name: str, tensor: Tensor) -> None:
-        if not self._record.wants(phase):
-            return
-        full = whole(tensor)
-        if turn(tensor, name):
-            self._record.add(Key(step, phase, name), [0], signatures(full.reshape(1, -1)))
+            signing.add(Key(step, phase, name), tensor)
+        signing.join()
