@@ -77,12 +77,18 @@ def pins(device: torch.device) -> bool:
 def spare_memory() -> float:
     """Bytes of the host's memory that programs can still have, of all its processes; infinity where it does not tell.
 
-    In a container that is what its limit leaves.
+    In a container that is what its limit leaves; under a limit of addresses (`ulimit -v`) what this process can have.
     """
     spare = inf
+    with suppress(ImportError, OSError, ValueError):
+        import resource  # Windows has none
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        spare = inf if limit == resource.RLIM_INFINITY else float(limit - taken)
     with suppress(OSError, ValueError, StopIteration):  # Linux alone tells it so
         lines = Path("/proc/meminfo").read_text().splitlines()
-        spare = 1024.0 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+        spare = min(spare, 1024.0 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
     with suppress(OSError, ValueError):  # no limit stands there as `max`
         limit, used = (int(Path("/sys/fs/cgroup", f"memory.{name}").read_text()) for name in ("max", "current"))
         cached = [
@@ -92,6 +98,12 @@ def spare_memory() -> float:
         ]
         spare = min(spare, limit - used + sum(map(int, cached)))
     return spare
+
+
+def spare_on(device: torch.device) -> float:
+    """Bytes that programs can still have on a device; on the CPU, and where a device does not tell, of the host's."""
+    asked = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
+    return float(asked(device)[0]) if asked else spare_memory()
 
 
 def memory() -> dict[str, int]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from trainer.counted import counted
 from trainer.home import at_home
 from trainer.jobs.experiments import Experiments
+from trainer.jobs.fewer_layers import Fewer, fewer_layers, short_of, shortened, shorter_lines
 from trainer.jobs.preparation import Job, Prepared, RunParts, prepare
 from trainer.jobs.reference import made_apart
+from trainer.jobs.room import SMALLER, refuse_unbuilt, shortage, unheld
 from trainer.jobs.trial import exactly, named_modules, plainly, surveyed, trial, with_batch, without_dropout
 from trainer.launch import failure, screen
 from trainer.launch.agreement import decided_by_main
@@ -43,10 +46,15 @@ class Verify(Job):
         tolerance: float = 1e-9,
         reference: str | None = None,
         record: str | None = None,
+        layers: int | Literal["all"] | None = None,
     ) -> None:
-        if steps < 1 or not 0 < tolerance < 1 or (batch is not None and batch < 1):
-            raise Refusal("job=verify: job.steps and job.batch are at least 1, job.tolerance lies between 0 and 1")
+        counts = [count for count in (steps, batch, layers) if isinstance(count, int)]
+        if min(counts) < 1 or not 0 < tolerance < 1:
+            raise Refusal(
+                "job=verify: job.steps, job.batch and job.layers are at least 1, job.tolerance lies between 0 and 1"
+            )
         self.steps, self.batch, self.tolerance, self.reference, self.record = steps, batch, tolerance, reference, record
+        self.layers = layers
 
     def __call__(self, parts: RunParts) -> int:
         """Compare; the exit code: 0 the same, 1 something differs. Refusal where the run itself would be refused."""
@@ -63,8 +71,10 @@ class Verify(Job):
         run, dropped = self._prepared(parts, out / "trial")
         if reference is None:
             # one process before the others: side by side both would need their memory at once
-            decided_by_main(launch, "reference", lambda: made_apart(parts.words, samples, path))
+            why = self._made(run, samples, path)
             reference = Record.read(path)
+            reference.facts["shorter"] = why or reference.facts["shorter"]
+        run = shortened(run, map(Fewer.read, reference.facts["fewer"]))
         screen.redirect(launch.rank, out)
         tell = partial(self._tell, run, reference, out, dropped)
         with StopRequest(launch) as stop, run.strategy:
@@ -79,6 +89,33 @@ class Verify(Job):
             tell(verdict, curves)
             self._leave(run)
         return 0 if verdict.same else 1
+
+    def _made(self, run: Prepared, samples: int, path: Path) -> str:
+        """Have the reference made, with fewer layers where one process cannot hold all; why it has fewer."""
+        launch = run.machine.launch
+        least = max(2, run.strategy.least_layers(launch.world_size))
+
+        def made() -> str:
+            """The main rank's."""
+            layers, why = self._few(run, least)
+            lack = made_apart(run.words, samples, path, layers)
+            if lack and self.layers is None and layers is None:
+                why = f"the reference with all of them ran out of memory ({lack})"
+                lack = made_apart(run.words, samples, path, least)
+            if lack:
+                raise Refusal(unheld(run, why, lack, self.layers))
+            return why
+
+        return str(decided_by_main(launch, "reference", made))
+
+    def _few(self, run: Prepared, least: int) -> tuple[int | None, str]:
+        """How many layers of each kind a proof is to have, None: all of them; and why so few."""
+        if self.layers is not None:
+            return (None, "") if self.layers == "all" else (self.layers, f"job.layers={self.layers}")
+        why = shortage(run)
+        if why:
+            refuse_unbuilt(run)
+        return (least, why) if why else (None, "")
 
     def _exactly(self, run: Prepared, reference: Record, tell: Tell, stop: StopRequest) -> tuple[Verdict, Curves, bool]:
         """Collective: the verdict in fp64, with its cause as far as experiments confirm one; both curves."""
@@ -128,10 +165,12 @@ class Verify(Job):
         """The main rank's: the verdict on the screen and in files."""
         steps, processes = self._ends(run)[-1], run.machine.launch.world_size
         told = lines(verdict, run, steps, dropped, reference.facts["because"])
+        facts = {name: reference.facts[name] for name in ("fewer", "shorter")}
+        told += shorter_lines([*map(Fewer.read, facts["fewer"])], facts["shorter"])
         print("\n".join(told))
         said = {"verdict": told[0], "strategy": run.strategy.name, "processes": processes, "steps": steps}
         named = dict(zip(("one process", f"{run.strategy.name} on {processes}"), curves, strict=True))
-        said |= {**verdict.data(), "losses": named}
+        said |= {**verdict.data(), **facts, "losses": named}
         replace_file(out / "verify.json", json.dumps(said, indent=1) + "\n")
         replace_file(out / "curves.svg", drawn(named, run.words, verdict.rounding, verdict.precision))
         print(f"written     {out / 'verify.json'}, and both curves as a picture, curves.svg", flush=True)
@@ -144,6 +183,12 @@ class Verify(Job):
         plainly(parts)
         with_batch(parts, self.batch or parts.settings.loop.global_batch)
         run, _ = self._prepared(parts, path.parent / f"{path.stem}.trial")
+        layers, why = self._few(run, least=2)
+        fewer = fewer_layers(run, layers) if layers else []
+        run = shortened(run, fewer)
+        if self.layers != "all" and (still := shortage(run, largest=1.0)):
+            self._leave(run)
+            raise Refusal(f"job=verify: one process cannot hold it{short_of(fewer)}: {still}. {SMALLER}")
         last, precision = self._ends(run)[-1], run.machine.resolved_precision
         beside(path, run).unlink(missing_ok=True)  # of an earlier one
         with StopRequest(run.machine.launch) as stop, run.strategy:
@@ -156,6 +201,7 @@ class Verify(Job):
             plain.floors = floors(plain, moved, EXACTNESS[precision])
             plain.write(beside(path, run))
         if done:
+            record.facts |= {"fewer": [asdict(own) for own in fewer], "shorter": why}
             record.write(path)
         self._leave(run)
         return failure.exit_code(done, run.machine.launch)

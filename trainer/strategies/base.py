@@ -46,6 +46,10 @@ class Strategy(Place):
     def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
         """Refuse numbers of micro-batches, or shares (a data rank's samples in a step) of unequal size."""
 
+    def least_layers(self, world_size: int) -> int:
+        """How many layers of a kind a network must have at least, to be spread over so many processes."""
+        return 1
+
     def outline(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
         """The network to check and to place: here whole, as its constructor makes it, for every rank keeps all of it.
 

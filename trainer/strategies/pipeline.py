@@ -73,6 +73,10 @@ class PP(Meshed):
             raise Refusal(f"strategy.stages_per_rank={each}: {self.schedule} wants {fitting}{several}")
         return Layout(self.degrees(world_size)["pipe"], each, kind.turns_back)
 
+    def least_layers(self, world_size: int) -> int:
+        """One for each stage."""
+        return self.layout(world_size).count
+
     def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
         """Refuse unequal micro-batches, and numbers of them that the schedule cannot run: torch would hang or fail."""
         if uneven:

@@ -1,0 +1,263 @@
+"""A network with fewer layers: of each list a few of each kind. What holds for them holds for all like them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.tree import changed
+from trainer.jobs.preparation import Prepared, host_example, seeded_network
+from trainer.learning.frozen import freeze
+from trainer.learning.pattern import fits
+from trainer.learning.plan import Plan
+from trainer.learning.rule import Rule, understood
+from trainer.learning.task import Task
+from trainer.parallel.held import named_tensors
+from trainer.parallel.outline import outline
+from trainer.parallel.pipeline.trial import shapes
+from trainer.parallel.units import enclosing, matches
+
+_LISTS = (nn.Sequential, nn.ModuleList)
+_SHOWN = 4  # kinds of a list in a line
+
+
+@dataclass(frozen=True)
+class Fewer:
+    """What stays of a list of layers."""
+
+    name: str  # of the list
+    places: tuple[int, ...]  # of the layers that stay, from 0 on
+    kinds: tuple[tuple[str, int, int], ...]  # of each: its class, how many stay, how many there are
+    of: int  # layers in the whole list
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Fewer:
+        """What stands in the record of a reference."""
+        kinds = tuple((kind, few, every) for kind, few, every in data["kinds"])
+        return cls(data["name"], tuple(data["places"]), kinds, data["of"])
+
+    def __str__(self) -> str:
+        cut = [f"{few} of {every} {kind}" for kind, few, every in self.kinds if few < every]
+        more = f" and {len(cut) - _SHOWN} kinds more" if len(cut) > _SHOWN else ""
+        numbers = ", ".join(map(str, self.places))
+        return f"{self.name or 'the network'}: {', '.join(cut[:_SHOWN])}{more} (of {self.of} layers these: {numbers})"
+
+
+def short_of(fewer: Sequence[Fewer]) -> str:
+    """What such a network is called, in a sentence."""
+    if not fewer:
+        return ", and no list of its layers can be made shorter"
+    return f" with fewer layers, either ({'; '.join(map(str, fewer))})"
+
+
+def shorter_lines(fewer: Sequence[Fewer], why: str) -> list[str]:
+    """What was compared instead of the whole network, and why; nothing where it was the whole."""
+    if why and not fewer:
+        return [f"note        all layers: no list has more of a kind that can be left out ({why})"]
+    told = [f"note        fewer layers, here and in the reference: {why}"] if why else []
+    return told + [f"            of {own}" for own in fewer]
+
+
+def fewer_layers(run: Prepared, each: int) -> list[Fewer]:
+    """Which layers stay, so many of each kind in each list: the first and the last, and others between them.
+
+    A list stays whole where the network, or its plan, cannot do without its layers. Of every layer that stays, what is
+    learned in the whole network is learned in the shorter one.
+    """
+    network = run.network  # of one process: with values, as some forwards need them
+    found = {fewer.name: fewer for fewer in _lists(network, run.task.plan(network), run.rules, each)}
+    if not found:
+        return []
+    trial = _Trial(run.task, network, host_example(run, run.training))
+    if trial.right(found.values()):
+        return [*found.values()]
+    right: list[Fewer] = []  # one at a time, as each may be the one that is missed
+    for fewer in found.values():
+        if trial.right([*right, fewer]):
+            right.append(fewer)
+    return right
+
+
+def shortened(run: Prepared, fewer: Iterable[Fewer]) -> Prepared:
+    """The same run, whose networks are made with these layers alone. What is frozen, or has its own rate, stays so.
+
+    Refusal where the strategy cannot spread so short a network.
+    """
+    fewer, make, settings = [*fewer], run.make_network, run.settings
+    if not fewer:
+        return run
+    frozen = settings.model.freeze
+
+    def made() -> nn.Module:
+        return without_layers(freeze(make(), frozen), fewer)  # before the names change
+
+    renamed = _renamed(run.rules, outline(partial(seeded_network, run))[0], fewer) if run.rules else []
+    model, optimizer = replace(settings.model, freeze=()), replace(settings.optimizer, groups=tuple(renamed))
+    run = replace(run, make_network=made, settings=replace(settings, model=model, optimizer=optimizer))
+    run.network, run.whole_because = run.strategy.outline(partial(seeded_network, run))
+    run.rules = understood(run.network, renamed)
+    size = run.machine.launch.world_size
+    run.strategy.check(run.task, run.network, size)
+    run.strategy.refuse_forward(run.task, run.network, size, partial(host_example, run, run.training))
+    return run
+
+
+def without_layers(network: nn.Module, fewer: Iterable[Fewer]) -> nn.Module:
+    """The network, in place, without the layers that do not stay; those behind them move up, and so do their names."""
+    for own in sorted(fewer, key=lambda one: len(one.name), reverse=True):  # lists in layers before lists of them
+        layers: Any = network.get_submodule(own.name)
+        words = [word for word, _ in _entries(layers)]
+        numbered = words == [str(at) for at in range(len(words))]
+        for at in reversed(range(len(words))):
+            if at not in own.places:
+                if numbered:
+                    del layers[at]
+                else:  # a Sequential that names its layers: they keep their names
+                    delattr(layers, words[at])
+    return network
+
+
+def _lists(network: nn.Module, plan: Plan, rules: list[Rule], each: int) -> Iterator[Fewer]:
+    """The lists that have more than so many layers of a kind. Where a plan has units, those of units alone."""
+    lists = {name: module for name, module in network.named_modules() if isinstance(module, _LISTS)}
+    planned = {
+        name
+        for name, module in lists.items()
+        if any(fits(key, f"{name}.{word}".strip(".")) for key in plan.shard for word, _ in _entries(module))
+    }
+    gone = set[str]()  # the layers that do not stay
+    for name, module in lists.items():
+        if (planned and name not in planned) or not gone.isdisjoint(enclosing(name)):
+            continue
+        places: dict[Any, list[int]] = {}
+        for at, (word, layer) in enumerate(_entries(module)):
+            if any(True for _ in layer.parameters()):
+                places.setdefault(_kind(f"{name}.{word}".strip("."), layer, rules), []).append(at)
+        stay = {kind: _spread(own, each) for kind, own in places.items()}
+        left_out = {at for kind, own in places.items() for at in own} - {at for own in stay.values() for at in own}
+        if left_out:
+            words = [word for word, _ in _entries(module)]
+            gone |= {f"{name}.{words[at]}".strip(".") for at in left_out}
+            count = len(words)
+            kinds = tuple((kind[0][0][1].__name__, len(stay[kind]), len(own)) for kind, own in places.items())
+            yield Fewer(name, tuple(at for at in range(count) if at not in left_out), kinds, count)
+
+
+def _entries(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """A module that stands in a list several times counts as often."""
+    every = [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
+    return [(word, module.get_submodule(word)) for word in every]
+
+
+def _spread(places: list[int], each: int) -> list[int]:
+    """So many of them: the first, the last, and others at equal distances."""
+    if len(places) <= each:
+        return places
+    return [places[round(at * (len(places) - 1) / max(1, each - 1))] for at in range(each)]
+
+
+def _kind(name: str, layer: nn.Module, rules: list[Rule]) -> Any:
+    """What layers of one kind have in common: classes, words and switches of all in it, and what it learns, and how."""
+    modules = tuple((inner, type(module), _words(module)) for inner, module in layer.named_modules())
+    parameters = tuple(
+        (inner, x.shape, x.dtype, x.requires_grad, tuple(rule.counts_for(f"{name}.{inner}") for rule in rules))
+        for inner, x in layer.named_parameters()
+    )
+    return modules, parameters, tuple((inner, x.shape, x.dtype) for inner, x in layer.named_buffers())
+
+
+def _words(module: nn.Module) -> Any:
+    """What else tells a module from another one of its class. Not its numbers: they count layers, or are rates."""
+    if type(module).__module__.startswith("torch.nn.") and "Drop" not in type(module).__name__:
+        return module.extra_repr()  # strides, groups
+    own = vars(module).items()
+    return tuple((key, value) for key, value in own if isinstance(value, bool | str) and not key.startswith("_"))
+
+
+class _Trial:
+    """A forward and a backward of the network, with fewer layers than it has: does it do what it did before?"""
+
+    def __init__(self, task: Task, network: nn.Module, example: Any) -> None:
+        self._task, self._network, self._example = task, network, example
+        try:
+            self._learned: set[Tensor] | None = _learned(task, network, example, _shapes(network))
+        except Exception:  # a forward that looks at values: then it is run with them, as short as it is to be
+            self._learned = None
+
+    def right(self, fewer: Iterable[Fewer]) -> bool:
+        """Does the forward run, is of what stays the same learned, and does the plan find its modules?"""
+        fewer = [*fewer]
+        # modules of its own, with the same tensors
+        own = deepcopy(self._network, {id(x): x for _, x in named_tensors(self._network)})
+        for layer in _left_out(own, fewer):
+            layer.register_forward_pre_hook(_not_there)
+        short = without_layers(own, fewer)
+        try:
+            plan = self._task.plan(short)
+            named = [*plan.tensor, *plan.shard, *plan.cuts, *plan.context]
+            if not all(any(True for _ in matches(short, key)) for key in named):
+                return False
+            if self._learned is None:
+                _learned(self._task, short, self._example, {x: x for _, x in named_tensors(short)})
+                return True
+            return _learned(self._task, short, self._example, _shapes(short)) == self._learned & {*short.parameters()}
+        except Exception:  # whatever a forward does without a layer that it counts on
+            return False
+
+
+def _learned(task: Task, network: nn.Module, example: Any, instead: Mapping[Tensor, Tensor]) -> set[Tensor]:
+    """The parameters to which a gradient comes back, with these tensors in the place of the network's own."""
+    copy = deepcopy(network, {id(value): other for value, other in instead.items()}).train()
+    inputs, targets = changed(example, torch.clone)
+    with torch.random.fork_rng(devices=[]):
+        loss = task.loss(task.forward(copy, inputs, targets), targets)
+        total = torch.stack(list(loss.values())).sum() if isinstance(loss, dict) else loss
+        total.backward()
+    return {value for value, other in instead.items() if other.grad is not None}
+
+
+def _shapes(network: nn.Module) -> dict[Tensor, Tensor]:
+    own = shapes(network, torch.device("cpu"))
+    for value, shape in own.items():
+        shape.requires_grad_(value.requires_grad)
+    return own
+
+
+def _left_out(network: nn.Module, fewer: Iterable[Fewer]) -> list[nn.Module]:
+    """The layers that do not stay, and are nowhere else among those that do."""
+    stay, gone = set[nn.Module](), list[nn.Module]()
+    for own in fewer:
+        for at, (_, layer) in enumerate(_entries(network.get_submodule(own.name))):
+            if at in own.places:
+                stay.add(layer)
+            else:
+                gone.append(layer)
+    return [layer for layer in gone if layer not in stay]
+
+
+def _not_there(module: nn.Module, given: Any) -> None:
+    """A hook of a layer that is left out: who calls it all the same holds it in a way of its own."""
+    raise RuntimeError(f"{type(module).__name__} is called from outside of its list")
+
+
+def _renamed(rules: list[Rule], network: nn.Module, fewer: Iterable[Fewer]) -> list[Rule]:
+    """The rules for the network without these layers: for the same parameters, whatever they are called there."""
+    before: dict[Tensor, list[str]] = {}  # a tied weight has several
+    for name, x in network.named_parameters(remove_duplicate=False):
+        before.setdefault(x, []).append(name)
+    short = without_layers(network, fewer)
+    renamed: list[Rule] = []
+    for rule in rules:
+        learning = ((name, x) for name, x in short.named_parameters() if x.requires_grad)
+        every = [(name, any(map(rule.counts_for, before[x]))) for name, x in learning]
+        if all(rule.counts_for(name) == meant for name, meant in every):
+            renamed += [replace(rule, means=())] if any(meant for _, meant in every) else []
+        else:
+            renamed += [replace(rule, pattern=name, means=()) for name, meant in every if meant]
+    return renamed
