@@ -21,6 +21,7 @@ from typing import Any
 
 from tests.commands import ROOT, TRANSFORMER
 from tests.inside import product
+from tests.planted.kinds import RIGHT
 from tests.planted.plant import NET, write_lab
 from tests.processes import Processes
 from tests.test_verify import LISTS
@@ -44,7 +45,7 @@ TIMM = "byobnet coatnet convnext convnext3 efficientnet efficientnet_gn efficien
 TIMM += " vit vit2 vit_relpos"
 FOREIGN = "lstm vae dcgan ddpm clip bert t5 swin tabular graph lightning_module experts"
 OF_LABS = "segmentation masked distillation contrast gan recurrent graphs"
-KINDS = "versioned masked in_place low_rank places narrow"
+KINDS = ["versioned", "masked", "in_place", "low_rank", "places", "narrow", *RIGHT]
 
 
 def networks(home: Path) -> dict[str, tuple[Path, list[str], list[str]]]:
@@ -79,7 +80,7 @@ def networks(home: Path) -> dict[str, tuple[Path, list[str], list[str]]]:
             )
             for name in OF_LABS.split()
         },
-        **{f"net {kind}": (home, [*NET, f"+model.kind={kind}"], EVERYWHERE) for kind in KINDS.split()},
+        **{f"net {kind}": (home, [*NET, f"+model.kind={kind}"], EVERYWHERE) for kind in KINDS},
         "net listed": (home, [*NET, *LISTS, "data=listed"], EVERYWHERE),
         "net triples": (home, [*NET, "model=of_nodes", "data=triples"], EVERYWHERE),
     }

@@ -6,12 +6,11 @@ reference. `python -m tests.planted` shows one, or all in a table.
 
 from contextlib import ExitStack
 
-from tests.planted import copies, draws, mistakes, restarts, shards, stages, steps
+from tests.planted import afterwards, copies, draws, mistakes, restarts, shards, stages, steps
 from tests.planted.plant import planted, wanted
 
-PRODUCT = {
-    name: plant for part in (copies, shards, stages, draws, steps, restarts) for name, plant in part.PLANTS.items()
-}
+_PARTS = (copies, shards, stages, draws, steps, restarts, afterwards)
+PRODUCT = {name: plant for part in _PARTS for name, plant in part.PLANTS.items()}
 PLANTS = {**mistakes.PLANTS, **PRODUCT}
 
 _for_good = ExitStack()

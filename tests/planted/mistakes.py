@@ -37,6 +37,9 @@ WHY = {
     "meaned": "no sum over samples",
     "own_decay": "after_step",
     "low_rank": "after_step",
+    "calls": "counts its calls",
+    "adapted": "an evaluation before",
+    "hearing": "something that Schedule",
     "places": "after_step",
     "late_metric": SEEN,
 }
@@ -166,6 +169,33 @@ _PLANTS = {
         "step 3, evaluation, accuracy",
         "the task",
         "the evaluation",
+    ),
+    "calls": of_network(
+        "a layer counts its calls, of which a step has as many as micro-batches",
+        "",
+        _network("calls"),
+        own=("loop.micro_batches=2",),
+    ),
+    "adapted": of(
+        "a layer counts the samples of evaluations",
+        _network("adapted"),
+        "step 1, forward, middle",
+        "the network",
+        "an evaluation before",
+    ),
+    "hearing": of(
+        "a schedule counts evaluations, and no checkpoint keeps it",
+        "schedule=hearing",
+        "step 2, learning rate, ",
+        "the resume",
+        "the schedule",
+    ),
+    "by_shard": Plant(
+        "an optimizer takes the norm of its shard for that of the gradient",
+        (*NET, "optimizer=by_shard"),
+        ("strategy=fsdp",),
+        ("at step 1, optimizer step, ",),
+        ("the optimizer", "the strategy, or the optimizer"),
     ),
     "scaled_rate": of(
         "an optimizer multiplies its rate by the number of processes",

@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.planted.kinds import COUNTING, RIGHT
+
 WIDTH, CLASSES = 12, 4
 
 
@@ -225,6 +227,8 @@ class Experts(nn.Module):
 
 
 KINDS: dict[str, Callable[[int, int], nn.Module]] = {
+    **RIGHT,
+    **COUNTING,
     "own_rank": OwnRank,
     "own_buffer": OwnBuffer,
     "python_random": PythonRandom,

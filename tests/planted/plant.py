@@ -63,8 +63,8 @@ _LAB = {
         "ranked": "users.Ranked",
         "tokens": "users.Tokens",
     },
-    "schedule": {"remembering": "users.Remembering", "even": "users.Even"},
-    "optimizer": {"scaled_rate": "users.ScaledRate\nlr: 0.1"},
+    "schedule": {"remembering": "users.Remembering", "hearing": "hearing.Hearing", "even": "users.Even"},
+    "optimizer": {"scaled_rate": "users.ScaledRate\nlr: 0.1", "by_shard": "hearing.ByShard\nlr: 0.1"},
     "model": {"net": "networks.net", "of_rows": "users.OfRows", "of_nodes": "users.OfNodes"},
 }
 

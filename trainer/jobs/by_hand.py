@@ -51,6 +51,8 @@ class How(NamedTuple):
     anew: bool = False  # at the resume all but weights and the optimizer's memory is made anew
     still_norms: bool = False  # BatchNorm by its running statistics: they are somebody else's matter
     hidden: bool = True  # that there are other processes
+    backwards: bool = False  # the parts of a batch are computed in the other order
+    evaluates: bool = True  # after each step, as a loop does after an epoch
 
 
 class Nobody(Ranks):
@@ -123,12 +125,17 @@ class ByHand:
         """So many steps from here in the data; after one of them a run resumes."""
         loop = self.run.settings.loop
         self._values(0, INITIAL)
+        evaluates = self.run.evaluation is not None and self.how.evaluates
+        if evaluates:  # a rehearsal, as a run begins with one
+            self.figures([0])
         progress = replace(progress)
         while progress.step < last:
             indices = self._order(progress.epoch)[progress.position :][: loop.global_batch]
             step, epoch = progress.step, progress.epoch
             progress.advance(loop.global_batch, self.length)
             self.step(step, epoch, indices)
+            if evaluates:
+                self.run.schedule.hear(self.figures([0]), self.run.settings.checkpoint.best or self.run.task.best)
             if step + 1 == resume:
                 if self.how.anew:
                     self.again()
@@ -149,8 +156,8 @@ class ByHand:
         """One optimizer step over a global batch."""
         run, network = self.run, self.network
         set_rates(self.optimizer, self._rates, run.schedule(step, epoch, run.length.steps))
-        self.ear.begin(step + 1)
-        parts = list(self._divided(epoch, indices))
+        self.ear.step = step + 1
+        parts = list(self._divided(epoch, indices))[:: -1 if self.how.backwards else 1]
         total = sum(part.weight for part in parts) or 1.0
         sums: dict[str, Tensor] = {}
         begun = {rank: deepcopy(dict(network.named_buffers())) for rank in range(self.how.ranks)}
@@ -190,12 +197,17 @@ class ByHand:
         self.ear.ranks = Seat(rank, self.how.ranks)
 
     def evaluate(self, step: int) -> None:
-        """The figures of some batches of the evaluation set, as the loop would have them."""
+        """The figures of some batches of the evaluation set."""
+        width = evaluation_batch(self.run.settings.loop)
+        for name, value in self.figures(some_batches(-(-size_of(self.run.evaluation) // width))).items():
+            self._add(step, EVALUATION, name, torch.tensor(value, dtype=torch.float64))
+
+    def figures(self, numbers: Sequence[int]) -> dict[str, float]:
+        """Those of these batches of the evaluation set, as the loop would have them."""
         run, sums = self.run, dict[str, Any]()
         self._mode(False)
         size, width = size_of(run.evaluation), evaluation_batch(run.settings.loop)
-        count = -(-size // width)
-        for at in some_batches(count):
+        for at in numbers:
             for part in self._divided(0, torch.arange(size)[at * width : (at + 1) * width], training=False):
                 with torch.no_grad(), self._forward(part) as (inputs, targets):
                     output = run.task.forward(self.network, inputs, targets)
@@ -204,9 +216,8 @@ class ByHand:
                     for name, value in {**run.task.metrics(output, targets), **own}.items():
                         sums[name] = sums.get(name, 0) + value  # int and int stay whole, as in the loop
         totals = {name: wide(value) for name, value in sums.items()}
-        figures = {"loss": float(totals["loss"] / (totals["weight"] or 1)), **run.task.finish(totals)}
-        for name, value in figures.items():
-            self._add(step, EVALUATION, name, torch.tensor(value, dtype=torch.float64))
+        self._mode(True)
+        return {"loss": float(totals["loss"] / (totals["weight"] or 1)), **run.task.finish(totals)}
 
     @contextmanager
     def _forward(self, part: Dealt) -> Iterator[tuple[Any, Any]]:

@@ -18,17 +18,19 @@ from trainer.proof.causes import (
     CONSTANT,
     DIVIDED,
     KEPT,
+    LEFT,
     ONE_BATCH,
     SHOWN,
     STRAIGHT,
     SYNC_BN,
+    TURNED,
     UNCOMPILED,
     First,
     Tried,
 )
 from trainer.proof.comparison import Compared, Exactness, compared
 from trainer.proof.fixed_draws import FixedDraws
-from trainer.proof.record import RESUME, Record
+from trainer.proof.record import EVALUATION, RATE, RESUME, Record
 from trainer.refusal import Refusal
 
 
@@ -80,6 +82,8 @@ class Experiments:
         changes = {AGAIN: How(), SHOWN: How(hidden=False)}
         if first.resumed or first.phase == RESUME:
             changes[ANEW] = How(anew=True)
+        if run.evaluation is not None and first.phase not in (RATE, EVALUATION):  # a rate may follow figures
+            changes[LEFT] = How(evaluates=False)
         alone = {
             name: self._there(self._compared(plain, self._by_hand(how)[0]), plain) for name, how in changes.items()
         }
@@ -91,6 +95,9 @@ class Experiments:
                 return plain, drawn, alone
             whole = self._by_hand(How(still_norms=True))[0] if still else plain
             alone[DIVIDED] = self._there(self._compared(whole, divided), whole)
+            if alone[DIVIDED]:
+                backwards = self._by_hand(How(ranks, micro_batches, still_norms=still, backwards=True))[0]
+                alone[TURNED] = self._there(self._compared(divided, backwards), divided)
         return plain, drawn, alone
 
     def _by_hand(self, how: How) -> tuple[Record, set[str]]:
@@ -108,6 +115,8 @@ class Experiments:
             return mended
         if first.step > self.ends[0]:
             mended[STRAIGHT] = self._right(plain, STRAIGHT, run, ends=self.ends[-1:])
+        if first.step and run.evaluation is not None:
+            mended[LEFT] = self._right(plain, LEFT, run, evaluates=False)
         if run.batches.micro_batches > 1 and self._may_be_one():
             loop = replace(run.settings.loop, micro_batches=1, micro_batch=None)
             batches = replace(run.batches, micro_batches=1)
@@ -134,12 +143,15 @@ class Experiments:
             return False
         return True
 
-    def _right(self, plain: Record, name: str, run: Prepared, ends: Sequence[int] | None = None) -> bool:
+    def _right(
+        self, plain: Record, name: str, run: Prepared, ends: Sequence[int] | None = None, evaluates: bool = True
+    ) -> bool:
         """Collective: is the strategy, changed so, the same as the plain loop up to the place that is looked at?"""
         record, machine = Record(layouts=self.reference.layouts), replace(run.strategy.machine, dropout="native")
         with changed(run.strategy, machine=machine):
             run = replace(run, machine=machine)
-            trial(run, record, ends or self.ends, self.stop, self.ends[0], draws=FixedDraws(), name=name)
+            ends, draws = ends or self.ends, FixedDraws()
+            trial(run, record, ends, self.stop, self.ends[0], draws=draws, name=name, evaluates=evaluates)
         own, place = self._compared(plain, record), self._position(plain)
         early = any(difference.at <= place for difference in own.differences) if place is not None else False
         return not any(run.strategy.world.all_gather_values(early))  # all ranks; a flag each

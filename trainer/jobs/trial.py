@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,9 +13,10 @@ import torch
 from torch import nn
 
 from trainer.data.reader import Loading
-from trainer.data.stream import EvaluationStream, Stream
+from trainer.data.stream import Batch, EvaluationStream, Stream
 from trainer.jobs.arithmetic import deal
 from trainer.jobs.making import make_checkpoints, make_evaluation, make_trainer
+from trainer.jobs.memory import evaluation_batch
 from trainer.jobs.preparation import Prepared, RunParts, build_values, read_data, seeded_network
 from trainer.launch.signals import StopRequest
 from trainer.learning.cadence import Due, Every
@@ -59,6 +61,20 @@ class AtLast(Beside):
         super().wait()
 
 
+class FirstBatch:
+    """An evaluation set that ends with its first batch: what an evaluation leaves behind, the steps after it show."""
+
+    def __init__(self, stream: EvaluationStream, width: int) -> None:
+        self._stream, self.size = stream, min(stream.size, width)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def batches(self, at: Sequence[int] | None = None) -> Iterator[tuple[Batch, int]]:
+        """Its micro-batches."""
+        return self._stream.batches(range(1))
+
+
 def trial(
     run: Prepared,
     record: Record,
@@ -68,11 +84,13 @@ def trial(
     shake: float = 0.0,
     draws: AsDrawn = AS_DRAWN,
     name: str = "",
+    evaluates: bool = True,
 ) -> bool:
     """Collective: train to each of these steps in turn, every time from the checkpoint of the last one.
 
     False where somebody asked to stop. resume: the step after which others resume. shake: how far, relative to itself,
     each weight is moved before the first step. draws: what forwards draw. name: tells it from others of its precision.
+    evaluates: does a small evaluation follow each step, as one follows an epoch?
     """
     keep = replace(run.settings.checkpoint, keep=2)
     run = replace(run, settings=replace(run.settings, checkpoint=keep))
@@ -93,11 +111,15 @@ def trial(
             # which steps of fp16 overflow, and are left out, depends on how a batch is divided: here none does
             scaler = trainer.placed.scaler
             scaler.load({name: value * _SCALE for name, value in scaler.state().items() if name == "scaler/scale"})
-            # the loop itself, to this step; what it would do beside steps and saves is left out
+            # the loop itself, to this step; beside steps and saves it does no more than small evaluations
             watched: Any = Watched(trainer.placed, record, resume or ends[0], end, draws)
             if start is None:
                 watched.begin()
-            trainer.placed, trainer.evaluation = watched, None
+            trainer.placed, trainer.patience = watched, math.inf
+            between: Any = None
+            if evaluation is not None and evaluates:
+                between = FirstBatch(evaluation, evaluation_batch(run.settings.loop))
+            trainer.evaluation, trainer.eval_due = between, Due([Every(1)])
             # a step after the save that is read back: a copy of it that is none would change with the step
             trainer.steps, trainer.save_due = min(end + 1, ends[-1]), Due([Every(end)])
             if not trainer.fit(start):
@@ -229,3 +251,9 @@ def without_dropout(run: RunParts) -> Callable[[], int]:
 def named_modules(network: nn.Module) -> dict[str, str]:
     """The classes of a network's modules, by name."""
     return {name: type(module).__name__ for name, module in network.named_modules()}
+
+
+def foreign_optimizer(run: Prepared) -> str:
+    """The class of the optimizer, where it is not one of torch's."""
+    kind = type(run.make_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}]))
+    return "" if kind.__module__.startswith("torch.") else kind.__name__

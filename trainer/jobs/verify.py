@@ -17,7 +17,16 @@ from trainer.jobs.fewer_layers import Fewer, fewer_layers, short_of, shortened, 
 from trainer.jobs.preparation import Job, Prepared, RunParts, prepare
 from trainer.jobs.reference import made_apart
 from trainer.jobs.room import SMALLER, refuse_unbuilt, shortage, unheld
-from trainer.jobs.trial import exactly, named_modules, plainly, surveyed, trial, with_batch, without_dropout
+from trainer.jobs.trial import (
+    exactly,
+    foreign_optimizer,
+    named_modules,
+    plainly,
+    surveyed,
+    trial,
+    with_batch,
+    without_dropout,
+)
 from trainer.launch import failure, screen
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.durable import replace_file
@@ -31,6 +40,7 @@ from trainer.proof.rounding import COMPARED, Rounding, compared_there, floor, lo
 from trainer.proof.verdict import Verdict, difference, judged, spoken
 from trainer.records.folder import RunFolder, choose
 from trainer.refusal import Refusal
+from trainer.strategies.joined import Meshed
 
 Curves = Sequence[Sequence[float]]  # the losses of one process, and of the strategy
 Tell = Callable[[Verdict, Curves], None]
@@ -142,11 +152,11 @@ class Verify(Job):
         self, run: Prepared, verdict: Verdict, plain: Record, stop: StopRequest
     ) -> tuple[Verdict, Curves, bool]:
         """Collective: the same verdict, with what the precision of the run shows; both curves there."""
-        precision, last = run.machine.resolved_precision, self._ends(run)[-1:]
+        precision, ends = run.machine.resolved_precision, self._narrow_ends(run)
 
         def shown(name: str) -> tuple[Rounding, Curves, bool]:
             spread = Record(phases=COMPARED)
-            done = trial(run, spread, last, stop, name=name)
+            done = trial(run, spread, ends, stop, name=name)
             found = run.strategy.world.all_gather_values(compared_there(plain, spread, precision))  # all ranks
             return rounded(precision, plain, found, both(plain, spread)), both(plain, spread), done
 
@@ -189,13 +199,13 @@ class Verify(Job):
         if self.layers != "all" and (still := shortage(run, largest=1.0)):
             self._leave(run)
             raise Refusal(f"job=verify: one process cannot hold it{short_of(fewer)}: {still}. {SMALLER}")
-        last, precision = self._ends(run)[-1], run.machine.resolved_precision
+        ends, precision = self._narrow_ends(run), run.machine.resolved_precision
         beside(path, run).unlink(missing_ok=True)  # of an earlier one
         with StopRequest(run.machine.launch) as stop, run.strategy:
             record, done = self._reference(run, stop)
             plain, moved = Record(phases=COMPARED), Record(phases=COMPARED)
             if done and precision != record.facts["precision"]:
-                done = trial(run, plain, [last], stop) and trial(run, moved, [last], stop, shake=shake(precision))
+                done = trial(run, plain, ends, stop) and trial(run, moved, ends, stop, shake=shake(precision))
         if done and plain.values:
             plain.facts = {"floor": floor(losses(plain), losses(moved), precision)}
             plain.floors = floors(plain, moved, EXACTNESS[precision])
@@ -260,6 +270,10 @@ class Verify(Job):
         steps = min(self.steps, run.length.steps)
         return [max(1, steps // 2), steps]
 
+    def _narrow_ends(self, run: Prepared) -> list[int]:
+        """The same in the precision of the run: a resume shows nothing new, but of fp16 the scale of losses."""
+        return self._ends(run)[0 if run.machine.resolved_precision == "fp16" else -1 :]
+
 
 def beside(path: Path, run: Prepared) -> Path:
     """Where the reference in the precision of the run lies: beside that in fp64."""
@@ -288,6 +302,7 @@ def circumstances(run: Prepared, strays: Collection[str]) -> Circumstances:
         native=run.strategy.dropout == "native",
         kinds=named_modules(run.network),
         strays=strays,
+        stepping=foreign_optimizer(run) if isinstance(run.strategy, Meshed) else "",
     )
 
 

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.parallel.held import held, named_tensors
 from trainer.parallel.ranks import Ranks
-from trainer.refusal import Refusal
 
 Values = dict[tuple[str, ...], Tensor]  # all names of a tensor → it; on the meta device where only its shape is known
 
@@ -22,9 +21,7 @@ def outline(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
     try:
         with torch.device("meta"):
             network = make()
-    except Refusal:
-        raise
-    except Exception as error:  # a constructor that reads values: whatever it makes of there being none
+    except Exception as error:  # a constructor that reads values: whatever it makes of there being none, or a mistake
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     else:
         # a tensor that is neither parameter nor buffer would never get a value; a view keeps its base alive

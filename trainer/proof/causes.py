@@ -26,6 +26,8 @@ AGAIN, SHOWN, DIVIDED, ANEW = "repeated", "with the other processes in sight", "
 # The strategy once more, with one thing taken out: is it as the plain loop then?
 CONSTANT, STRAIGHT, ONE_BATCH = "random numbers", "the resume", "micro-batches"
 KEPT, UNCOMPILED, SYNC_BN = "recomputing", "compiling", "strategy.sync_bn=true"
+# The plain loop, divided, with its parts in the other order; either of them, with no evaluation between the steps
+TURNED, LEFT = "divided, in the other order", "evaluations between the steps"
 
 _SUBJECT = {
     INITIAL: "the network: its constructor",
@@ -74,6 +76,7 @@ class Circumstances:
     native: bool  # are random numbers torch's own?
     kinds: Mapping[str, str]  # of the network's modules, by name
     strays: Collection[str] = ()  # what was heard of draws for rows that are no samples
+    stepping: str = ""  # the class of an optimizer that is not torch's, and is given shards
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,13 @@ def likely(first: First, here: Circumstances, tried: Tried) -> str:
             f"{_SUBJECT[first.phase]} differs when other processes are in sight: its code asks for the rank, or"
             " for their number"
         )
+    if alone.get(LEFT):
+        return (
+            f"an evaluation before this step: {_SUBJECT[first.phase]} is another one without it, so something keeps"
+            " what an evaluation has left"
+        )
     if alone.get(DIVIDED):
-        return _divided(first, here, mended)
+        return _divided(first, here, alone, mended)
     if mended.get(CONSTANT) and tried.drawn:
         return _drawn(here, tried.drawn)
     if tried.failed:
@@ -129,7 +137,7 @@ def likely(first: First, here: Circumstances, tried: Tried) -> str:
     return _strategys(first, here, tried)
 
 
-def _divided(first: First, here: Circumstances, mended: Mapping[str, bool]) -> str:
+def _divided(first: First, here: Circumstances, alone: Mapping[str, bool], mended: Mapping[str, bool]) -> str:
     """One process differs as well where it divides its batch so."""
     if "BatchNorm" in here.kinds.get(first.name, "") and first.phase == FORWARD:
         if mended.get(SYNC_BN):
@@ -138,6 +146,11 @@ def _divided(first: First, here: Circumstances, mended: Mapping[str, bool]) -> s
                 " all ranks"
             )
         return "the network: BatchNorm takes its statistics over a micro-batch, so they depend on loop.micro_batches"
+    if alone.get(TURNED):
+        return (
+            f"{_SUBJECT[first.phase]} depends on what was computed before it in the same step: something counts its"
+            " calls, or keeps what a micro-batch has left"
+        )
     factor = _factor(first.ratio, here)
     by = f" It is {factor} times that of one process" if factor else ""
     return {
@@ -189,13 +202,20 @@ def _strategys(first: First, here: Circumstances, tried: Tried) -> str:
     """What users have written is right by itself, however it is divided."""
     whose = "the strategy, or the plan that says how it divides the network" if here.planned else "the strategy"
     what = _STRATEGYS[first.phase]
+    if first.phase == STEP and here.stepping:
+        return (
+            f"not known: the strategy, or {here.stepping}, which is given shards here and is right without. An"
+            " optimizer must compute element by element, or with norms that torch takes of whole DTensors"
+        )
     if tried.mended.get(STRAIGHT):
         what = f"what it saves or reads for the resume; {what}"
+    elif tried.mended.get(LEFT):
+        what = f"what an evaluation leaves behind; {what}"
     if first.phase == GRADIENT and not first.ranks:
         what = "no rank has this gradient: it was lost, or its weight is used outside of the unit that holds it"
     elif first.phase in (GRADIENT, LOSS) and (factor := _factor(first.ratio, here)):
         what += f"; it is {factor} times what it should be, as a sum is to a mean over as many"
-    right = next((name for name in (STRAIGHT, ONE_BATCH, KEPT, UNCOMPILED) if tried.mended.get(name)), "")
+    right = next((name for name in (STRAIGHT, LEFT, ONE_BATCH, KEPT, UNCOMPILED) if tried.mended.get(name)), "")
     without = f"; without {right} it is right" if right else ""
     divided = ", also divided as it divides them" if DIVIDED in tried.alone else ""
     return f"{whose}: {what}{without}. Network, task and data are right on one process{divided}"

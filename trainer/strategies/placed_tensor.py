@@ -82,7 +82,7 @@ class PlacedTensor(Placed):
         average_gradients(self._copied, self.strategy.loss_group, self.strategy.bucket_mb * 2**20)
         # the last to touch gradients: afterwards they are the same bits on all tensor ranks
         self._shared.decide()
-        if self._before_first_step:
+        if self._before_first_step and self._machine.compare_copies:
             self._shared.refuse_apart()  # before anything is learned
 
     def settle(self) -> None:
@@ -117,8 +117,9 @@ class PlacedTensor(Placed):
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What a checkpoint stores, after a look whether what tensor ranks have in common is still the same."""
-        self._shared.refuse_apart()
-        refuse_drift(self.network, self._tensor_ranks)
+        if self._machine.compare_copies:
+            self._shared.refuse_apart()
+            refuse_drift(self.network, self._tensor_ranks)
         return super().state(optimizer)
 
 

@@ -1,0 +1,146 @@
+"""Layers for the middle of the network: of kinds that people use, all right everywhere; and two that count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+
+class Complex(nn.Module):
+    """A complex weight."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outside, inside, dtype=torch.complex64) / inside**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight).abs()
+
+
+class Twice(nn.Module):
+    """One layer that is called twice, and a single number."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.layer, self.gain = nn.Linear(inside, outside), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.layer(F.silu(self.layer(x)))
+
+
+class Recurrent(nn.Module):
+    """A GRU over the numbers of a sample."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.cells = nn.GRU(1, outside, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x[:, :, None])[1][0]
+
+
+class Attending(nn.Module):
+    """Attention among the numbers of a sample, with a mask and a padded place."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.up, self.heads = nn.Linear(1, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.down = nn.Linear(8, outside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x[:, :, None])
+        away = torch.zeros(x.shape, dtype=torch.bool)
+        away[:, -1] = True
+        return self.down(self.heads(y, y, y, key_padding_mask=away, need_weights=False)[0].mean(1))
+
+
+class Chosen(nn.Module):
+    """Each sample goes to the expert with the highest score, times that score: some experts may have none."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(inside, 4), nn.Parameter(torch.randn(4, inside, outside) / inside**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        score, which = self.gate(x).softmax(-1).max(-1)
+        return score[:, None] * torch.bmm(x[:, None], self.experts[which])[:, 0]
+
+
+class Steps(nn.Linear):
+    """It counts in a buffer, which checkpoints keep, and divides by what it counted."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        return super().forward(x) / (1 + 0.1 * self.steps)
+
+
+class Frequencies(nn.Module):
+    """The strengths of the frequencies of a sample, each with a weight."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.ones(inside // 2 + 1)), nn.Linear(inside // 2 + 1, outside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.weight * torch.fft.rfft(x).abs().log1p())
+
+
+class Unrolled(nn.Module):
+    """A fixed point: the same step until it is near, at most ten times, as many for all samples."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.step = parametrizations.spectral_norm(nn.Linear(outside, outside), n_power_iterations=5)
+        self.inward = nn.Linear(inside, outside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, given = torch.zeros_like(x), self.inward(x)
+        for _ in range(4):
+            z = torch.tanh(0.5 * self.step(z) + given)
+        return z
+
+
+class Calls(nn.Linear):
+    """It counts its calls, of which a step has as many as micro-batches. This is wrong."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(x) * (1 + 1e-3 * self.calls)
+
+
+class Adapted(nn.Linear):
+    """It counts the samples of evaluations, which each rank has others of. This is wrong."""
+
+    seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 0 if self.training else len(x)
+        return super().forward(x) * (1 + 1e-3 * self.seen)
+
+
+RIGHT: dict[str, Callable[[int, int], nn.Module]] = {
+    "weight_norm": lambda inside, outside: parametrizations.weight_norm(nn.Linear(inside, outside)),
+    "spectral_norm": lambda inside, outside: parametrizations.spectral_norm(nn.Linear(inside, outside)),
+    "orthogonal": lambda inside, outside: parametrizations.orthogonal(nn.Linear(inside, outside)),
+    "complex": Complex,
+    "twice": Twice,
+    "gru": Recurrent,
+    "attending": Attending,
+    "top_one": Chosen,
+    "steps": Steps,
+    "frequencies": Frequencies,
+    "fixed_point": Unrolled,
+}
+COUNTING: dict[str, Callable[[int, int], nn.Module]] = {"calls": Calls, "adapted": Adapted}
