@@ -10,6 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import trainer
 from tests import test_verify
@@ -22,6 +24,7 @@ from tests.quick import quickly
 from tests.test_verify import LISTS
 from trainer.launch.launch import Launch
 from trainer.parallel.context import ShiftedPlaces
+from trainer.refusal import Refusal
 
 pytestmark = pytest.mark.slow
 home = test_verify.home  # the fixture
@@ -71,6 +74,15 @@ def test_from_python_a_difference_is_raised_and_a_run_in_the_folder_stays_as_it_
         with pytest.raises(RuntimeError, match=f"^{wanted}") if wanted else nullcontext():
             assert trainer.run([*asked, "job.reference=python.safetensors"]).metrics == {}
     assert {path.name for path in (home / "asked").iterdir()} > {"verify", "checkpoints", "metrics.jsonl"}
+
+
+@pytest.mark.parametrize("wrong", ["text", "weights"])
+def test_a_file_that_is_no_reference_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.chdir(home)
+    file = home / f"{wrong}.safetensors"
+    save_file({"weight": torch.zeros(2)}, file) if wrong == "weights" else file.write_text("a note")
+    with pytest.raises(Refusal, match=r"is no reference, or an older version has written it; job\.record="):
+        trainer.run([*NET, "device=cpu", "log=[]", "run.dir=refused", "job=verify", f"job.reference={file}"])
 
 
 def plant(launch: Launch, place: Path, words: list[str], mistake: str) -> tuple[Any, str]:

@@ -1,4 +1,4 @@
-"""The reference that `verify` compares with: the same words, done by one process of their own."""
+"""The reference that `verify` compares with: one process of its own has it made, and what that one does."""
 
 from __future__ import annotations
 
@@ -8,15 +8,27 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
+from safetensors import SafetensorError
+
+from trainer.jobs.preparation import Prepared
 from trainer.jobs.report import quoted
+from trainer.jobs.room import refuse_unbuilt, shortage, unheld
+from trainer.jobs.trial import exactly, surveyed, trial
+from trainer.launch.agreement import decided_by_main
 from trainer.launch.launchers import unlaunched
+from trainer.launch.signals import StopRequest
+from trainer.proof.comparison import exactness, floors
+from trainer.proof.record import Record
+from trainer.proof.rounding import shake
 from trainer.refusal import Refusal
 
+Layers = int | Literal["all"] | None  # so many of each kind; None: all, or what one process can hold
+
 _LAST = 2000  # characters of what a process that failed said last
-
-
 _NO_MEMORY = re.compile(r"out of memory|can.t allocate memory|cannot allocate memory|bad_alloc|MemoryError", re.I)
 
 
@@ -60,3 +72,78 @@ def made_apart(words: Sequence[str], samples: int, path: Path, layers: int | Non
     if told.returncode == -signal.SIGKILL or _NO_MEMORY.search(said):
         return (said or "killed").splitlines()[-1]
     raise Refusal(f"job=verify: the same words on one process fail:\n{said}")
+
+
+def given(path: Path) -> Record:
+    """The reference that somebody has had made. Refusal where the file is none."""
+    if not path.is_file():
+        raise Refusal(f"job.reference={path}: there is no such file; job.record={path} writes it")
+    with suppress(SafetensorError, KeyError):
+        if "fewer" in (reference := Record.read(path)).facts:
+            return reference
+    raise Refusal(f"job.reference={path} is no reference, or an older version has written it; job.record={path} does")
+
+
+def have_made(run: Prepared, samples: int, path: Path, asked: Layers) -> str:
+    """Collective: the reference in a file, with fewer layers where one process cannot hold all; why it has fewer.
+
+    samples: in a step. asked: `job.layers`.
+    """
+    launch = run.machine.launch
+    least = max(2, run.strategy.least_layers(launch.world_size))
+
+    def made() -> str:
+        """The main rank's."""
+        layers, why = how_few(run, asked, least)
+        lack = made_apart(run.words, samples, path, layers)
+        if lack and asked is None and layers is None:
+            why = f"the reference with all of them ran out of memory ({lack})"
+            lack = made_apart(run.words, samples, path, least)
+        if lack:
+            raise Refusal(unheld(run, why, lack, asked))
+        return why
+
+    return str(decided_by_main(launch, "reference", made))
+
+
+def how_few(run: Prepared, asked: Layers, least: int) -> tuple[int | None, str]:
+    """How many layers of each kind a proof is to have, None: all of them; and why so few."""
+    if asked is not None:
+        return (None, "") if asked == "all" else (int(asked), f"job.layers={asked}")
+    why = shortage(run)
+    if why:
+        refuse_unbuilt(run)
+    return (least, why) if why else (None, "")
+
+
+def recorded(run: Prepared, ends: Sequence[int], tolerance: float, stop: StopRequest) -> tuple[Record, bool]:
+    """What this one process does in fp64, or in fp32 where it cannot; False: somebody asked to stop.
+
+    ends: the step after which others resume, and the last one.
+    """
+    try:
+        return _twice(run, ends, tolerance, stop, "fp64", "")
+    except (RuntimeError, TypeError, ValueError) as error:
+        because = f"{error}".strip().partition("\n")[0]
+        if _NO_MEMORY.search(because):
+            raise
+    # what fails here as well is no question of the precision
+    return _twice(run, ends, tolerance, stop, "fp32", because)
+
+
+def _twice(
+    run: Prepared, ends: Sequence[int], tolerance: float, stop: StopRequest, precision: str, because: str
+) -> tuple[Record, bool]:
+    """All of it twice, the second time with all weights moved by a last bit: so far does rounding alone carry it.
+
+    because: why it is not done in a wider precision.
+    """
+    half, last = ends
+    with exactly(run, precision):
+        layouts = surveyed(run)
+        record, shaken = Record(layouts=layouts), Record(layouts=layouts)
+        done = trial(run, record, [last], stop, resume=half)
+        done = done and trial(run, shaken, [last], stop, resume=half, shake=shake(precision))
+    record.floors = floors(record, shaken, exactness(precision, tolerance)) if done else {}
+    record.facts = {"precision": precision, "because": because, "samples": run.settings.loop.global_batch}
+    return record, done

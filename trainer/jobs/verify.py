@@ -15,14 +15,13 @@ from trainer.home import at_home
 from trainer.jobs.experiments import Experiments
 from trainer.jobs.fewer_layers import Fewer, fewer_layers, short_of, shortened, shorter_lines
 from trainer.jobs.preparation import Job, Prepared, RunParts, prepare
-from trainer.jobs.reference import made_apart
-from trainer.jobs.room import SMALLER, refuse_unbuilt, shortage, unheld
+from trainer.jobs.reference import given, have_made, how_few, recorded
+from trainer.jobs.room import SMALLER, shortage
 from trainer.jobs.trial import (
     exactly,
     foreign_optimizer,
     named_modules,
     plainly,
-    surveyed,
     trial,
     with_batch,
     without_dropout,
@@ -33,7 +32,7 @@ from trainer.launch.durable import replace_file
 from trainer.launch.nofollow import make_folder, real, refuse_strange
 from trainer.launch.signals import StopRequest
 from trainer.proof.causes import Circumstances, likely
-from trainer.proof.comparison import EXACTNESS, Exactness, compared, floors
+from trainer.proof.comparison import EXACTNESS, compared, exactness, floors
 from trainer.proof.picture import picture
 from trainer.proof.record import Key, Record
 from trainer.proof.rounding import COMPARED, Rounding, compared_there, floor, losses, rounded, shake
@@ -74,14 +73,13 @@ class Verify(Job):
         out = verify_folder(parts)
         path, reference = out / "reference.safetensors", None
         if self.reference is not None:
-            if not (path := Path(self.reference)).is_file():
-                raise Refusal(f"job.reference={path}: there is no such file; job.record={path} writes it")
-            reference = Record.read(path)
+            path = Path(self.reference)
+            reference = given(path)
         samples = with_batch(parts, reference.facts.get("samples") if reference else self.batch)
         run, dropped = self._prepared(parts, out / "trial")
         if reference is None:
             # one process before the others: side by side both would need their memory at once
-            why = self._made(run, samples, path)
+            why = have_made(run, samples, path, self.layers)
             reference = Record.read(path)
             reference.facts["shorter"] = why or reference.facts["shorter"]
         run = shortened(run, map(Fewer.read, reference.facts["fewer"]))
@@ -100,37 +98,10 @@ class Verify(Job):
             self._leave(run)
         return 0 if verdict.same else 1
 
-    def _made(self, run: Prepared, samples: int, path: Path) -> str:
-        """Have the reference made, with fewer layers where one process cannot hold all; why it has fewer."""
-        launch = run.machine.launch
-        least = max(2, run.strategy.least_layers(launch.world_size))
-
-        def made() -> str:
-            """The main rank's."""
-            layers, why = self._few(run, least)
-            lack = made_apart(run.words, samples, path, layers)
-            if lack and self.layers is None and layers is None:
-                why = f"the reference with all of them ran out of memory ({lack})"
-                lack = made_apart(run.words, samples, path, least)
-            if lack:
-                raise Refusal(unheld(run, why, lack, self.layers))
-            return why
-
-        return str(decided_by_main(launch, "reference", made))
-
-    def _few(self, run: Prepared, least: int) -> tuple[int | None, str]:
-        """How many layers of each kind a proof is to have, None: all of them; and why so few."""
-        if self.layers is not None:
-            return (None, "") if self.layers == "all" else (self.layers, f"job.layers={self.layers}")
-        why = shortage(run)
-        if why:
-            refuse_unbuilt(run)
-        return (least, why) if why else (None, "")
-
     def _exactly(self, run: Prepared, reference: Record, tell: Tell, stop: StopRequest) -> tuple[Verdict, Curves, bool]:
         """Collective: the verdict in fp64, with its cause as far as experiments confirm one; both curves."""
         record, precision = Record(layouts=reference.layouts), reference.facts["precision"]
-        exact, ends = self._exactness(precision), self._ends(run)
+        exact, ends = exactness(precision, self.tolerance), self._ends(run)
         with exactly(run, precision):
             done = trial(run, record, ends, stop)
             found = run.strategy.world.all_gather_values(compared(reference, record, exact))  # all ranks
@@ -193,7 +164,7 @@ class Verify(Job):
         plainly(parts)
         with_batch(parts, self.batch or parts.settings.loop.global_batch)
         run, _ = self._prepared(parts, path.parent / f"{path.stem}.trial")
-        layers, why = self._few(run, least=2)
+        layers, why = how_few(run, self.layers, least=2)
         fewer = fewer_layers(run, layers) if layers else []
         run = shortened(run, fewer)
         if self.layers != "all" and (still := shortage(run, largest=1.0)):
@@ -202,7 +173,7 @@ class Verify(Job):
         ends, precision = self._narrow_ends(run), run.machine.resolved_precision
         beside(path, run).unlink(missing_ok=True)  # of an earlier one
         with StopRequest(run.machine.launch) as stop, run.strategy:
-            record, done = self._reference(run, stop)
+            record, done = recorded(run, self._ends(run), self.tolerance, stop)
             plain, moved = Record(phases=COMPARED), Record(phases=COMPARED)
             if done and precision != record.facts["precision"]:
                 done = trial(run, plain, ends, stop) and trial(run, moved, ends, stop, shake=shake(precision))
@@ -215,38 +186,6 @@ class Verify(Job):
             record.write(path)
         self._leave(run)
         return failure.exit_code(done, run.machine.launch)
-
-    def _reference(self, run: Prepared, stop: StopRequest) -> tuple[Record, bool]:
-        """What one process does in fp64, or in fp32 where it cannot; False: somebody asked to stop."""
-        try:
-            return self._twice(run, stop, "fp64", "")
-        except (RuntimeError, TypeError, ValueError) as error:
-            because = f"{error}".strip().partition("\n")[0]
-            if "out of memory" in because or "can't allocate memory" in because:
-                raise
-        # what fails here as well is no question of the precision
-        return self._twice(run, stop, "fp32", because)
-
-    def _twice(self, run: Prepared, stop: StopRequest, precision: str, because: str) -> tuple[Record, bool]:
-        """All of it twice, the second time with all weights moved by a last bit: so far does rounding alone carry it.
-
-        because: why it is not done in a wider precision.
-        """
-        half, last = self._ends(run)
-        with exactly(run, precision):
-            layouts = surveyed(run)
-            record, shaken = Record(layouts=layouts), Record(layouts=layouts)
-            done = trial(run, record, [last], stop, resume=half)
-            done = done and trial(run, shaken, [last], stop, resume=half, shake=shake(precision))
-        record.floors = floors(record, shaken, self._exactness(precision)) if done else {}
-        samples = run.settings.loop.global_batch
-        record.facts = {"precision": precision, "because": because, "samples": samples}
-        return record, done
-
-    def _exactness(self, precision: str) -> Exactness:
-        """What counts as rounding there; of fp64 the tolerance is a key of the job."""
-        exact = EXACTNESS[precision]
-        return exact._replace(tolerance=self.tolerance) if precision == "fp64" else exact
 
     def _prepared(self, parts: RunParts, out: Path) -> tuple[Prepared, int]:
         """All that happens before there is a process group; and how many layers drop nothing for the comparison."""

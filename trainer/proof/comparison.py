@@ -40,6 +40,12 @@ EXACTNESS = {
 }
 
 
+def exactness(precision: str, tolerance: float) -> Exactness:
+    """What counts as rounding there. tolerance: that of fp64."""
+    exact = EXACTNESS[precision]
+    return exact._replace(tolerance=tolerance) if precision == "fp64" else exact
+
+
 class Difference(NamedTuple):
     """One thing that is not what it is in the reference."""
 
