@@ -194,6 +194,8 @@ class Watched:
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
         """Collective: the step, and the norm of its gradient."""
         self._optimizer = optimizer
+        if self._record.wants(NORM):  # it is known before what it clips, and told after it: its place is kept
+            self._record.values.setdefault(Key(self._ear.step, NORM, "norm"), [])
         with Stepping(self._placed.network, optimizer, self._record, self._ear.step):
             norm = self._placed.optimizer_step(optimizer, float("inf") if max_norm is None else max_norm)
         assert norm is not None
