@@ -32,6 +32,8 @@ home = test_verify.home  # the fixture
 UNITS = "strategy.activation_checkpointing=units"
 RIGHT = {
     "versioned": (["+model.kind=versioned"], ["fsdp"]),
+    "complex": (["+model.kind=complex"], ["fsdp"]),
+    "orthogonal": (["+model.kind=orthogonal"], ["fsdp"]),
     "versioned, in stages": (["+model.kind=versioned"], ["pp"]),
     "masked": (["+model.kind=masked"], ["fsdp"]),
     "in_place": (["+model.kind=in_place"], ["fsdp"]),
@@ -42,7 +44,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", quickly(RIGHT, "versioned", "masked", "listed", "triples"))
+@pytest.mark.parametrize("name", quickly(RIGHT, "versioned", "masked", "listed", "triples", "complex"))
 def test_nothing_is_found(processes: Processes, home: Path, name: str) -> None:
     words, (strategy, *own) = RIGHT[name]
     said = verdict(processes, home, 2, [*NET, *words], [f"strategy={strategy}", *own])

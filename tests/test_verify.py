@@ -133,7 +133,15 @@ def test_there_is_no_false_alarm(processes: Processes, home: Path, network: str,
 LISTS = ["model=of_rows", "task=of_dicts"]
 
 
-QUICK = ("own_rank_in_turn", "counts", "same_order", "summed_at_owner", "stale_activation", "lost_position")
+QUICK = (
+    "own_rank_in_turn",
+    "counts",
+    "same_order",
+    "summed_at_owner",
+    "stale_activation",
+    "lost_position",
+    "stays_in_evaluation",
+)
 
 
 @pytest.mark.parametrize("mistake", quickly(PLANTS, *QUICK))

@@ -107,7 +107,8 @@ class ByHand:
         initial = Initial(run.settings.init_from, run.settings.checkpoint.best or run.task.best)
         initial.look(network)
         initial.fill(network)
-        self.network = network.to(run.strategy.device, run.machine.parameter_dtype)
+        network = network.to(torch.float64) if run.machine.resolved_precision == "fp64" else network
+        self.network = network.to(run.strategy.device)
         groups = parameter_groups(self.network, run.spare_vectors, run.rules)
         self.optimizer = run.make_optimizer(groups)
         if no_fused_step(self.optimizer, run.make_optimizer, run.strategy.device, None):

@@ -33,7 +33,8 @@ def parameter_groups(network: nn.Module, spare_vectors: bool, rules: Sequence[Ru
     The first group has the optimizer's own rate, which is the one that is logged; it may be empty. Of the rules the
     first that counts for a parameter does.
     """
-    # By three questions: which rule counts, does it decay, and are its gradients sparse, which no fused step takes?
+    # By three questions: which rule counts, does it decay, and are its gradients sparse, or its numbers complex?
+    # No fused step takes these.
     sparse = {embedding.weight for embedding in sparse_embeddings(network).values()}
     groups: dict[tuple[int, bool, bool], list[nn.Parameter]] = {(0, False, False): []}
     names: dict[nn.Parameter, list[str]] = {}  # a tied weight has several
@@ -43,7 +44,7 @@ def parameter_groups(network: nn.Module, spare_vectors: bool, rules: Sequence[Ru
         if parameter.requires_grad:
             rule = next((at for at, rule in enumerate(rules, 1) if any(map(rule.counts_for, own))), 0)
             spared = spare_vectors and parameter.dim() <= 1
-            groups.setdefault((rule, spared, parameter in sparse), []).append(parameter)
+            groups.setdefault((rule, spared, parameter in sparse or parameter.is_complex()), []).append(parameter)
     said: list[dict[str, Any]] = [{}, *(rule.words() for rule in rules)]
     return [
         {"params": group} | said[rule] | ({"weight_decay": 0.0} if spared else {}) | ({"fused": False} if thin else {})

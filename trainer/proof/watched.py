@@ -122,7 +122,8 @@ class Scribe(Ear):
             layout = self.record.layouts.get((phase, place, call))
             if layout is None:
                 continue
-            plain = whole(x).to(torch.float64, copy=True)  # a copy: what is still on its way has arrived in it
+            wide = torch.complex128 if x.is_complex() else torch.float64
+            plain = whole(x).to(wide, copy=True)  # a copy: what is still on its way has arrived in it
             if type(plain) not in _PLAIN:
                 continue
             # what tensor ranks hold shards of has another shape: they meet again in a later module

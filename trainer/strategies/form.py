@@ -41,6 +41,14 @@ class Form:
         return x.contiguous(memory_format=torch.channels_last) if self._channels_last and x.dim() == 4 else x
 
 
+def in_double(network: nn.Module) -> nn.Module:
+    """The network in fp64, in place. TypeError where it has complex numbers: torch would drop their imaginary parts."""
+    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        if tensor.is_complex():
+            raise TypeError(f"{name} is complex, and no file of a checkpoint keeps complex numbers of 128 bits")
+    return network.to(torch.float64)
+
+
 def check_gradients(network: nn.Module) -> None:
     """RuntimeError where a gradient lies in memory in another order than its parameter, as one made by hand may.
 

@@ -26,7 +26,7 @@ from trainer.parallel.state import empty_optimizer_state, fits, optimizer_tensor
 from trainer.parallel.units import called, units
 from trainer.strategies.average import Average, NoAverage
 from trainer.strategies.carried import what_is_carried
-from trainer.strategies.form import Form, check_gradients, refuse_extra_state
+from trainer.strategies.form import Form, check_gradients, in_double, refuse_extra_state
 from trainer.strategies.loss import Forward, add_share, by_name, evaluation_sums, shares, times, uncounted
 from trainer.strategies.place import Place
 from trainer.strategies.scaler import NoScaler, Scaler
@@ -44,7 +44,7 @@ class Placed:
         half = self._machine.resolved_precision == "fp16"
         self.scaler = Scaler(strategy.device, strategy.loss_group.size) if half else NoScaler()
         # types and kinds of layers first: all that follows looks at them
-        network = network.to(self._machine.parameter_dtype) if self._machine.resolved_precision == "fp64" else network
+        network = in_double(network) if self._machine.resolved_precision == "fp64" else network
         network = synchronised(network, strategy.loss_group, strategy.device) if strategy.sync_bn else network
         refuse_extra_state(network)
         self._chance = chances[strategy.dropout](self._machine.seed, strategy.device)
