@@ -156,6 +156,17 @@ def test_a_mistake_in_a_layer_of_its_own_kind_is_found_in_the_shorter_network(pr
     assert "of layers: 2 of 8 Linear (of 9 layers these: 0, 4, 8)" in said
 
 
+def test_a_pipeline_needs_a_layer_for_each_stage(processes: Processes, home: Path) -> None:
+    words, own = [*DEEP["vit"], EXACT], ["strategy=pp", "strategy.schedule=Interleaved1F1B", "loop.micro_batches=2"]
+    file = home / "stages.safetensors"
+    assert processes.run(1, verified, home, [*words, "job.layers=2", f"job.record={file}"]) == [(0, "")]
+    told = processes.run(2, verified, home, [*words, *own, f"job.reference={file}", f"run.dir={home / 'stages'}"])
+    assert all("has 4 stages: a layer for each is needed; job.layers=4 works" in said for said, _ in told), told
+    said = verdict(processes, home, 2, [*words, "job.layers=4"], own)
+    assert said.startswith("SAME: pp on 2, "), said
+    assert "of blocks: 4 of 9 Block (of 9 layers these: 0, 3, 5, 8)" in said
+
+
 def with_memory(launch: Launch, place: Path, words: list[str], free: float) -> tuple[Any, str]:
     """The same where so many bytes are free."""
     with patch("trainer.jobs.room.spare_memory", lambda: free):

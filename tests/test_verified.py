@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 import trainer
 from tests import test_verify
+from tests.commands import TRANSFORMER
 from tests.inside import product
 from tests.planted import precision as in_precision
 from tests.planted.plant import GPT, NET
@@ -49,6 +50,14 @@ def test_nothing_is_found(processes: Processes, home: Path, name: str) -> None:
     words, (strategy, *own) = RIGHT[name]
     said = verdict(processes, home, 2, [*NET, *words], [f"strategy={strategy}", *own])
     assert said.startswith(f"SAME: {strategy} on 2, "), said
+
+
+def test_of_a_module_that_is_called_in_two_stages_nobody_knows_which_call_it_was(
+    processes: Processes, home: Path
+) -> None:
+    schedule = ["strategy=pp", "strategy.schedule=Interleaved1F1B", "loop.micro_batches=2"]
+    said = verdict(processes, home, 2, [*TRANSFORMER, "loop.global_batch=8"], schedule)
+    assert said.startswith("SAME: pp on 2, "), said
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "verify.md"
 BEGIN, END = "<!-- written by python -m tests.planted -->", "<!-- end of planted mistakes -->"
 HEADER = (
-    "| mistake | strategy | what is wrong | found at | cause said | seconds |\n| --- | --- | --- | --- | --- | --- |"
+    "| mistake | strategy | what is wrong | found at | gap | cause said | seconds |\n"
+    "| --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
@@ -53,6 +54,12 @@ class Row(NamedTuple):
         return "**missed**" if self.verdict.startswith("SAME") else f"**{self.verdict}**"
 
     @property
+    def gap(self) -> str:
+        """How far apart it is there, relative to the norm; empty where something is missing or not finite."""
+        said = re.search(r", (\d[\d.e+-]*)(?: \(noise floor .*?\))?; cause: ", self.verdict)
+        return said[1] if said else ""
+
+    @property
     def cause(self) -> str:
         """What is said of the cause: the first clause."""
         said = self.verdict.partition("; cause: ")[2]
@@ -66,8 +73,8 @@ class Row(NamedTuple):
     def __str__(self) -> str:
         plant = PLANTS[self.name]
         own = " ".join([f"`{plant.strategy}`", *(f"`{word}`" for word in plant.own if "strategy=" not in word)])
-        cells = f"`{self.name}`", f"{own}, {plant.size}", plant.what, self.found, self.cause, f"{self.seconds:.0f}"
-        return f"| {' | '.join(cells)} |"
+        place = f"`{self.name}`", f"{own}, {plant.size}", plant.what, self.found, self.gap
+        return f"| {' | '.join([*place, self.cause, f'{self.seconds:.0f}'])} |"
 
 
 def command(plant: Plant) -> list[str]:
@@ -115,9 +122,10 @@ def table(rows: list[Row]) -> str:
     false = [f"`{row.name}`" for row in rows if row.is_false]
     named = sum(bool(row.cause) and not row.cause.startswith("not known") for row in rows) - len(false)
     counted = f"{len(rows)} mistakes: {len(rows) - missed} found, {missed} missed; {named} causes named and true"
-    return "\n".join(
-        [HEADER, *map(str, rows), "", f"{counted}, {len(false)} false{': ' if false else ''}{', '.join(false)}."]
-    )
+    sums = f"{counted}, {len(false)} false{': ' if false else ''}{', '.join(false)}."
+    least = min((row for row in rows if row.gap), key=lambda row: float(row.gap))
+    smallest = f"The smallest gap is {least.gap}, of `{least.name}`."
+    return "\n".join([HEADER, *map(str, rows), "", f"{sums} {smallest}"])
 
 
 def main() -> None:

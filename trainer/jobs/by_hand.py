@@ -157,7 +157,7 @@ class ByHand:
         """One optimizer step over a global batch."""
         run, network = self.run, self.network
         set_rates(self.optimizer, self._rates, run.schedule(step, epoch, run.length.steps))
-        self.ear.step = step + 1
+        self.ear.begin(step + 1)
         parts = list(self._divided(epoch, indices))[:: -1 if self.how.backwards else 1]
         total = sum(part.weight for part in parts) or 1.0
         sums: dict[str, Tensor] = {}

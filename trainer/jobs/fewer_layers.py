@@ -22,6 +22,7 @@ from trainer.parallel.held import named_tensors
 from trainer.parallel.outline import outline
 from trainer.parallel.pipeline.trial import shapes
 from trainer.parallel.units import enclosing, matches
+from trainer.refusal import Refusal
 
 _LISTS = (nn.Sequential, nn.ModuleList)
 _SHOWN = 4  # kinds of a list in a line
@@ -92,6 +93,12 @@ def shortened(run: Prepared, fewer: Iterable[Fewer]) -> Prepared:
     fewer, make, settings = [*fewer], run.make_network, run.settings
     if not fewer:
         return run
+    stay, least = sum(len(own.places) for own in fewer), run.strategy.least_layers(run.machine.launch.world_size)
+    if stay < least:  # blocks would be cut into pieces, unlike in the run itself
+        raise Refusal(
+            f"job=verify: {stay} layers stay ({'; '.join(map(str, fewer))}), and strategy={run.strategy.name} has"
+            f" {least} stages: a layer for each is needed; job.layers={least} works"
+        )
     frozen = settings.model.freeze
 
     def made() -> nn.Module:

@@ -17,6 +17,7 @@ from trainer.learning.task import Task
 from trainer.parallel.backward import in_backward
 from trainer.parallel.gather import present_span
 from trainer.parallel.pieces import Pieces
+from trainer.parallel.pipeline.stages import Stages
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.state import optimizer_tensors
 from trainer.parallel.stretch import tokens
@@ -113,6 +114,24 @@ class Scribe(Ear):
         self.own, self.tokens = Pieces((0,), 1), 1  # which pieces of sequences of so many tokens are heard
         # lists with an entry for each sample
         self._lists = {(phase, place.partition(".*")[0]) for phase, place, _ in record.layouts if ".*" in place}
+        self._times = Counter((phase, place) for phase, place, _ in record.layouts)  # calls in one forward
+        self._heard: dict[str, set[Key]] = {}  # of each module in the step under way
+
+    def begin(self, step: int) -> None:
+        """What is heard from now on belongs to this step."""
+        self.step, self._heard = step, {}
+
+    def leave_out_parts(self) -> None:
+        """Leave out of the step what was called less often than on one process: other stages have made those calls.
+
+        Which of all calls were this rank's own nobody knows.
+        """
+        for name, keys in self._heard.items():
+            times = max(count for (called, _), count in self._calls.items() if called == name)
+            if times < max(self._times[key.phase, key.name] for key in keys):
+                for key in keys:
+                    self.record.values.pop(key, None)
+                    self.record.parts.pop(key, None)
 
     def _hear(self, phase: str, name: str, call: int, tree: Any, rows: Sequence[int]) -> None:
         if not self.record.wants(phase):
@@ -129,6 +148,8 @@ class Scribe(Ear):
             # what tensor ranks hold shards of has another shape: they meet again in a later module
             own = [rows[sample]] if sample is not None else rows if layout.dim >= 0 else [0]
             key = Key(self.step, phase, place, call)
+            if phase == FORWARD:
+                self._heard.setdefault(name, set()).add(key)
             if (found := layout.rows(plain, len(rows))) is not None:
                 self.record.add(key, own, signatures(found))
             elif (around := layout.around(plain, len(rows), self.own, self.tokens)) is not None:
@@ -173,13 +194,15 @@ class Watched:
 
     def forward_backward(self, batches: list[Batch], step: int) -> dict[str, Tensor]:
         """Collective: the step's forward and backward, and signatures of all that is in them."""
-        self._ear.step = step + 1
+        self._ear.begin(step + 1)
         self._ear.tokens = tokens(batches[0].inputs)
         sharers, self._ear.own = self._placed.stretches(self._ear.tokens)
         if step == self._last:
             self._record = self._ear.record = Record(phases=())  # nobody reads it
         with self._ear.listening(batches), self._draws:
             sums = self._placed.forward_backward(batches, step)
+        if isinstance(self._placed.network, Stages):
+            self._ear.leave_out_parts()
         self._record.join(sharers)
         signing = Signing(self._record)
         for name, loss in self._placed.strategy.totals(sums).read().items():
