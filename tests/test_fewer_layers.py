@@ -196,7 +196,7 @@ def test_a_reference_whose_memory_ran_out_is_made_again_with_fewer_layers(home: 
         return made_apart(words, samples, path, layers) if layers else "can't allocate memory"
 
     words = [*NET, EXACT, "device=cpu", "model=deep", "model.kind=plain", f"run.dir={home / 'again'}", "job=verify"]
-    with patch("trainer.jobs.verify.made_apart", made):
+    with patch("trainer.jobs.reference.made_apart", made):
         assert product(Launch(), home, words) == 0
         assert asked == [None, 2]
         said = json.loads((home / "again/verify/verify.json").read_text())
