@@ -75,12 +75,12 @@ def fewer_layers(run: Prepared, each: int) -> list[Fewer]:
     found = {fewer.name: fewer for fewer in _lists(network, run.task.plan(network), run.rules, each)}
     if not found:
         return []
-    trial = _Trial(run.task, network, host_example(run, run.training))
-    if trial.right(found.values()):
+    attempt = _Attempt(run.task, network, host_example(run, run.training))
+    if attempt.right(found.values()):
         return [*found.values()]
     right: list[Fewer] = []  # one at a time, as each may be the one that is missed
     for fewer in found.values():
-        if trial.right([*right, fewer]):
+        if attempt.right([*right, fewer]):
             right.append(fewer)
     return right
 
@@ -187,7 +187,7 @@ def _words(module: nn.Module) -> Any:
     return tuple((key, value) for key, value in own if isinstance(value, bool | str) and not key.startswith("_"))
 
 
-class _Trial:
+class _Attempt:
     """A forward and a backward of the network, with fewer layers than it has: does it do what it did before?"""
 
     def __init__(self, task: Task, network: nn.Module, example: Any) -> None:

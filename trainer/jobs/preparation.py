@@ -87,6 +87,11 @@ class Prepared(RunParts):
     sets: dict[str, Any]  # how many samples, and which: to tell other data by
 
     @property
+    def sharded(self) -> bool:
+        """Do ranks hold shards of the network? Asked before it has values."""
+        return is_outline(self.network) or bool(self.whole_because)
+
+    @property
     def sample(self) -> Continuation | None:
         """The text that is continued after each evaluation."""
         return sample(self.settings)

@@ -14,7 +14,6 @@ from trainer.devices import spare_memory, spare_on
 from trainer.jobs.preparation import Prepared
 from trainer.learning.optimizer import Make
 from trainer.parallel.held import named_tensors
-from trainer.parallel.outline import is_outline
 from trainer.refusal import Refusal
 
 # Bytes of a number in fp64. Measured with gpt_nano of width 512 and 2 and 10 blocks, by the peak of the process: 54.7
@@ -32,8 +31,8 @@ def shortage(run: Prepared, largest: float = _LARGEST) -> str:
 
     Where processes share their memory, and each has a copy of the network, all of theirs together must fit, too.
     """
-    machine, sharded = run.machine, is_outline(run.network) or bool(run.whole_because)
-    copies = machine.launch.local_world_size if machine.shares_devices and not sharded else 1
+    machine = run.machine
+    copies = machine.launch.local_world_size if machine.shares_devices and not run.sharded else 1
     every = _numbers({tensor for _, tensor in named_tensors(run.network)})
     learned = _numbers({one for one in run.network.parameters() if one.requires_grad})
     memory = remembered(run.make_optimizer) + (run.settings.ema.decay is not None)

@@ -34,6 +34,7 @@ from trainer.records.shelf import discard
 from trainer.records.writing import named
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
+from trainer.strategies.scaler import NoScaler
 
 _SCALE = 2.0**-8  # of the scale of losses in fp16, which begins at 2**16
 
@@ -102,26 +103,21 @@ def trial(
     with make_checkpoints(run, AtLast) as checkpoints:
         for end in ends:
             run = renewed(run)
-            start = checkpoints.newest()
+            start, evaluation = checkpoints.newest(), make_evaluation(run)
             build_values(run, resuming=start is not None)
             trainer = make_trainer(run, checkpoints, Log([]), stop, beginning(run, ends[-1]))
             if shake and start is None:
                 shaken(trainer.placed.network, shake)
-            evaluation = make_evaluation(run)
-            # which steps of fp16 overflow, and are left out, depends on how a batch is divided: here none does
-            scaler = trainer.placed.scaler
-            scaler.load({name: value * _SCALE for name, value in scaler.state().items() if name == "scaler/scale"})
-            # the loop itself, to this step; beside steps and saves it does no more than small evaluations
+            _scale_down(trainer.placed.scaler)
             watched: Any = Watched(trainer.placed, record, resume or ends[0], end, draws)
             if start is None:
                 watched.begin()
-            trainer.placed, trainer.patience = watched, math.inf
-            between: Any = None
-            if evaluation is not None and evaluates:
-                between = FirstBatch(evaluation, evaluation_batch(run.settings.loop))
-            trainer.evaluation, trainer.eval_due = between, Due([Every(1)])
+            # the loop itself, to this step; beside steps and saves it does no more than small evaluations
+            small: Any = evaluation and FirstBatch(evaluation, evaluation_batch(run.settings.loop))
+            trainer.placed, trainer.patience, trainer.evaluation = watched, math.inf, small if evaluates else None
             # a step after the save that is read back: a copy of it that is none would change with the step
-            trainer.steps, trainer.save_due = min(end + 1, ends[-1]), Due([Every(end)])
+            trainer.steps = min(end + 1, ends[-1])
+            trainer.eval_due, trainer.save_due = Due([Every(1)]), Due([Every(end)])
             if not trainer.fit(start):
                 return False
             if trainer.steps > end and run.strategy.world.is_main:
@@ -129,6 +125,11 @@ def trial(
     if evaluation is not None and record.wants(EVALUATION):
         _evaluated(run, watched, evaluation, record, ends[-1])
     return True
+
+
+def _scale_down(scaler: NoScaler) -> None:
+    """Which steps of fp16 overflow, and are left out, depends on how a batch is divided: so small, none does."""
+    scaler.load({name: value * _SCALE for name, value in scaler.state().items() if name == "scaler/scale"})
 
 
 def _evaluated(run: Prepared, watched: Any, stream: EvaluationStream, record: Record, step: int) -> None:
@@ -251,9 +252,3 @@ def without_dropout(run: RunParts) -> Callable[[], int]:
 def named_modules(network: nn.Module) -> dict[str, str]:
     """The classes of a network's modules, by name."""
     return {name: type(module).__name__ for name, module in network.named_modules()}
-
-
-def foreign_optimizer(run: Prepared) -> str:
-    """The class of the optimizer, where it is not one of torch's."""
-    kind = type(run.make_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}]))
-    return "" if kind.__module__.startswith("torch.") else kind.__name__

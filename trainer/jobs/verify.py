@@ -10,6 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import torch
+from torch import nn
+
 from trainer.counted import counted
 from trainer.home import at_home
 from trainer.jobs.experiments import Experiments
@@ -19,7 +22,6 @@ from trainer.jobs.reference import given, have_made, how_few, recorded
 from trainer.jobs.room import SMALLER, shortage
 from trainer.jobs.trial import (
     exactly,
-    foreign_optimizer,
     named_modules,
     plainly,
     trial,
@@ -39,7 +41,6 @@ from trainer.proof.rounding import COMPARED, Rounding, compared_there, floor, lo
 from trainer.proof.verdict import Verdict, difference, judged, spoken
 from trainer.records.folder import RunFolder, choose
 from trainer.refusal import Refusal
-from trainer.strategies.joined import Meshed
 
 Curves = Sequence[Sequence[float]]  # the losses of one process, and of the strategy
 Tell = Callable[[Verdict, Curves], None]
@@ -241,8 +242,14 @@ def circumstances(run: Prepared, strays: Collection[str]) -> Circumstances:
         native=run.strategy.dropout == "native",
         kinds=named_modules(run.network),
         strays=strays,
-        stepping=foreign_optimizer(run) if isinstance(run.strategy, Meshed) else "",
+        stepping=foreign_optimizer(run) if run.sharded else "",
     )
+
+
+def foreign_optimizer(run: Prepared) -> str:
+    """The class of the optimizer, where it is not one of torch's."""
+    kind = type(run.make_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}]))
+    return "" if kind.__module__.startswith("torch.") else kind.__name__
 
 
 def drawn(curves: Mapping[str, Sequence[float]], words: Sequence[str], rounding: Rounding | None, exact: str) -> str:
