@@ -113,8 +113,10 @@ def trial(
             if start is None:
                 watched.begin()
             # the loop itself, to this step; beside steps and saves it does no more than small evaluations
-            small: Any = evaluation and FirstBatch(evaluation, evaluation_batch(run.settings.loop))
-            trainer.placed, trainer.patience, trainer.evaluation = watched, math.inf, small if evaluates else None
+            between: Any = None
+            if evaluation is not None and evaluates:
+                between = FirstBatch(evaluation, evaluation_batch(run.settings.loop))
+            trainer.placed, trainer.patience, trainer.evaluation = watched, math.inf, between
             # a step after the save that is read back: a copy of it that is none would change with the step
             trainer.steps = min(end + 1, ends[-1])
             trainer.eval_due, trainer.save_due = Due([Every(1)]), Due([Every(end)])
