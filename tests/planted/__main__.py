@@ -2,7 +2,7 @@
 
     python -m tests.planted                 their names
     python -m tests.planted lost_position   one of them, or several: rows of the table
-    python -m tests.planted --all           the whole table, ten minutes on two cores
+    python -m tests.planted --all           the whole table, twenty minutes on two cores
     python -m tests.planted --all --write   and write it into docs/verify.md
 
 A row by its name is one `python -m trainer processes=N job=verify strategy=…`. The mistake is in the processes that
