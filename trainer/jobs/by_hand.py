@@ -41,7 +41,6 @@ from trainer.proof.signature import signatures, whole
 from trainer.proof.stepping import Stepping
 from trainer.proof.watched import Scribe
 from trainer.refusal import Refusal
-from trainer.strategies.form import in_double
 
 
 class How(NamedTuple):
@@ -108,7 +107,7 @@ class ByHand:
         initial = Initial(run.settings.init_from, run.settings.checkpoint.best or run.task.best)
         initial.look(network)
         initial.fill(network)
-        network = in_double(network) if run.machine.resolved_precision == "fp64" else network
+        network = network.to(torch.float64) if run.machine.resolved_precision == "fp64" else network
         self.network = network.to(run.strategy.device)
         groups = parameter_groups(self.network, run.spare_vectors, run.rules)
         self.optimizer = run.make_optimizer(groups)

@@ -34,7 +34,7 @@ from trainer.records.shelf import discard
 from trainer.records.writing import named
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
-from trainer.strategies.scaler import NoScaler
+from trainer.strategies.placed import Placed
 
 _SCALE = 2.0**-8  # of the scale of losses in fp16, which begins at 2**16
 
@@ -108,7 +108,7 @@ def trial(
             trainer = make_trainer(run, checkpoints, Log([]), stop, beginning(run, ends[-1]))
             if shake and start is None:
                 shaken(trainer.placed.network, shake)
-            _scale_down(trainer.placed.scaler)
+            _scale_down(trainer.placed)
             watched: Any = Watched(trainer.placed, record, resume or ends[0], end, draws)
             if start is None:
                 watched.begin()
@@ -129,8 +129,9 @@ def trial(
     return True
 
 
-def _scale_down(scaler: NoScaler) -> None:
+def _scale_down(placed: Placed) -> None:
     """Which steps of fp16 overflow, and are left out, depends on how a batch is divided: so small, none does."""
+    scaler = placed.scaler
     scaler.load({name: value * _SCALE for name, value in scaler.state().items() if name == "scaler/scale"})
 
 
