@@ -206,7 +206,8 @@ def attributes(module: str, node: ast.ClassDef) -> list[tuple[str, str]]:
             made = re.search(r"default_factory=([\w.]+)", default)
             default = f"{made[1]}()" if made else "set by the program" if "init=False" in default else ""
         default = "" if "lambda" in default else f"`{default}`" if default and " " not in default else default
-        cells = [f"`{name}`", f"`{ast.unparse(line.annotation)}`", default, comment(module, line)]
+        kind = ast.unparse(line.annotation).replace(" | ", " or ")  # a bar ends a cell of a table
+        cells = [f"`{name}`", f"`{kind}`", default, comment(module, line)]
         rows.append((name, "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"))
     return rows
 
