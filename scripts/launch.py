@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import uuid
+from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,6 +23,7 @@ CHOOSING = {"experiment", "data", "model", "task", "optimizer", "schedule"}
 def main() -> int:
     """Train, and return what the run ended with: 0, 1, 2 or 75."""
     words = sys.argv[1:]
+    refuse_namesake()
     nproc = processes(words)
     words = with_defaults(words)
     if nproc == 1:
@@ -30,6 +32,16 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     with TemporaryDirectory(prefix="trainer-launch-") as scratch:
         return launch(nproc, words, Path(scratch))
+
+
+def refuse_namesake() -> None:
+    """End with 2 where `python -m trainer` would find something else of that name first."""
+    spec = PathFinder.find_spec("trainer", [os.getcwd(), *sys.path])
+    if spec and spec.origin and not Path(spec.origin).with_name("__main__.py").is_file():
+        found = f"{spec.origin} is not this program, and Python finds it first"
+        way = "start in another folder, or pip uninstall what has put it there"
+        print(f"scripts/train: {found}; {way}.", file=sys.stderr)
+        sys.exit(2)
 
 
 def processes(words: list[str]) -> int:

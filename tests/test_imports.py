@@ -94,9 +94,10 @@ FLOORS = (*_DOOR, *_LOOP, *_GROUND)
 
 
 def rooms(path: Path) -> Iterator[tuple[str, str]]:
-    """The room of a file and those of what it imports."""
+    """The room of a file and those of what it imports; the package itself, with its version, is below all."""
     own = path.relative_to(CHECKOUT / "trainer").parts[0].removesuffix(".py")
-    yield from ((own, name.split(".")[1]) for name in imports(path) if starts(name, "trainer"))
+    parts = (name.split(".") for name in imports(path) if starts(name, "trainer"))
+    yield from ((own, part[1]) for part in parts if part[1:] not in ([], ["__version__"]))
 
 
 def test_arrows_between_the_rooms_only_go_down() -> None:

@@ -25,7 +25,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
 
 
 def test_nothing_but_the_package_is_installed(wheel: ZipFile) -> None:
-    assert {PurePosixPath(name).parts[0] for name in wheel.namelist()} == {"trainer", "trainer-0.1.0.dist-info"}
+    assert {PurePosixPath(name).parts[0] for name in wheel.namelist()} == {
+        "trainer",
+        "one_curve_trainer-0.1.0.dist-info",
+    }
 
 
 def tracked(folder: str) -> set[str]:
@@ -44,7 +47,7 @@ def test_every_file_travels(wheel: ZipFile, folder: str, place: str) -> None:
 
 
 def test_requirements_are_bounded_where_it_matters(wheel: ZipFile) -> None:
-    facts = Parser().parsestr(wheel.read("trainer-0.1.0.dist-info/METADATA").decode())
+    facts = Parser().parsestr(wheel.read("one_curve_trainer-0.1.0.dist-info/METADATA").decode())
     needs = facts.get_all("Requires-Dist") or []
     assert "torch<2.16,>=2.11" in needs
     assert facts["Requires-Python"] == ">=3.11"
@@ -54,5 +57,5 @@ def test_requirements_are_bounded_where_it_matters(wheel: ZipFile) -> None:
 def test_the_source_archive_builds_the_same_wheel(wheel: ZipFile, tmp_path: Path) -> None:
     archive = build("sdist", CHECKOUT, tmp_path / "sdist")
     subprocess.run(["tar", "-xf", archive, "-C", tmp_path], check=True)
-    again = ZipFile(build("wheel", tmp_path / "trainer-0.1.0", tmp_path / "again"))
+    again = ZipFile(build("wheel", tmp_path / "one_curve_trainer-0.1.0", tmp_path / "again"))
     assert sorted(again.namelist()) == sorted(wheel.namelist())

@@ -13,6 +13,7 @@ from trainer.door import apart, reported, understood, wanted
 from trainer.launch import failure
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import launched
+from trainer.launch.namesake import refuse_overwritten
 from trainer.launch.screen import say
 from trainer.refusal import Refusal
 
@@ -23,6 +24,7 @@ def main() -> None:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does; a lab is importable from its parent folder
     try:
+        refuse_overwritten()
         launch = replace(launched(), ours=True)
         if read(words).multirun:
             from trainer.sweeps.sweep import run_all

@@ -28,6 +28,7 @@ from trainer.home import at_home
 from trainer.launch import again, failure
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import launched
+from trainer.launch.namesake import refuse_namesake
 from trainer.launch.nofollow import real
 from trainer.launch.process_state import borrowed
 from trainer.launch.screen import say
@@ -211,6 +212,7 @@ def _as_a_guest(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
 
 def apart(words: Sequence[str], cfg: DictConfig, count: int) -> tuple[int, list[int], str]:
     """The run in so many processes; its exit code, the signals that asked it to stop, and what it says went wrong."""
+    refuse_namesake()
     # what a trained run was started with is no word about this job
     run, restarts, folder = cfg.run, 0 if opens_a_run(cfg) else cfg.distributed.restarts, Path()
     # they all look there again: a name that is generated must be the same for every try

@@ -179,9 +179,9 @@ def _answer(words: Words, overrides: Sequence[str]) -> NoReturn:
     if os.environ.get("RANK", "0") != "0":
         raise SystemExit(0)
     if "--version" in words.flags:
-        from importlib.metadata import version  # a run does not need it this early
+        from trainer import __version__
 
-        print(f"trainer {version('trainer')}")
+        print(f"trainer {__version__}")
         raise SystemExit(0)
     if "COMP_LINE" in os.environ:  # shell completion; Hydra knows `program words`, not `python -m program words`
         os.environ["COMP_LINE"] = re.sub(r"^.*?-m\s+trainer\b", "trainer", os.environ["COMP_LINE"])

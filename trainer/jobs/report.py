@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer import __version__
 from trainer.configuration.words import code_words
 from trainer.counted import counted, named
 from trainer.data.classes import names_of
@@ -40,7 +41,7 @@ _LIGHTNING = {
     "configure_optimizers": "the optimizer is chosen with optimizer= and the rate's course with schedule=",
     "training_step": "the task says the loss, task=",
 }
-PACKAGES = ("trainer", "torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "rich")
+PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "rich")
 
 
 def describe(run: Prepared) -> dict[str, Any]:
@@ -50,7 +51,10 @@ def describe(run: Prepared) -> dict[str, Any]:
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "packages": {name: next((one.version for one in distributions(name=name)), None) for name in PACKAGES},
+        "packages": {
+            "trainer": __version__,
+            **{name: next((each.version for each in distributions(name=name)), None) for name in PACKAGES},
+        },
         **{name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")},  # torch was built for
         "gpus": names(),
         "cpus": os.cpu_count(),

@@ -14,6 +14,7 @@ from trainer.launch.agreement import decided_by_main
 from trainer.launch.failure import STOPPED, exit_code
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import meeting_at
+from trainer.launch.namesake import refuse_namesake
 from trainer.launch.nofollow import real, refuse_strange
 from trainer.records.folder import choose
 from trainer.records.lock import lock
@@ -38,6 +39,7 @@ def run_all(argv: Sequence[str], launch: Launch) -> int:
     # What cannot work is refused by every rank for itself, with one sentence, before they meet.
     asked = multirun(argv)
     launch = meeting_at(launch, asked.init_method)
+    refuse_namesake()
     _refuse_launched(asked, launch)
     plan = _agreed(asked, launch)
     tried, more = Tried(Path(plan["folder"])), plan["more"]
