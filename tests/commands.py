@@ -89,15 +89,17 @@ class Command:
     def members(self) -> list[int]:
         """Every living process that this command started: its mark is in their environment, or they share its session.
 
-        A copy of the warm process shows the environment of that one, but is the first of a session; see _become.
+        A copy of the warm process shows the environment of that one, but is the first of a session; see _become. So
+        does a rank that was forked, in a session of its own: it is the command's child, and keeps its screen.
         """
         wanted = f"{MARK}={self.mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
-                    state, _, _, session = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+                    state, parent, _, session = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:4]
                     ours = int(session) == self.pid or wanted in (entry / "environ").read_bytes()
+                    ours = ours or int(parent) == self.pid or str(self._file) in map(os.readlink, entry.glob("fd/*"))
                 except OSError:
                     continue
                 if ours and state != "Z":
@@ -106,13 +108,14 @@ class Command:
 
     def rank(self, rank: int) -> int:
         """The process id of one rank."""
-        for pid in self.members():
-            try:
-                environment = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if f"RANK={rank}".encode() in environment and _parent(pid) == self.pid:
+        children = [pid for pid in self.members() if _parent(pid) == self.pid]
+        for pid in children:
+            environment = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in environment:
                 return pid
+        # those that were forked show the environment of who forked them, in the order of their ranks
+        if rank < len(children):
+            return sorted(children, key=_began)[rank]
         raise AssertionError(f"no rank {rank} of {self.pid}:\n{self.screen[-2000:]}")
 
     def wait_for_step(self, folder: Path, step: int) -> None:
@@ -204,6 +207,11 @@ def _below(folder: Path) -> Iterator[Path]:
         relative = path.relative_to(folder)
         if not relative.parts[0].startswith("tmp-"):
             yield relative
+
+
+def _began(pid: int) -> tuple[int, int]:
+    """When, in ticks of the clock, and which one of a tick."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]), pid
 
 
 def _parent(pid: int) -> int:

@@ -34,7 +34,7 @@ def end_of(
     """The exit code, and how many tries it took."""
     left = list(tries)
 
-    def start(words: Sequence[str], count: int, scratch: Path, attempt: int) -> tuple[int, list[int]]:
+    def start(words: Sequence[str], count: int, scratch: Path, attempt: int, _: local.Starter) -> tuple[int, list[int]]:
         code, step, saved, why = left.pop(0)
         assert attempt == len(tries) - len(left) - 1
         (folder / "status.json").write_text(json.dumps({"state": "running", "step": step}))
@@ -52,7 +52,7 @@ def end_of(
     monkeypatch.setattr(local, "start", start)
     scratch = folder / "scratch"
     scratch.mkdir()
-    code, _, _ = again.start([], 2, scratch, folder, restarts)
+    code, _, _ = again.start([], 2, scratch, folder, restarts, local.executed)
     return code, len(tries) - len(left)
 
 

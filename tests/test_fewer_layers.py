@@ -21,6 +21,7 @@ from tests.planted.plant import EXACT, GPT, NET, VIT
 from tests.planted.proofs import verdict, verified
 from tests.processes import Processes
 from tests.quick import quickly
+from trainer.jobs.preparation import Prepared
 from trainer.jobs.reference import made_apart
 from trainer.launch.launch import Launch
 from trainer.proof.record import RATE, Record
@@ -191,9 +192,9 @@ def test_what_one_process_cannot_hold_is_made_shorter_by_itself(processes: Proce
 def test_a_reference_whose_memory_ran_out_is_made_again_with_fewer_layers(home: Path) -> None:
     asked: list[int | None] = []
 
-    def made(words: list[str], samples: int, path: Path, layers: int | None) -> str:
+    def made(run: Prepared, samples: int, path: Path, layers: int | None) -> str:
         asked.append(layers)
-        return made_apart(words, samples, path, layers) if layers else "can't allocate memory"
+        return made_apart(run, samples, path, layers) if layers else "can't allocate memory"
 
     words = [*NET, EXACT, "device=cpu", "model=deep", "model.kind=plain", f"run.dir={home / 'again'}", "job=verify"]
     with patch("trainer.jobs.reference.made_apart", made):

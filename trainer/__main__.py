@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+
+from omegaconf import DictConfig
 
 from trainer.configuration.compose import compose
-from trainer.configuration.trained import reads_files
+from trainer.configuration.trained import makes_reference, reads_files
 from trainer.configuration.words import read
-from trainer.door import apart, reported, understood, wanted
+from trainer.door import apart, import_all, reported, understood, wanted
 from trainer.launch import failure
+from trainer.launch.forked import ForkedProcess, Spare, become, may_fork
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import launched
+from trainer.launch.local import Alone, alone, executed
 from trainer.launch.namesake import refuse_overwritten
 from trainer.launch.screen import say
 from trainer.refusal import Refusal
@@ -31,12 +37,12 @@ def main() -> None:
 
             code = run_all(words, launch)
         elif count := wanted(cfg := compose(words), launch):
-            code, _, _ = apart(words, cfg, count)
+            code, _, _ = apart(words, cfg, count, partial(_forked, cfg) if may_fork(cfg.device) else executed)
         elif reads_files(cfg):
             code = reported(cfg, launch)
         else:
             with failure.exits_are_errors():  # of a lab, as it is imported or its data are read
-                parts = understood(words, launch, cfg)
+                parts = understood(words, launch, cfg, _spare(cfg, launch))
                 code = parts.job(parts)
     except Refusal as refusal:
         failure.refuse(str(refusal), launch)
@@ -50,6 +56,29 @@ def main() -> None:
     except Exception as error:
         failure.fail(error, launch)
     failure.exit_process(code)
+
+
+def _forked(
+    cfg: DictConfig, words: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
+) -> ForkedProcess:
+    """One of several processes, forked from this one, which imports once what all of them need."""
+    if "torch" not in sys.modules:
+        os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]  # OpenMP reads it once, as torch is imported
+    import_all(cfg)
+
+    def target() -> None:
+        become(words, environment, stdout, stderr)
+        main()
+
+    return ForkedProcess(target)
+
+
+def _spare(cfg: DictConfig, launch: Launch) -> Alone:
+    """What does words in a process of its own; where a reference will be made, one that has imported all by then."""
+    if not (launch.is_main and makes_reference(cfg) and may_fork(cfg.device)):
+        return alone
+    import_all(cfg)
+    return Spare(main)
 
 
 if __name__ == "__main__":

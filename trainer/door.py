@@ -5,9 +5,11 @@ Typos are refused before torch is imported, which takes seconds.
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from trainer.home import at_home
 from trainer.launch import again, failure
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import launched
+from trainer.launch.local import Alone, Starter, alone, executed
 from trainer.launch.namesake import refuse_namesake
 from trainer.launch.nofollow import real
 from trainer.launch.process_state import borrowed
@@ -120,13 +123,13 @@ def _run(asked: list[str]) -> Result:
         return Result(*_left(cfg, folder, code), folder, partial(understood, asked, Launch(), cfg))
 
 
-def understood(words: Sequence[str], launch: Launch, cfg: DictConfig | None = None) -> RunParts:
-    """What a run is made of; cfg: what was composed of the words already."""
+def understood(words: Sequence[str], launch: Launch, cfg: DictConfig | None = None, alone: Alone = alone) -> RunParts:
+    """What a run is made of; cfg: what was composed of the words already; alone: does words in another process."""
     cfg = compose(words) if cfg is None else cfg
     bundle.make_importable()
     from trainer.jobs.assembly import assemble  # from here on with torch
 
-    return assemble(cfg, words, read(words).folders, launch)
+    return assemble(cfg, words, read(words).folders, launch, alone)
 
 
 def wanted(cfg: DictConfig, launch: Launch) -> int:
@@ -210,7 +213,7 @@ def _as_a_guest(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
         unlock_all()
 
 
-def apart(words: Sequence[str], cfg: DictConfig, count: int) -> tuple[int, list[int], str]:
+def apart(words: Sequence[str], cfg: DictConfig, count: int, starter: Starter = executed) -> tuple[int, list[int], str]:
     """The run in so many processes; its exit code, the signals that asked it to stop, and what it says went wrong."""
     refuse_namesake()
     # what a trained run was started with is no word about this job
@@ -220,7 +223,20 @@ def apart(words: Sequence[str], cfg: DictConfig, count: int) -> tuple[int, list[
         folder = run_folder(cfg, Launch())
         words = [*words, *([f"run.dir={quoted(str(folder))}"] if run.dir is None and run.name is None else [])]
     with TemporaryDirectory(prefix="trainer-") as scratch:
-        return again.start(words, count, Path(scratch), folder, restarts)
+        return again.start(words, count, Path(scratch), folder, restarts, starter)
+
+
+def import_all(cfg: DictConfig) -> None:
+    """Import what this run needs and takes seconds: torch, its compiler, the product's own parts that are chosen."""
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+
+    torch.compiler.disable(len)  # torch.optim imports the compiler for it, at the first optimizer
+    for node in cfg.values():
+        target = str(node.get("_target_")) if isinstance(node, DictConfig) else ""
+        if target.startswith(("trainer.", "recipes.")):  # a lab may compute as it is imported, or start threads
+            with suppress(ImportError):  # each process says so in words
+                importlib.import_module(target.rpartition(".")[0])
 
 
 def _apart(words: Sequence[str], cfg: DictConfig, count: int) -> int:

@@ -42,6 +42,11 @@ def verifies(cfg: DictConfig) -> bool:
     return bool(cfg.job.get("_target_") == "trainer.jobs.verify.Verify")
 
 
+def makes_reference(cfg: DictConfig) -> bool:
+    """Is there to be a reference, made by another process?"""
+    return verifies(cfg) and cfg.job.get("reference") is None and cfg.job.get("record") is None
+
+
 def of_run(cfg: DictConfig, chosen: Sequence[str], changes: Sequence[Override]) -> None:
     """Put the run's own values into what was composed, in place, but for the groups that were chosen anew.
 

@@ -25,6 +25,7 @@ from trainer.home import at_home
 from trainer.jobs.preparation import Job, RunParts
 from trainer.launch.launch import Launch
 from trainer.launch.launchers import meeting_at
+from trainer.launch.local import Alone, alone
 from trainer.learning.inner_optimizers import exposed, made_for_trial
 from trainer.learning.optimizer import fused_words, refuse_rate, refuse_rules, spares_vectors
 from trainer.learning.schedule import Schedule
@@ -38,10 +39,13 @@ from trainer.strategies.machine import Machine
 KINDS = {"job": Job, "strategy": Strategy, "model": nn.Module, "task": Task, "schedule": Schedule, "data": Data}
 
 
-def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch: Launch) -> RunParts:
+def assemble(
+    cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch: Launch, alone: Alone = alone
+) -> RunParts:
     """Turn every node into an object; what is not one yet (a network, an optimizer) into what makes it.
 
-    labs: the folders of yaml files that the command line adds. Refusal where a node is not of its group's kind.
+    labs: the folders of yaml files that the command line adds. alone: does words in another process.
+    Refusal where a node is not of its group's kind.
     """
     # the framework's own keys, all of them, before any name in a group is looked up
     chosen = settings(cfg)
@@ -72,6 +76,7 @@ def assemble(cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch
         job=build(cfg.job, Job, "job", names),
         settings=chosen,
         words=list(words),
+        alone=alone,
         configuration=written(cfg),
         idle=idle,
         machine=machine,

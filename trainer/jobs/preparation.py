@@ -24,6 +24,7 @@ from trainer.jobs.initial import Initial
 from trainer.jobs.sets import known_sets
 from trainer.jobs.start import refuse_start
 from trainer.launch.agreement import first_on_node
+from trainer.launch.local import Alone
 from trainer.learning.continuation import Continuation
 from trainer.learning.frozen import freeze, refuse_frozen
 from trainer.learning.optimizer import Make
@@ -56,6 +57,7 @@ class RunParts:
     job: Job
     settings: Settings
     words: list[str]  # of the command line
+    alone: Alone  # does such words in a process of its own
     configuration: str  # yaml, without secrets
     idle: Collection[str]  # keys of it that change nothing: what they say is so without them
     machine: Machine

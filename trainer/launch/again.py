@@ -25,7 +25,9 @@ class Fault(NamedTuple):
     reason: str
 
 
-def start(words: Sequence[str], count: int, scratch: Path, folder: Path, restarts: int) -> tuple[int, list[int], str]:
+def start(
+    words: Sequence[str], count: int, scratch: Path, folder: Path, restarts: int, starter: local.Starter
+) -> tuple[int, list[int], str]:
     """Run the words in so many processes, again after a failure, up to `restarts` times without a new checkpoint.
 
     The exit code of the last try, which signals asked it to stop, and its account of what went wrong; scratch: an empty
@@ -35,7 +37,7 @@ def start(words: Sequence[str], count: int, scratch: Path, folder: Path, restart
     while True:
         place = scratch / f"attempt_{len(faults)}"
         place.mkdir()
-        code, asked = local.start(words, count, place, len(faults))
+        code, asked = local.start(words, count, place, len(faults), starter)
         said = local.account(place)
         if not restarts or code in _HEALTHY or asked:
             return code, asked, said

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from trainer.launch.failure import STOPPED
 from trainer.launch.relay import Relay
@@ -29,26 +30,69 @@ _ACCOUNT = 10.0  # seconds that the others have to notice that one has failed, a
 _GRACE = 20.0  # seconds more until those are killed that did not end when they were asked to
 
 
-def start(words: Sequence[str], count: int, scratch: Path, attempt: int = 0) -> tuple[int, list[int]]:
+class Child(Protocol):
+    """A process that was started, with the verbs of `subprocess.Popen`."""
+
+    def poll(self) -> int | None:
+        """The exit code; None: it has not ended."""
+
+    def wait(self) -> int:
+        """The exit code, once there is one."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal to it, unless it has ended."""
+
+    def terminate(self) -> None:
+        """Ask it to stop."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+
+# Starts the words in an environment; what the process prints goes to two descriptors (None: to those of this process).
+Starter = Callable[[Sequence[str], Mapping[str, str], int | None, int | None], Child]
+
+
+def executed(words: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> Child:
+    """A process that is a program of its own, and imports what it needs by itself."""
+    command = [sys.executable, "-m", "trainer", *words]
+    # in a session of its own: a terminal's Ctrl-C comes here alone, and is handed on once
+    return subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True)
+
+
+# Runs the words in an environment and waits; the exit code, and all that was printed.
+Alone = Callable[[Sequence[str], Mapping[str, str]], tuple[int, str]]
+
+
+def alone(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run the words in a process of its own and wait for it; the exit code, and all that was printed."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "trainer", *words],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    return ended.returncode, ended.stdout
+
+
+def start(
+    words: Sequence[str], count: int, scratch: Path, attempt: int = 0, starter: Starter = executed
+) -> tuple[int, list[int]]:
     """Run the words in so many processes and wait for all; the run's exit code, and which signals asked it to stop.
 
     scratch: an empty folder that other users may not look into; where a rank is refused or fails its account is then in
     `<rank>/error.json`. attempt: how often the same words have been started before.
     """
-    command = [sys.executable, "-m", "trainer", *words]
-    children: list[subprocess.Popen[bytes]] = []
+    children: list[Child] = []
     with Relay() as relay, handed_on(children) as asked:
         try:
             for rank in range(count):
-                # in a session of its own: a terminal's Ctrl-C comes here alone, and is handed on once
-                child = subprocess.Popen(
-                    command,
-                    env=_environment(rank, count, scratch) | {"TORCHELASTIC_RESTART_COUNT": str(attempt)},
-                    stdout=relay.stdout,
-                    stderr=relay.stderr,
-                    start_new_session=True,
-                )
-                children.append(child)
+                environment = _environment(rank, count, scratch) | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
+                children.append(starter(words, environment, relay.stdout, relay.stderr))
             code = meaning(_ended(children, relay, asked), bool(asked))
         finally:
             for child in children:
@@ -111,7 +155,7 @@ def _at_home() -> dict[str, str]:
 
 
 @contextmanager
-def handed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+def handed_on(children: Sequence[Child]) -> Iterator[list[int]]:
     """Inside, requests to stop go to all children, and into the list; only the main thread can hear them."""
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -131,7 +175,7 @@ def handed_on(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]
             signal.signal(number, handler)
 
 
-def _ended(children: Sequence[subprocess.Popen[bytes]], relay: Relay, requests: list[int]) -> list[int]:
+def _ended(children: Sequence[Child], relay: Relay, requests: list[int]) -> list[int]:
     """The exit codes of all; where one has failed the others have a while to notice it by themselves."""
     failed, asked = None, False
     # a sweep that is killed tells nobody: its runs stop, so that the next sweep finds their folders free

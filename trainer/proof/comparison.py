@@ -69,6 +69,10 @@ class Near:
     name: str
 
 
+# What there is of a reference, with the smallest norm that a difference is taken relative to, and its own.
+Scaled = tuple[Key, float, float]
+
+
 class Compared(NamedTuple):
     """What a rank has found."""
 
@@ -84,9 +88,10 @@ def compared(reference: Record, own: Record, exact: Exactness, most: int = 100) 
 
     The reference's floors say how far rounding alone takes each thing; a network may blow it up beyond the tolerance.
     """
-    bounds = _bounds(reference, exact)
+    scaled = [*_scaled(reference, exact)]
+    bounds = _bounds(reference, exact, scaled)
     found, gaps, seen, close = list[Difference](), dict[str, float](), dict[Key, int](), dict[str, Near]()
-    for at, (key, scale) in enumerate(_scaled(reference, exact)):
+    for at, (key, scale, _) in enumerate(scaled):
         floor, limit = bounds[key]
         for rows, apart, ratios in _apart(reference, own, key, scale):
             gap = float(apart.max()) if len(rows) else 0.0
@@ -111,7 +116,7 @@ def floors(record: Record, shaken: Record, exact: Exactness) -> dict[Key, float]
     """How far each thing is from itself where all weights have been moved by a last bit: so far rounding takes it."""
     return {
         key: max((float(apart.max()) for _, apart, _ in _apart(record, shaken, key, scale)), default=0.0)
-        for key, scale in _scaled(record, exact)
+        for key, scale, _ in _scaled(record, exact)
     }
 
 
@@ -128,7 +133,7 @@ def _apart(reference: Record, own: Record, key: Key, scale: float) -> Iterator[t
         yield rows, torch.where(agreed, apart, torch.inf), signatures[:, LENGTH] / wanted[:, LENGTH].clamp(min=1e-300)
 
 
-def _bounds(reference: Record, exact: Exactness) -> dict[Key, tuple[float, float]]:
+def _bounds(reference: Record, exact: Exactness, scaled: Sequence[Scaled]) -> dict[Key, tuple[float, float]]:
     """What rounding alone makes of each thing, and how far it may be apart."""
     bounds = dict[Key, tuple[float, float]]()
     # a NaN excuses nothing
@@ -138,7 +143,7 @@ def _bounds(reference: Record, exact: Exactness) -> dict[Key, tuple[float, float
     for key, floor in floors.items():
         if key.phase in (LOSS, NORM):
             numbers[key.phase, key.name] = max(floor, numbers.get((key.phase, key.name), 0.0))
-    rounding = _only_rounding(reference, exact)
+    rounding = _only_rounding(reference, exact, scaled)
     most = exact.beside if rounding else exact.most
     for _, group in groupby(reference.values, key=lambda key: (key.step, key.phase)):
         keys = [*group]
@@ -151,13 +156,11 @@ def _bounds(reference: Record, exact: Exactness) -> dict[Key, tuple[float, float
     return bounds
 
 
-def _only_rounding(reference: Record, exact: Exactness) -> set[str]:
+def _only_rounding(reference: Record, exact: Exactness, scaled: Sequence[Scaled]) -> set[str]:
     """The parameters whose gradient is zero but for rounding, in some step."""
     found = set[str]()
-    gradients = [
-        (key, scale, _norm(reference, key)) for key, scale in _scaled(reference, exact) if key.phase == GRADIENT
-    ]
-    for _, group in groupby(gradients, key=lambda one: one[0].step):
+    gradients = [each for each in scaled if each[0].phase == GRADIENT]
+    for _, group in groupby(gradients, key=lambda each: each[0].step):
         of_step = [*group]
         small = exact.nothing * _usual([norm for _, _, norm in of_step])
         for key, scale, norm in of_step:
@@ -167,8 +170,8 @@ def _only_rounding(reference: Record, exact: Exactness) -> set[str]:
     return found
 
 
-def _scaled(reference: Record, exact: Exactness) -> Iterator[tuple[Key, float]]:
-    """The keys of a reference, in order, each with the smallest norm that a difference is taken relative to."""
+def _scaled(reference: Record, exact: Exactness) -> Iterator[Scaled]:
+    """All of a reference, in order."""
     for _, group in groupby(reference.values, key=lambda key: (key.step, key.phase)):
         norms = {key: _norm(reference, key) for key in group}
         kinds: dict[str, list[float]] = {}
@@ -176,7 +179,7 @@ def _scaled(reference: Record, exact: Exactness) -> Iterator[tuple[Key, float]]:
             kinds.setdefault(_kind(key.name), []).append(norm)
         usual = {kind: exact.share * _usual(own) for kind, own in kinds.items()}
         for key, norm in norms.items():
-            yield key, max(_OF_ROWS * norm, usual[_kind(key.name)], 1e-300)
+            yield key, max(_OF_ROWS * norm, usual[_kind(key.name)], 1e-300), norm
 
 
 def _norm(reference: Record, key: Key) -> float:
