@@ -28,7 +28,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from tests import inside
 from tests.watch import PHASES, Watch
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 KIND = "elsewhere"

@@ -25,7 +25,7 @@ from tests.planted.kinds import RIGHT
 from tests.planted.plant import NET, write_lab
 from tests.processes import Processes
 from tests.test_verify import LISTS
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal, Told
 
 PAGE = ROOT / "docs" / "verify.md"

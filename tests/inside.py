@@ -12,13 +12,13 @@ from unittest.mock import patch
 import torch
 
 from tests.commands import ROOT
+from trainer.configuration.command_line import read
 from trainer.configuration.compose import compose
-from trainer.configuration.trained import reads_files
-from trainer.configuration.words import read
+from trainer.configuration.trained_run_config import reads_files
 from trainer.door import reported, understood
 from trainer.launch import failure
-from trainer.launch.launch import Launch
-from trainer.records import lock
+from trainer.launch.rendezvous import Launch
+from trainer.records import folder_lock
 from trainer.sweeps.sweep import run_all
 
 
@@ -43,7 +43,7 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
             handler.close()  # a file that has been written to
         logging.getLogger().handlers[:] = handlers
         logging.captureWarnings(False)
-        lock.unlock_all()  # the run's folder: its process would let go of it
+        folder_lock.unlock_all()  # the run's folder: its process would let go of it
         torch.use_deterministic_algorithms(False)
         _forget_lab(place, imported)
 

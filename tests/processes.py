@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from trainer.launch.launch import Launch, connected, say_goodbye
+from trainer.launch.rendezvous import Launch, connected, say_goodbye
 
 MOST = 4
 PATIENCE = 300.0  # seconds until a group that does not answer is given up

@@ -16,10 +16,11 @@ import pytest
 from tests.commands import PATIENCE, SMALL, Command, curve, single, status
 from trainer.configuration.compose import compose
 from trainer.door import wanted
-from trainer.jobs.costs import costs
-from trainer.launch import again, local
+from trainer.jobs.goodput_report import costs
+from trainer.launch import child_processes
 from trainer.launch.failure import STOPPED
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
+from trainer.launch.restarts import run_with_restarts
 from trainer.launch.status import read_status
 from trainer.refusal import Refusal
 
@@ -34,7 +35,9 @@ def end_of(
     """The exit code, and how many tries it took."""
     left = list(tries)
 
-    def start(words: Sequence[str], count: int, scratch: Path, attempt: int, _: local.Starter) -> tuple[int, list[int]]:
+    def start(
+        words: Sequence[str], count: int, scratch: Path, attempt: int, _: child_processes.Starter
+    ) -> tuple[int, list[int]]:
         code, step, saved, why = left.pop(0)
         assert attempt == len(tries) - len(left) - 1
         (folder / "status.json").write_text(json.dumps({"state": "running", "step": step}))
@@ -49,10 +52,10 @@ def end_of(
             (scratch / "0" / "error.json").write_text(json.dumps(account))
         return code, list(asked)
 
-    monkeypatch.setattr(local, "start", start)
+    monkeypatch.setattr(child_processes, "start", start)
     scratch = folder / "scratch"
     scratch.mkdir()
-    code, _, _ = again.start([], 2, scratch, folder, restarts, local.executed)
+    code, _, _ = run_with_restarts([], 2, scratch, folder, restarts, child_processes.executed)
     return code, len(tries) - len(left)
 
 

@@ -14,11 +14,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.commands import SMALL, curve, lines
 from tests.inside import product
 from tests.test_trainer import made
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.learning.cadence import Due, Every
 from trainer.loop.evaluation import evaluate
 from trainer.refusal import Refusal
-from trainer.strategies.average import Average
+from trainer.strategies.ema import Average
 
 WORDS = [*SMALL, "schedule=constant", "loop.global_batch=120", "loop.eval_every=4", "loop.save_every=4"]
 

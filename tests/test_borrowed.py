@@ -11,7 +11,7 @@ from tests.commands import SMALL, curve
 from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 WORDS = [*SMALL, "loop.global_batch=479", "loop.eval_every=null", "optimizer.lr=0.01"]  # an epoch has 3 steps

@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.configuration.build import build, check_all, maker
-from trainer.configuration.names import Names
+from trainer.configuration.import_allowlist import Names
 from trainer.data.data import Data
 from trainer.learning.schedule import Cosine, Schedule
 from trainer.learning.task import Task
-from trainer.records.log import Sink
+from trainer.records.sinks import Sink
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
@@ -245,7 +245,7 @@ class TestWhatIsBuilt:
         assert [type(layer) for layer in made] == [nn.ReLU, nn.Tanh]
 
     def test_a_strategy_and_the_function_that_chooses_one(self) -> None:
-        for target in ("trainer.strategies.single.Single", "trainer.strategies.chosen.auto"):
+        for target in ("trainer.strategies.single.Single", "trainer.strategies.auto.auto"):
             made = build(node(target, sync_bn=True), Strategy, "strategy", Names(), machine=Machine())
             assert isinstance(made, Single)
             assert made.sync_bn
@@ -433,7 +433,7 @@ class TestErrorsOfTheCallee:
         ("biolab.net", nn.Module, "model", "not a class or function"),
         ("torch.nn.Linear", Strategy, "strategy", "not a Strategy"),
         ("trainer.learning.schedule.Schedule", Schedule, "schedule", "abstract"),
-        ("trainer.strategies.chosen.auto", nn.Module, "model", "returns Strategy"),
+        ("trainer.strategies.auto.auto", nn.Module, "model", "returns Strategy"),
         (None, nn.Module, "model", "must say what to build"),
         (3, nn.Module, "model", "is not the name"),
         ("net", nn.Module, "model", "is not the name"),
@@ -489,7 +489,7 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("biolab.net.os.system", {"command": "touch {canary}"}),
     ("biolab.net.system", {"command": "touch {canary}"}),
     ("biolab.net.__builtins__", {}),
-    ("trainer.launch.durable.os.remove", {"path": "{payload}"}),
+    ("trainer.launch.atomic_files.os.remove", {"path": "{payload}"}),
     ("trainer.__main__.main", {}),
     ("trainer.launch.failure.exit_process", {"code": 0}),
 ]

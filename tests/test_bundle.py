@@ -1,4 +1,4 @@
-"""`trainer.configuration.bundle`: where conf/ and recipes/ are, in a checkout and in a wheel."""
+"""`trainer.configuration.resource_paths`: where conf/ and recipes/ are, in a checkout and in a wheel."""
 
 import subprocess
 import sys
@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from trainer.configuration import bundle
+from trainer.configuration import resource_paths
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def test_the_checkout_is_its_own_bundle() -> None:
-    assert bundle.root() == CHECKOUT
-    assert (bundle.root() / "conf" / "config.yaml").is_file()
-    assert (bundle.root() / "recipes").is_dir()
+    assert resource_paths.root() == CHECKOUT
+    assert (resource_paths.root() / "conf" / "config.yaml").is_file()
+    assert (resource_paths.root() / "recipes").is_dir()
 
 
 def run(code: str, cwd: Path, *path: Path) -> str:
@@ -32,19 +32,19 @@ def installed(tmp_path: Path) -> Path:
     (package / "_bundle" / "recipes" / "vision").mkdir(parents=True)
     (package / "_bundle" / "recipes" / "__init__.py").touch()
     (package / "__init__.py").touch()
-    own = Path("configuration", "bundle.py")
+    own = Path("configuration", "resource_paths.py")
     (package / own).parent.mkdir()
     (package / own).write_bytes((CHECKOUT / "trainer" / own).read_bytes())
     return package.parent
 
 
 def test_a_wheel_carries_its_bundle_inside(installed: Path, tmp_path: Path) -> None:
-    code = "from trainer.configuration import bundle; print(bundle.root())"
+    code = "from trainer.configuration import resource_paths; print(resource_paths.root())"
     assert run(code, tmp_path, installed) == str(installed / "trainer" / "_bundle")
 
 
 def test_recipes_are_importable_after_asking(installed: Path, tmp_path: Path) -> None:
-    asked = "from trainer.configuration import bundle; bundle.make_importable()"
+    asked = "from trainer.configuration import resource_paths; resource_paths.make_importable()"
     code = f"{asked}; import recipes.vision; print(recipes.__file__)"
     assert run(code, tmp_path, installed) == str(installed / "trainer" / "_bundle" / "recipes" / "__init__.py")
 
@@ -52,18 +52,22 @@ def test_recipes_are_importable_after_asking(installed: Path, tmp_path: Path) ->
 def test_recipes_are_the_products_own_though_others_have_that_name(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "__init__.py").touch()
-    code = "from trainer.configuration import bundle; bundle.make_importable(); import recipes; print(recipes.__file__)"
+    code = (
+        "from trainer.configuration import resource_paths; resource_paths.make_importable();"
+        " import recipes; print(recipes.__file__)"
+    )
     assert run(code, tmp_path, tmp_path, installed).startswith(str(installed))
 
 
 def test_asking_twice_changes_nothing(installed: Path, tmp_path: Path) -> None:
     code = (
-        "from trainer.configuration import bundle; bundle.make_importable(); once = list(sys.path)\n"
-        "bundle.make_importable(); print(sys.path == once)"
+        "from trainer.configuration import resource_paths; resource_paths.make_importable(); once = list(sys.path)\n"
+        "resource_paths.make_importable(); print(sys.path == once)"
     )
     assert run(code, tmp_path, installed) == "True"
 
 
 def test_needs_no_torch(tmp_path: Path) -> None:
-    code = "from trainer.configuration import bundle; bundle.make_importable(); print('torch' in sys.modules)"
+    code = "from trainer.configuration import resource_paths; resource_paths.make_importable();"
+    code += "print('torch' in sys.modules)"
     assert run(code, tmp_path, CHECKOUT) == "False"

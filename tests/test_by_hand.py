@@ -15,9 +15,9 @@ from tests.commands import TRANSFORMER
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_verify import IMAGES, LISTS, NET, verdict, verified
-from trainer.jobs.by_hand import How, by_hand
-from trainer.jobs.trial import beginning
-from trainer.launch.launch import Launch
+from trainer.jobs.plain_loop import How, by_hand
+from trainer.jobs.verification_run import beginning
+from trainer.launch.rendezvous import Launch
 
 pytestmark = pytest.mark.slow
 home = test_verify.home  # the fixture

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.inside import here, product
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 COLOURS = {"ant": (200, 30, 30), "bee": (30, 200, 30), "cat": (30, 30, 200)}

@@ -12,8 +12,8 @@ from tests.processes import Processes
 from tests.strategies.toys import BATCH, Net, Plain, ToyData
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
-from trainer.launch.launch import Launch
-from trainer.parallel.clip import global_norm
+from trainer.launch.rendezvous import Launch
+from trainer.parallel.gradient_clipping import global_norm
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single

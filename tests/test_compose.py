@@ -10,12 +10,12 @@ import pytest
 from omegaconf import OmegaConf
 
 import trainer
-from trainer.configuration.bundle import root
-from trainer.configuration.choices import _ELSEWHERE
+from trainer.configuration.command_line import read
 from trainer.configuration.compose import compose
 from trainer.configuration.resolved import flat, written
+from trainer.configuration.resource_paths import root
 from trainer.configuration.settings import settings
-from trainer.configuration.words import read
+from trainer.configuration.suggestions import _ELSEWHERE
 from trainer.refusal import Refusal
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.configuration.bundle import root
 from trainer.configuration.resolved import resolved, written
+from trainer.configuration.resource_paths import root
 from trainer.configuration.settings import GROUPS, SECTIONS, Settings, settings
-from trainer.configuration.values import packages, rhythm, seconds
+from trainer.configuration.value_types import packages, rhythm, seconds
 from trainer.learning.cadence import Every
 from trainer.refusal import Refusal
 

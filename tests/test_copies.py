@@ -15,11 +15,11 @@ from tests.quick import quickly
 from tests.strategies.toys import STRATEGIES, Net, Plain, ToyData, built
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
-from trainer.launch.launch import Launch
-from trainer.parallel.bits import bit_sums
-from trainer.parallel.held import held
-from trainer.strategies.copies import Drifted
+from trainer.launch.rendezvous import Launch
+from trainer.parallel.bit_fingerprints import bit_sums
+from trainer.parallel.local_shard import held
 from trainer.strategies.machine import Machine
+from trainer.strategies.replica_check import Drifted
 
 # In step 5 rank 1 changes one weight.
 LAB = """

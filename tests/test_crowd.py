@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer import gather
 from trainer.data import reader
-from trainer.parallel.recompute import recompute
+from trainer.parallel.activation_checkpointing import recompute
 
 
 @pytest.mark.parametrize(

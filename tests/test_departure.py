@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from trainer.launch import signals
-from trainer.launch.launch import Launch
-from trainer.launch.signals import left_behind
+from trainer.launch import stop_signals
+from trainer.launch.rendezvous import Launch
+from trainer.launch.stop_signals import left_behind
 
 
 @dataclass
@@ -44,7 +44,7 @@ def ranks(reasons: list[list[str]], run_id: str = "run") -> list[bool]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(signals, "_LATER", 0.0)
+    monkeypatch.setattr(stop_signals, "_LATER", 0.0)
 
 
 @pytest.mark.parametrize(

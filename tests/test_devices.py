@@ -17,10 +17,10 @@ from tests.commands import SMALL, TRANSFORMER, curve, finish, lines
 from tests.inside import here
 from tests.watch import PHASES, Watch
 from trainer.devices import widest
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import refuse_backend
+from trainer.records.checkpoint_store import look_into
 from trainer.records.manifest import read_manifest
-from trainer.records.shelf import look_into
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 

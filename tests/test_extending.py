@@ -13,7 +13,7 @@ import pytest
 from tests.commands import curve, far, lines
 from tests.inside import product
 from tests.processes import Processes
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 pytestmark = pytest.mark.slow

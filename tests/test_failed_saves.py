@@ -17,7 +17,7 @@ from tests.commands import SMALL, curve, finish, single, status
 from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.records import checkpoint, tensor_files
 from trainer.records.checkpoint import FailedSave
 from trainer.records.manifest import read_manifest

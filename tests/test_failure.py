@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.quick import quickly
-from trainer.launch.claim import claim, claimed
-from trainer.launch.launch import Launch
+from trainer.launch.first_failure import claim, claimed
+from trainer.launch.rendezvous import Launch
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from trainer.launch.failure import exit_process, fail, refuse
 from trainer.launch.launchers import launched
-from trainer.launch.screen import redirect
+from trainer.launch.rank_output import redirect
 launch = launched()
 folder = Path(os.environ["FOLDER"])
 redirect(launch.rank, folder)
@@ -34,7 +34,7 @@ GROUP = (
     + """
 import torch
 import torch.distributed as dist
-from trainer.launch.signals import StopRequest
+from trainer.launch.stop_signals import StopRequest
 dist.init_process_group("gloo", store=dist.PrefixStore("group", launch.store()), rank=launch.rank,
                         world_size=launch.world_size, timeout=timedelta(seconds=60))
 ones = torch.ones(1)
@@ -229,7 +229,7 @@ print("from Python")
 os.system("echo from a child")
 logging.getLogger("somebody").warning("a warning")
 warnings.warn("old ways")
-from trainer.launch.screen import say
+from trainer.launch.rank_output import say
 say("to the screen")
 exit_process(0)
 """

@@ -17,12 +17,12 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_initial import IMAGES, saved
-from trainer.learning.frozen import freeze, trainable
+from trainer.learning.frozen_parameters import freeze, trainable
 from trainer.learning.optimizer import parameter_groups
-from trainer.learning.pattern import fits
-from trainer.learning.rule import Rule, understood
+from trainer.learning.parameter_patterns import fits
+from trainer.learning.parameter_rules import Rule, understood
 from trainer.parallel.batch_norm import batch_norms, synchronised
-from trainer.parallel.outline import outline
+from trainer.parallel.meta_model import outline
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint import Checkpoints
 from trainer.refusal import Refusal
@@ -52,7 +52,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def product_of(size: int, home: Path, strategy: str, *more: str, processes: Processes | None = None) -> list[int]:
-    from trainer.launch.launch import Launch
+    from trainer.launch.rendezvous import Launch
 
     words = [*WORDS, *TUNED, f"strategy={strategy}", "run.dir=run", "loop.steps=4", *more]
     return processes.run(size, product, home, words) if processes else [product(Launch(), home, words)]

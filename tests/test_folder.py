@@ -18,15 +18,15 @@ import yaml
 from tests.commands import SMALL
 from tests.inside import here
 from trainer.launch import status as status_module
-from trainer.launch.durable import replace_file
-from trainer.launch.launch import Launch
+from trainer.launch.atomic_files import replace_file
+from trainer.launch.polling import until
+from trainer.launch.rendezvous import Launch
 from trainer.launch.status import mark_failed, read_status
-from trainer.launch.until import until
 from trainer.records import folder as folder_module
-from trainer.records import lock as lock_module
+from trainer.records import folder_lock as lock_module
 from trainer.records.folder import RunFolder, generated_name
-from trainer.records.lock import holder
-from trainer.records.resume import (
+from trainer.records.folder_lock import holder
+from trainer.records.resume_rules import (
     changes,
     completed,
     has_checkpoint,
@@ -138,7 +138,7 @@ HOLDING = """
 import sys
 from trainer.records import folder as folder_module
 from trainer.records.folder import RunFolder
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 folder = RunFolder.open(sys.argv[1], "a", None, "auto", Launch(), "", lambda _: None)
 print("locked", "torch" in sys.modules, flush=True)
 sys.stdin.read()

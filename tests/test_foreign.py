@@ -9,7 +9,7 @@ import pytest
 
 from scripts.foreign import BEGIN, CASES, COLUMNS, END, PAGE, ROOT, cell
 from tests.inside import product
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 
 pytestmark = pytest.mark.slow
 QUICK = {("experts", "fsdp")}  # the others take half a minute each: two or three with --some, all with --long

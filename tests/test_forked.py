@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from trainer.launch.forked import may_fork
+from trainer.launch.forked_processes import may_fork
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 
 # in a process that has nothing but what it needs: this one has threads
 ENDS = """
 import os, signal, sys, time
-from trainer.launch.forked import ForkedProcess
+from trainer.launch.forked_processes import ForkedProcess
 def fails():
     raise ValueError("of the function")
 def waits():
@@ -34,20 +34,20 @@ print("all")
 
 SPARE = """
 import os, sys
-from trainer.launch import forked
+from trainer.launch import forked_processes
 def main():
     print("ran", *sys.argv[1:], os.environ["ANSWER"], len(os.environ), os.getsid(0) == os.getpid(), flush=True)
     print("and failed", file=sys.stderr, flush=True)
     os._exit(7)
-spare = forked.Spare(main)
-forked.alone = lambda words, environment: (0, "a program of its own")
+spare = forked_processes.Spare(main)
+forked_processes.alone = lambda words, environment: (0, "a program of its own")
 print(spare(["one", "two"], {"ANSWER": "42"}))
 print(spare(["one"], {}))
 """
 
 ALONE = """
 import os
-from trainer.launch.forked import Spare
+from trainer.launch.forked_processes import Spare
 print(Spare(print)._process.pid, flush=True)
 os._exit(0)
 """
@@ -71,10 +71,7 @@ def test_a_spare_process_runs_its_words_in_their_environment_once() -> None:
 
 
 def test_a_spare_process_that_nobody_needs_ends_with_who_forked_it() -> None:
-    code = (
-        "import os; from trainer.launch.forked import Spare; print(Spare(print)._process.pid, flush=True); os._exit(0)"
-    )
-    pid = int(python(code).stdout)
+    pid = int(python(ALONE).stdout)
     deadline = time.monotonic() + 30
     while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
         assert time.monotonic() < deadline
@@ -83,7 +80,12 @@ def test_a_spare_process_that_nobody_needs_ends_with_who_forked_it() -> None:
 
 def test_where_an_accelerator_may_compute_nothing_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(os.path, "exists", lambda path: seen.append(str(path)) or True)
+
+    def exists(path: str) -> bool:
+        seen.append(path)
+        return True
+
+    monkeypatch.setattr(os.path, "exists", exists)
     assert may_fork("cpu")
     assert not seen
     assert not may_fork("auto")

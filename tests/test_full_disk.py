@@ -15,13 +15,13 @@ from tests.commands import SMALL, curve, lines, status
 from tests.inside import here
 from tests.test_log import eval_line, scalars, train_line
 from tests.test_sinks import table
-from trainer.launch.screen import note
+from trainer.launch.rank_output import note
 from trainer.launch.status import Status, mark_failed
 from trainer.records.checkpoint import FailedSave
 from trainer.records.console import LogFile
 from trainer.records.csv import CSV
-from trainer.records.log import Log
 from trainer.records.metrics import Figures
+from trainer.records.sinks import Log
 from trainer.records.tensorboard import TensorBoard
 from trainer.trainer import Trainer
 

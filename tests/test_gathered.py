@@ -12,7 +12,7 @@ import pytest
 from tests.commands import lines
 from tests.inside import product
 from tests.processes import Processes
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 pytestmark = pytest.mark.slow

@@ -16,10 +16,10 @@ import pytest
 
 from tests.commands import SMALL, Command, curve, finish, single, status, torchrun
 from trainer.launch import watchdog
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.launch.rollcall import Present, accusation
-from trainer.launch.signals import StopRequest
-from trainer.launch.stacks import debugged, doing
+from trainer.launch.stop_signals import StopRequest
+from trainer.launch.thread_stacks import debugged, doing
 from trainer.launch.watchdog import Idle, Pulse, Watchdog
 
 RUN = ("strategy=ddp", "device=cpu", "log=[]", "loop.log_every=1", "loop.eval_every=null", "loop.save_every=4")

@@ -47,7 +47,7 @@ def strangers(folder: str, allowed: tuple[str, ...]) -> list[str]:
 
 def test_the_walk_sees_imports(tmp_path: Path) -> None:
     assert len(PRODUCT) > 20
-    assert {"trainer.learning.plan.Plan", "trainer.learning.task.Task"} <= set(
+    assert {"trainer.learning.parallel_plan.Plan", "trainer.learning.task.Task"} <= set(
         imports(CHECKOUT / "recipes/vision/classification.py")
     )
     assert strangers("recipes", ()) != []
@@ -60,14 +60,14 @@ def test_the_framework_never_imports_the_recipes() -> None:
 def test_recipes_see_only_the_open_side_of_the_framework() -> None:
     modules = (
         "learning.task",
-        "learning.plan",
-        "parallel.context",
+        "learning.parallel_plan",
+        "parallel.context_parallel",
         "data.data",
-        "data.draws",
-        "data.raw",
+        "data.sample_random",
+        "data.preparation",
         "refusal",
-        "home",
-        "shown",
+        "user_paths",
+        "safe_names",
     )
     names = (
         "BadData",
@@ -89,7 +89,7 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
 # The rooms of trainer/ from the door down: who stands above may import who stands below, never the other way round.
 _DOOR = ("__main__", "door", "sweeps", "jobs", "configuration")
 _LOOP = ("proof", "trainer", "loop", "records", "strategies")
-_GROUND = ("parallel", "learning", "data", "devices", "launch", "home", "refusal", "counted", "shown")
+_GROUND = ("parallel", "learning", "data", "devices", "launch", "user_paths", "refusal", "plain_numbers", "safe_names")
 FLOORS = (*_DOOR, *_LOOP, *_GROUND)
 
 
@@ -136,7 +136,11 @@ def test_nobody_but_the_strategies_names_one() -> None:
         for name in imports(path)
         if starts(name, "trainer.strategies")
         and not starts(
-            name, *(f"trainer.strategies.{open}" for open in ("base", "joined", "placed", "machine", "stopwatch"))
+            name,
+            *(
+                f"trainer.strategies.{open}"
+                for open in ("base", "process_groups", "parallel_model", "machine", "stopwatch")
+            ),
         )
     ]
     assert named == []
@@ -259,9 +263,9 @@ def test_no_file_is_named_for_nothing() -> None:
     "module",
     [
         "trainer",
-        "trainer.configuration.bundle",
+        "trainer.configuration.resource_paths",
         "trainer.refusal",
-        "trainer.launch.launch",
+        "trainer.launch.rendezvous",
         "trainer.configuration.compose",
     ],
 )

@@ -17,9 +17,9 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.toys import Net
-from trainer.jobs.initial import Initial
-from trainer.launch.launch import Launch
-from trainer.parallel.outline import outline
+from trainer.jobs.initial_weights import Initial
+from trainer.launch.rendezvous import Launch
+from trainer.parallel.meta_model import outline
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint import Checkpoints
 from trainer.refusal import Refusal

@@ -17,7 +17,7 @@ from recipes.vision.digits import Digits
 from tests.inside import here, product
 from tests.processes import Processes
 from tests.test_classes import COLOURS, TRAINING, colours
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 WORDS = ("job=predict", "run.dir=run")

@@ -19,8 +19,8 @@ from tests.commands import TRANSFORMER, finish, lines, single
 from tests.inside import here, product
 from tests.processes import Processes
 from trainer.door import understood
-from trainer.jobs.opened import evaluation_stream, samples_of
-from trainer.launch.launch import Launch
+from trainer.jobs.trained_run import evaluation_stream, samples_of
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 USE = """

@@ -16,11 +16,11 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_initial import equal, saved
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint import Checkpoints
+from trainer.records.checkpoint_store import open_checkpoint
 from trainer.records.manifest import CorruptCheckpoint
-from trainer.records.shelf import open_checkpoint
 
 
 def state(step: int = 0) -> dict[str, Tensor]:

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.counted import duration, number
+from trainer.plain_numbers import duration, number
 from trainer.records.console import Console, LogFile, evaluation_words, training_words
-from trainer.records.log import Log, Waiting
 from trainer.records.metrics import Figures
+from trainer.records.sinks import Log, Waiting
 from trainer.records.tensorboard import TensorBoard
 
 ROOT = Path(__file__).parents[1]

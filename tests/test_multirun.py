@@ -12,8 +12,8 @@ import pytest
 
 from tests.commands import SMALL, Command, files_below, finish, lines, single, status, torchrun
 from trainer.configuration.multirun import Multirun, multirun, whole_words
+from trainer.launch.child_processes import meaning
 from trainer.launch.failure import STOPPED
-from trainer.launch.local import meaning
 from trainer.refusal import Refusal
 
 # --------------------------------------------------------------------------------------------------- what is asked for

@@ -17,9 +17,9 @@ from tests.commands import curve, lines
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_finite import ended
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
+from trainer.records.checkpoint_store import look_into
 from trainer.records.manifest import read_manifest
-from trainer.records.shelf import look_into
 from trainer.records.tensor_files import read_into
 
 # Samples are read in their order, 8 a step; of the poisoned ones the first number is NaN. `without`: steps whose

@@ -13,8 +13,8 @@ from torch.nn import functional
 from tests.commands import curve, lines
 from tests.inside import product
 from trainer import Task
-from trainer.launch.launch import Launch
-from trainer.records.resume import changes, learning_changes
+from trainer.launch.rendezvous import Launch
+from trainer.records.resume_rules import changes, learning_changes
 from trainer.strategies.loss import add_share
 from trainer.strategies.machine import Machine
 

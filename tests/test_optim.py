@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tests.commands import curve, lines
 from tests.inside import product
 from tests.processes import Processes
-from trainer.launch.launch import Launch
-from trainer.learning.frozen import refuse_frozen
+from trainer.launch.rendezvous import Launch
+from trainer.learning.frozen_parameters import refuse_frozen
 from trainer.learning.optimizer import begin_momentum, fused_words, parameter_groups, spares_vectors
 from trainer.refusal import Refusal
 

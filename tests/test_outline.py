@@ -21,8 +21,8 @@ from tests.commands import ROOT, finish, torchrun
 from tests.processes import Processes
 from tests.strategies.toys import STRATEGIES, WIDTH, Net, Plain, built
 from trainer.data.seeds import seed_all
-from trainer.launch.launch import Launch
-from trainer.parallel.outline import all_stored, is_outline, outline
+from trainer.launch.rendezvous import Launch
+from trainer.parallel.meta_model import all_stored, is_outline, outline
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint import Checkpoints
 from trainer.refusal import Refusal

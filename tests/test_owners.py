@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.parallel.buckets import packed, unpacked
-from trainer.parallel.owners import owned_buckets, owners
+from trainer.parallel.parameter_owners import owned_buckets, owners
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 100])

@@ -14,11 +14,11 @@ from torch import Tensor
 from tests.commands import curve
 from tests.inside import product
 from tests.processes import Processes
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import DONE, Ranks, Waitable
-from trainer.strategies.pace import PaceApart
 from trainer.strategies.stalls import NoStalls, Stalls
 from trainer.strategies.stopwatch import Stopwatch
+from trainer.strategies.straggler import PaceApart
 
 # Rank 1 stops at each step for a while, as a debugger or a hypervisor would have it; or reads slowly.
 LAB = """
@@ -61,7 +61,7 @@ def run(launch: Launch, place: Path, words: list[str]) -> int:
     """A run on this rank, in which half a second of steps is long."""
     sys.path.insert(0, str(place))
     try:
-        with patch("trainer.strategies.pace.SECONDS", 0.5):
+        with patch("trainer.strategies.straggler.SECONDS", 0.5):
             return product(launch, place, [*WORDS, *LENGTH, *words])
     finally:
         sys.path.remove(str(place))

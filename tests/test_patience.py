@@ -14,7 +14,7 @@ from tests.processes import Processes
 from tests.strategies.toys import Net, Plain, ToyData
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.loop.evaluation import evaluate
 from trainer.refusal import Refusal
 from trainer.strategies.ddp import DDP

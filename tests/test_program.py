@@ -20,7 +20,7 @@ from recipes.vision.digits import Digits
 from tests.inside import here, product
 from tests.quick import quickly
 from tests.recipes.test_folder import picture
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 PAGE = (Path(__file__).parents[1] / "docs" / "jobs.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from trainer.configuration.compose import compose
 from trainer.jobs import fit
 from trainer.jobs.assembly import assemble
 from trainer.launch.failure import Failed
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
 
@@ -40,7 +40,7 @@ class Room(nn.Module):
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Room, str]]:
     """Run words as the command line does, but stay: the network, and what is said where its memory runs out."""
     said: list[str] = []
-    monkeypatch.setattr(fit.screen, "redirect", lambda *_: None)
+    monkeypatch.setattr(fit.rank_output, "redirect", lambda *_: None)
 
     def run(
         *words: str,

@@ -10,7 +10,7 @@ import pytest
 from tests.commands import SMALL, finish, single, status
 from tests.inside import here
 from trainer.door import understood
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 WORDS = (*SMALL, "strategy=single", "schedule=constant", "loop.global_batch=120", "loop.steps=1")

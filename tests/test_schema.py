@@ -14,13 +14,13 @@ import pytest
 
 from tests.commands import SMALL, curve, finish, single, status
 from tests.inside import here
-from trainer.jobs.start import glance
-from trainer.launch.schema import readable
+from trainer.jobs.resume_precheck import glance
+from trainer.launch.file_validation import readable
 from trainer.launch.status import read_status
 from trainer.parallel.ranks import Ranks
+from trainer.records.checkpoint_store import newest_in
+from trainer.records.checkpoint_write import _sealed
 from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, manifest_bytes, read_manifest
-from trainer.records.shelf import newest_in
-from trainer.records.writing import _sealed
 from trainer.refusal import Refusal
 
 WORDS = (*SMALL, "strategy=single", "schedule=constant", "loop.global_batch=120", "loop.save_every=2")

@@ -29,18 +29,18 @@ from tests.processes import Processes
 from tests.quick import quickly
 from trainer.data.data import Data
 from trainer.data.stream import Batch
-from trainer.jobs.report import curves_command
+from trainer.jobs.run_messages import curves_command
 from trainer.learning.cadence import Due
-from trainer.loop.sample import NoSample
-from trainer.loop.show import Show
+from trainer.loop.media_logging import Show
+from trainer.loop.text_samples import NoSample
 from trainer.parallel.histograms import BINS, histograms
 from trainer.parallel.ranks import DONE, Ranks, Waitable
 from trainer.records import tensorboard
-from trainer.records.drawing import confusion, grid
-from trainer.records.log import Log, Sink
-from trainer.records.worst import KEPT
+from trainer.records.image_grid import confusion, grid
+from trainer.records.sinks import Log, Sink
+from trainer.records.worst_samples import KEPT
 from trainer.refusal import Refusal
-from trainer.strategies.scaler import NoScaler, Scaler
+from trainer.strategies.loss_scaler import NoScaler, Scaler
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard's reader
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from trainer.launch.claim import claim
-from trainer.launch.launch import Launch
-from trainer.launch.signals import StopRequest, obey_parent_alone
+from trainer.launch.first_failure import claim
+from trainer.launch.rendezvous import Launch
+from trainer.launch.stop_signals import StopRequest, obey_parent_alone
 
 ROOT = Path(__file__).parents[1]
 
@@ -94,7 +94,7 @@ import ctypes, sys, time
 from dataclasses import replace
 from pathlib import Path
 from trainer.launch.launchers import launched
-from trainer.launch.signals import StopRequest
+from trainer.launch.stop_signals import StopRequest
 with StopRequest(replace(launched(), ours=True), Path(sys.argv[1])) as stop:
     print("ready", flush=True)
     # no instruction of Python runs in the main thread from here on, as in a collective that waits

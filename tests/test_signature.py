@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.processes import Processes
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.proof.record import UPDATE, Key, Record
+from trainer.proof.sharded_signature import Signing
 from trainer.proof.signature import joined, moved, signatures
-from trainer.proof.signing import Signing
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 

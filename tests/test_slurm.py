@@ -172,7 +172,7 @@ code=1
 srun bash -c 'trap "exit 75" TERM; touch up-$SLURM_PROCID; while :; do sleep 0.1; done' &
 [ -n "$ALONE" ] || { wait -n $! && code=0 || code=$?; touch stopped; }
 until [ -e ask ]; do sleep 0.1; done
-"$VENV/bin/python" -m trainer.launch.requeue $code 600
+"$VENV/bin/python" -m trainer.launch.slurm_requeue $code 600
 exit $code
 """
 

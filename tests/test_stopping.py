@@ -16,13 +16,13 @@ from tests.inside import here
 from tests.strategies.toys import BATCH, Net, Plain, ToyData
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.loop.evaluation import evaluate
 from trainer.records.checkpoint import Checkpoints
-from trainer.strategies import votes
+from trainer.strategies import stop_votes
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
-from trainer.strategies.placed import Placed
+from trainer.strategies.parallel_model import Placed
 from trainer.trainer import Trainer
 
 # 360 samples are evaluated, 60 at once
@@ -172,9 +172,9 @@ def one_rank_is_asked(launch: Launch) -> tuple[Any, int, int]:
             seen.append(launch.rank)
             return launch.rank == 1 and len(seen) >= 3
 
-        patch.setattr(votes, "SECONDS", 0)  # steps that are longer than the time between two votes: each has one
+        patch.setattr(stop_votes, "SECONDS", 0)  # steps that are longer than the time between two votes: each has one
         figures = evaluate(strategy, placed, Plain(), evaluation, asked)
-        patch.setattr(votes, "SECONDS", 1e9)  # very short ones: after the first two there are as many as may be
+        patch.setattr(stop_votes, "SECONDS", 1e9)  # very short ones: after the first two there are as many as may be
         loop, step, heard = strategy.votes(), 0, False
         while not heard:
             step += 1
@@ -184,4 +184,4 @@ def one_rank_is_asked(launch: Launch) -> tuple[Any, int, int]:
 
 
 def test_all_ranks_break_off_at_the_same_batch_and_the_same_step(processes):
-    assert processes.run(2, one_rank_is_asked) == [(None, 3, 2 + votes.MOST)] * 2
+    assert processes.run(2, one_rank_is_asked) == [(None, 3, 2 + stop_votes.MOST)] * 2

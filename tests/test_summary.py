@@ -14,7 +14,7 @@ import pytest
 
 from tests.commands import SMALL, lines
 from tests.inside import here
-from trainer.jobs.costs import costs
+from trainer.jobs.goodput_report import costs
 from trainer.jobs.summary import notes, throughput_lines, time_lines
 from trainer.launch import status as status_module
 from trainer.launch.status import Status

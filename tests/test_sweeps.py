@@ -20,13 +20,13 @@ from tests.commands import Command, files_below, single
 from tests.inside import here, product
 from tests.warm import ROOT
 from trainer.configuration.multirun import multirun
-from trainer.configuration.space import Trial, brief
-from trainer.launch.launch import Launch
+from trainer.configuration.search_space import Trial, brief
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 from trainer.sweeps import sweep
-from trainer.sweeps.shares import shares
-from trainer.sweeps.table import best_line, headings, short, table
-from trainer.sweeps.tried import Outcome, Tried
+from trainer.sweeps.device_shares import shares
+from trainer.sweeps.results import Outcome, Tried
+from trainer.sweeps.results_table import best_line, headings, short, table
 
 needs_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="needs the optuna extra")
 
@@ -163,7 +163,7 @@ def test_ctrl_c_twice_ends_all_at_once(place: Path, capfd: pytest.CaptureFixture
 
 
 def test_two_sweeps_in_one_folder_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.records.lock.PATIENCE", 0.0)
+    monkeypatch.setattr("trainer.records.folder_lock.PATIENCE", 0.0)
     sweep.lock(place / "runs" / "mine")
     with pytest.raises(Refusal, match="in use by another run"):
         here("-m", "seed=1,2", "run.name=mine")

@@ -13,7 +13,7 @@ from torch.nn import functional
 from tests.inside import here, product
 from tests.processes import Processes
 from trainer import Task
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 

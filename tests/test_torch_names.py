@@ -22,29 +22,29 @@ PRIVATE = {
     # The base of all dropouts: the public ones are six classes, and a seventh would be overlooked.
     "torch.nn.modules.dropout._DropoutNd": "trainer/strategies/base.py",
     # Multiplies many tensors in one kernel; the public way is a kernel for each parameter.
-    "torch._foreach_mul_": "trainer/parallel/clip.py",
+    "torch._foreach_mul_": "trainer/parallel/gradient_clipping.py",
     # Copies many tensors in one kernel; the public way is a kernel for each buffer of the network, in every step.
-    "torch._foreach_copy_": "trainer/strategies/skipping.py",
+    "torch._foreach_copy_": "trainer/strategies/skipped_steps.py",
     # The norms of many tensors in one kernel; the public way is a kernel for each parameter that tensor ranks share.
-    "torch._foreach_norm": "trainer/parallel/shared.py",
+    "torch._foreach_norm": "trainer/parallel/replicated_parameters.py",
     # Gives a group's collectives another timeout; torch 2.15 has a public name for it, 2.11 to 2.14 only this one.
     "torch.distributed.distributed_c10d._set_pg_timeout": "trainer/parallel/ranks.py",
     # Weak references of LSTMs and their like to their weights, which keep these from being swapped; in 2.11 to 2.15.
-    "torch.nn.LSTM(1, 1)._flat_weight_refs": "trainer/parallel/outline.py",
+    "torch.nn.LSTM(1, 1)._flat_weight_refs": "trainer/parallel/meta_model.py",
     # The mode that sees operators; torch's pages show it under this name, as there is no other.
-    "torch.utils._python_dispatch": "trainer/parallel/below.py",
+    "torch.utils._python_dispatch": "trainer/parallel/rng_operators.py",
     # Tensors that have a shape and no values, and lie on any device: torch's pages describe them, under this name.
-    "torch._subclasses": "trainer/parallel/pipeline/trial.py",
+    "torch._subclasses": "trainer/parallel/pipeline/shape_forward.py",
     # What bool(), item() and unique() of a tensor are for who sees operators; the public names are not seen there.
-    "torch.ops.aten._local_scalar_dense": "trainer/parallel/sometimes.py",
-    "torch.ops.aten._unique2": "trainer/parallel/sometimes.py",
+    "torch.ops.aten._local_scalar_dense": "trainer/parallel/conditional_modules.py",
+    "torch.ops.aten._unique2": "trainer/parallel/conditional_modules.py",
     # Was a tensor written to? The public way is to copy and compare it, where what is no number equals nothing.
-    "torch.zeros(1)._version": "trainer/parallel/pipeline/trial.py",
+    "torch.zeros(1)._version": "trainer/parallel/pipeline/shape_forward.py",
     # Does autograd's engine call? What is recomputed in a backward is no call of its own; torch's checkpoint asks so.
-    "torch._C": "trainer/parallel/backward.py",
-    "torch._C._current_graph_task_id": "trainer/parallel/backward.py",
+    "torch._C": "trainer/parallel/autograd_state.py",
+    "torch._C._current_graph_task_id": "trainer/parallel/autograd_state.py",
     # What a tensor is a view of, which it keeps alive; torch's page on views describes it.
-    "torch.Tensor._base": "trainer/parallel/outline.py",
+    "torch.Tensor._base": "trainer/parallel/meta_model.py",
 }
 
 
@@ -100,7 +100,7 @@ def test_each_private_name_stands_in_one_file_and_here() -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 def test_a_fused_step_is_left_out_on_the_device_when_found_inf_says_so(kind: type[torch.optim.Optimizer]) -> None:
-    """trainer/strategies/scaler.py: torch's own GradScaler talks to the optimizers through these attributes."""
+    """trainer/strategies/loss_scaler.py: torch's own GradScaler talks to the optimizers through these attributes."""
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     optimizer: Any = kind([parameter], lr=0.1, fused=True)  # type: ignore[call-arg]  # the base class knows no lr
@@ -130,8 +130,8 @@ def test_the_launcher_takes_what_it_is_given() -> None:
 
 
 def test_a_modules_tensors_lie_in_these_tables() -> None:
-    """trainer/parallel/pipeline/running.py: two modules share them, so that a parameter is replaced in both."""
-    from trainer.parallel.pipeline.running import TABLES
+    """trainer/parallel/pipeline/untraced_stage.py: two modules share them, so that a parameter is replaced in both."""
+    from trainer.parallel.pipeline.untraced_stage import TABLES
 
     module = torch.nn.Linear(2, 2)
     assert set(TABLES) < vars(module).keys()
@@ -140,7 +140,7 @@ def test_a_modules_tensors_lie_in_these_tables() -> None:
 
 
 def test_a_style_of_ones_own_says_one_thing() -> None:
-    """trainer/parallel/context.py: parallelize_module calls this of every style, and nothing else is asked of one."""
+    """trainer/parallel/context_parallel.py: parallelize_module calls this of every style, and asks nothing else."""
     from torch.distributed.tensor.parallel import ParallelStyle
 
     assert ParallelStyle.__abstractmethods__ == {"_apply"}
@@ -148,7 +148,7 @@ def test_a_style_of_ones_own_says_one_thing() -> None:
 
 
 def test_torchrun_exports_the_names_that_are_read() -> None:
-    """launch/launch.py and launch/failure.py: the store that the agent hosts, restarts, the file for last words."""
+    """launch/rendezvous.py and launch/failure.py: the store that the agent hosts, restarts, the file for last words."""
     from torch.distributed.elastic.agent.server import local_elastic_agent
     from torch.distributed.elastic.multiprocessing import api
 

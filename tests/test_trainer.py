@@ -21,7 +21,7 @@ from tests.strategies.toys import BATCH, Net, Plain, ToyData, Weighted
 from trainer import trainer as trainer_module
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.learning import cadence
 from trainer.learning.cadence import Due, Every
 from trainer.learning.schedule import Constant, Cosine, Linear, Schedule
@@ -29,8 +29,8 @@ from trainer.learning.task import Task
 from trainer.loop.progress import Progress
 from trainer.records import meter
 from trainer.records.checkpoint import Checkpoints
-from trainer.records.log import Log
 from trainer.records.metrics import Figures
+from trainer.records.sinks import Log
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.data.tree import changed, first_tensor, floats_as, has_rows, moved, rows, tensors
+from trainer.data.nested_tensors import changed, first_tensor, floats_as, has_rows, moved, rows, tensors
 
 Pair = namedtuple("Pair", "left right")
 

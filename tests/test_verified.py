@@ -23,8 +23,8 @@ from tests.planted.proofs import verdict, verified
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_verify import LISTS
-from trainer.launch.launch import Launch
-from trainer.parallel.context import ShiftedPlaces
+from trainer.launch.rendezvous import Launch
+from trainer.parallel.context_parallel import ShiftedPlaces
 from trainer.refusal import Refusal
 
 pytestmark = pytest.mark.slow
@@ -131,8 +131,8 @@ def breaking(launch: Launch, place: Path, words: list[str]) -> tuple[Any, str]:
         return x
 
     with (
-        patch("trainer.strategies.placed.times", one),
-        patch("trainer.jobs.experiments.trial", fails),
+        patch("trainer.strategies.parallel_model.times", one),
+        patch("trainer.jobs.cause_experiments.trial", fails),
         redirect_stdout(io.StringIO()) as said,
         pytest.raises(ValueError, match="planted"),
     ):

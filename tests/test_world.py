@@ -14,14 +14,14 @@ from tests.commands import SMALL
 from tests.inside import here
 from trainer.configuration.compose import compose
 from trainer.jobs.assembly import assemble
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Group, join_group, leave_group, set_timeouts
 from trainer.records.checkpoint import Checkpoints
 from trainer.refusal import Refusal
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
-from trainer.strategies.place import LATER
-from trainer.strategies.placed import Placed
+from trainer.strategies.parallel_model import Placed
+from trainer.strategies.process_topology import LATER
 
 CPU = torch.device("cpu")
 LONG, SHORT = timedelta(minutes=30), timedelta(seconds=1)

@@ -5,21 +5,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.data.data import Data as Data
-    from trainer.data.raw import Preparation as Preparation
+    from trainer.data.preparation import Preparation as Preparation
     from trainer.door import Result as Result
     from trainer.door import run as run
-    from trainer.learning.plan import Plan as Plan
+    from trainer.learning.parallel_plan import Plan as Plan
     from trainer.learning.schedule import Schedule as Schedule
     from trainer.learning.task import Task as Task
-    from trainer.parallel.context import GatheredKeys as GatheredKeys
-    from trainer.parallel.context import ShiftedPlaces as ShiftedPlaces
-    from trainer.parallel.gather import gather as gather
-    from trainer.records.log import Sink as Sink
+    from trainer.parallel.batch_gather import gather as gather
+    from trainer.parallel.context_parallel import GatheredKeys as GatheredKeys
+    from trainer.parallel.context_parallel import ShiftedPlaces as ShiftedPlaces
+    from trainer.records.sinks import Sink as Sink
     from trainer.refusal import BadData as BadData
     from trainer.refusal import Refusal as Refusal
     from trainer.strategies.base import Strategy as Strategy
-    from trainer.strategies.joined import Joined as Joined
-    from trainer.strategies.placed import Placed as Placed
+    from trainer.strategies.parallel_model import Placed as Placed
+    from trainer.strategies.process_groups import Joined as Joined
     from trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -29,20 +29,20 @@ __version__ = "0.1.0"
 _HOMES = {
     "BadData": "trainer.refusal",
     "Data": "trainer.data.data",
-    "GatheredKeys": "trainer.parallel.context",
-    "Joined": "trainer.strategies.joined",
-    "Placed": "trainer.strategies.placed",
-    "Plan": "trainer.learning.plan",
-    "Preparation": "trainer.data.raw",
+    "GatheredKeys": "trainer.parallel.context_parallel",
+    "Joined": "trainer.strategies.process_groups",
+    "Placed": "trainer.strategies.parallel_model",
+    "Plan": "trainer.learning.parallel_plan",
+    "Preparation": "trainer.data.preparation",
     "Refusal": "trainer.refusal",
     "Result": "trainer.door",
     "Schedule": "trainer.learning.schedule",
-    "ShiftedPlaces": "trainer.parallel.context",
-    "Sink": "trainer.records.log",
+    "ShiftedPlaces": "trainer.parallel.context_parallel",
+    "Sink": "trainer.records.sinks",
     "Strategy": "trainer.strategies.base",
     "Task": "trainer.learning.task",
     "Trainer": "trainer.trainer",
-    "gather": "trainer.parallel.gather",
+    "gather": "trainer.parallel.batch_gather",
     "run": "trainer.door",
 }
 __all__ = [

@@ -10,17 +10,17 @@ from functools import partial
 
 from omegaconf import DictConfig
 
+from trainer.configuration.command_line import read
 from trainer.configuration.compose import compose
-from trainer.configuration.trained import makes_reference, reads_files
-from trainer.configuration.words import read
+from trainer.configuration.trained_run_config import makes_reference, reads_files
 from trainer.door import apart, import_all, reported, understood, wanted
 from trainer.launch import failure
-from trainer.launch.forked import ForkedProcess, Spare, become, may_fork
-from trainer.launch.launch import Launch
+from trainer.launch.child_processes import Alone, alone, executed
+from trainer.launch.forked_processes import ForkedProcess, Spare, become, may_fork
 from trainer.launch.launchers import launched
-from trainer.launch.local import Alone, alone, executed
 from trainer.launch.namesake import refuse_overwritten
-from trainer.launch.screen import say
+from trainer.launch.rank_output import say
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 

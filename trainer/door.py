@@ -18,25 +18,26 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from trainer.configuration import bundle
-from trainer.configuration.choices import meant, unknown
+from trainer.configuration import resource_paths
+from trainer.configuration.command_line import read
 from trainer.configuration.compose import compose, quoted
 from trainer.configuration.resolved import as_written
 from trainer.configuration.settings import settings
-from trainer.configuration.trained import opens_a_run, reads_files, reported_on, verifies
-from trainer.configuration.values import shown
-from trainer.configuration.words import read
-from trainer.home import at_home
-from trainer.launch import again, failure
-from trainer.launch.launch import Launch
+from trainer.configuration.suggestions import meant, unknown
+from trainer.configuration.trained_run_config import opens_a_run, reads_files, reported_on, verifies
+from trainer.configuration.value_types import shown
+from trainer.launch import failure
+from trainer.launch.child_processes import Alone, Starter, alone, executed
 from trainer.launch.launchers import launched
-from trainer.launch.local import Alone, Starter, alone, executed
 from trainer.launch.namesake import refuse_namesake
-from trainer.launch.nofollow import real
+from trainer.launch.no_symlinks import real
 from trainer.launch.process_state import borrowed
-from trainer.launch.screen import say
-from trainer.proof.found import verdict
+from trainer.launch.rank_output import say
+from trainer.launch.rendezvous import Launch
+from trainer.launch.restarts import run_with_restarts
+from trainer.proof.saved_verdict import verdict
 from trainer.refusal import Refusal
+from trainer.user_paths import at_home
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,10 +60,10 @@ class Result:
     @cached_property
     def network(self) -> nn.Module:
         """The plain network on the CPU, in evaluation mode, with the weights of the last checkpoint."""
-        with bundle.present_folder(), borrowed():
+        with resource_paths.present_folder(), borrowed():
             parts = self.parts()
             from trainer.jobs.export import trained
-            from trainer.jobs.opened import chosen
+            from trainer.jobs.trained_run import chosen
 
             return trained(parts, chosen(parts, "last").path, average=False)
 
@@ -93,7 +94,7 @@ def run(
 
 def _as_words(keys: Mapping[str, Any], labs: list[str]) -> str:
     """What to write instead of Python's arguments: words of the list, by the names that keys have here."""
-    with bundle.present_folder(), _composing:
+    with resource_paths.present_folder(), _composing:
         known = as_written(compose(labs))
     given = {key: meant(key, shown(value), known) for key, value in keys.items()}
     words = ", ".join(" or ".join(f'"{word}"' for word in near) for near in given.values() if near)
@@ -106,7 +107,7 @@ def _as_words(keys: Mapping[str, Any], labs: list[str]) -> str:
 def _run(asked: list[str]) -> Result:
     if (what := read(asked)).multirun or what.flags:
         raise Refusal("trainer.run does one run, and returns: -m, --help, --cfg and --info are for python -m trainer")
-    with bundle.present_folder():
+    with resource_paths.present_folder():
         with _composing:
             cfg = compose(asked)
         launch = launched()
@@ -126,7 +127,7 @@ def _run(asked: list[str]) -> Result:
 def understood(words: Sequence[str], launch: Launch, cfg: DictConfig | None = None, alone: Alone = alone) -> RunParts:
     """What a run is made of; cfg: what was composed of the words already; alone: does words in another process."""
     cfg = compose(words) if cfg is None else cfg
-    bundle.make_importable()
+    resource_paths.make_importable()
     from trainer.jobs.assembly import assemble  # from here on with torch
 
     return assemble(cfg, words, read(words).folders, launch, alone)
@@ -163,7 +164,7 @@ def wanted(cfg: DictConfig, launch: Launch) -> int:
 
 def reported(cfg: DictConfig, launch: Launch) -> int:
     """Do the job `report`, on the main rank; the exit code. Refusal where there is no such run."""
-    from trainer.jobs.costs import Report
+    from trainer.jobs.goodput_report import Report
 
     return Report()(reported_on(cfg)) if launch.is_main else 0
 
@@ -193,7 +194,7 @@ def _as_a_guest(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
     from torch import distributed
 
     from trainer.launch.status import mark_failed
-    from trainer.records.lock import unlock_all
+    from trainer.records.folder_lock import unlock_all
 
     joined = distributed.is_available() and distributed.is_initialized()  # the caller's own group stays
     # what the command line leaves to the end of its process is put back here, whatever happens
@@ -223,7 +224,7 @@ def apart(words: Sequence[str], cfg: DictConfig, count: int, starter: Starter = 
         folder = run_folder(cfg, Launch())
         words = [*words, *([f"run.dir={quoted(str(folder))}"] if run.dir is None and run.name is None else [])]
     with TemporaryDirectory(prefix="trainer-") as scratch:
-        return again.start(words, count, Path(scratch), folder, restarts, starter)
+        return run_with_restarts(words, count, Path(scratch), folder, restarts, starter)
 
 
 def import_all(cfg: DictConfig) -> None:
@@ -255,8 +256,8 @@ def _apart(words: Sequence[str], cfg: DictConfig, count: int) -> int:
 def _left(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[str, float]]:
     """What the files say: the state of the run, and its last figures."""
     from trainer.launch.status import read_status
-    from trainer.records.figures import figures
-    from trainer.records.lines import last_of
+    from trainer.records.eval_metrics import figures
+    from trainer.records.json_lines import last_of
 
     # a job that opens a run leaves the run's own files as they were, and so does `verify`
     own = "evaluate" if opens_a_run(cfg) else "verify" if verifies(cfg) else ""

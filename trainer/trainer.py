@@ -12,23 +12,23 @@ from torch.optim import Optimizer
 
 from trainer.data.stream import Batch, EvaluationStream, Stream
 from trainer.learning.cadence import Due
-from trainer.learning.frozen import frozen
+from trainer.learning.frozen_parameters import frozen
 from trainer.learning.optimizer import begin_momentum, set_rates
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
 from trainer.loop.evaluation import evaluate, rehearse
-from trainer.loop.lines import Lines
+from trainer.loop.media_logging import NoShow
 from trainer.loop.progress import Progress
 from trainer.loop.rollback import Stop
-from trainer.loop.show import NoShow
-from trainer.parallel.finite import moving
+from trainer.loop.training_lines import Lines
+from trainer.parallel.finite_check import moving
 from trainer.records.checkpoint import Checkpoints
-from trainer.records.log import Log
 from trainer.records.manifest import Found
 from trainer.records.profile import NoProfile
+from trainer.records.sinks import Log
 from trainer.refusal import NotFinite
 from trainer.strategies.base import Strategy
-from trainer.strategies.placed import Placed
+from trainer.strategies.parallel_model import Placed
 
 
 @dataclass

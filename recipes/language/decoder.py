@@ -14,7 +14,7 @@ from recipes.language.causal import Causal
 from recipes.language.generation import continued
 from recipes.language.past import NoPast
 from recipes.language.rotary import Rotary, Unturned
-from trainer.learning.plan import Plan
+from trainer.learning.parallel_plan import Plan
 from trainer.refusal import Refusal, nearest
 
 ALL = NoPast()

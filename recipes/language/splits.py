@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from trainer.parallel.context import GatheredKeys, ShiftedPlaces
+from trainer.parallel.context_parallel import GatheredKeys, ShiftedPlaces
 
 
 def tensor_plan(

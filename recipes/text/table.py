@@ -12,7 +12,7 @@ from typing import Any
 
 from recipes.gzipped import unpacked
 from trainer.refusal import Refusal, nearest
-from trainer.shown import shown
+from trainer.safe_names import shown
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 

@@ -19,7 +19,7 @@ from recipes.vision.pixels.colour import jitter
 from recipes.vision.pixels.geometry import affine, crop, resized_crop
 from recipes.vision.pixels.mixing import mix
 from recipes.vision.pixels.trivial import trivial
-from trainer.data.draws import Random
+from trainer.data.sample_random import Random
 from trainer.refusal import Refusal
 
 

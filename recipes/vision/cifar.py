@@ -17,9 +17,9 @@ from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
 from recipes.vision.plain_pickle import read_plain
 from recipes.vision.prepared import preparation
-from trainer.data.raw import Preparation
-from trainer.home import at_home
+from trainer.data.preparation import Preparation
 from trainer.refusal import Refusal
+from trainer.user_paths import at_home
 
 _SIDE = 32
 _MOST = 256  # classes: the binary release has a byte for them

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recipes.vision.plans import torchvision_plan
-from trainer.learning.plan import Plan
+from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
 from trainer.refusal import BadData, Refusal
 

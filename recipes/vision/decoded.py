@@ -14,9 +14,9 @@ from recipes.vision.decode import Window, Windows, decode
 from recipes.vision.pictures import Pictures
 from recipes.vision.prepared import preparation
 from recipes.vision.unlabelled import Unlabelled
-from trainer.data.raw import Preparation
+from trainer.data.preparation import Preparation
 from trainer.refusal import BadData, Refusal
-from trainer.shown import shown
+from trainer.safe_names import shown
 
 _MOST = 100  # damaged pictures in a row; then nothing is there that could be read
 _SHOWN = 5  # names in a message

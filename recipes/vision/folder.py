@@ -18,9 +18,9 @@ import torch
 from recipes.vision.augment import Augment
 from recipes.vision.decode import ENDINGS, Windows
 from recipes.vision.decoded import DecodedPictures
-from trainer.home import at_home
 from trainer.refusal import Refusal
-from trainer.shown import shown
+from trainer.safe_names import shown
+from trainer.user_paths import at_home
 
 _SHOWN = 5  # names of classes in a line
 _SIZES = 64  # files that are asked for their size: each is a request to a file server

@@ -15,7 +15,7 @@ from recipes.vision.prepared import preparation
 from recipes.vision.sampling import appearances, sampled
 from recipes.vision.unlabelled import Unlabelled
 from trainer.data.data import Data
-from trainer.data.raw import Preparation
+from trainer.data.preparation import Preparation
 from trainer.refusal import Refusal
 
 

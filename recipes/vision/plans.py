@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from trainer.learning.plan import Plan
+from trainer.learning.parallel_plan import Plan
 
 
 def torchvision_plan(network: nn.Module) -> Plan:

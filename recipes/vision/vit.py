@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainer.learning.plan import Plan
+from trainer.learning.parallel_plan import Plan
 from trainer.refusal import Refusal
 
 

@@ -18,8 +18,8 @@ from scripts.faults.left import Left
 from scripts.faults.plan import draw
 from scripts.faults.possible import impossible
 from scripts.faults.strikes import STRIKES
-from trainer.configuration.bundle import present_folder
 from trainer.configuration.compose import compose, quoted
+from trainer.configuration.resource_paths import present_folder
 from trainer.refusal import Refusal
 
 DISK, INSIDE, TEMPORARY = "disk", "inside", "tmp"  # folders: a disk of its own; what asks the task; TMPDIR of each run

@@ -30,8 +30,8 @@ from tests.migrating.files import TESTED, write
 from tests.processes import Processes
 from trainer.configuration.compose import compose
 from trainer.configuration.settings import settings
-from trainer.jobs.initial import Initial
-from trainer.launch.launch import Launch
+from trainer.jobs.initial_weights import Initial
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 pytestmark = pytest.mark.slow

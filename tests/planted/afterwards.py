@@ -170,7 +170,7 @@ PLANTS = {
         ("strategy=ddp",),
         ("at step 1, forward, middle",),
         STRATEGY,
-        {"trainer.strategies.placed.Placed._mode": evaluation_mode},
+        {"trainer.strategies.parallel_model.Placed._mode": evaluation_mode},
     ),
     "kept_average": Plant(
         "after an evaluation the network keeps the average as its weights",
@@ -178,7 +178,7 @@ PLANTS = {
         ("strategy=fsdp",),
         ("at step 3, forward", "at step 1, resume"),
         STRATEGY,
-        {"trainer.strategies.average.Average._in_place": kept_average},
+        {"trainer.strategies.ema.Average._in_place": kept_average},
     ),
     "lost_plateau": Plant(
         "what schedule=plateau has counted is not read",
@@ -194,7 +194,7 @@ PLANTS = {
         ("strategy=ddp",),
         ("in its precision",),
         STRATEGY,
-        {"trainer.strategies.scaler.Scaler.load": half_scale},
+        {"trainer.strategies.loss_scaler.Scaler.load": half_scale},
     ),
     "ungrouped": Plant(
         "biases are stepped as weights are: the optimizer's groups are lost",
@@ -210,7 +210,7 @@ PLANTS = {
         ("strategy=fsdp",),
         ("at step 2, update, ema/", "at step 1, update, ema/"),
         STRATEGY,
-        {"trainer.strategies.placed.Placed.after_step": once_more},
+        {"trainer.strategies.parallel_model.Placed.after_step": once_more},
     ),
     "decayed_twice": Plant(
         "shards are decayed twice",
@@ -218,7 +218,7 @@ PLANTS = {
         ("strategy=fsdp",),
         ("at step 1, optimizer step",),
         STRATEGY,
-        {"trainer.strategies.placed_tensor.PlacedTensor.optimizer_step": decayed_twice},
+        {"trainer.strategies.sharded_model.PlacedTensor.optimizer_step": decayed_twice},
     ),
     "rate_by_micro_batch": Plant(
         "the schedule goes on with each micro-batch",
@@ -234,7 +234,7 @@ PLANTS = {
         ("strategy=fsdp",),
         ("at step 1, gradient, middle.gain",),
         STRATEGY,
-        {"trainer.strategies.placed_tensor.average_gradients": lambda original: lambda *_: None},
+        {"trainer.strategies.sharded_model.average_gradients": lambda original: lambda *_: None},
     ),
     "sequence_norms": Plant(
         "the gradients of norms between split tokens are not summed over the tensor ranks",
@@ -242,7 +242,7 @@ PLANTS = {
         ("strategy=tp",),
         GRADIENT,
         STRATEGY,
-        {"trainer.strategies.placed_tensor.redistribute_gradients": lambda original: lambda *_: None},
+        {"trainer.strategies.sharded_model.redistribute_gradients": lambda original: lambda *_: None},
     ),
     "norm_along_one_axis": Plant(
         "squares of shards are added up along one axis alone",
@@ -250,7 +250,7 @@ PLANTS = {
         ("strategy=fsdp_tp",),
         ("at step 1, norm",),
         STRATEGY,
-        {"trainer.parallel.clip.split_axes": lambda original: lambda tensor: original(tensor)[:1]},
+        {"trainer.parallel.gradient_clipping.split_axes": lambda original: lambda tensor: original(tensor)[:1]},
         FOUR,
     ),
     "vectors_apart": Plant(
@@ -259,7 +259,7 @@ PLANTS = {
         ("strategy=ddp_tp",),
         GRADIENT,
         STRATEGY,
-        {"trainer.strategies.placed_tensor.average_gradients": vectors_apart},
+        {"trainer.strategies.sharded_model.average_gradients": vectors_apart},
         FOUR,
     ),
     "stages_norm": Plant(
@@ -268,7 +268,7 @@ PLANTS = {
         ("strategy=pp", MICRO),
         ("at step 1, norm",),
         STRATEGY,
-        {"trainer.strategies.staged.PlacedStages._norm": first_stages_norm},
+        {"trainer.strategies.pipeline_model.PlacedStages._norm": first_stages_norm},
     ),
     "first_stage_trains": Plant(
         "a stage is evaluated in training mode",
@@ -284,7 +284,7 @@ PLANTS = {
         ("strategy=cp",),
         ("at step 1, forward, blocks.0.attention",),
         STRATEGY,
-        {"trainer.parallel.context.ShiftedPlaces._call": own_positions},
+        {"trainer.parallel.context_parallel.ShiftedPlaces._call": own_positions},
     ),
     "evaluated_by_context": Plant(
         "the loss of an evaluation is multiplied by the context ranks",
@@ -292,7 +292,7 @@ PLANTS = {
         ("strategy=cp",),
         LAST,
         STRATEGY,
-        {"trainer.strategies.placed_context.PlacedContext._evaluate": weighed_by_ranks},
+        {"trainer.strategies.context_model.PlacedContext._evaluate": weighed_by_ranks},
     ),
     "local_variance": Plant(
         "the running variance is corrected by the samples of one rank",

@@ -10,12 +10,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 from tests.planted.networks import rank
 from tests.planted.plant import NET, STRATEGY, Change, Plant
-from trainer.parallel.clip import global_norm
+from trainer.parallel.gradient_clipping import global_norm
 from trainer.parallel.ranks import Ranks
 
-LEARN = "trainer.strategies.placed.Placed._learn"
-SHARES = "trainer.strategies.placed.shares"
-TIMES = "trainer.strategies.placed.times"
+LEARN = "trainer.strategies.parallel_model.Placed._learn"
+SHARES = "trainer.strategies.parallel_model.shares"
+TIMES = "trainer.strategies.parallel_model.times"
 
 
 def other_batches(choose: Any) -> Change:
@@ -209,7 +209,7 @@ PLANTS = {
         ("strategy=single", MICRO),
         ("at step 3, gradient",),  # the second one begins anew, from a checkpoint
         STRATEGY,
-        {"trainer.strategies.placed.Placed.optimizer_step": kept_gradients},
+        {"trainer.strategies.parallel_model.Placed.optimizer_step": kept_gradients},
         size=1,
     ),
     "never_synced": Plant(
@@ -242,7 +242,7 @@ PLANTS = {
         ("strategy=zero1",),
         ("in its precision",),
         STRATEGY,
-        {"trainer.parallel.owners.Delivery._send": in_bf16_of_fp32},
+        {"trainer.parallel.parameter_owners.Delivery._send": in_bf16_of_fp32},
     ),
     "accumulated_in_bf16": Plant(
         "gradients are added up over micro-batches in bf16",
@@ -250,7 +250,7 @@ PLANTS = {
         ("strategy=ddp", MICRO),
         GRADIENT,
         STRATEGY,
-        {"trainer.strategies.placed.Placed._share_of_loss": accumulated_in_bf16},
+        {"trainer.strategies.parallel_model.Placed._share_of_loss": accumulated_in_bf16},
     ),
     "own_values": Plant(
         "rank 1 begins with weights of its own",
@@ -258,7 +258,7 @@ PLANTS = {
         ("strategy=ddp",),
         ("at initial values, embed.weight, rank 1",),
         STRATEGY,
-        {"trainer.strategies.placed.Placed._arrived": own_values},
+        {"trainer.strategies.parallel_model.Placed._arrived": own_values},
     ),
     "local_gather": Plant(
         "the backward of `gather` does not add up what other ranks found",
@@ -266,7 +266,7 @@ PLANTS = {
         ("strategy=ddp",),
         GRADIENT,
         STRATEGY,
-        {"trainer.parallel.gather._Gather.backward": lambda original: local_gather},
+        {"trainer.parallel.batch_gather._Gather.backward": lambda original: local_gather},
     ),
     "stale_broadcast": Plant(
         "parameters of one owner are not sent after the step",
@@ -287,7 +287,7 @@ PLANTS = {
         GRADIENT,
         STRATEGY,
         {
-            "trainer.parallel.owners._hand_over": lambda original: (
+            "trainer.parallel.parameter_owners._hand_over": lambda original: (
                 lambda bucket, flat, used: original(bucket, flat * 2, used)
             )
         },

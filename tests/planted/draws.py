@@ -13,7 +13,7 @@ from tests.planted.networks import rank
 from tests.planted.plant import DROPOUT, NET, STRATEGY, VIT, Plant
 from tests.planted.shards import FOUR
 
-BEGIN = "trainer.parallel.chance.PerSample.begin"
+BEGIN = "trainer.parallel.rng_policy.PerSample.begin"
 RANDOM = (*STRATEGY, "random numbers")
 MIXED = tuple(word for word in VIT if word != "task=classes")  # labels are no longer numbers of classes
 THIRD_DATA = ("at step 3, data, inputs",)
@@ -71,7 +71,7 @@ PLANTS = {
         ("strategy=fsdp", "strategy.activation_checkpointing=units"),
         ("at step 1, gradient",),
         RANDOM,
-        {"trainer.parallel.recompute.checkpoint": other_masks},
+        {"trainer.parallel.activation_checkpointing.checkpoint": other_masks},
     ),
     "first_epoch_again": Plant(
         "a rank forgets set_epoch",
@@ -87,7 +87,7 @@ PLANTS = {
         ("strategy=hsdp",),
         THIRD_DATA,
         STRATEGY,
-        {"trainer.data.order.Order.__call__": lambda original: lambda self, epoch: original(self, 0)},
+        {"trainer.data.sample_order.Order.__call__": lambda original: lambda self, epoch: original(self, 0)},
         FOUR,
     ),
     "augmented_by_place": Plant(
@@ -97,7 +97,7 @@ PLANTS = {
         ("at step 1, data, inputs",),
         STRATEGY,
         {
-            "trainer.data.shares.Random": lambda original: (
+            "trainer.data.rank_batches.Random": lambda original: (
                 lambda seed, epoch, indices: original(seed, epoch, torch.arange(len(indices)))
             )
         },
@@ -108,6 +108,6 @@ PLANTS = {
         ("strategy=tp",),
         ("at step 1, data, inputs",),
         STRATEGY,
-        {"trainer.data.slice.Slice.pairs": wrong_partner},
+        {"trainer.data.rank_slice.Slice.pairs": wrong_partner},
     ),
 }

@@ -46,8 +46,14 @@ def narrow_buckets(tensors: Any) -> Tensor:
 
 # name → precision, strategy, what is changed, where it is found
 PLANTED: dict[str, tuple[str, str, str, Any, str]] = {
-    "own_scale": ("fp16", "ddp", "trainer.strategies.scaler.Scaler.scale", own_scale, "step 1, gradient, "),
-    "own_unscale": ("fp16", "ddp", "trainer.strategies.scaler.Scaler.unscale_", own_unscale, "step 1, norm, norm"),
+    "own_scale": ("fp16", "ddp", "trainer.strategies.loss_scaler.Scaler.scale", own_scale, "step 1, gradient, "),
+    "own_unscale": ("fp16", "ddp", "trainer.strategies.loss_scaler.Scaler.unscale_", own_unscale, "step 1, norm, norm"),
     "narrow_hook": ("fp32", "ddp", "trainer.strategies.ddp._Placed._wrap", narrow_hook, "step 1, gradient, "),
-    "narrow_buckets": ("fp32", "zero1", "trainer.parallel.owners.packed", narrow_buckets, "step 1, gradient, "),
+    "narrow_buckets": (
+        "fp32",
+        "zero1",
+        "trainer.parallel.parameter_owners.packed",
+        narrow_buckets,
+        "step 1, gradient, ",
+    ),
 }

@@ -14,7 +14,7 @@ from tests.inside import product
 from tests.planted import PLANTS
 from tests.planted.plant import EXACT, planted
 from tests.processes import Processes
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal, Told
 
 

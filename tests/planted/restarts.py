@@ -14,11 +14,11 @@ from tests.planted.networks import rank
 from tests.planted.plant import DROPOUT, NET, STRATEGY, VIT, Plant
 from tests.planted.shards import FOUR
 from tests.planted.steps import SYNC, SYNCED
-from trainer.parallel.held import held
+from trainer.parallel.local_shard import held
 
 RESUME = (*STRATEGY, "the resume")
 EVALUATION = (*STRATEGY, "the evaluation")
-RESTORE = "trainer.strategies.placed.restore_optimizer"
+RESTORE = "trainer.strategies.parallel_model.restore_optimizer"
 LAST = ("at step 3, evaluation",)
 
 
@@ -99,7 +99,7 @@ PLANTS = {
         ("at step 1, resume, ",),
         RESUME,
         {
-            "trainer.records.saver.Beside.copied": lambda original: (
+            "trainer.records.async_save.Beside.copied": lambda original: (
                 lambda self, tensors: {name: held(one.detach()) for name, one in tensors.items()}
             )
         },
@@ -118,7 +118,7 @@ PLANTS = {
         ("strategy=zero1",),
         ("at step 1, resume, ema/",),
         RESUME,
-        {"trainer.strategies.average.Average.load": lambda original: lambda *_: None},
+        {"trainer.strategies.ema.Average.load": lambda original: lambda *_: None},
     ),
     "unread_shard": Plant(
         "one rank does not read its piece of a tensor",
@@ -135,7 +135,7 @@ PLANTS = {
         ("strategy=ddp", SYNC),
         ("at step 1, resume, middle.running",),
         RESUME,
-        {"trainer.strategies.placed.Placed.load_weights": kept_buffers},
+        {"trainer.strategies.parallel_model.Placed.load_weights": kept_buffers},
     ),
     "evaluated_in_training": Plant(
         "one rank evaluates in training mode",
@@ -144,7 +144,7 @@ PLANTS = {
         LAST,
         EVALUATION,
         {
-            "trainer.strategies.placed.Placed._mode": lambda original: (
+            "trainer.strategies.parallel_model.Placed._mode": lambda original: (
                 lambda self, training: original(self, training or rank() == 1)
             )
         },
@@ -155,7 +155,7 @@ PLANTS = {
         ("strategy=ddp",),
         LAST,
         EVALUATION,
-        {"trainer.strategies.placed.uncounted": lambda original: lambda sums: sums},
+        {"trainer.strategies.parallel_model.uncounted": lambda original: lambda sums: sums},
     ),
     "last_batch": Plant(
         "the last batch of an evaluation is left out where it is not full",
@@ -171,7 +171,7 @@ PLANTS = {
         ("strategy=tp",),
         LAST,
         EVALUATION,
-        {"trainer.strategies.average.Average.views": plain_views},
+        {"trainer.strategies.ema.Average.views": plain_views},
     ),
     "rank_by_rank": Plant(
         "what an evaluation keeps of each sample comes rank by rank, not in the order of the set",
@@ -180,7 +180,7 @@ PLANTS = {
         LAST,
         EVALUATION,
         {
-            "trainer.loop.kept.Kept._joined": lambda original: (
+            "trainer.loop.gathered_outputs.Kept._joined": lambda original: (
                 lambda self, name, parts, order: original(self, name, parts, torch.arange(len(order)))
             )
         },

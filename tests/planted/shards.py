@@ -14,7 +14,7 @@ from torch.nn import functional
 from tests.planted.copies import GRADIENT, TIMES
 from tests.planted.networks import rank
 from tests.planted.plant import NET, STRATEGY, VIT, Change, Plant
-from trainer.parallel.held import held, split_axes
+from trainer.parallel.local_shard import held, split_axes
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.units import matches
 
@@ -163,7 +163,7 @@ def first_rank(original: property) -> property:
 
 CLIPPED = ("at step 1, clipped gradient", "at step 1, optimizer step", "at step 1, update")
 STEP = ("at step 1, optimizer step", "at step 1, update")
-TENSOR = "trainer.strategies.placed_tensor"
+TENSOR = "trainer.strategies.sharded_model"
 SPLIT = f"{TENSOR}.PlacedTensor._split"
 FINISH = f"{TENSOR}.PlacedTensor._finish_gradients"
 UNSEEN = {f"{TENSOR}.Shared": lambda original: type("Shared", (original,), {"refuse_apart": lambda self: None})}
@@ -193,7 +193,7 @@ PLANTS = {
         ("strategy=fsdp",),
         GRADIENT,
         STRATEGY,
-        {"trainer.parallel.shard.MixedPrecisionPolicy": reduced_in_bf16},
+        {"trainer.parallel.fully_shard.MixedPrecisionPolicy": reduced_in_bf16},
     ),
     "doubled_experts": Plant(
         "gradients of experts are twice as large (averaged over fewer ranks)",
@@ -209,7 +209,7 @@ PLANTS = {
         ("strategy=fsdp",),
         ("at step 1, norm",),
         STRATEGY,
-        {"trainer.parallel.clip.ranks_along": lambda original: lambda *_: Ranks()},
+        {"trainer.parallel.gradient_clipping.ranks_along": lambda original: lambda *_: Ranks()},
     ),
     "left_out_shards": Plant(
         "one rank does not update its shards",
@@ -225,7 +225,7 @@ PLANTS = {
         ("strategy=fsdp",),
         ("at step 1, update, embed.",),
         STRATEGY,
-        {"trainer.strategies.placed.Placed.after_step": moved_frozen},
+        {"trainer.strategies.parallel_model.Placed.after_step": moved_frozen},
     ),
     "decayed_biases": Plant(
         "biases and norms are decayed as weights are",
@@ -233,7 +233,11 @@ PLANTS = {
         ("strategy=fsdp_tp",),
         ("at step 1, learning rate", *STEP),
         STRATEGY,
-        {"trainer.jobs.making.parameter_groups": lambda original: lambda one, _, rules=(): original(one, False, rules)},
+        {
+            "trainer.jobs.build_trainer.parameter_groups": lambda original: (
+                lambda one, _, rules=(): original(one, False, rules)
+            )
+        },
         FOUR,
     ),
     "counted_twice": Plant(
@@ -242,7 +246,7 @@ PLANTS = {
         ("strategy=tp",),
         ("at step 1, norm",),
         STRATEGY,
-        {"trainer.strategies.placed.global_norm": counted_twice},
+        {"trainer.strategies.parallel_model.global_norm": counted_twice},
     ),
     "bias_on_every_rank": Plant(
         "a row-wise layer adds its bias on every rank",
@@ -301,7 +305,7 @@ PLANTS = {
         ("strategy=mesh", "strategy.shard=2", "strategy.tensor=2"),
         ("at step 1, data, inputs",),
         STRATEGY,
-        {"trainer.strategies.place.Place.slice": first_rank},
+        {"trainer.strategies.process_topology.Place.slice": first_rank},
         FOUR,
     ),
 }

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.planted.copies import GRADIENT, LOSS, MICRO, SHARES
 from tests.planted.plant import DROPOUT, GPT, STRATEGY, VIT, Plant
 from tests.planted.shards import FINISH, FOUR, TENSOR, multiplied
-from trainer.data.tree import changed
+from trainer.data.nested_tensors import changed
 from trainer.parallel.ranks import Ranks
 
 STRETCH = ("at step 1, forward", *LOSS)  # of modules context ranks have stretches, which are not compared
-STAGED = "trainer.strategies.staged"
+STAGED = "trainer.strategies.pipeline_model"
 
 
 def stale_activation(original: Any) -> Any:
@@ -120,7 +120,11 @@ PLANTS = {
         ("strategy=pp", MICRO),
         ("at step 1, gradient, blocks.0",),
         STRATEGY,
-        {"trainer.parallel.pipeline.handover.InOrder.backward": lambda original: lambda ctx, gradient: gradient / 2},
+        {
+            "trainer.parallel.pipeline.stage_exchange.InOrder.backward": lambda original: (
+                lambda ctx, gradient: gradient / 2
+            )
+        },
     ),
     "pipelines_apart": Plant(
         "two pipelines do not average their gradients",
@@ -162,7 +166,7 @@ PLANTS = {
         ("strategy=cp",),
         GRADIENT,
         STRATEGY,
-        {"trainer.parallel.context._gathered": own_keys_gradient},
+        {"trainer.parallel.context_parallel._gathered": own_keys_gradient},
     ),
     "lost_token": Plant(
         "the last token of each stretch is lost",
@@ -170,7 +174,7 @@ PLANTS = {
         ("strategy=ddp_cp", "strategy.context=2"),
         STRETCH,
         STRATEGY,
-        {"trainer.strategies.placed_context.stretch": own_tokens},
+        {"trainer.strategies.context_model.stretch": own_tokens},
         FOUR,
     ),
     "unshifted_places": Plant(
@@ -179,7 +183,7 @@ PLANTS = {
         ("strategy=fsdp_cp", "strategy.context=2"),
         STRETCH,
         STRATEGY,
-        {"trainer.parallel.context.ShiftedPlaces._call": unshifted},
+        {"trainer.parallel.context_parallel.ShiftedPlaces._call": unshifted},
         FOUR,
     ),
     "context_counted_twice": Plant(
@@ -188,7 +192,7 @@ PLANTS = {
         ("strategy=mesh", "strategy.shard=2", "strategy.context=2"),
         LOSS,
         STRATEGY,
-        {"trainer.strategies.joined.Meshed.loss_group": local_loss_group},
+        {"trainer.strategies.process_groups.Meshed.loss_group": local_loss_group},
         FOUR,
     ),
     "whole_masks": Plant(
@@ -197,7 +201,7 @@ PLANTS = {
         ("strategy=cp",),
         STRETCH,
         (*STRATEGY, "random numbers"),
-        {"trainer.parallel.chance.PerSample.cut": lambda original: lambda *_: None},
+        {"trainer.parallel.rng_policy.PerSample.cut": lambda original: lambda *_: None},
     ),
     "masks_of_shards": Plant(
         "a tensor rank draws as if its tokens were all of the sequence",
@@ -205,6 +209,6 @@ PLANTS = {
         ("strategy=tp",),
         ("at step 1, forward",),
         (*STRATEGY, "random numbers"),
-        {"trainer.parallel.chance.PerSample.split": lambda original: lambda *_: None},
+        {"trainer.parallel.rng_policy.PerSample.split": lambda original: lambda *_: None},
     ),
 }

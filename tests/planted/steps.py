@@ -13,12 +13,12 @@ from tests.planted.copies import GRADIENT
 from tests.planted.networks import rank
 from tests.planted.plant import NET, STRATEGY, VIT, Plant
 from tests.planted.shards import CLIPPED, FOUR
-from trainer.parallel.clip import global_norm
+from trainer.parallel.gradient_clipping import global_norm
 
 RATES = "trainer.trainer.set_rates"
 SYNCED = (*NET, "+model.kind=batch_norm")
 SYNC = "strategy.sync_bn=true"
-CLIP = "trainer.strategies.placed.clip_"
+CLIP = "trainer.strategies.parallel_model.clip_"
 RATE = ("at step 1, learning rate", *CLIPPED[1:])
 
 
@@ -76,7 +76,7 @@ PLANTS = {
         ("strategy=ddp",),
         ("at step 1, norm",),
         STRATEGY,
-        {"trainer.strategies.placed.global_norm": lambda original: lambda gradients: 2 * original(gradients)},
+        {"trainer.strategies.parallel_model.global_norm": lambda original: lambda gradients: 2 * original(gradients)},
     ),
     "unclipped": Plant(
         "the norm is right, and nothing is clipped (transformers#46113)",
@@ -121,7 +121,7 @@ PLANTS = {
         ("strategy=ddp",),
         ("at step 2, update, ema/",),
         STRATEGY,
-        {"trainer.strategies.placed.Average": other_decay},
+        {"trainer.strategies.parallel_model.Average": other_decay},
     ),
     "other_scale": Plant(
         "one rank undoes another loss scale, in fp16 alone",
@@ -129,7 +129,7 @@ PLANTS = {
         ("strategy=ddp",),
         ("in its precision",),
         STRATEGY,
-        {"trainer.strategies.scaler.Scaler.unscale_": other_scale},
+        {"trainer.strategies.loss_scaler.Scaler.unscale_": other_scale},
     ),
     "local_statistics": Plant(
         "strategy.sync_bn=true has no effect",
@@ -137,7 +137,7 @@ PLANTS = {
         ("strategy=ddp", SYNC),
         ("at step 1, forward, middle",),
         STRATEGY,
-        {"trainer.strategies.placed.synchronised": lambda original: lambda network, *_: network},
+        {"trainer.strategies.parallel_model.synchronised": lambda original: lambda network, *_: network},
     ),
     "local_statistics_backward": Plant(
         "the backward of synchronised statistics is that of one rank",

@@ -10,7 +10,7 @@ from recipes.vision.pixels.geometry import affine, crop, resized_crop
 from recipes.vision.pixels.mixing import beta
 from recipes.vision.pixels.mixing import mix as mix_images
 from recipes.vision.pixels.trivial import trivial
-from trainer.data.draws import Random, _quantiles
+from trainer.data.sample_random import Random, _quantiles
 from trainer.data.seeds import mix
 from trainer.refusal import Refusal
 

@@ -9,7 +9,7 @@ from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
 from tests.commands import SMALL
 from tests.inside import here
-from trainer.learning.plan import Plan
+from trainer.learning.parallel_plan import Plan
 from trainer.refusal import BadData, Refusal
 
 

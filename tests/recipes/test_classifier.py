@@ -22,12 +22,12 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_initial import saved
-from trainer.data.order import Order
-from trainer.launch.launch import Launch
+from trainer.data.sample_order import Order
+from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint import Checkpoints
 from trainer.refusal import Refusal
-from trainer.strategies.placed import Placed
+from trainer.strategies.parallel_model import Placed
 
 transformers = pytest.importorskip("transformers", reason="the package transformers is not installed: '.[hf]'")
 

@@ -16,7 +16,7 @@ from recipes.vision.zoo import torchvision_model
 from tests.inside import product
 from tests.quick import quickly
 from tests.test_program import CLASSES, SHORT, WORDS, answers, photos
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 transformers = pytest.importorskip("transformers")

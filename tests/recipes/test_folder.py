@@ -21,7 +21,7 @@ from recipes.vision.folder import ImageFolder
 from tests.commands import curve, far, finish, lines, single, status
 from tests.inside import here, product
 from tests.processes import Processes
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import BadData, Refusal
 
 WORDS = ("data=imagefolder", "data.image_size=16", "model=mlp", "model.width=16", "loop.global_batch=12")

@@ -15,7 +15,7 @@ from tests.commands import curve, far, lines
 from tests.inside import here, product
 from tests.processes import Processes
 from tests.recipes.test_folder import CLASSES, SHORT, WHOLE, picture
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 datasets = pytest.importorskip("datasets", reason="the package datasets is not installed: pip install '.[hf]'")

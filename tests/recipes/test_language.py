@@ -19,9 +19,9 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.recipes.nano import GPT, train
-from trainer.data.order import Order
+from trainer.data.sample_order import Order
 from trainer.jobs.generate import Generate
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 SIZES: dict[str, Any] = {"vocab_size": 256, "context": 16, "width": 32, "depth": 2, "heads": 4}

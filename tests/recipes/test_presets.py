@@ -15,7 +15,7 @@ from tests.processes import Processes
 from tests.recipes.test_cifar import write_ten
 from tests.recipes.test_folder import write
 from tests.recipes.test_vision_data import INSTALLED, write_fashion
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from recipes.text.huggingface import HuggingFaceText
 from tests.commands import curve, far, lines
 from tests.inside import here, product
 from tests.processes import Processes
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 datasets = pytest.importorskip("datasets", reason="the package datasets is not installed: pip install '.[hf]'")

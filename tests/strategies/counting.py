@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.strategies.toys import BATCH, DATA, NETWORKS, STRATEGIES, TASKS, Case, ToyData, make_optimizer
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.learning.optimizer import parameter_groups
 from trainer.strategies.machine import Machine
 

@@ -20,10 +20,10 @@ from tests.processes import Processes
 from tests.test_labs import train
 from trainer.data.seeds import seed_all
 from trainer.data.stream import Batch
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.learning.task import Task
 from trainer.refusal import Refusal
-from trainer.strategies.carried import Carried
+from trainer.strategies.carried_state import Carried
 from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single
 

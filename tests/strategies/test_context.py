@@ -19,12 +19,12 @@ from tests.strategies.sequences import LENGTH, NETWORKS, Next, TokenData
 from tests.strategies.toys import BATCH, STRATEGIES, Case, built, run
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
-from trainer.launch.launch import Launch
-from trainer.parallel.draw import Cut, Stretch
-from trainer.parallel.pieces import Pieces, pieces
+from trainer.launch.rendezvous import Launch
+from trainer.parallel.per_sample_draw import Cut, Stretch
+from trainer.parallel.sequence_pieces import Pieces, pieces
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
-from trainer.strategies.tensor import TP
+from trainer.strategies.tp import TP
 
 OTHERS = [
     ("looking", "each"),

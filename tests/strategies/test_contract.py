@@ -13,7 +13,7 @@ from tests.quick import quickly
 from tests.strategies.toys import BATCH, STRATEGIES, Case, Net, Plain, ToyData, built, run
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.strategies.machine import Machine
 
 # name → (processes, the case)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from tests.strategies.toys import STRATEGIES, Case, run
-from trainer.data.tree import first_tensor, rows
-from trainer.launch.launch import Launch
+from trainer.data.nested_tensors import first_tensor, rows
+from trainer.launch.rendezvous import Launch
 from trainer.learning.task import Task
 from trainer.refusal import Refusal
 from trainer.strategies.dp import DP, Replicas

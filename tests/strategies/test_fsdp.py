@@ -17,7 +17,7 @@ from tests.strategies.toys import STRATEGIES, Case, Net, Plain, Rows, ToyData, b
 from trainer.data.reader import Loading
 from trainer.data.seeds import seed_all
 from trainer.data.stream import Stream
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.processes import Processes
-from trainer.launch.launch import Launch
-from trainer.parallel.mesh import make_mesh, ranks_along, spread
+from trainer.launch.rendezvous import Launch
+from trainer.parallel.device_mesh import make_mesh, ranks_along, spread
 from trainer.refusal import Refusal
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine

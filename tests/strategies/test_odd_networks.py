@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.processes import Processes
 from tests.strategies.toys import CLASSES, NETWORKS, TASKS, WIDTH, Case, Net, Plain, Routed, run
 from trainer import Plan, Task
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
-from trainer.strategies.tensor import TP
+from trainer.strategies.tp import TP
 
 
 class Buffers(Net):

@@ -21,11 +21,11 @@ from tests.strategies.toys import CLASSES, STRATEGIES, WIDTH, Plain, ToyData, bu
 from trainer import Plan
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.parallel.buckets import Sums
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
-from trainer.strategies.placed import Placed
+from trainer.strategies.parallel_model import Placed
 
 BATCH = 24
 TOKENS, DEPTH = 6, 3

@@ -19,11 +19,11 @@ from tests.quick import quickly
 from tests.strategies import toys
 from trainer import Plan, Task
 from trainer.data.stream import Batch
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.parallel.pipeline.schedules import KINDS, Layout, runs_over_gloo, takes
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
-from trainer.strategies.pipeline import PP
+from trainer.strategies.pp import PP
 from trainer.strategies.single import Single
 
 

@@ -17,7 +17,7 @@ from tests.strategies.toys import STRATEGIES, built
 from trainer import Data
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.strategies.machine import Machine
 
 

@@ -12,7 +12,7 @@ from tests.commands import finish, single
 from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal, Told
 
 WORDS = ("--config-dir", "conf", "trust=[tests]", "loader.workers=0", "loop.global_batch=8", "loop.steps=6")

@@ -16,10 +16,10 @@ from tests.strategies.toys import CLASSES, WIDTH, Net, Plain, Rows, ToyData, mak
 from trainer import Plan, Task
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
-from trainer.strategies.tensor import TP
+from trainer.strategies.tp import TP
 
 
 class Planned(Net):

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.toys import Case, run
-from trainer.launch.launch import Launch
-from trainer.parallel.gather import dealt, gather, gathering_over
+from trainer.launch.rendezvous import Launch
+from trainer.parallel.batch_gather import dealt, gather, gathering_over
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 

@@ -16,20 +16,20 @@ from tests.strategies import sequences
 from trainer import Data, Plan, Task, gather
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream, digest
-from trainer.launch.launch import Launch
-from trainer.learning.frozen import freeze
+from trainer.launch.rendezvous import Launch
+from trainer.learning.frozen_parameters import freeze
 from trainer.loop.evaluation import evaluate
-from trainer.parallel.held import held
+from trainer.parallel.local_shard import held
 from trainer.records.checkpoint import Checkpoints
+from trainer.strategies.auto import mesh
 from trainer.strategies.base import Strategy
-from trainer.strategies.chosen import mesh
 from trainer.strategies.ddp import DDP
 from trainer.strategies.dp import DP
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
-from trainer.strategies.pipeline import PP
+from trainer.strategies.pp import PP
 from trainer.strategies.single import Single
-from trainer.strategies.tensor import TP
+from trainer.strategies.tp import TP
 from trainer.strategies.zero1 import Zero1
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.configuration import signature
-from trainer.configuration.inner import refuse_inside
-from trainer.configuration.names import Names, real_name
+from trainer.configuration.import_allowlist import Names, real_name
+from trainer.configuration.nested_targets import refuse_inside
 from trainer.configuration.resolved import as_written, quoted_from
 from trainer.configuration.settings import BESIDE
 from trainer.data.data import Data

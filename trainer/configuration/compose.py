@@ -20,13 +20,13 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.configuration.bundle import root
-from trainer.configuration.choices import assort, dashed, misnamed, mistyped, unread
-from trainer.configuration.references import refuse_bombs
+from trainer.configuration.command_line import Words, line, parse, read
 from trainer.configuration.resolved import as_written, flat, resolved
+from trainer.configuration.resource_paths import root
 from trainer.configuration.settings import BESIDE, GROUPS, examine
-from trainer.configuration.trained import of_run, opens_a_run
-from trainer.configuration.words import Words, line, parse, read
+from trainer.configuration.suggestions import assort, dashed, misnamed, mistyped, unread
+from trainer.configuration.trained_run_config import of_run, opens_a_run
+from trainer.configuration.yaml_alias_check import refuse_bombs
 from trainer.refusal import Refusal, first_line, listed, nearest
 
 

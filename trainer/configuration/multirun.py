@@ -13,13 +13,13 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.configuration.choices import options
+from trainer.configuration.command_line import Words, line, parse, read
 from trainer.configuration.compose import compose, composing, load, quoted
+from trainer.configuration.search_space import Axis, Between, Choice, Space, Trial
 from trainer.configuration.settings import Count, Natural, Word
-from trainer.configuration.space import Axis, Between, Choice, Space, Trial
-from trainer.configuration.trained import opens_a_run, reads_files
-from trainer.configuration.values import converted
-from trainer.configuration.words import Words, line, parse, read
+from trainer.configuration.suggestions import options
+from trainer.configuration.trained_run_config import opens_a_run, reads_files
+from trainer.configuration.value_types import converted
 from trainer.refusal import Refusal, listed
 
 _PLACE = {"run", "run.root", "run.name", "run.dir"}  # all runs share one folder

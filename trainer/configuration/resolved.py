@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from trainer.configuration.values import shown
+from trainer.configuration.value_types import shown
 
 
 def resolved(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:

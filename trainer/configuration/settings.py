@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from omegaconf import DictConfig
 
 from trainer.configuration.resolved import as_written, quoted_from, resolved
-from trainer.configuration.values import (
+from trainer.configuration.value_types import (
     Written,
     at_least,
     beat,
@@ -29,7 +29,7 @@ from trainer.configuration.values import (
     word,
 )
 from trainer.learning.cadence import Every
-from trainer.learning.rule import Rule
+from trainer.learning.parameter_rules import Rule
 from trainer.refusal import Refusal, listed
 
 # Groups whose keys belong to what their `_target_` names; `experiment` is a group too, but leaves no key of its own.

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trainer.configuration.resolved import quoted_from
-from trainer.configuration.values import converted, in_steps
+from trainer.configuration.value_types import converted, in_steps
 from trainer.refusal import Refusal, nearest
 
 _TYPO = 0.85  # this alike are two names of which one is mistyped: hiden_size, hidden_size

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from trainer.data.fingerprint import of_items
-from trainer.data.raw import Preparation
+from trainer.data.preparation import Preparation
 from trainer.refusal import Refusal
 
 if TYPE_CHECKING:
-    from trainer.data.draws import Random
+    from trainer.data.sample_random import Random
 
 
 class Data:

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from trainer.data.seeded import put_back
+from trainer.data.seeded_items import put_back
 from trainer.data.seeds import mix, seed_all
 
 _ITEMS = 8  # that are looked at, from the first to the last

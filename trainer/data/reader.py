@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer.data.data import Data
-from trainer.data.seeded import Seeded
-from trainer.launch.signals import obey_parent_alone
+from trainer.data.seeded_items import Seeded
+from trainer.launch.stop_signals import obey_parent_alone
 from trainer.refusal import BadData
 
 _MOST = 16  # workers that a rank takes by itself

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from trainer.data.data import Data
-from trainer.data.order import Order, size_of
+from trainer.data.rank_batches import Cut, Samples, cutting, shares
+from trainer.data.rank_slice import Slice, spans
 from trainer.data.reader import Loading
+from trainer.data.sample_order import Order, size_of
 from trainer.data.seeds import GOLDEN, mixed, signed
-from trainer.data.shares import Cut, Samples, cutting, shares
-from trainer.data.slice import Slice, spans
 
 _HERE = Loading(workers=0)  # in this process
 

@@ -15,26 +15,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.configuration.build import FACTS, build, check_all, maker, with_facts
-from trainer.configuration.names import Names
+from trainer.configuration.import_allowlist import Names
+from trainer.configuration.model_sizes import with_sizes
 from trainer.configuration.resolved import written
 from trainer.configuration.settings import Settings, settings
-from trainer.configuration.sizes import with_sizes
-from trainer.configuration.trained import opens_a_run
+from trainer.configuration.trained_run_config import opens_a_run
 from trainer.data.data import Data
-from trainer.home import at_home
 from trainer.jobs.preparation import Job, RunParts
-from trainer.launch.launch import Launch
+from trainer.launch.child_processes import Alone, alone
 from trainer.launch.launchers import meeting_at
-from trainer.launch.local import Alone, alone
+from trainer.launch.rendezvous import Launch
 from trainer.learning.inner_optimizers import exposed, made_for_trial
 from trainer.learning.optimizer import fused_words, refuse_rate, refuse_rules, spares_vectors
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
 from trainer.learning.torch_schedule import TorchSchedule
 from trainer.records.folder import RunFolder, refuse_place
-from trainer.records.log import Sink
+from trainer.records.sinks import Sink
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
+from trainer.user_paths import at_home
 
 KINDS = {"job": Job, "strategy": Strategy, "model": nn.Module, "task": Task, "schedule": Schedule, "data": Data}
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from trainer.launch.echo import chain
+from trainer.launch.peer_errors import chain
 
 
 def be_deterministic() -> None:

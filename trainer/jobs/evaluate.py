@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from functools import partial
 
-from trainer.jobs.opened import Split, Which, opened, run_folder, samples_of
 from trainer.jobs.preparation import Job, RunParts
+from trainer.jobs.trained_run import Split, Which, opened, run_folder, samples_of
 from trainer.launch import failure
-from trainer.launch.nofollow import open_file
+from trainer.launch.no_symlinks import open_file
 from trainer.loop.evaluation import evaluate
 
 

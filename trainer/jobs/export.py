@@ -11,17 +11,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainer.data.classes import by_name
+from trainer.data.class_names import by_name
 from trainer.data.data import Data
-from trainer.home import at_home
-from trainer.jobs.opened import Which, as_average, chosen, classes_of, names_there, run_folder
+from trainer.jobs.exported_program import Program, plain, preparation_of, prepared
 from trainer.jobs.preparation import Job, RunParts, seeded_network
-from trainer.jobs.program import Program, plain, preparation_of, prepared
-from trainer.launch.durable import replace_file
-from trainer.launch.nofollow import make_folder
-from trainer.parallel.state import fits
-from trainer.records.weights import of_checkpoint
+from trainer.jobs.trained_run import Which, as_average, chosen, classes_of, names_there, run_folder
+from trainer.launch.atomic_files import replace_file
+from trainer.launch.no_symlinks import make_folder
+from trainer.parallel.optimizer_state import fits
+from trainer.records.weight_files import of_checkpoint
 from trainer.refusal import Refusal
+from trainer.user_paths import at_home
 
 Format = Literal["safetensors", "pt", "pt2", "onnx", "huggingface"]
 

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.tree import changed
+from trainer.data.nested_tensors import changed
 from trainer.jobs.preparation import Prepared, host_example, seeded_network
-from trainer.learning.frozen import freeze
-from trainer.learning.pattern import fits
-from trainer.learning.plan import Plan
-from trainer.learning.rule import Rule, understood
+from trainer.learning.frozen_parameters import freeze
+from trainer.learning.parallel_plan import Plan
+from trainer.learning.parameter_patterns import fits
+from trainer.learning.parameter_rules import Rule, understood
 from trainer.learning.task import Task
-from trainer.parallel.held import named_tensors
-from trainer.parallel.outline import outline
-from trainer.parallel.pipeline.trial import shapes
+from trainer.parallel.local_shard import named_tensors
+from trainer.parallel.meta_model import outline
+from trainer.parallel.pipeline.shape_forward import shapes
 from trainer.parallel.units import enclosing, matches
 from trainer.refusal import Refusal
 

@@ -8,27 +8,27 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
-from trainer.counted import counted
+from trainer.jobs.allocator import give_back_freed_memory, keep_freed_memory, remedy
+from trainer.jobs.build_trainer import make_checkpoints, make_trainer
 from trainer.jobs.determinism import way_out
-from trainer.jobs.making import make_checkpoints, make_trainer
-from trainer.jobs.memory import give_back_freed_memory, keep_freed_memory, remedy
 from trainer.jobs.preparation import Job, Prepared, RunParts, build_values, prepare
-from trainer.jobs.report import best_lines, describe, end_lines, left_out_lines, replaced_lines, start_lines
-from trainer.jobs.resuming import Verdict, decide_resume
+from trainer.jobs.resume_decision import Verdict, decide_resume
+from trainer.jobs.run_messages import best_lines, describe, end_lines, left_out_lines, replaced_lines, start_lines
 from trainer.jobs.summary import summary
-from trainer.launch import failure, screen
+from trainer.launch import failure, rank_output
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.hang import watchdog
-from trainer.launch.signals import StopRequest, left_behind
 from trainer.launch.starts import process_age
+from trainer.launch.stop_signals import StopRequest, left_behind
 from trainer.loop.progress import Progress
-from trainer.parallel.outline import is_outline
+from trainer.parallel.meta_model import is_outline
+from trainer.plain_numbers import counted
+from trainer.records.checkpoint_store import newest_in, open_checkpoint
 from trainer.records.console import LogFile
-from trainer.records.log import Log
 from trainer.records.manifest import TO_RESUME, Found
 from trainer.records.metrics import Figures
-from trainer.records.resume import is_checkpoint, start_path
-from trainer.records.shelf import newest_in, open_checkpoint
+from trainer.records.resume_rules import is_checkpoint, start_path
+from trainer.records.sinks import Log
 from trainer.refusal import Refusal
 from trainer.trainer import Trainer
 
@@ -54,7 +54,7 @@ class Fit(Job):
                 print(f"{folder}: {verdict.complete}")
             return 0
         run.machine = run.strategy.machine = replace(run.machine, precision=verdict.precision)
-        screen.redirect(launch.rank, folder)
+        rank_output.redirect(launch.rank, folder)
         log = Log([Figures(), LogFile(), *run.sinks] if launch.is_main else [])
         # join: from now on ranks wait for each other, so one that fails ends all, with one account of why; and a
         # request to stop must be kept until the loop can hear it

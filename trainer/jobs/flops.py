@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.tree import changed, first_tensor, tensors
+from trainer.data.nested_tensors import changed, first_tensor, tensors
 from trainer.devices import names
-from trainer.jobs.peaks import peak_flops
+from trainer.jobs.peak_flops import peak_flops
 from trainer.jobs.preparation import Prepared
+from trainer.learning.flops_utilization import NoWork, Work
 from trainer.learning.task import Task
-from trainer.learning.work import NoWork, Work
-from trainer.parallel.pipeline.trial import shapes
-from trainer.records.log import Log
+from trainer.parallel.pipeline.shape_forward import shapes
+from trainer.records.sinks import Log
 from trainer.refusal import first_line
 
 

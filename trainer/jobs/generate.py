@@ -11,10 +11,10 @@ import torch
 
 from trainer.devices import accelerator
 from trainer.jobs.export import trained
-from trainer.jobs.opened import Which, as_average, chosen, run_folder
 from trainer.jobs.preparation import Job, RunParts
-from trainer.launch.nofollow import make_folder, open_file
-from trainer.learning.continuation import Continuation
+from trainer.jobs.trained_run import Which, as_average, chosen, run_folder
+from trainer.launch.no_symlinks import make_folder, open_file
+from trainer.learning.generation_request import Continuation
 from trainer.refusal import Refusal
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from trainer.data.data import Data
-from trainer.home import at_home
-from trainer.jobs.answers import Piece, Stopped, answers
-from trainer.jobs.classified import Classified, best, refuse_task
-from trainer.jobs.opened import (
+from trainer.jobs.network_outputs import Piece, Stopped, answers
+from trainer.jobs.predicted_classes import Classified, best, refuse_task
+from trainer.jobs.preparation import Job, RunParts
+from trainer.jobs.trained_run import (
     OF_AVERAGE,
     Opened,
     Split,
@@ -26,11 +26,11 @@ from trainer.jobs.opened import (
     run_folder,
     samples_of,
 )
-from trainer.jobs.preparation import Job, RunParts
 from trainer.launch import failure
 from trainer.learning.task import Task
-from trainer.records.predictions import Table, Tensors, drafts
+from trainer.records.prediction_files import Table, Tensors, drafts
 from trainer.refusal import Refusal
+from trainer.user_paths import at_home
 
 _NAME = "predictions"
 _ENDINGS = (".safetensors", ".csv", ".jsonl")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.counted import counted, number
-from trainer.jobs.costs import cost_lines, costs, spoken
+from trainer.jobs.goodput_report import cost_lines, costs, spoken
 from trainer.jobs.preparation import Prepared
 from trainer.launch.status import read_status
+from trainer.plain_numbers import counted, number
 from trainer.records.checkpoint import Checkpoints
+from trainer.records.checkpoint_store import committed, winner
 from trainer.records.console import figure
-from trainer.records.figures import figures
-from trainer.records.lines import last_of
-from trainer.records.shelf import committed, winner
+from trainer.records.eval_metrics import figures
+from trainer.records.json_lines import last_of
 from trainer.strategies.stopwatch import STEP, Stopwatch
 from trainer.trainer import Trainer
 

@@ -13,14 +13,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from trainer.counted import counted
-from trainer.home import at_home
-from trainer.jobs.experiments import Experiments
+from trainer.jobs.cause_experiments import Experiments
 from trainer.jobs.fewer_layers import Fewer, fewer_layers, short_of, shortened, shorter_lines
+from trainer.jobs.memory_arithmetic import SMALLER, shortage
 from trainer.jobs.preparation import Job, Prepared, RunParts, prepare
-from trainer.jobs.reference import given, have_made, how_few, recorded
-from trainer.jobs.room import SMALLER, shortage
-from trainer.jobs.trial import (
+from trainer.jobs.reference_process import given, have_made, how_few, recorded
+from trainer.jobs.verification_run import (
     exactly,
     named_modules,
     plainly,
@@ -28,19 +26,21 @@ from trainer.jobs.trial import (
     with_batch,
     without_dropout,
 )
-from trainer.launch import failure, screen
+from trainer.launch import failure, rank_output
 from trainer.launch.agreement import decided_by_main
-from trainer.launch.durable import replace_file
-from trainer.launch.nofollow import make_folder, real, refuse_strange
-from trainer.launch.signals import StopRequest
+from trainer.launch.atomic_files import replace_file
+from trainer.launch.no_symlinks import make_folder, real, refuse_strange
+from trainer.launch.stop_signals import StopRequest
+from trainer.plain_numbers import counted
 from trainer.proof.causes import Circumstances, likely
 from trainer.proof.comparison import EXACTNESS, compared, exactness, floors
-from trainer.proof.picture import picture
+from trainer.proof.curves_svg import picture
+from trainer.proof.noise_floor import COMPARED, Rounding, compared_there, floor, losses, rounded, shake
 from trainer.proof.record import Key, Record
-from trainer.proof.rounding import COMPARED, Rounding, compared_there, floor, losses, rounded, shake
 from trainer.proof.verdict import Verdict, difference, judged, spoken
 from trainer.records.folder import RunFolder, choose
 from trainer.refusal import Refusal
+from trainer.user_paths import at_home
 
 Curves = Sequence[Sequence[float]]  # the losses of one process, and of the strategy
 Tell = Callable[[Verdict, Curves], None]
@@ -84,7 +84,7 @@ class Verify(Job):
             reference = Record.read(path)
             reference.facts["shorter"] = why or reference.facts["shorter"]
         run = shortened(run, map(Fewer.read, reference.facts["fewer"]))
-        screen.redirect(launch.rank, out)
+        rank_output.redirect(launch.rank, out)
         tell = partial(self._tell, run, reference, out, dropped)
         with StopRequest(launch) as stop, run.strategy:
             verdict, curves, done = self._exactly(run, reference, tell, stop)

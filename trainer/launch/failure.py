@@ -19,12 +19,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.launch.claim import Failure, claim, claimed
-from trainer.launch.echo import GONE, about_peer
-from trainer.launch.launch import Launch, say_goodbye
-from trainer.launch.screen import note, say
+from trainer.launch.first_failure import Failure, claim, claimed
+from trainer.launch.peer_errors import GONE, about_peer
+from trainer.launch.polling import until
+from trainer.launch.rank_output import note, say
+from trainer.launch.rendezvous import Launch, say_goodbye
 from trainer.launch.status import mark_failed, read_status
-from trainer.launch.until import until
 from trainer.refusal import Refusal, Told
 
 if TYPE_CHECKING:

@@ -17,14 +17,14 @@ from pathlib import Path
 from time import monotonic
 from typing import NoReturn, Self
 
-from trainer.launch.claim import Failure, accuse, claimed
 from trainer.launch.failure import exit_process, follow, tell
-from trainer.launch.launch import Launch
+from trainer.launch.first_failure import Failure, accuse, claimed
+from trainer.launch.polling import until, within
+from trainer.launch.rendezvous import Launch
 from trainer.launch.rollcall import Present, RollCall, accusation, listed
-from trainer.launch.signals import StopRequest
-from trainer.launch.stacks import doing
 from trainer.launch.status import mark_failed, read_status
-from trainer.launch.until import until, within
+from trainer.launch.stop_signals import StopRequest
+from trainer.launch.thread_stacks import doing
 from trainer.launch.watchdog import PAUSE, Pulse, Watchdog
 
 _ASLEEP = 2.5  # seconds between two looks of a process that was stopped meanwhile

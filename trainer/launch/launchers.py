@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from urllib.parse import unquote
 
-from trainer.launch.launch import PATIENCE, Launch
+from trainer.launch.rendezvous import PATIENCE, Launch
 from trainer.refusal import Refusal
 
 _OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]

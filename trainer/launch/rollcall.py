@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.launch.agreement import machine
-from trainer.launch.launch import Launch
-from trainer.launch.until import until
+from trainer.launch.polling import until
+from trainer.launch.rendezvous import Launch
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -10,8 +10,8 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.nofollow import open_file
-from trainer.launch.schema import START, Damaged
+from trainer.launch.file_validation import START, Damaged
+from trainer.launch.no_symlinks import open_file
 
 NAME = "starts.jsonl"
 CRASHED = ("running", "failed")  # states of a start that did not end as it was asked to: the next one is a restart

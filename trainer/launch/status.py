@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.durable import overwrite, replace_file
-from trainer.launch.schema import STATUS, Damaged, read_json
+from trainer.launch.atomic_files import overwrite, replace_file
+from trainer.launch.file_validation import STATUS, Damaged, read_json
 from trainer.launch.starts import add_start, inherited
 
 NAME = "status.json"

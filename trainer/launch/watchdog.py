@@ -15,11 +15,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Self
 
-from trainer.launch.launch import Launch
-from trainer.launch.screen import log_path, note
-from trainer.launch.signals import StopRequest
-from trainer.launch.stacks import debugged, doing, stacks
+from trainer.launch.rank_output import log_path, note
+from trainer.launch.rendezvous import Launch
 from trainer.launch.status import remark
+from trainer.launch.stop_signals import StopRequest
+from trainer.launch.thread_stacks import debugged, doing, stacks
 
 PAUSE = 1.0  # seconds between two looks
 ASKED = 10.0  # seconds in which a run that was asked to stop should get further

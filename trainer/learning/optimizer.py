@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.learning.rule import Rule
+from trainer.learning.parameter_rules import Rule
 from trainer.refusal import Refusal
 
 Groups = list[dict[str, Any]]  # of parameters, as torch.optim takes them

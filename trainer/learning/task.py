@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.data.tree import first_tensor, named
-from trainer.learning.plan import Plan
+from trainer.data.nested_tensors import first_tensor, named
+from trainer.learning.parallel_plan import Plan
 from trainer.refusal import Refusal
 
 

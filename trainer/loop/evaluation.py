@@ -9,12 +9,12 @@ from torch import Tensor
 
 from trainer.data.stream import EvaluationStream
 from trainer.learning.task import Task
-from trainer.loop.kept import Rows, keeping
-from trainer.loop.rehearsed import differing, refuse_metrics, shape_of
-from trainer.loop.show import NoShow
+from trainer.loop.gathered_outputs import Rows, keeping
+from trainer.loop.media_logging import NoShow
+from trainer.loop.metric_checks import differing, refuse_metrics, shape_of
 from trainer.refusal import Refusal, nearest
 from trainer.strategies.base import Strategy
-from trainer.strategies.placed import Placed
+from trainer.strategies.parallel_model import Placed
 
 UNSEEN = NoShow()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.devices import pins, widest
-from trainer.parallel.held import held
+from trainer.parallel.local_shard import held
 from trainer.parallel.ranks import Ranks, Waitable
 
 BUCKET = 25 * 2**20  # bytes that travel as one, where nobody has said

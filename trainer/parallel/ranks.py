@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from trainer.launch.launch import Launch
+from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
 ALWAYS = timedelta()  # as torch says it: no time of its own, the group's counts

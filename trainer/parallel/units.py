@@ -10,8 +10,8 @@ from itertools import chain
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from trainer.learning.pattern import fits
-from trainer.learning.plan import Plan
+from trainer.learning.parallel_plan import Plan
+from trainer.learning.parameter_patterns import fits
 from trainer.refusal import Refusal, nearest
 
 SMALL = 1 / 8  # of the network's parameters: what has no more than that is not taken apart

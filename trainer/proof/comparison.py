@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.parallel.state import AVERAGE, PREFIX
+from trainer.parallel.optimizer_state import AVERAGE, PREFIX
 from trainer.proof.record import GRADIENT, LOSS, NORM, Key, Record
 from trainer.proof.signature import LENGTH, PATTERN, moved
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.parallel.ranks import Ranks
-from trainer.proof.layout import Layout
+from trainer.proof.sample_dimension import Layout
 from trainer.proof.signature import WIDTH, joined
 
 # The phases of a step, in the order of time.

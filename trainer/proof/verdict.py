@@ -8,8 +8,8 @@ from typing import Any
 
 from trainer.proof.causes import First, Tried
 from trainer.proof.comparison import Compared, Difference, Near, nearest
+from trainer.proof.noise_floor import Rounding
 from trainer.proof.record import FORWARD, GRADIENT, RESUME, STEP, UPDATE, Key, Record
-from trainer.proof.rounding import Rounding
 
 _EVERY = (GRADIENT, STEP, UPDATE, RESUME)  # phases of which nothing may be missing on all ranks
 

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from trainer.parallel.bits import prints
+from trainer.parallel.all_or_none import together
+from trainer.parallel.bit_fingerprints import prints
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.together import together
-from trainer.records.figures import rank
-from trainer.records.kept import NONE, UNLINKED, Kept, as_read, linked
+from trainer.records.async_save import AtOnce
+from trainer.records.checkpoint_store import committed, discard, newest_in, surplus, sweep
+from trainer.records.checkpoint_write import BrokenState, Contents, FailedSave, named, write
+from trainer.records.eval_metrics import rank
+from trainer.records.frozen_tensor_links import NONE, UNLINKED, Kept, as_read, linked
 from trainer.records.manifest import CorruptCheckpoint, Found
-from trainer.records.saver import AtOnce
-from trainer.records.shelf import committed, discard, newest_in, surplus, sweep
 from trainer.records.writers import Writers
-from trainer.records.writing import BrokenState, Contents, FailedSave, named, write
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from time import monotonic
 
-from trainer.counted import duration, number
-from trainer.launch.durable import full
-from trainer.launch.screen import log_path, note
-from trainer.records.log import NO_FIGURES, Line, Sink
+from trainer.launch.atomic_files import full
+from trainer.launch.rank_output import log_path, note
+from trainer.plain_numbers import duration, number
+from trainer.records.sinks import NO_FIGURES, Line, Sink
 
 _CLEAR = "\r\x1b[2K"  # back to the start of the line, and empty it
 

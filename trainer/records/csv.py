@@ -11,10 +11,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.durable import full, replace_file
-from trainer.launch.nofollow import open_file, opener
-from trainer.records.lines import backwards, forwards, parsed
-from trainer.records.log import Line, Sink, Waiting
+from trainer.launch.atomic_files import full, replace_file
+from trainer.launch.no_symlinks import open_file, opener
+from trainer.records.json_lines import backwards, forwards, parsed
+from trainer.records.sinks import Line, Sink, Waiting
 
 
 class CSV(Sink):

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.launch.nofollow import kind, open_file
-from trainer.launch.schema import MANIFEST as MANIFEST_FIELDS
-from trainer.launch.schema import STATE as STATE_FIELDS
-from trainer.launch.schema import Damaged, read_json
-from trainer.shown import shown
+from trainer.launch.file_validation import MANIFEST as MANIFEST_FIELDS
+from trainer.launch.file_validation import STATE as STATE_FIELDS
+from trainer.launch.file_validation import Damaged, read_json
+from trainer.launch.no_symlinks import kind, open_file
+from trainer.safe_names import shown
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.stream import Batch, digest
-from trainer.learning.work import NoWork
+from trainer.learning.flops_utilization import NoWork
 from trainer.parallel.buckets import Totals, wide
 
 

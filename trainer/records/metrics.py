@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.counted import counted
-from trainer.launch.durable import full
-from trainer.launch.nofollow import make_folder, open_file
-from trainer.records.lines import backwards, parsed
-from trainer.records.log import Line, Sink, Waiting
+from trainer.launch.atomic_files import full
+from trainer.launch.no_symlinks import make_folder, open_file
+from trainer.plain_numbers import counted
+from trainer.records.json_lines import backwards, parsed
+from trainer.records.sinks import Line, Sink, Waiting
 
 _MOST = 50_000  # lines that wait for room on the disk; some 20 MB
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from trainer.launch.durable import replace_file
-from trainer.launch.nofollow import open_file
-from trainer.records.log import NO_FIGURES, Line
-from trainer.records.resume import read_config
-from trainer.records.service import Service
+from trainer.launch.atomic_files import replace_file
+from trainer.launch.no_symlinks import open_file
+from trainer.records.remote_sink import Service
+from trainer.records.resume_rules import read_config
+from trainer.records.sinks import NO_FIGURES, Line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from trainer.parallel.state import APART
-from trainer.records.headers import KnownHeaders
+from trainer.parallel.optimizer_state import APART
 from trainer.records.manifest import FROZEN, SHARDS, TENSORS, CorruptCheckpoint, Found
+from trainer.records.tensor_headers import KnownHeaders
 from trainer.records.writers import Share
 
 

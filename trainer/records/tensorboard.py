@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.counted import counted
 from trainer.devices import memory
-from trainer.launch.durable import refuse_full
-from trainer.launch.nofollow import make_folder
+from trainer.launch.atomic_files import refuse_full
+from trainer.launch.no_symlinks import make_folder
 from trainer.parallel.histograms import Histogram
-from trainer.records.drawing import confusion, grid
-from trainer.records.log import NO_FIGURES, Line, Sink, Waiting
-from trainer.records.resume import read_config
+from trainer.plain_numbers import counted
+from trainer.records.image_grid import confusion, grid
+from trainer.records.resume_rules import read_config
+from trainer.records.sinks import NO_FIGURES, Line, Sink, Waiting
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

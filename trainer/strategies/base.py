@@ -1,7 +1,7 @@
 """What a strategy is: how a network is spread over a place. The base spreads nothing: one process on one device.
 
 A strategy in a file of its own says what it does differently: here which processes it can use and what it refuses, in
-`place.py` where ranks are and what they tell each other, in `placed.py` what a step of one network is.
+`process_topology.py` where ranks are and what they tell each other, in `parallel_model.py` the step of one network.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from trainer.counted import counted
 from trainer.learning.task import Task
 from trainer.parallel.batch_norm import batch_norms
+from trainer.plain_numbers import counted
 from trainer.refusal import Refusal
-from trainer.strategies.copies import Copies
-from trainer.strategies.lookout import Lookout, LookoutAfar
-from trainer.strategies.pace import Pace
-from trainer.strategies.place import Place
-from trainer.strategies.placed import Placed
-from trainer.strategies.votes import Votes
+from trainer.strategies.nonfinite_monitor import Lookout, LookoutAfar
+from trainer.strategies.parallel_model import Placed
+from trainer.strategies.process_topology import Place
+from trainer.strategies.replica_check import Copies
+from trainer.strategies.stop_votes import Votes
+from trainer.strategies.straggler import Pace
 
 
 @dataclass

@@ -12,14 +12,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.counted import named
 from trainer.learning.task import Task
 from trainer.parallel.compiling import uncompiled
+from trainer.plain_numbers import named
 from trainer.refusal import Refusal, Told
-from trainer.strategies.copies import Copies, compared
-from trainer.strategies.joined import Joined
 from trainer.strategies.loss import Forward, Listing, restored
-from trainer.strategies.placed import Placed
+from trainer.strategies.parallel_model import Placed
+from trainer.strategies.process_groups import Joined
+from trainer.strategies.replica_check import Copies, compared
 
 # Running statistics are averaged before they are used (Placed.settle), not overwritten by rank 0's in every forward.
 # torch 2.15 has a new name for that and deprecates the old one.

@@ -8,14 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainer.counted import counted
+from trainer.data.nested_tensors import filled, has_rows, tensors
 from trainer.data.seeds import seed_more_gpus
-from trainer.data.tree import filled, has_rows, tensors
 from trainer.learning.task import Task
+from trainer.plain_numbers import counted
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
 from trainer.strategies.loss import Forward
-from trainer.strategies.placed import Placed
+from trainer.strategies.parallel_model import Placed
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.tree import changed, filled, tensors
+from trainer.data.nested_tensors import changed, filled, tensors
 from trainer.devices import widest
 from trainer.learning.task import Task, units
 from trainer.parallel.buckets import wide

@@ -13,13 +13,13 @@ from torch.distributed import ProcessGroup
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.task import Task
 from trainer.parallel.buckets import wide
-from trainer.parallel.clip import global_norm
-from trainer.parallel.owners import Delivery, owned_buckets, owners, send_from_owners
+from trainer.parallel.gradient_clipping import global_norm
+from trainer.parallel.parameter_owners import Delivery, owned_buckets, owners, send_from_owners
 from trainer.parallel.ranks import Group
-from trainer.strategies.copies import Copies, compared
-from trainer.strategies.joined import Joined
 from trainer.strategies.loss import Forward
-from trainer.strategies.placed import Placed
+from trainer.strategies.parallel_model import Placed
+from trainer.strategies.process_groups import Joined
+from trainer.strategies.replica_check import Copies, compared
 
 
 @dataclass

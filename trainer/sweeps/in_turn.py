@@ -17,13 +17,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trainer.configuration.multirun import whole_words
-from trainer.configuration.space import Trial
+from trainer.configuration.search_space import Trial
+from trainer.launch.child_processes import meaning
 from trainer.launch.failure import STOPPED
-from trainer.launch.launch import Launch
-from trainer.launch.local import meaning
-from trainer.launch.signals import StopRequest
+from trainer.launch.rendezvous import Launch
 from trainer.launch.status import read_status
-from trainer.sweeps.tried import Tried
+from trainer.launch.stop_signals import StopRequest
+from trainer.sweeps.results import Tried
 
 _LOOK = 0.2  # seconds between two looks at the child and at the store
 _GRACE = 30.0  # seconds that a child has after SIGTERM where its run is lost

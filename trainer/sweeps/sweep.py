@@ -7,25 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from trainer.configuration.multirun import Multirun, multirun, whole_words
-from trainer.configuration.space import Trial
-from trainer.counted import counted
-from trainer.home import at_home
+from trainer.configuration.search_space import Trial
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.failure import STOPPED, exit_code
-from trainer.launch.launch import Launch
 from trainer.launch.launchers import meeting_at
 from trainer.launch.namesake import refuse_namesake
-from trainer.launch.nofollow import real, refuse_strange
+from trainer.launch.no_symlinks import real, refuse_strange
+from trainer.launch.rendezvous import Launch
+from trainer.plain_numbers import counted
 from trainer.records.folder import choose
-from trainer.records.lock import lock
+from trainer.records.folder_lock import lock
 from trainer.refusal import Refusal
-from trainer.sweeps.at_once import at_once
+from trainer.sweeps.device_shares import gpus, shares
 from trainer.sweeps.in_turn import in_turn
-from trainer.sweeps.shares import gpus, shares
-from trainer.sweeps.shown import OneByOne, SideBySide
-from trainer.sweeps.source import Listed, Source
-from trainer.sweeps.table import best_line, table
-from trainer.sweeps.tried import Outcome, Tried
+from trainer.sweeps.parallel_runs import at_once
+from trainer.sweeps.results import Outcome, Tried
+from trainer.sweeps.results_table import best_line, table
+from trainer.sweeps.run_source import Listed, Source
+from trainer.sweeps.sweep_screen import OneByOne, SideBySide
+from trainer.user_paths import at_home
 
 _FAILURES = 20  # that are named at the end
 _WORDS = {"completed": "completed", "preempted": "stopped", "not started": "not started", "failed": "failed"}
@@ -109,7 +109,7 @@ def _source(asked: Multirun, tried: Tried) -> Source:
     """Every combination, or what Optuna chooses."""
     if asked.search is None:
         return Listed(asked.space.grid(), tried)
-    from trainer.sweeps.study import Study
+    from trainer.sweeps.optuna_study import Study
 
     return Study(asked.search, asked.space, tried)
 
@@ -124,7 +124,7 @@ def _here(asked: Multirun, source: Source, tried: Tried, more: Sequence[str]) ->
 
 def _submitted(asked: Multirun, tried: Tried, more: Sequence[str]) -> int:
     """By a launcher that is a plugin of Hydra, all at once; never stopped here."""
-    from trainer.configuration.plugin import submit
+    from trainer.configuration.hydra_launchers import submit
 
     left = tried.left(asked.space.grid())
     ended = submit(asked.composed, [[*whole_words(one, tried.folder), *more] for one in left], tried.folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.data.draws import Random
+from trainer.data.sample_random import Random
 
 
 def aspects(draw: Tensor, most: float) -> Tensor:

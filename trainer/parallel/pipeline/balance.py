@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.data.tree import changed
-from trainer.parallel.held import named_tensors
+from trainer.data.nested_tensors import changed
+from trainer.parallel.local_shard import named_tensors
+from trainer.parallel.pipeline.shape_forward import cloned
 from trainer.parallel.pipeline.trace import ROOT, Flow, Untraceable, trace
-from trainer.parallel.pipeline.trial import cloned
 from trainer.parallel.units import blocks
 
 UNEVEN = 1.5  # times as heavy as need be: so much may the heaviest stage be where one value travels instead of several

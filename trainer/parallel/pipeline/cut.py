@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from trainer.parallel.draw import drawn_by
-from trainer.parallel.held import named_tensors
+from trainer.parallel.local_shard import named_tensors
+from trainer.parallel.per_sample_draw import drawn_by
 from trainer.parallel.pipeline.balance import between_blocks, equal_cuts
-from trainer.parallel.pipeline.running import running_stages
+from trainer.parallel.pipeline.shape_forward import Uncut
 from trainer.parallel.pipeline.trace import ROOT, Flow, Untraceable, attribute, trace, writes
-from trainer.parallel.pipeline.trial import Uncut
+from trainer.parallel.pipeline.untraced_stage import running_stages
 from trainer.parallel.units import enclosing, matched
 from trainer.refusal import Refusal, nearest
 

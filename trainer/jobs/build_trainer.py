@@ -1,0 +1,138 @@
+"""What a loop is made of: everything in its place, from what was prepared."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from torch.optim import Optimizer
+
+from trainer.data.reader import Loading
+from trainer.data.stream import EvaluationStream, Stream
+from trainer.jobs.allocator import evaluation_batch
+from trainer.jobs.flops import make_work
+from trainer.jobs.goodput_report import report
+from trainer.jobs.preparation import Prepared
+from trainer.launch.stop_signals import StopRequest
+from trainer.learning.cadence import Due
+from trainer.learning.inner_optimizers import EMPTY
+from trainer.learning.optimizer import no_fused_step, parameter_groups
+from trainer.loop.media_logging import NoShow, Show
+from trainer.loop.progress import Progress
+from trainer.loop.rollback import AFTER
+from trainer.loop.text_samples import NoSample, Sample
+from trainer.records.async_save import AtOnce, Beside
+from trainer.records.checkpoint import Checkpoints
+from trainer.records.manifest import FINITE, TO_RESUME
+from trainer.records.profile import NoProfile, Profile
+from trainer.records.resume_rules import read_config
+from trainer.records.sinks import Log, shows
+from trainer.refusal import Refusal
+from trainer.strategies.parallel_model import Placed
+from trainer.trainer import Trainer
+
+FORGIVEN = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed saves in a row after which a run goes on
+
+
+def make_checkpoints(run: Prepared, beside: type[Beside] = Beside) -> Checkpoints:
+    """Those of the run's folder. beside: what writes them where training goes on meanwhile."""
+    best, strategy = run.settings.checkpoint.best or run.task.best, run.strategy
+    # the loop saves nothing else; those of versions before it did are looked through when they are read
+    facts = {"strategy": strategy.name, "precision": run.machine.resolved_precision, FINITE: True}
+    path, world, chosen = run.folder.path / "checkpoints", strategy.world, run.settings.checkpoint
+    saver = beside(world, strategy.machine.timeout) if chosen.asynchronous else AtOnce(world)
+    return Checkpoints(path, world, chosen.keep, best, facts, TO_RESUME, FORGIVEN[chosen.on_error], saver)
+
+
+def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRequest, progress: Progress) -> Trainer:
+    """Collective: everything in its place."""
+    settings, strategy, loop = run.settings, run.strategy, run.settings.loop
+    loading, micro_batches = Loading(**vars(settings.loader)), run.batches.micro_batches
+    stream = Stream(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, loading)
+    # an example of a batch: what is traced, cut or compiled must see the shapes of a micro-batch
+    example = stream.example()
+    work = make_work(run, example, log)  # while the network is whole, and all of one kind
+    placed = strategy.build(run.task, run.network, example)
+    placed.work = work
+    # the optimizer comes after the network is in its place: it steps what this rank owns by now
+    optimizer = make_optimizer(run, placed, log)
+    placed.keep_average(settings.ema.decay, settings.ema.every)
+    if loop.on_nonfinite == "skip":
+        placed.skip_broken_steps()
+    evaluation = make_evaluation(run)
+    return Trainer(
+        strategy=strategy,
+        placed=placed,
+        task=run.task,
+        optimizer=optimizer,
+        schedule=run.schedule,
+        stream=stream,
+        evaluation=evaluation,
+        checkpoints=checkpoints,
+        log=log,
+        report=partial(report, run.folder, placed.watch),
+        stop=lambda: stop.raised,
+        steps=run.length.steps,
+        horizon=run.length.steps,
+        max_norm=loop.max_norm,
+        log_due=Due(loop.log_every),
+        eval_due=Due(loop.eval_every),
+        save_due=Due(loop.save_every),
+        facts={
+            "configuration": read_config(run.configuration),
+            "precision": run.machine.resolved_precision,
+            "data": run.sets,  # the main rank's, which writes them
+        },
+        patience=math.inf if loop.patience is None else loop.patience,
+        stop_after=settings.run.stop_after,
+        progress=progress,
+        profile=make_profile(run),
+        show=make_show(run, evaluation, log),
+        on_nonfinite=AFTER[loop.on_nonfinite](),
+    )
+
+
+def make_optimizer(run: Prepared, placed: Placed, log: Log) -> Optimizer:
+    """The optimizer over what this rank owns, with the rates that the schedule multiplies."""
+    groups, settings = parameter_groups(placed.network, run.spare_vectors, run.rules), run.settings
+    try:
+        optimizer = placed.optimizer(run.make_optimizer, groups)
+    except Refusal as error:
+        if EMPTY not in str(error):
+            raise
+        place = run.strategy
+        raise Refusal(
+            f"{error}. An optimizer inside of it would get nothing of what rank {place.world.rank} has, because"
+            f" strategy={place.name} gives a rank some parameters only; strategy=ddp gives it all"
+        ) from error
+    if why := no_fused_step(optimizer, run.make_optimizer, run.strategy.device, settings.optimizer.fused):
+        log.say(f"note        the optimizer's step is not fused here: {why}")
+        optimizer = placed.optimizer(run.make_optimizer, [{**group, "fused": False} for group in groups])
+    for group in optimizer.param_groups:
+        group["lr"] *= run.schedule.scale(settings.loop.global_batch)
+    return optimizer
+
+
+def make_evaluation(run: Prepared) -> EvaluationStream | None:
+    """What an evaluation reads; None where there is nothing to evaluate on."""
+    if run.evaluation is None:
+        return None
+    width, micro_batches = evaluation_batch(run.settings.loop), run.batches.micro_batches
+    loading = Loading(**vars(run.settings.loader))
+    return EvaluationStream(run.data, run.evaluation, run.strategy.slice, width, micro_batches, loading)
+
+
+def make_profile(run: Prepared) -> NoProfile:
+    """What traces the steps that were asked for."""
+    window, strategy = run.settings.profile, run.strategy
+    if window is None:
+        return NoProfile()
+    return Profile(*window, run.folder.path / "profile" / f"rank-{strategy.world.rank}.json", strategy.device)
+
+
+def make_show(run: Prepared, evaluation: EvaluationStream | None, log: Log) -> NoShow:
+    """What prepares pictures and histograms, where a sink shows any; all ranks know the sinks."""
+    if not any(shows(sink, "images", "confusion", "histograms") for sink in run.sinks):
+        return NoShow()
+    sample = NoSample() if run.sample is None else Sample(run.sample, run.data, log)
+    return Show(run.data, evaluation, run.strategy.world, log, Due(run.settings.loop.histograms_every), sample)

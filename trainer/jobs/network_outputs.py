@@ -1,0 +1,91 @@
+"""What a network answers to each sample of a set, brought to the main rank piece by piece: only rows travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.jobs.trained_run import Opened
+from trainer.learning.task import Task
+from trainer.parallel.ranks import Ranks
+from trainer.refusal import BadData
+from trainer.strategies.base import Strategy
+
+Piece = dict[str, NDArray[Any]]  # named rows (n, …) of neighbouring samples
+Keep = Callable[[Any, Any], dict[str, Tensor]]  # (output, target) → what is kept of them, the samples first
+
+
+class Stopped(Exception):
+    """A rank was asked to stop, and all of them have."""
+
+
+def answers(strategy: Strategy, job: Opened, keep: Keep, real: torch.dtype) -> Iterator[tuple[int, Piece]]:
+    """Collective: for each micro-batch, in the order of the set, its first sample and the rows of all its samples.
+
+    On the main rank; on the others the rows are none. Floating-point numbers as `real`. Stopped where a rank was asked
+    to stop, BadData where the rows of samples differ in shape.
+    """
+    kept = job.placed.task = _Kept(keep)
+    votes, senders = strategy.votes(), set[int]()
+    for batch, valid in job.stream.batches():
+        votes.ask(job.stop.raised)
+        kept.rows = {}
+        job.placed.evaluate(batch, valid)
+        senders = senders or _senders(strategy.world, strategy.slice.rank, bool(kept.rows))
+        own: Piece = {}
+        if valid and strategy.world.rank in senders:
+            own = {"index": batch.indices.numpy()} | {name: _sent(x, real) for name, x in kept.rows.items()}
+        # all ranks; to the main one the rows of the data ranks, each once, from those that have outputs
+        heard = [piece for piece in strategy.world.gather_values(own) if piece]
+        yield _joined(heard, len(batch.span)) if strategy.world.is_main else (0, {})
+        if any(votes.read()):
+            raise Stopped
+
+
+def _senders(world: Ranks, data_rank: int, has: bool) -> set[int]:
+    """Collective: of the ranks that have the outputs of the same samples one, so that no row travels twice."""
+    holders: dict[int, int] = {}
+    for rank, (number, there) in enumerate(world.all_gather_values((data_rank, has))):  # all ranks, once; two numbers
+        if there:
+            holders.setdefault(number, rank)
+    return set(holders.values())
+
+
+def _sent(rows: Tensor, real: torch.dtype) -> NDArray[Any]:
+    return (rows.to(real) if rows.is_floating_point() else rows).detach().cpu().numpy()
+
+
+def _joined(pieces: list[Piece], samples: int) -> tuple[int, Piece]:
+    """The rows of all ranks in the order of the set."""
+    shapes = [{name: rows.shape[1:] for name, rows in piece.items()} for piece in pieces]
+    if any(each != shapes[0] for each in shapes):
+        raise BadData(f"the rows that are kept of the samples differ in shape: {shapes[0]} and others")
+    whole = {name: numpy.concatenate([piece[name] for piece in pieces]) for name in shapes[0]}
+    order = numpy.argsort(whole.pop("index"), kind="stable")
+    if len(order) != samples:
+        raise RuntimeError(f"{len(order)} rows came of {samples} samples")
+    first = min(int(piece["index"].min()) for piece in pieces)
+    return first, {name: rows[order] for name, rows in whole.items()}
+
+
+class _Kept(Task):
+    """A task of which an evaluation keeps rows on this rank: only who has outputs is asked for metrics."""
+
+    def __init__(self, keep: Keep) -> None:
+        self._keep = keep
+        self.rows: dict[str, Tensor] = {}
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        return torch.zeros(())
+
+    def weight(self, target: Any) -> int:
+        return 1
+
+    def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
+        self.rows = self._keep(output, target)
+        return {}

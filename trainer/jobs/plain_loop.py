@@ -1,0 +1,304 @@
+"""The same steps by a plain loop on this process, without any strategy: is what a user has written right by itself?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from trainer.data.nested_tensors import floats_as, moved
+from trainer.data.rank_batches import MIXING
+from trainer.data.rank_slice import spans
+from trainer.data.reader import Loading, reading
+from trainer.data.sample_order import ordered, size_of
+from trainer.data.sample_random import Random
+from trainer.data.seeds import mix
+from trainer.data.stream import Batch
+from trainer.jobs.allocator import evaluation_batch
+from trainer.jobs.initial_weights import Initial
+from trainer.jobs.preparation import Prepared, read_data, seeded_network
+from trainer.jobs.verification_run import some_batches
+from trainer.learning.optimizer import begin_momentum, no_fused_step, parameter_groups, set_rates
+from trainer.learning.task import units
+from trainer.loop.progress import Progress
+from trainer.parallel.batch_gather import dealt, gathering_over
+from trainer.parallel.batch_norm import batch_norms
+from trainer.parallel.buckets import wide
+from trainer.parallel.optimizer_state import optimizer_tensors
+from trainer.parallel.ranks import Ranks
+from trainer.proof.fixed_draws import FixedDraws
+from trainer.proof.record import EVALUATION, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
+from trainer.proof.recorded_model import Scribe
+from trainer.proof.recorded_step import Stepping
+from trainer.proof.signature import signatures, whole
+from trainer.refusal import Refusal
+
+
+class How(NamedTuple):
+    """What is different from the plain loop over whole batches."""
+
+    ranks: int = 1  # into so many shares each global batch is dealt
+    micro_batches: int = 1  # into so many spans it is cut before
+    anew: bool = False  # at the resume all but weights and the optimizer's memory is made anew
+    still_norms: bool = False  # BatchNorm by its running statistics: they are somebody else's matter
+    hidden: bool = True  # that there are other processes
+    backwards: bool = False  # the parts of a batch are computed in the other order
+    evaluates: bool = True  # after each step, as a loop does after an epoch
+
+
+class Nobody(Ranks):
+    """Ranks that cannot be asked: what needs the samples of others cannot be divided by hand."""
+
+    size = 2
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        raise Refusal("the task gathers rows of all ranks")
+
+
+class Dealt(NamedTuple):
+    """Some samples of a global batch."""
+
+    batch: Batch
+    weight: float  # units that its loss is the mean of
+    seat: Ranks  # whose it is
+
+
+def by_hand(
+    run: Prepared, layouts: Any, start: Progress, ends: Sequence[int], last: int, how: How
+) -> tuple[Record, set[str]]:
+    """Train from `start` in the data to the step `last`; what it leaves, and whose random numbers were drawn.
+
+    ends: the step after which the run resumes, and the last one of all, with an evaluation. What is drawn is the same
+    for every sample: two of these differ in something else.
+    """
+    record, draws = Record(layouts=layouts), FixedDraws()
+    with unseen() if how.hidden else nullcontext():
+        plain = ByHand(run, how, record, draws)
+        plain.start()
+        plain.train(start, last, ends[0])
+        if run.evaluation is not None and last == ends[-1]:
+            plain.evaluate(last)
+    return record, draws.moved
+
+
+@dataclass
+class ByHand:
+    """What a start of a run makes, and a loop over it."""
+
+    run: Prepared
+    how: How
+    record: Record
+    draws: FixedDraws
+
+    def start(self) -> None:
+        """Make everything as a start of the run does."""
+        run = self.run = replace(self.run, **self.run.make_anew())
+        run.training, run.evaluation = read_data(run)
+        network = seeded_network(run)
+        initial = Initial(run.settings.init_from, run.settings.checkpoint.best or run.task.best)
+        initial.look(network)
+        initial.fill(network)
+        network = network.to(torch.float64) if run.machine.resolved_precision == "fp64" else network
+        self.network = network.to(run.strategy.device)
+        groups = parameter_groups(self.network, run.spare_vectors, run.rules)
+        self.optimizer = run.make_optimizer(groups)
+        if no_fused_step(self.optimizer, run.make_optimizer, run.strategy.device, None):
+            self.optimizer = run.make_optimizer([{**group, "fused": False} for group in groups])
+        for group in self.optimizer.param_groups:
+            group["lr"] *= run.schedule.scale(run.settings.loop.global_batch)
+        begin_momentum(self.optimizer)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.ear = Scribe(self.network.named_modules(), Ranks(), self.record)
+        self.size = size_of(run.training)
+        self.length = len(self._order(0))
+        self._mode(True)
+
+    def train(self, progress: Progress, last: int, resume: int) -> None:
+        """So many steps from here in the data; after one of them a run resumes."""
+        loop = self.run.settings.loop
+        self._values(0, INITIAL)
+        evaluates = self.run.evaluation is not None and self.how.evaluates
+        if evaluates:  # a rehearsal, as a run begins with one
+            self.figures([0])
+        progress = replace(progress)
+        while progress.step < last:
+            indices = self._order(progress.epoch)[progress.position :][: loop.global_batch]
+            step, epoch = progress.step, progress.epoch
+            progress.advance(loop.global_batch, self.length)
+            self.step(step, epoch, indices)
+            if evaluates:
+                self.run.schedule.hear(self.figures([0]), self.run.settings.checkpoint.best or self.run.task.best)
+            if step + 1 == resume:
+                if self.how.anew:
+                    self.again()
+                self._values(resume, RESUME)
+
+    def _order(self, epoch: int) -> Tensor:
+        return ordered(self.run.data, self.size, self.run.settings.seed, epoch)
+
+    def again(self) -> None:
+        """Everything anew, with the values that there were."""
+        values, memory, schedule = self.network.state_dict(), self.optimizer.state_dict(), self.run.schedule.state()
+        self.start()
+        self.network.load_state_dict(values)
+        self.optimizer.load_state_dict(memory)
+        self.run.schedule.load(schedule)
+
+    def step(self, step: int, epoch: int, indices: Tensor) -> None:
+        """One optimizer step over a global batch."""
+        run, network = self.run, self.network
+        set_rates(self.optimizer, self._rates, run.schedule(step, epoch, run.length.steps))
+        self.ear.begin(step + 1)
+        parts = list(self._divided(epoch, indices))[:: -1 if self.how.backwards else 1]
+        total = sum(part.weight for part in parts) or 1.0
+        sums: dict[str, Tensor] = {}
+        begun = {rank: deepcopy(dict(network.named_buffers())) for rank in range(self.how.ranks)}
+        for part in parts:
+            self._take(begun, part.seat.rank)  # each rank has buffers of its own
+            with self.ear.listening([part.batch]), self._forward(part) as (inputs, targets):
+                losses = _parts(run.task.loss(run.task.forward(network, inputs, targets), targets))
+                share = part.weight / total
+                sums = {name: sums.get(name, 0.0) + loss.detach() * share for name, loss in losses.items()}
+                (losses["loss"] * share).backward()
+        self._take(begun, 0)
+        for name, loss in sums.items():
+            self._add(step + 1, LOSS, name, loss)
+        # as a backward comes to them: the last layer first
+        gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+        for name, gradient in reversed(gradients.items()):
+            self._add(step + 1, GRADIENT, name, gradient)
+        norm = get_total_norm([whole(gradient) for gradient in gradients.values()])
+        self._add(step + 1, NORM, "norm", norm)
+        if run.settings.loop.max_norm is not None:
+            for gradient in gradients.values():
+                gradient.mul_((run.settings.loop.max_norm / (norm + 1e-6)).clamp(max=1.0))
+        with Stepping(network, self.optimizer, self.record, step + 1):
+            self.optimizer.step()
+        network.zero_grad()
+        with torch.no_grad():
+            run.task.after_step(network, step + 1)
+        self._values(step + 1, UPDATE)
+
+    def _take(self, buffers: dict[int, dict[str, Tensor]], rank: int) -> None:
+        """Sit down in the seat of a rank, with its buffers; leave those of the rank before to it."""
+        held = dict(self.network.named_buffers())
+        if rank != self.ear.ranks.rank:
+            buffers[self.ear.ranks.rank] = deepcopy(held)
+            for name, buffer in buffers[rank].items():
+                held[name].copy_(buffer)
+        self.ear.ranks = Seat(rank, self.how.ranks)
+
+    def evaluate(self, step: int) -> None:
+        """The figures of some batches of the evaluation set."""
+        width = evaluation_batch(self.run.settings.loop)
+        for name, value in self.figures(some_batches(-(-size_of(self.run.evaluation) // width))).items():
+            self._add(step, EVALUATION, name, torch.tensor(value, dtype=torch.float64))
+
+    def figures(self, numbers: Sequence[int]) -> dict[str, float]:
+        """Those of these batches of the evaluation set, as the loop would have them."""
+        run, sums = self.run, dict[str, Any]()
+        self._mode(False)
+        size, width = size_of(run.evaluation), evaluation_batch(run.settings.loop)
+        for at in numbers:
+            for part in self._divided(0, torch.arange(size)[at * width : (at + 1) * width], training=False):
+                with torch.no_grad(), self._forward(part) as (inputs, targets):
+                    output = run.task.forward(self.network, inputs, targets)
+                    loss = _parts(run.task.loss(output, targets))["loss"]
+                    own = {"loss": loss * part.weight, "weight": part.weight, "samples": len(part.batch.indices)}
+                    for name, value in {**run.task.metrics(output, targets), **own}.items():
+                        sums[name] = sums.get(name, 0) + value  # int and int stay whole, as in the loop
+        totals = {name: wide(value) for name, value in sums.items()}
+        self._mode(True)
+        return {"loss": float(totals["loss"] / (totals["weight"] or 1)), **run.task.finish(totals)}
+
+    @contextmanager
+    def _forward(self, part: Dealt) -> Iterator[tuple[Any, Any]]:
+        others: Any = gathering_over(Nobody()) if self.how.ranks > 1 else nullcontext()
+        with self.draws, others, dealt(part.batch.span), self.run.machine.autocast(self.run.strategy.device):
+            self.draws.begin()
+            yield floats_as((part.batch.inputs, part.batch.targets), self.run.machine.parameter_dtype)
+
+    def _divided(self, epoch: int, indices: Tensor, training: bool = True) -> Iterator[Dealt]:
+        """The parts of a global batch, each read by itself, of one rank after the other."""
+        run, size = self.run, len(indices)
+        for seat in (Seat(rank, self.how.ranks) for rank in range(self.how.ranks)):
+            for span in spans(size, min(self.how.micro_batches, size)):
+                rows = torch.tensor([row for row in span if row % seat.size == seat.rank])
+                if not len(rows):
+                    continue
+                inputs, targets = self._read(epoch, indices, rows, training)
+                batch = Batch(inputs, targets, indices[rows], span, size)
+                yield Dealt(batch, float(units(run.task, targets, len(rows))), seat)
+
+    def _read(self, epoch: int, indices: Tensor, rows: Tensor, training: bool) -> tuple[Any, Any]:
+        """These samples of a global batch, each mixed with its partner where the data mixes."""
+        run, seed, device = self.run, self.run.settings.seed, self.run.strategy.device
+        data, dataset = run.data, run.training if training else run.evaluation
+        read = reading(dataset, data.collate, seed, Loading(workers=0), pin=False)
+
+        def augmented(own: Tensor) -> tuple[Any, Any]:
+            (items,) = read(epoch, [own])
+            inputs, targets = moved(items, device)
+            return data.augment(inputs, targets, Random(seed, epoch, own.to(device)), training)
+
+        inputs, targets = augmented(own := indices[rows])
+        if data.mix is None or not training:
+            return inputs, targets
+        others = augmented(indices[(rows + len(indices) // 2) % len(indices)])
+        return data.mix(inputs, targets, *others, Random(mix(seed, MIXING), epoch, own.to(device)))
+
+    def _mode(self, training: bool) -> None:
+        self.network.train(training)
+        for norm in batch_norms(self.network) if self.how.still_norms else ():
+            norm.eval()
+
+    def _values(self, step: int, phase: str) -> None:
+        for name, tensor in (self.network.state_dict() | optimizer_tensors(self.network, self.optimizer)).items():
+            self._add(step, phase, name, tensor)
+
+    def _add(self, step: int, phase: str, name: str, tensor: Tensor) -> None:
+        self.record.add(Key(step, phase, name), [0], signatures(whole(tensor).reshape(1, -1)))
+
+
+def _parts(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is minimised, beside its parts if it has any."""
+    several = loss if isinstance(loss, dict) else {"loss": loss}
+    return {**several, "loss": torch.stack(list(several.values())).sum()}
+
+
+class Seat(Ranks):
+    """A place among ranks that nobody sits on."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, code that asks torch or the environment for other processes learns of none."""
+    words = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SLURM_PROCID", "SLURM_NTASKS")
+    kept = {name: value for name, value in os.environ.items() if name not in words}
+    answers = patch.multiple(dist, is_initialized=_no, get_rank=_first, get_world_size=_one)
+    with patch.dict(os.environ, kept, clear=True), answers:
+        yield
+
+
+def _no() -> bool:
+    return False
+
+
+def _first(*_: Any) -> int:
+    return 0
+
+
+def _one(*_: Any) -> int:
+    return 1

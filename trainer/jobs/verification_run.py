@@ -1,0 +1,257 @@
+"""A few steps of the loop as it is, watched: what `verify` compares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.data.reader import Loading
+from trainer.data.stream import Batch, EvaluationStream, Stream
+from trainer.jobs.allocator import evaluation_batch
+from trainer.jobs.batch_sizes import deal
+from trainer.jobs.build_trainer import make_checkpoints, make_evaluation, make_trainer
+from trainer.jobs.preparation import Prepared, RunParts, build_values, read_data, seeded_network
+from trainer.launch.stop_signals import StopRequest
+from trainer.learning.cadence import Due, Every
+from trainer.loop.evaluation import figures_of
+from trainer.loop.progress import Progress
+from trainer.proof.dropout_off import drop_nothing
+from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn
+from trainer.proof.record import EVALUATION, Key, Record
+from trainer.proof.recorded_model import Surveyor, Watched
+from trainer.proof.signature import signatures
+from trainer.records.async_save import Beside
+from trainer.records.checkpoint_store import discard
+from trainer.records.checkpoint_write import named
+from trainer.records.folder import RunFolder
+from trainer.records.sinks import Log
+from trainer.strategies.base import Strategy
+from trainer.strategies.machine import Machine
+from trainer.strategies.parallel_model import Placed
+
+_SCALE = 2.0**-8  # of the scale of losses in fp16, which begins at 2**16
+
+
+_SAMPLES = 4  # of each micro-batch of a rank: more would show nothing new
+
+
+class AtLast(Beside):
+    """It writes its copy only when somebody waits for it: after steps that change what it must be a copy of."""
+
+    _work: Callable[[], None] | None = None
+
+    def start(self, work: Callable[[], None]) -> bool:
+        """Begin later, unless there is no room for a copy."""
+        if not self._spare:
+            return super().start(work)
+        self._work = work
+        return False
+
+    def wait(self) -> None:
+        """Begin now, and wait until it is over; its error, once."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            super().start(work)
+        super().wait()
+
+
+class FirstBatch:
+    """An evaluation set that ends with its first batch: what an evaluation leaves behind, the steps after it show."""
+
+    def __init__(self, stream: EvaluationStream, width: int) -> None:
+        self._stream, self.size = stream, min(stream.size, width)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def batches(self, at: Sequence[int] | None = None) -> Iterator[tuple[Batch, int]]:
+        """Its micro-batches."""
+        return self._stream.batches(range(1))
+
+
+def trial(
+    run: Prepared,
+    record: Record,
+    ends: Sequence[int],
+    stop: StopRequest,
+    resume: int | None = None,
+    shake: float = 0.0,
+    draws: AsDrawn = AS_DRAWN,
+    name: str = "",
+    evaluates: bool = True,
+) -> bool:
+    """Collective: train to each of these steps in turn, every time from the checkpoint of the last one.
+
+    False where somebody asked to stop. resume: the step after which others resume. shake: how far, relative to itself,
+    each weight is moved before the first step. draws: what forwards draw. name: tells it from others of its precision.
+    evaluates: does a small evaluation follow each step, as one follows an epoch?
+    """
+    keep = replace(run.settings.checkpoint, keep=2)
+    run = replace(run, settings=replace(run.settings, checkpoint=keep))
+    # each trial goes on from its own checkpoints alone
+    place = run.folder.path / f"{run.machine.resolved_precision}{shake:g}{name}"
+    run = replace(run, folder=RunFolder(place))
+    if run.strategy.world.is_main:
+        (place / "checkpoints").mkdir(parents=True)
+    with make_checkpoints(run, AtLast) as checkpoints:
+        for end in ends:
+            run = renewed(run)
+            start, evaluation = checkpoints.newest(), make_evaluation(run)
+            build_values(run, resuming=start is not None)
+            trainer = make_trainer(run, checkpoints, Log([]), stop, beginning(run, ends[-1]))
+            if shake and start is None:
+                shaken(trainer.placed.network, shake)
+            _scale_down(trainer.placed)
+            watched: Any = Watched(trainer.placed, record, resume or ends[0], end, draws)
+            if start is None:
+                watched.begin()
+            # the loop itself, to this step; beside steps and saves it does no more than small evaluations
+            between: Any = None
+            if evaluation is not None and evaluates:
+                between = FirstBatch(evaluation, evaluation_batch(run.settings.loop))
+            trainer.placed, trainer.patience, trainer.evaluation = watched, math.inf, between
+            # a step after the save that is read back: a copy of it that is none would change with the step
+            trainer.steps = min(end + 1, ends[-1])
+            trainer.eval_due, trainer.save_due = Due([Every(1)]), Due([Every(end)])
+            if not trainer.fit(start):
+                return False
+            if trainer.steps > end and run.strategy.world.is_main:
+                discard(named(checkpoints.folder, trainer.steps))
+    if evaluation is not None and record.wants(EVALUATION):
+        _evaluated(run, watched, evaluation, record, ends[-1])
+    return True
+
+
+def _scale_down(placed: Placed) -> None:
+    """Which steps of fp16 overflow, and are left out, depends on how a batch is divided: so small, none does."""
+    scaler = placed.scaler
+    scaler.load({name: value * _SCALE for name, value in scaler.state().items() if name == "scaler/scale"})
+
+
+def _evaluated(run: Prepared, watched: Any, stream: EvaluationStream, record: Record, step: int) -> None:
+    """Collective: the figures of some batches of the evaluation set."""
+    watched.settle()
+    # a metric may go wrong in a later batch, and the last one may be smaller, with ranks that have no sample of it
+    count = len(stream)
+    for name, value in figures_of(run.strategy, watched, run.task, stream, some_batches(count)).items():
+        record.add(Key(step, EVALUATION, name), [0], signatures(torch.tensor([[value]], dtype=torch.float64)))
+
+
+def some_batches(count: int) -> list[int]:
+    """The numbers of those that are compared of so many: the first, one in the middle, the last."""
+    return sorted({0, count // 2, count - 1})
+
+
+def surveyed(run: Prepared) -> Any:
+    """Where the samples of a batch lie in what each module gives: of a whole step, and of every other sample of it."""
+    run = renewed(run)
+    build_values(run, resuming=False)
+    own, loading, whole = run.strategy.slice, Loading(**vars(run.settings.loader)), run.settings.loop.global_batch
+    # every other one, as the first of two ranks has them: there a sample stands at another place than in the whole
+    slices = own, replace(own, ranks=2)
+    streams = [Stream(run.data, run.training, each, whole, 1, loading) for each in slices]
+    placed = run.strategy.build(run.task, run.network, streams[0].example())
+    surveyor = Surveyor(placed.network.named_modules(), run.strategy.data_group)
+    for stream, each in zip(streams, slices, strict=True):
+        batches = [batch._replace(span=range(0, whole, each.ranks)) for batch in next(iter(stream.epoch(0)))]
+        with surveyor.listening(batches):
+            placed.forward_backward(batches, 0)
+    return surveyor.layouts()
+
+
+@torch.no_grad()
+def shaken(network: nn.Module, by: float) -> None:
+    """Move each weight by so much, relative to itself, up or down at random, in place."""
+    generator = torch.Generator().manual_seed(0)
+    for weight in network.parameters():
+        weight.mul_(1 + by * (torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1).to(weight))
+
+
+def beginning(run: Prepared, last: int) -> Progress:
+    """Where in the data a trial begins: so late that an epoch ends before its last step, where the run has several."""
+    batch = run.settings.loop.global_batch
+    epoch = run.length.per_epoch  # steps
+    # one step after the one that is resumed from, where there are so many: the resume is then within an epoch
+    before = max(1, min(last // 2 + 1, last - 1))
+    passed = max(0, epoch - before) * batch if run.length.steps > epoch else 0
+    return Progress(position=passed, left_out=passed)
+
+
+def renewed(run: Prepared) -> Prepared:
+    """The same run as another start of it would be: what objects remember of an earlier trial is in no checkpoint."""
+    run = replace(run, **run.make_anew())
+    run.training, run.evaluation = read_data(run)
+    # one that was placed cannot be placed again
+    run.network, run.whole_because = run.strategy.outline(partial(seeded_network, run))
+    if run.machine.launch.is_main:
+        run.initial.look(run.network)
+    return run
+
+
+def plainly(run: RunParts) -> None:
+    """From now on one process does all of it as it is: one micro-batch, nothing recomputed, nothing compiled."""
+    run.machine = replace(run.machine, compile=False)
+    run.strategy = Strategy(machine=run.machine)
+    run.settings = replace(run.settings, loop=replace(run.settings.loop, micro_batches=1, micro_batch=None))
+
+
+def with_batch(run: RunParts, samples: int | None) -> int:
+    """From now on a step has so many samples, in as many micro-batches as before; how many it has.
+
+    None: four for each micro-batch of a rank, if the run has more, and as many left over as it has.
+    """
+    loop, ranks = run.settings.loop, run.strategy.data_ranks(run.machine.launch.world_size)
+    count = deal(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch, loop.uneven).micro_batches
+    few = _SAMPLES * ranks * count + loop.global_batch % (ranks * count)
+    samples = samples or min(few, loop.global_batch)
+    loop = replace(loop, global_batch=samples, micro_batches=count, micro_batch=None)
+    run.settings = replace(run.settings, loop=loop)
+    return samples
+
+
+@contextmanager
+def exactly(run: RunParts, precision: str) -> Iterator[None]:
+    """Inside all is computed in this precision, and nothing is narrower on its way."""
+    strategy, machine = run.strategy, run.machine
+    own = {name: getattr(strategy, name) for name in strategy.narrowing}
+
+    def compute(machine: Machine, narrowing: Mapping[str, Any]) -> None:
+        run.machine = strategy.machine = machine
+        for name, value in narrowing.items():
+            setattr(strategy, name, value)
+
+    compute(replace(machine, precision=precision), dict.fromkeys(own))
+    try:
+        yield
+    finally:
+        compute(machine, own)
+
+
+def without_dropout(run: RunParts) -> Callable[[], int]:
+    """From now on networks are made with no dropout, unless what it leaves out is each sample's own.
+
+    What is given back tells how many layers had some.
+    """
+    make, dropped, settings = run.make_network, [0], run.settings
+    # where the default is torch's own numbers, too; the reference must come to the same answer from the same words
+    native = settings.loop.dropout == "native" or settings.compile
+
+    def made() -> nn.Module:
+        network = make()
+        dropped[0] = drop_nothing(network) if native else 0
+        return network
+
+    run.make_network = made
+    return lambda: dropped[0]
+
+
+def named_modules(network: nn.Module) -> dict[str, str]:
+    """The classes of a network's modules, by name."""
+    return {name: type(module).__name__ for name, module in network.named_modules()}

@@ -1,0 +1,202 @@
+"""Several processes of one run on this machine, started by the command itself (`processes=N`), without a launcher.
+
+They meet at a store in a file: a store at a port asks nobody for a password, so other users of the machine could read
+and change it. Who started them waits, hands on requests to stop, and ends with the run's own exit code. Nothing here
+needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from trainer.launch.failure import STOPPED
+from trainer.launch.output_relay import Relay
+from trainer.launch.stop_signals import REQUESTS
+
+_LOOK = 0.1  # seconds between two looks at the processes
+_ACCOUNT = 10.0  # seconds that the others have to notice that one has failed, and to say so
+_GRACE = 20.0  # seconds more until those are killed that did not end when they were asked to
+
+
+class Child(Protocol):
+    """A process that was started, with the verbs of `subprocess.Popen`."""
+
+    def poll(self) -> int | None:
+        """The exit code; None: it has not ended."""
+
+    def wait(self) -> int:
+        """The exit code, once there is one."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal to it, unless it has ended."""
+
+    def terminate(self) -> None:
+        """Ask it to stop."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+
+# Starts the words in an environment; what the process prints goes to two descriptors (None: to those of this process).
+Starter = Callable[[Sequence[str], Mapping[str, str], int | None, int | None], Child]
+
+
+def executed(words: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> Child:
+    """A process that is a program of its own, and imports what it needs by itself."""
+    command = [sys.executable, "-m", "trainer", *words]
+    # in a session of its own: a terminal's Ctrl-C comes here alone, and is handed on once
+    return subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True)
+
+
+# Runs the words in an environment and waits; the exit code, and all that was printed.
+Alone = Callable[[Sequence[str], Mapping[str, str]], tuple[int, str]]
+
+
+def alone(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run the words in a process of its own and wait for it; the exit code, and all that was printed."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "trainer", *words],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    return ended.returncode, ended.stdout
+
+
+def start(
+    words: Sequence[str], count: int, scratch: Path, attempt: int = 0, starter: Starter = executed
+) -> tuple[int, list[int]]:
+    """Run the words in so many processes and wait for all; the run's exit code, and which signals asked it to stop.
+
+    scratch: an empty folder that other users may not look into; where a rank is refused or fails its account is then in
+    `<rank>/error.json`. attempt: how often the same words have been started before.
+    """
+    children: list[Child] = []
+    with Relay() as relay, handed_on(children) as asked:
+        try:
+            for rank in range(count):
+                environment = _environment(rank, count, scratch) | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
+                children.append(starter(words, environment, relay.stdout, relay.stderr))
+            code = meaning(_ended(children, relay, asked), bool(asked))
+        finally:
+            for child in children:
+                child.kill()  # does nothing to those that have ended
+    # a sweep that has started this command looks for the account where launchers do
+    if (first := _first_account(scratch)) and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        shutil.copyfile(first, file)
+    return code, asked
+
+
+def meaning(codes: Sequence[int], stop: bool) -> int:
+    """The exit code of a run from those of its processes; stop: somebody asked it to stop."""
+    bad = [code for code in codes if code not in (0, STOPPED)]
+    if not bad:
+        return codes[0]  # the main rank knows whether it was stopped
+    if stop and all(-code in REQUESTS for code in bad):
+        return STOPPED  # before there was anything to save
+    return 2 if 2 in bad else 1
+
+
+def account(scratch: Path) -> str:
+    """What the rank that failed first has left about it; empty where none has."""
+    first = _first_account(scratch)
+    return json.loads(first.read_text(encoding="utf-8"))["message"]["message"] if first else ""
+
+
+def _first_account(scratch: Path) -> Path | None:
+    def when(path: Path) -> int:
+        return int(json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]["timestamp"])
+
+    return min(scratch.glob("*/error.json"), key=when, default=None)
+
+
+def _environment(rank: int, count: int, scratch: Path) -> dict[str, str]:
+    """What torchrun would export for this rank, with a file in the place of its store."""
+    file = scratch / str(rank) / "error.json"
+    file.parent.mkdir()
+    threads = max(1, (os.cpu_count() or 1) // count)
+    return {
+        "OMP_NUM_THREADS": str(threads),  # more threads than cores wait for each other
+        **_at_home(),
+        **os.environ,
+        # what can be imported here can be imported there, wherever it lies; mp.spawn does as much
+        "PYTHONPATH": os.pathsep.join(str(path) for path in sys.path if path),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(count),
+        "TORCHELASTIC_ERROR_FILE": str(file),
+        "TRAINER_PARENT": str(os.getpid()),
+        "TRAINER_STORE": str(scratch / "store"),
+    }
+
+
+def _at_home() -> dict[str, str]:
+    """Let gloo and NCCL listen where no other machine gets in; they would take the interface of the host's name."""
+    own = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    # the sign: no other name that begins like this one
+    return {"GLOO_SOCKET_IFNAME": own[0], "NCCL_SOCKET_IFNAME": f"={own[0]}"} if own else {}
+
+
+@contextmanager
+def handed_on(children: Sequence[Child]) -> Iterator[list[int]]:
+    """Inside, requests to stop go to all children, and into the list; only the main thread can hear them."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def hand_on(number: int, _: object) -> None:
+        asked.append(number)
+        for child in children:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in REQUESTS}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ended(children: Sequence[Child], relay: Relay, requests: list[int]) -> list[int]:
+    """The exit codes of all; where one has failed the others have a while to notice it by themselves."""
+    failed, asked = None, False
+    # a sweep that is killed tells nobody: its runs stop, so that the next sweep finds their folders free
+    parent = os.getppid() if os.environ.get("TRAINER_PARENT") == str(os.getppid()) else None
+    while any(child.poll() is None for child in children):
+        if parent not in (None, os.getppid()):
+            parent = None
+            requests.append(signal.SIGTERM)
+            for child in children:
+                child.terminate()
+        if failed is None and any(child.poll() not in (None, 0, STOPPED) for child in children):
+            failed = time.monotonic()
+            for child in children:  # one that was stopped (SIGSTOP) must run to hear that the run is over
+                child.send_signal(signal.SIGCONT)
+        late = time.monotonic() - failed if failed is not None else 0.0
+        if late > _ACCOUNT and not asked:
+            asked = True
+            for child in children:
+                child.terminate()
+        if late > _ACCOUNT + _GRACE:
+            for child in children:
+                child.kill()
+        relay.pass_on(_LOOK)
+    return [child.wait() for child in children]

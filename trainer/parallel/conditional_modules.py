@@ -1,0 +1,143 @@
+"""Which modules and parameters of a network only some data use: experts, layers that are left out.
+
+Ranks have other data, so that they would gather different units and send different gradients.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.nested_tensors import changed, tensors
+from trainer.parallel.pipeline.shape_forward import Shapes, cloned, has_values, leaves, shapes
+from trainer.parallel.pipeline.trace import ROOT
+from trainer.parallel.ranks import Ranks
+from trainer.parallel.units import can_be_unit, enclosing
+
+_AT = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Use:
+    """What every forward of a network uses, by name, as far as is known."""
+
+    modules: frozenset[str]  # called as often in every forward
+    parameters: frozenset[str]  # get a gradient in every backward
+
+
+def used_always(step: nn.Module, example: Any, ranks: Ranks) -> Use:
+    """Collective: what the forward uses whatever the data are: it runs twice on shapes alone.
+
+    Where it asks for a value, the answer is no the first time and yes the second, or no rows and all rows. Of a forward
+    that cannot be run so, all modules count as called, and no parameter is known to get a gradient.
+    """
+    network = step.get_submodule(ROOT)
+    return _agreed(_used_twice(step, network, example), network, ranks)
+
+
+def _used_twice(step: nn.Module, network: nn.Module, example: Any) -> Use:
+    chance = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            no, yes = (_used(step, example, answer) for answer in (False, True))
+    except Exception:  # whatever a forward does with what has no values
+        return Use(frozenset(name for name, _ in network.named_modules()), frozenset())
+    finally:
+        random.setstate(chance)
+    return Use(frozenset(name for name, often in no[0].items() if often == yes[0][name]), no[1] & yes[1])
+
+
+def _agreed(use: Use, network: nn.Module, ranks: Ranks) -> Use:
+    """Collective: what all of these ranks have found; their batches may have other shapes."""
+    modules, parameters = ([name for name, _ in each] for each in (network.named_modules(), network.named_parameters()))
+    unsure = [name not in use.modules for name in modules] + [name not in use.parameters for name in parameters]
+    flags = torch.tensor(unsure, dtype=torch.uint8)
+    ranks.all_reduce_max_(flags).wait()  # these ranks; a byte for each name, as a CPU tensor
+    sure = [not flag for flag in flags.tolist()]
+    return Use(frozenset(compress(modules, sure)), frozenset(compress(parameters, sure[len(modules) :])))
+
+
+def always_called(network: nn.Module, units: Iterable[str], use: Use) -> list[str]:
+    """These units; in place of one that only some data call, the nearest module around it that is always called.
+
+    Where that is the network alone, what is in the unit belongs to the network as a whole.
+    """
+    chosen = set()
+    for name in units:
+        around = sorted(enclosing(name), key=len, reverse=True)
+        fit = [each for each in around if each and each in use.modules and can_be_unit(network, each)]
+        chosen |= {name} if name in use.modules else {*fit[:1]}
+    return [name for name, _ in network.named_modules() if name in chosen and not enclosing(name) & chosen]
+
+
+class _Answers(Shapes):
+    """Inside it a value that nobody has is always the same, and of rows that a mask chooses there are none, or all."""
+
+    def __init__(self, answer: bool) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._answer = answer
+        self._instead: dict[Any, Callable[..., Any]] = {
+            _AT._local_scalar_dense: self._value,
+            _AT.nonzero: self._rows,
+            _AT.masked_select: lambda x, mask: x.new_empty(self._count(mask)),
+            _AT._unique2: lambda x, *_, **__: (x.new_empty(1), self._numbers(*x.shape), self._numbers(1)),
+            _AT.bincount: lambda x, weights=None, minlength=0: self._numbers(max(minlength, 1)),
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = getattr(func, "overloadpacket", None)
+        if packet in self._instead and not has_values(args[0]):
+            with self:
+                return self._instead[packet](*args, **(kwargs or {}))
+        if packet in (_AT.index, _AT.index_put, _AT.index_put_):
+            with self:
+                args = (args[0], [at for each in args[1] for at in self._places(each)], *args[2:])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _value(self, x: Tensor) -> bool | int | float:
+        kind = bool if x.dtype == torch.bool else float if x.is_floating_point() else int
+        return kind(self._answer)
+
+    def _count(self, mask: Tensor) -> int:
+        return mask.numel() if self._answer else 0
+
+    def _rows(self, mask: Tensor) -> Tensor:
+        return self._numbers(self._count(mask), mask.dim())
+
+    def _numbers(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64)
+
+    def _places(self, index: Tensor | None) -> list[Tensor | None]:
+        """What an index chooses; of a mask, as many numbers as it has dimensions."""
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            return [index]
+        return [self._numbers(self._count(index)) for _ in range(index.dim())]
+
+
+def _used(step: nn.Module, example: Any, answer: bool) -> tuple[Counter[str], frozenset[str]]:
+    """How often one forward calls each module, and which parameters a backward would reach."""
+    mode = _Answers(answer)
+    network = step.get_submodule(ROOT)
+    own = shapes(network, torch.device("cpu"), mode)
+    for before, shape in own.items():
+        shape.requires_grad_(before.requires_grad)
+    copy = cloned(step, own)
+    calls: Counter[str] = Counter()
+    for name, module in copy.get_submodule(ROOT).named_modules():
+        module.register_forward_pre_hook(partial(_count, calls, name))
+    with mode:
+        batch = changed(example, lambda x: torch.empty(x.shape, dtype=x.dtype))
+    reached = set(leaves(tensors(copy(*batch))))
+    return calls, frozenset(name for name, x in network.named_parameters() if own[x] in reached)
+
+
+def _count(calls: Counter[str], name: str, *_: Any) -> None:
+    calls[name] += 1

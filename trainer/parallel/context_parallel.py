@@ -1,0 +1,139 @@
+"""What a plan says of modules that work on stretches of sequences: each context rank has one of every sequence."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, cat, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.functional import pad
+
+from trainer.data.nested_tensors import changed, filled, tensors
+from trainer.parallel.sequence_pieces import Pieces, computing, pieces
+
+Answer = Callable[..., Any]  # what a module answers
+
+
+class _InPieces(ParallelStyle):
+    """A style for modules that are called once for each piece of a stretch, or are told of all pieces."""
+
+    pieces = 2  # that a stretch has at most: 1 where the plan has styles of others, which may not know of two
+    _dim: int
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """What torch calls, in 2.11 to 2.15: no public name is meant for styles of one's own."""
+        vars(module)["stretched"] = partial(self._call, module.forward, device_mesh, device_mesh.get_local_rank())
+        vars(module).pop("forward", None)  # it is in the line above
+        module.__class__ = _stretched(type(module))  # type: ignore[arg-type]  # mypy takes no class for hashable
+        return module
+
+    @abstractmethod
+    def _call(self, forward: Answer, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
+        """What the module answers for a rank's stretch."""
+
+    def _each(self, forward: Answer, own: Pieces, told: Callable[..., list[Any]], *args: Any, **more: Any) -> Any:
+        """Its answers for all pieces, one behind the other. told: of a piece's number and arguments, which ones."""
+        dim, dims, tokens = self._dim, args[0].dim(), args[0].shape[self._dim]
+        call, size, answers = object(), tokens // len(own.numbers), []
+        for at, number in enumerate(own.numbers):
+
+            def cut(x: Tensor, start: int = at * size) -> Tensor:
+                return x.narrow(dim, start, size) if x.dim() == dims and x.shape[dim] == tokens else x
+
+            with nullcontext() if torch.compiler.is_compiling() else computing(call, at):
+                answers.append(forward(*told(number, changed([*args], cut)), **changed(more, cut)))
+        if len(answers) == 1:
+            return answers[0]
+        several = zip(*map(tensors, answers), strict=True)
+        return filled(answers[0], [_behind(each, dim % dims, dims, size) for each in several])
+
+
+class GatheredKeys(_InPieces):
+    """Causal attention, called with (queries, keys, values): it gets the keys and values of all earlier tokens.
+
+    This rank's stretch is two pieces of the sequence, and the module is called for each. It gets the queries of the
+    piece, (…, T, …), and keys and values from the beginning of the sequence to the end of the piece, (…, S, …): so the
+    last query may see the last key, and each query before one key less (`torch.nn.attention.bias.causal_lower_right`).
+    Gathered, not sent in a ring: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2. dim: that of the tokens.
+    """
+
+    def __init__(self, dim: int = 2) -> None:
+        self._dim = dim
+
+    def _call(self, forward: Answer, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
+        queries, keys, values, *_ = args
+        ranks, tokens, widths = mesh.size(), queries.shape[self._dim], (keys.shape[-1], values.shape[-1])
+        own = pieces(rank, ranks, tokens, self.pieces)
+        size = tokens // len(own.numbers)
+        # they come rank by rank; of later pieces nothing is seen
+        come = [number for other in range(ranks) for number in pieces(other, ranks, tokens, self.pieces).numbers]
+        each = _gathered(cat((keys, values), -1), mesh, self._dim).split(size, self._dim)
+        seen = cat([each[come.index(number)] for number in range(own.numbers[-1] + 1)], self._dim)
+
+        def told(number: int, cut: list[Any]) -> list[Any]:
+            return [cut[0], *seen.narrow(self._dim, 0, (number + 1) * size).split(widths, -1), *cut[3:]]
+
+        return self._each(forward, own, told, *args, **more)
+
+
+class ShiftedPlaces(_InPieces):
+    """A module that is told where its first argument's tokens are: it is told where they are in the whole sequence.
+
+    argument: which one holds the place of the first token, or the places of all, as numbers. dim: that of the tokens
+    in the first argument. With the place of the first token it is called for each of this rank's pieces.
+    """
+
+    def __init__(self, argument: int = 0, dim: int = -1) -> None:
+        self._argument, self._dim = argument, dim
+
+    def _call(self, forward: Answer, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
+        at, places, tokens = self._argument, args[self._argument], args[0].shape[self._dim]
+        own = pieces(rank, mesh.size(), tokens, self.pieces)
+        size = tokens // len(own.numbers)
+        dims = [self._dim] if at == 0 else range(places.dim())[::-1] if isinstance(places, Tensor) else ()
+        along = next((dim for dim in dims if places.shape[dim] == tokens), None)
+        if along is not None:  # the places of all
+            each = zip(own.numbers, range(len(own.numbers)), places.split(size, along), strict=True)
+            shifted = cat([x + (number - before) * size for number, before, x in each], along)
+            return forward(*args[:at], shifted, *args[at + 1 :], **more)
+
+        def told(number: int, cut: list[Any]) -> list[Any]:
+            return [*cut[:at], places + number * size, *cut[at + 1 :]]
+
+        return self._each(forward, own, told, *args, **more)
+
+
+@cache
+def _stretched(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class of the same name, as recomputing makes one: so both may be asked of a module."""
+
+    def forward(self: Any, *args: Any, **more: Any) -> Any:
+        return self.stretched(*args, **more)
+
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": forward}
+    return type(kind.__name__, (kind,), own)
+
+
+def _behind(each: tuple[Tensor, ...], dim: int, dims: int, size: int) -> Tensor:
+    """Answers for pieces of so many tokens, one behind the other; their tokens may lie elsewhere, as (B, T, …)."""
+    last = each[-1]
+    order = [*[dim] * (last.dim() == dims), *range(1, last.dim())]
+    along = next((at for at in order if last.shape[at] == size), None)
+    if along is None:
+        raise RuntimeError(f"a module under GatheredKeys or ShiftedPlaces gave {tuple(last.shape)} for {size} tokens")
+    # of weights of attention, (…, T, S), each piece has as many as it sees
+    return cat([pad(x, (0, last.shape[-1] - x.shape[-1])) for x in each], along)
+
+
+def _gathered(stretch: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """Collective: the stretches of all context ranks, one behind the other; gradients go back to whom they belong."""
+    own = DTensor.from_local(stretch, mesh, [Shard(dim)], run_check=False)
+    # the context ranks; forward: each one's keys and values to all, backward: the sum of what all have found for them
+    return own.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

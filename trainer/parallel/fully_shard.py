@@ -1,0 +1,145 @@
+"""Spreading parameters, gradients and optimizer state over ranks: torch's `fully_shard` (FSDP2) by units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from trainer.parallel.batch_norm import with_statistics
+from trainer.parallel.local_shard import held, split_axes
+from trainer.refusal import Refusal
+
+PADDING = 1 / 8  # of a parameter: with no more, it is spread by its first dimension, which is the fastest to gather
+WHOLE = 4  # sizes of it are what a whole parameter costs a rank: itself, its gradient and two moments
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are spread and gathered."""
+
+    reshard_after_forward: bool = True  # True: gathered anew for the backward (ZeRO-3); False: kept until then (ZeRO-2)
+    param_dtype: Literal["bf16"] | None = None  # what parameters are gathered and computed in; None: their own
+    offload: bool = False  # shards, gradients and the optimizer's memory lie in the host's memory
+    ahead: int = 1  # units that are gathered before they are needed
+
+
+def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMesh, how: Sharding) -> FSDPModule:
+    """Collective over the mesh: every parameter becomes a DTensor of which each rank holds a shard, in place.
+
+    The units of `network` that are named are gathered and released one by one, the rest of it with `root`, the module
+    that is called. mesh: the axis "shard", and "replicate" where there is one. Names stay. What would be gathered as
+    mostly padding, and beside another precision BatchNorms, stay whole on every rank (`not_spread`); their gradients
+    are not averaged here.
+    """
+    for parameter in network.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()  # fully_shard takes nothing else
+    # masters stay as they are: what is gathered is cast, gradients are added up in fp32
+    policy = MixedPrecisionPolicy()
+    if how.param_dtype:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
+    # all calls must pass over the same parameters
+    ranks = mesh["shard"].size()
+    kept = _kept_whole(network, ranks, how)
+    spread = partial(
+        fully_shard,
+        mesh=mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"],
+        mp_policy=policy,
+        offload_policy=offload,
+        shard_placement_fn=lambda parameter: Shard(_dimension(parameter, ranks) or 0),
+        ignored_params=kept,
+    )
+    again = how.reshard_after_forward
+    # units first, for fully_shard of the root takes what no unit has
+    units = [spread(network.get_submodule(name), reshard_after_forward=again) for name in names]
+    for name in names:
+        _refuse_replaced(name, network.get_submodule(name))
+    # what is left is small and wanted first in the backward: it stays gathered, unless it is everything
+    whole = spread(root, reshard_after_forward=again and not units)
+    # one unit ahead is what torch does by itself
+    if how.ahead > 1:
+        for at, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + how.ahead])
+            unit.set_modules_to_backward_prefetch(units[max(at - how.ahead, 0) : at][::-1])
+    return whole
+
+
+def _kept_whole(network: nn.Module, ranks: int, how: Sharding) -> set[nn.Parameter]:
+    """The parameters that are not to be spread: single numbers, which fully_shard refuses, and what is too short.
+
+    Where parameters are cast, what stays whole would stay as it is, and mix with what is cast. So there only BatchNorms
+    do, whose weights must have the type of their running statistics.
+    """
+    if how.param_dtype:
+        own = {parameter for norm in with_statistics(network) for parameter in norm.parameters()}
+        return own | {parameter for parameter in network.parameters() if parameter.dim() == 0}
+    return {parameter for parameter in network.parameters() if _dimension(parameter, ranks) is None}
+
+
+def _dimension(parameter: nn.Parameter, ranks: int) -> int | None:
+    """Along which dimension a parameter is best spread over so many ranks; None: it is better kept whole.
+
+    fully_shard pads the first dimension to a multiple of the ranks, so (1, 256, 768) would be gathered as 1,024 times
+    its size on 1,024 ranks; the other dimensions it takes where they divide.
+    """
+    shape = held(parameter).shape  # tensor ranks split first
+    if not shape:
+        return None
+    gathered = -(-shape[0] // ranks) * ranks / max(shape[0], 1)  # what a rank sees of it, padding too, in its own size
+    if gathered <= 1 + PADDING:
+        return 0
+    # no padding at all along another one, if it divides
+    for dim, size in enumerate(shape):
+        if size % ranks == 0:
+            return dim
+    return 0 if gathered + WHOLE * gathered / ranks < WHOLE else None  # gathered, and what is kept of it between steps
+
+
+def _refuse_replaced(name: str, unit: nn.Module) -> None:
+    """Have a unit look at each call whether its parameters are its own; Refusal where somebody has put in others.
+
+    fully_shard puts the gathered ones in place before the forward. What `torch.func.functional_call` had put there
+    would be lost without a word, and the network would learn something else.
+    """
+    own = [(module, key, value) for module in unit.modules() for key, value in module.named_parameters(recurse=False)]
+    places = [(module, key) for module, key, value in own if "shard" in split_axes(value)]
+    gathered: set[nn.Parameter] = set()  # what fully_shard has put in place: they are the unit's own, too
+
+    @torch.compiler.disable
+    def look(*_: Any) -> None:
+        for module, key in places:
+            value = getattr(module, key)
+            if value not in gathered and not (isinstance(value, DTensor) and isinstance(value, nn.Parameter)):
+                raise Refusal(
+                    f"{name} is called with other parameters than its own (torch.func.functional_call), but FSDP would"
+                    f" compute with its own, because {name} is a unit that is gathered when it is called; ddp and zero1"
+                    " can do it, or a plan's shard that names a unit which makes this call inside its own forward"
+                )
+
+    @torch.compiler.disable
+    def remember(*_: Any) -> None:
+        gathered.clear()
+        gathered.update(getattr(module, key) for module, key in places)
+
+    unit.register_forward_pre_hook(look, prepend=True)  # before fully_shard's own
+    unit.register_forward_pre_hook(remember)  # behind it
+
+
+def not_spread(network: nn.Module) -> list[nn.Parameter]:
+    """The parameters that lie on no axis "shard": each data rank holds the same of them, and its own gradient."""
+    return [parameter for parameter in network.parameters() if "shard" not in split_axes(parameter)]
+
+
+def reshard(root: nn.Module) -> None:
+    """Release what was gathered: parameters are again the shards that this rank holds."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

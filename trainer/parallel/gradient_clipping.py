@@ -1,0 +1,54 @@
+"""The true global gradient norm, and clipping to it, for tensors that are whole, split, or both in one network."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.nn.utils import get_total_norm
+
+from trainer.parallel.device_mesh import ranks_along
+from trainer.parallel.local_shard import held, split_axes
+
+
+def global_norm(gradients: list[Tensor]) -> Tensor:
+    """Collective: the 2-norm over all gradients, the same bits on every rank; what ranks hold in common counts once.
+
+    torch's own clipping refuses networks that mix tensors and DTensors (pytorch/pytorch#121020, #180346), hence this.
+    """
+    whole = [gradient for gradient in gradients if not split_axes(gradient)]
+    if len(whole) == len(gradients):
+        return get_total_norm([held(gradient) for gradient in whole])
+    alike: dict[tuple[DeviceMesh, tuple[str, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        if isinstance(gradient, DTensor) and (axes := split_axes(gradient)):
+            alike.setdefault((gradient.device_mesh, axes), []).append(held(gradient))
+    # squares add up over shards and over tensors, norms do not; what every rank holds counts once
+    squares = [get_total_norm([held(gradient) for gradient in whole]).square()] if whole else []
+    for (mesh, axes), shards in alike.items():
+        square = get_total_norm(shards).square()
+        # each copy of the network adds up its own shards: copies whose norms differed in one bit would drift apart
+        for axis in axes:
+            square = ranks_along(mesh, axis).sum_in_order(square)  # the axis's ranks, each with its shard
+        squares.append(square)
+    if len({square.device for square in squares}) > 1:  # some were offloaded: the optimizer needs the norm there
+        squares = [square.to("cpu") for square in squares]
+    return torch.stack(squares).sum().sqrt()
+
+
+def clip_(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients in place so that their global norm is at most max_norm; no device waits."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    multiply_(gradients, factor)
+
+
+def multiply_(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply what this rank holds of each gradient, in place, by one number that stays on the device.
+
+    Gradients that were offloaded to the host meet it there: it is copied once, and waited for.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for local in map(held, gradients):
+        by_device.setdefault(local.device, []).append(local)
+    for device, alike in by_device.items():
+        torch._foreach_mul_(alike, factor.to(device))

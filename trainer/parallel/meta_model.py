@@ -1,0 +1,103 @@
+"""Networks of which one rank builds the values: the others hold an outline, shapes without memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trainer.parallel.local_shard import held, named_tensors
+from trainer.parallel.ranks import Ranks
+
+Values = dict[tuple[str, ...], Tensor]  # all names of a tensor → it; on the meta device where only its shape is known
+
+
+def outline(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
+    """The network on the meta device; or built whole, and why its constructor cannot do without values."""
+    before = _without_memory()  # kept until the end, so that nothing new can have the identity of one of them
+    try:
+        with torch.device("meta"):
+            network = make()
+    except Exception as error:  # a constructor that reads values: whatever it makes of there being none, or a mistake
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    else:
+        # a tensor that is neither parameter nor buffer would never get a value; a view keeps its base alive
+        own = [one for _, tensor in named_tensors(network) for one in (tensor, tensor._base)]
+        known = {id(one) for one in (*own, *before)}
+        if all(id(tensor) in known for tensor in _without_memory()):
+            return network, ""
+        why = "it holds tensors that are neither parameters nor buffers"
+    return make(), why
+
+
+def is_outline(network: nn.Module) -> bool:
+    """Is the network without values?"""
+    return any(tensor.is_meta for _, tensor in named_tensors(network))
+
+
+def all_stored(network: nn.Module) -> bool:
+    """Does a checkpoint hold every value of the network? Buffers may have been made not to be stored."""
+    return {name for name, _ in named_tensors(network)} <= set(network.state_dict())
+
+
+@torch.no_grad()
+def set_aside(network: nn.Module) -> Values:
+    """Turn a network into its outline, in place; returns what values it had."""
+    for module in network.modules():
+        # It keeps weak references, to see whether its weights are still the same: what has one cannot be swapped. It
+        # does without, and has to: it would lay weights that FSDP has gathered out anew, in memory that stays behind.
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = [None] * len(module._flat_weight_refs)
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in named_tensors(network):
+        names.setdefault(tensor, []).append(name)
+    values: Values = {}
+    for tensor, own in names.items():
+        other = _like(tensor, torch.device("meta"))
+        torch.utils.swap_tensors(tensor, other)  # every name and every tie keeps its tensor; the other has the values
+        values[tuple(own)] = other.detach()
+    return values
+
+
+@torch.no_grad()
+def make_room(network: nn.Module, device: torch.device, shards: torch.device) -> None:
+    """Give an outline memory, in place, which nobody has written to yet. shards: where DTensors are to lie."""
+    for tensor in {tensor for _, tensor in named_tensors(network) if tensor.is_meta}:
+        torch.utils.swap_tensors(tensor, _like(tensor, shards if isinstance(tensor, DTensor) else device))
+
+
+@torch.no_grad()
+def send_values(values: Values, network: nn.Module, ranks: Ranks, device: torch.device) -> None:
+    """Collective: what the first rank has set aside comes to all, of each tensor the shard that a rank holds.
+
+    values: of the whole network; they are freed on the way, so that a rank holds one whole tensor at a time. Nothing
+    travels where the first rank has an outline, too: a checkpoint will be read.
+    """
+    known = torch.tensor([not any(value.is_meta for value in values.values())], dtype=torch.uint8)
+    ranks.broadcast_(known)  # all ranks; one byte
+    own = dict(named_tensors(network))
+    # in the constructor's order, which is the same on every rank
+    for names in list(values) if known else ():
+        value = values.pop(names)  # freed when the next one comes
+        whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+        ranks.broadcast_(whole)  # all ranks; every tensor of the network once, whole: who holds what differs
+        for tensor in {own[name] for name in names if name in own}:
+            shard = whole
+            if isinstance(tensor, DTensor):  # nothing travels: this rank's shard of what has come
+                shard = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+            held(tensor).copy_(shard)
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor or parameter of the same shape and kind, with memory that nobody has written to."""
+    other = torch.empty_like(tensor, device=device)
+    return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+
+
+def _without_memory() -> list[Tensor]:
+    """Every tensor on the meta device that is alive, wherever it is kept."""
+    alive = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+    return [tensor for tensor in alive if tensor.is_meta]

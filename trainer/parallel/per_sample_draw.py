@@ -1,0 +1,177 @@
+"""One draw of a forward: numbers of each sample, laid out as what asks for them has its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.data.sample_random import Part, Random
+from trainer.data.seeds import POSITIVE, mix, seed_torch
+from trainer.parallel.sequence_pieces import Pieces
+from trainer.parallel.untracked_draws import Strays
+
+
+@dataclass
+class Draw:
+    """The numbers of one draw of a forward: each sample's own, or the same for all where it has no batch."""
+
+    batch: int  # B
+    samples: Random  # (B,)
+    common: Random  # (1,)
+    seed: int  # of the step
+    number: int  # which draw of the step it is
+    cut: Cut | None  # what of it is this rank's
+    time_first: bool  # do the network's activations have the batch second?
+    module: str = ""  # that draws
+    strays: Strays | None = None  # notices rows that are no samples
+    many: bool = False  # may the first dimension be the samples times something, as (B · heads, …)?
+
+    def bernoulli(self, p: float, shape: tuple[int, ...]) -> Tensor:
+        """True with probability p."""
+        return self._laid(shape, lambda random, own: random.bernoulli(p, *own))
+
+    def uniform(self, shape: tuple[int, ...]) -> Tensor:
+        """In [0, 1), float32."""
+        return self._laid(shape, lambda random, own: random.uniform(*own))
+
+    def normal(self, shape: tuple[int, ...]) -> Tensor:
+        """Standard normal, float32."""
+        return self._laid(shape, lambda random, own: random.normal(*own))
+
+    def integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
+        """Whole numbers in [low, high)."""
+        return self._laid(shape, lambda random, own: random.integers(low, high, *own))
+
+    @contextmanager
+    def seeded(self, device: torch.device) -> Iterator[None]:
+        """For what has no batch or is not known here: torch's own generators, the same on all ranks."""
+        place = torch.default_generator.initial_seed()
+        seed_torch(mix(self.seed, self.number & POSITIVE), device)
+        try:
+            yield
+        finally:
+            torch.default_generator.manual_seed(place)
+
+    def _laid(self, shape: tuple[int, ...], make: Callable[[Random, tuple[int, ...]], Tensor]) -> Tensor:
+        """A draw of this shape, made with the samples first."""
+        batch, part = self.batch, self.cut.part(shape) if self.cut else None
+        if self.time_first and len(shape) > 1 and shape[1] == batch:
+            swapped = (shape[1], shape[0], *shape[2:])
+            part = part._replace(dim=1 - part.dim) if part and part.dim < 2 else part
+            return make(self.samples.of(self.number, part), swapped).transpose(0, 1)
+        if shape and shape[0] == batch:
+            return make(self.samples.of(self.number, part), shape)
+        if shape and self.strays is not None:
+            self.strays.look(self.number, self.module, shape[0], batch)
+        if self.many and len(shape) > 1 and shape[0] and shape[0] % batch == 0:
+            part = part._replace(dim=part.dim + 1) if part else None
+            return make(self.samples.of(self.number, part), (batch, shape[0] // batch, *shape[1:])).view(shape)
+        part = part._replace(dim=part.dim + 1) if part else None
+        return make(self.common.of(self.number, part), (1, *shape)).view(shape)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Of a dimension of some activations a tensor rank has its own part."""
+
+    dim: int  # -1: of what a column-wise layer gives, however it is viewed then
+    width: int  # of that, on this rank
+    pieces: Pieces  # that it has of the whole
+
+    def part(self, shape: tuple[int, ...]) -> Part | None:
+        """This rank's part of a draw that has this shape here."""
+        dim, (numbers, of) = self._dim(shape), self.pieces
+        size = shape[dim] // len(numbers)
+        return Part(dim, tuple(range(number * size, (number + 1) * size) for number in numbers), of * size)
+
+    def of_scores(self, dims: int) -> Cut:
+        """The same of attention's weights, (…, heads, T, S): channels have become heads."""
+        return replace(self, dim=dims - 3) if self.dim < 0 else self
+
+    def _dim(self, shape: tuple[int, ...]) -> int:
+        last = len(shape) - 1
+        if self.dim >= 0:
+            return self.dim
+        if shape[last] == self.width or (last < 3 and self.width % shape[last] == 0):
+            return last
+        # heads of their own width, before they are moved; weights of attention (B, heads, T, T), or values, after
+        if last >= 2 and shape[last] * shape[last - 1] == self.width:
+            return last - 1
+        if last == 3:
+            return 1
+        raise RuntimeError(
+            f"loop.dropout=sample: a draw of shape {shape} between layers that tensor ranks split, where activations"
+            f" have {self.width} channels: it is not clear which part of the whole this is; use loop.dropout=native"
+        )
+
+
+@dataclass(frozen=True)
+class Stretch(Cut):
+    """Of the tokens of some activations, (B, T, …), a context rank has its own stretch."""
+
+    def part(self, shape: tuple[int, ...]) -> Part | None:
+        """This rank's part; what has one number for each sample is the same on all."""
+        return super().part(shape) if len(shape) > 1 else None
+
+    def _dim(self, shape: tuple[int, ...]) -> int:
+        if shape[1] == self.width:
+            return 1
+        raise RuntimeError(
+            f"loop.dropout=sample: a draw of shape {shape} where context ranks have {self.width} tokens of each sample,"
+            " (B, T, …): it is not clear which part of the whole this is; use loop.dropout=native"
+        )
+
+    def of_scores(self, dims: int) -> Cut:
+        """The same of attention's weights, (…, heads, T, S): the rows are this rank's tokens."""
+        if self.width < 0:
+            raise RuntimeError(
+                "loop.dropout=sample: dropout in attention whose tokens context ranks split and whose heads tensor"
+                " ranks split: of both at once no part can be drawn; use loop.dropout=native, or no dropout in"
+                " attention"
+            )
+        return Cut(dims - 2, self.width, self.pieces)
+
+    def within(self, cut: Cut) -> Cut:
+        """What tensor ranks have of this stretch: tokens of it, or else all of its tokens and a part of the rest."""
+        if cut.dim == 1:
+            return replace(cut, pieces=self.pieces.part(cut.pieces))
+        return replace(self, width=-1)  # of two dimensions at once nobody can draw a part
+
+    def only(self, at: int) -> Stretch:
+        """One of its pieces."""
+        numbers, of = self.pieces
+        return replace(self, width=self.width // len(numbers), pieces=Pieces((numbers[at],), of))
+
+
+_DRAWER: ContextVar[tuple[str | None, int, int] | None] = ContextVar("drawer", default=None)
+
+
+def drawn_by(place: tuple[str | None, int, int], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that draws, in the name of a module: (the module or None, the number of its call, the draw in it)."""
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        token = _DRAWER.set(place)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _DRAWER.reset(token)
+
+    return told
+
+
+def drawer() -> tuple[str | None, int, int] | None:
+    """Inside of such a function: the module, its call, and the draw in it."""
+    return _DRAWER.get()
+
+
+class Source(Protocol):
+    """What knows which draw of a forward is the next one."""
+
+    def next(self) -> Draw | None:
+        """None where no forward of samples is under way."""

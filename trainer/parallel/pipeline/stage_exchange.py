@@ -1,0 +1,161 @@
+"""What travels between the ranks of a pipeline outside of a schedule: values between stages, sums from the last one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trainer.data.nested_tensors import floats_as, moved
+from trainer.devices import widest
+from trainer.parallel.buckets import Sums, wide
+from trainer.parallel.pipeline.schedules import Layout
+from trainer.parallel.ranks import Group
+
+PATIENCE = timedelta(seconds=10)  # for the last word of a rank that has failed
+
+
+class Handover:
+    """Runs stages over the ranks of a pipeline, one after the other, forwards only.
+
+    Shapes go ahead of the values, as CPU tensors. Where a stage fails its error goes that way instead, so that no rank
+    waits for what will not come.
+    """
+
+    def __init__(self, ranks: Group, layout: Layout, device: torch.device) -> None:
+        self._ranks, self._layout, self._device = ranks, layout, device
+
+    def run(self, stages: Mapping[int, Callable[..., Any]]) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
+        """Collective over the pipeline: call this rank's stages, by number, with what the stage before hands on.
+
+        Returns what the last stage of all returns, where that is here; and what went into each stage at whose boundary
+        this rank is, on the meta device. RuntimeError where something else than tensors is handed on.
+        """
+        # a chain: at any time one rank computes, and the next one waits for it
+        values: Any = ()
+        handed: dict[int, tuple[Tensor, ...]] = {}
+        under_way: list[tuple[Any, Tensor]] = []  # a tensor must live until it is sent
+        for stage in sorted(stages):
+            try:
+                # neighbours on one rank hand on in memory
+                if stage and not self._is_here(stage - 1):
+                    values = self._receive(stage)
+                handed[stage] = _on_meta(values)
+                values = stages[stage](*values)
+                if stage == self._layout.count - 1:
+                    break
+                _refuse_others(stage, values)
+                handed[stage + 1] = _on_meta(values)
+            except Exception as error:  # whatever a stage does: the next rank waits to be told
+                self._pass_on(stage, str(error))
+                raise
+            if not self._is_here(stage + 1):
+                facts = [[list(value.shape), str(value.dtype).removeprefix("torch.")] for value in values]
+                under_way += self._send(stage + 1, facts, values)
+        # only now, so that a rank of several stages could go on while values travelled
+        for work, _ in under_way:
+            work.wait()
+        return values if self._layout.count - 1 in stages else None, handed
+
+    def _is_here(self, stage: int) -> bool:
+        return self._layout.owner(stage) == self._ranks.rank
+
+    def _send(self, stage: int, facts: Any, values: tuple[Tensor, ...]) -> list[tuple[Any, Tensor]]:
+        peer, text = self._layout.owner(stage), torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+        # to the rank of the next stage: how long the text is, the text, every value
+        sent = [torch.tensor([len(text)]), text, *values]
+        return [(dist.isend(value, group=self._ranks.group, group_dst=peer), value) for value in sent]
+
+    def _receive(self, stage: int) -> tuple[Tensor, ...]:
+        length = int(self._received(stage, torch.zeros(1, dtype=torch.int64)))
+        facts = json.loads(bytes(self._received(stage, torch.empty(length, dtype=torch.uint8)).tolist()))
+        if isinstance(facts, str):
+            raise RuntimeError(f"an earlier stage failed: {facts}")
+        return tuple(
+            self._received(stage, torch.empty(shape, dtype=getattr(torch, dtype), device=self._device))
+            for shape, dtype in facts
+        )
+
+    def _received(self, stage: int, space: Tensor) -> Tensor:
+        dist.recv(space, group=self._ranks.group, group_src=self._layout.owner(stage - 1))  # from the stage before
+        return space
+
+    def _pass_on(self, stage: int, error: str) -> None:
+        """Tell the rank that waits for what follows this stage."""
+        for later in range(stage + 1, self._layout.count):
+            if not self._is_here(later):
+                for work, _ in self._send(later, error, ()):
+                    with suppress(RuntimeError):  # it may have failed itself by now
+                        work.wait(PATIENCE)
+                return
+
+
+def _on_meta(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(value, device="meta") for value in values)
+
+
+def _refuse_others(stage: int, values: Any) -> None:
+    for value in values:
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+            raise RuntimeError(
+                f"between stages {stage} and {stage + 1} a {type(value).__name__} would be handed on; only whole"
+                " tensors can be: cut elsewhere, in the plan's cuts"
+            )
+
+
+def broadcast_sums(
+    sums: Sums, like: dict[str, Tensor], source: int, ranks: Group, device: torch.device
+) -> dict[str, Tensor]:
+    """Collective: the source's sums on every rank, whole numbers as int64, all others in the device's widest type.
+
+    like: empty the first time, when names and shapes travel; to be given again each time after. RuntimeError where the
+    source's are others then.
+    """
+    numbers = {name: wide(value).detach().contiguous() for name, value in sums.items()}
+    own = moved(floats_as(numbers, widest(device)), device)
+    facts = [(name, value.shape, value.dtype) for name, value in own.items()]
+    # who receives must have room of the right shapes, which are the same in every step: they travel once
+    if not like:
+        told = [facts]
+        dist.broadcast_object_list(told, group_src=source, group=ranks.group)  # the group; names and shapes, once
+        like.update({name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in told[0]})
+    known = [(name, value.shape, value.dtype) for name, value in like.items()]
+    here = ranks.rank == source
+    if here and facts != known:
+        raise RuntimeError(f"the sums have other names or shapes than before: {facts}, not {known}")
+    # ranks before the source have no sums: what they are given is empty until it comes
+    told_sums = own if here else {name: torch.empty_like(value, device=device) for name, value in like.items()}
+    for value in told_sums.values():
+        dist.broadcast(value, group_src=source, group=ranks.group)  # the group; 8 bytes a number
+    return told_sums
+
+
+def in_order(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a stage hands on, ready to be sent: copies in order in memory, that nothing else looks at or writes to."""
+    return tuple(
+        value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value for value in values
+    )
+
+
+class InOrder(torch.autograd.Function):
+    """A value that was received; its gradient goes back in order in memory, for else it cannot be sent.
+
+    Schedules that compute gradients of inputs by themselves send them as autograd made them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The same value."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """The same gradient, contiguous."""
+        return grads[0].contiguous()

@@ -1,0 +1,161 @@
+"""Splitting a network's layers over tensor ranks by its plan: refusals, random numbers, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+)
+
+from trainer.data.seeds import mix
+from trainer.devices import generator_of
+from trainer.learning.parallel_plan import Plan
+from trainer.parallel.units import matched, matches
+from trainer.refusal import Refusal
+
+ACTIVATIONS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)  # styles that split no parameter
+ELSE = "strategy=ddp and strategy=fsdp need no plan"
+
+
+def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
+    """Refuse a plan that is missing, names nothing, or splits what does not divide by the degree."""
+    if not plan.tensor:
+        raise Refusal(
+            f"{type(network).__name__} has no tensor-parallel plan: give it a method plan(self) -> Plan, or let the"
+            f" task say one; {ELSE}"
+        )
+    # wholes first (heads): sizes may divide where these do not
+    for what, count in plan.divisible.items():
+        if count % degree:
+            raise Refusal(f"{count} {what} / {degree} tensor ranks is not whole; {_degrees(count)}; {ELSE}")
+    for key, style in plan.tensor.items():
+        for name, module in matched(network, key, "the plan's", f"; {ELSE}").items():
+            _refuse_size(name, module, style, degree)
+            if not isinstance(style, ACTIVATIONS):
+                _refuse_tied(name, module, network)
+
+
+def _refuse_size(name: str, module: nn.Module, style: ParallelStyle, degree: int) -> None:
+    """Refuse a layer whose split size is no multiple of the degree: it would fail in the middle of a forward."""
+    if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        return
+    column = isinstance(style, ColwiseParallel)
+    if isinstance(module, nn.Linear):
+        attribute = "out_features" if column else "in_features"
+    elif isinstance(module, nn.Embedding):
+        attribute = "embedding_dim" if column else "num_embeddings"
+    else:
+        kind = type(module).__name__
+        raise Refusal(f"the plan splits {name}, a {kind}; only Linear and Embedding can be split; {ELSE}")
+    size = getattr(module, attribute)
+    if size % degree:
+        raise Refusal(f"{name}.{attribute} {size} / {degree} tensor ranks is not whole; {_degrees(size)}; {ELSE}")
+
+
+def _refuse_tied(name: str, module: nn.Module, network: nn.Module) -> None:
+    """Refuse to split a parameter that another module uses too: only one of the two would hold the shard."""
+    own = {id(parameter) for parameter in module.parameters()}
+    for other, parameter in network.named_parameters(remove_duplicate=False):
+        if id(parameter) in own and not other.startswith(f"{name}."):
+            raise Refusal(
+                f"the plan splits {name}, whose parameter is tied to {other}; tied parameters cannot be split; {ELSE}"
+            )
+
+
+def _degrees(size: int) -> str:
+    return "degrees that work: " + ", ".join(str(d) for d in range(1, min(size, 64) + 1) if size % d == 0)
+
+
+class Masks:
+    """Which random numbers a forward draws on this rank; it changes at the modules that a plan names.
+
+    All tensor ranks have one seed, so a dropout between a column-wise and a row-wise layer would hide the same places
+    of every shard. There each rank draws from a stream of its own, which follows from the common one: nothing is
+    counted, so recomputing, which puts the generator back to where a unit began, draws the same again.
+    """
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._generator = generator_of(device)
+        self._rank = rank
+        # own seed → the common stream where it was left, the own stream as it began
+        self._left: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def follow(self, network: nn.Module, plan: Plan) -> None:
+        """Change streams where the plan's modules split activations and where they put them together."""
+        for key, style in plan.tensor.items():
+            before, after = layouts(style)
+            for _, module in matches(network, key):
+                if before:
+                    module.register_forward_pre_hook(self._own if _is_split(before) else self._common)
+                if after:
+                    module.register_forward_hook(self._own if _is_split(after) else self._common)
+
+    def forget(self) -> None:
+        """A step is over: nobody will recompute any of it."""
+        self._left.clear()
+
+    @torch.compiler.disable
+    def _own(self, module: nn.Module, *_: Any) -> None:
+        if not module.training or self._generator.initial_seed() in self._left:
+            return
+        # the own stream follows from where the common one stands, so no two splits of a forward draw the same
+        common = self._generator.get_state()
+        seed = mix(_number(common), self._rank)
+        self._generator.manual_seed(seed)
+        self._left[seed] = common, self._generator.get_state()
+
+    @torch.compiler.disable
+    def _common(self, module: nn.Module, *_: Any) -> None:
+        seed = self._generator.initial_seed()
+        if not module.training or seed not in self._left:
+            return
+        # back to whole activations, where all ranks must draw alike
+        common, began = self._left[seed]
+        if torch.equal(self._generator.get_state(), began):
+            self._generator.set_state(common)  # nothing was drawn: go on as one process does
+        else:
+            self._generator.manual_seed(mix(_number(common)))  # or the next split would find the own stream again
+
+
+def layouts(style: ParallelStyle) -> tuple[Any, Any]:
+    """How activations lie when a module begins and when it has ended; None: as they were."""
+    if isinstance(style, PrepareModuleInputOutput):
+        return style.prepare_module_input.desired_input_layouts, style.prepare_module_output.desired_output_layouts
+    if isinstance(style, PrepareModuleInput):
+        return style.desired_input_layouts, None
+    for name in ("desired_output_layouts", "output_layouts", "sequence_sharding"):
+        if hasattr(style, name):
+            return None, getattr(style, name)
+    return None, None
+
+
+def _is_split(layouts: Any) -> bool:
+    return any(isinstance(layout, Shard) for layout in (layouts if isinstance(layouts, tuple) else (layouts,)))
+
+
+def _number(state: Tensor) -> int:
+    return int.from_bytes(blake2b(state.numpy().tobytes(), digest_size=7).digest())
+
+
+def redistribute_gradients(parameters: Iterator[Tensor]) -> None:
+    """Collective: gradients that are still terms of a sum become what their parameter is, whole or split.
+
+    torch 2.11 clips such gradients wrongly and silently; afterwards every version is right.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+            continue
+        if gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)  # the tensor ranks; one gradient

@@ -1,0 +1,253 @@
+"""A placed network whose steps leave signatures: of its data, modules, losses, gradients and values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.nested_tensors import changed
+from trainer.data.stream import Batch
+from trainer.learning.task import Task
+from trainer.parallel.autograd_state import in_backward
+from trainer.parallel.batch_gather import present_span
+from trainer.parallel.optimizer_state import optimizer_tensors
+from trainer.parallel.pipeline.stages import Stages
+from trainer.parallel.ranks import Ranks
+from trainer.parallel.sequence_pieces import Pieces
+from trainer.parallel.sequence_shard import tokens
+from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn
+from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
+from trainer.proof.recorded_step import Stepping
+from trainer.proof.sample_dimension import Layout, by_sample, layouts
+from trainer.proof.sharded_signature import Signing
+from trainer.proof.signature import signatures, whole
+from trainer.proof.unit_call_order import call_together
+from trainer.strategies.parallel_model import Placed
+
+_PLAIN = (Tensor, nn.Parameter)  # has values; what stands for a tensor of another rank's stage has a type of its own
+
+
+class Ear:
+    """Hears what goes into a step and what each module of a network makes of it."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks) -> None:
+        self.ranks, self.hears = ranks, False  # hears: is a step under way that is listened to?
+        self._calls: Counter[tuple[str, range]] = Counter()
+        for name, module in modules:
+            module.register_forward_hook(partial(self._called, name))
+
+    @contextmanager
+    def listening(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """Within this context the step of these micro-batches is heard."""
+        for batch in batches:
+            for tree, name in ((batch.inputs, "inputs"), (batch.targets, "targets")):
+                self._hear(DATA, name, 0, tree, self._rows(batch.span))
+        self._calls.clear()
+        self.hears = True
+        try:
+            yield
+        finally:
+            self.hears = False
+
+    def _called(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+        """A forward hook. What runs without gradient is a rehearsal, in the backward a repetition."""
+        span = present_span()
+        if not self.hears or span is None or not torch.is_grad_enabled() or in_backward():
+            return
+        call = self._calls[name, span]
+        self._calls[name, span] += 1
+        self._hear(FORWARD, name, call, output, self._rows(span))
+
+    def _rows(self, span: range) -> Sequence[int]:
+        """Which samples of the global batch this rank has of a span: they are dealt in turn."""
+        return span[(self.ranks.rank - span.start) % self.ranks.size :: self.ranks.size]
+
+    def _hear(self, phase: str, name: str, call: int, tree: Any, rows: Sequence[int]) -> None:
+        """What is heard of these rows of the global batch: tensors, in whatever they are."""
+        raise NotImplementedError
+
+
+Place = tuple[str, str, int]  # phase, name, call
+
+
+class Surveyor(Ear):
+    """Keeps what two batches give, the second one some samples of the first, to see where samples lie."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks) -> None:
+        super().__init__(modules, ranks)
+        self._seen: list[tuple[Sequence[int], dict[Place, Any]]] = []  # rows, and what was heard of them
+
+    @contextmanager
+    def listening(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """The step of one micro-batch."""
+        self._seen.append((self._rows(batches[0].span), {}))
+        with super().listening(batches):
+            yield
+
+    def _hear(self, phase: str, name: str, call: int, tree: Any, rows: Sequence[int]) -> None:
+        self._seen[-1][1][phase, name, call] = changed(tree, lambda x: x.detach().clone())
+
+    def layouts(self) -> dict[Place, Layout]:
+        """Where samples lie, of all that has shown it."""
+        (every, large), (rows, small) = self._seen
+        found: dict[Place, Layout] = {}
+        for (phase, name, call), tree in large.items():
+            if (phase, name, call) in small:
+                other = small[phase, name, call]
+                own = layouts(name, tree, other, len(every), rows, phase == DATA)
+                found |= {(phase, place, call): one for place, one in own.items()}
+        return found
+
+
+class Scribe(Ear):
+    """Writes signatures of what it hears into a record, sample by sample."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks, record: Record) -> None:
+        super().__init__(modules, ranks)
+        self.record, self.step = record, 0
+        self.own, self.tokens = Pieces((0,), 1), 1  # which pieces of sequences of so many tokens are heard
+        # lists with an entry for each sample
+        self._lists = {(phase, place.partition(".*")[0]) for phase, place, _ in record.layouts if ".*" in place}
+        self._times = Counter((phase, place) for phase, place, _ in record.layouts)  # calls in one forward
+        self._heard: dict[str, set[Key]] = {}  # of each module in the step under way
+
+    def begin(self, step: int) -> None:
+        """What is heard from now on belongs to this step."""
+        self.step, self._heard = step, {}
+
+    def leave_out_parts(self) -> None:
+        """Leave out of the step what was called less often than on one process: other stages have made those calls.
+
+        Which of all calls were this rank's own nobody knows.
+        """
+        for name, keys in self._heard.items():
+            times = max(count for (called, _), count in self._calls.items() if called == name)
+            if times < max(self._times[key.phase, key.name] for key in keys):
+                for key in keys:
+                    self.record.values.pop(key, None)
+                    self.record.parts.pop(key, None)
+
+    def _hear(self, phase: str, name: str, call: int, tree: Any, rows: Sequence[int]) -> None:
+        if not self.record.wants(phase):
+            return
+        known = {place for of, place in self._lists if of == phase}
+        for place, sample, x in by_sample(tree, name, len(rows), known):
+            layout = self.record.layouts.get((phase, place, call))
+            if layout is None:
+                continue
+            wide = torch.complex128 if x.is_complex() else torch.float64
+            plain = whole(x).to(wide, copy=True)  # a copy: what is still on its way has arrived in it
+            if type(plain) not in _PLAIN:
+                continue
+            # what tensor ranks hold shards of has another shape: they meet again in a later module
+            own = [rows[sample]] if sample is not None else rows if layout.dim >= 0 else [0]
+            key = Key(self.step, phase, place, call)
+            if phase == FORWARD:
+                self._heard.setdefault(name, set()).add(key)
+            if (found := layout.rows(plain, len(rows))) is not None:
+                self.record.add(key, own, signatures(found))
+            elif (around := layout.around(plain, len(rows), self.own, self.tokens)) is not None:
+                found = layout.rows(around, len(rows))
+                assert found is not None
+                self.record.parts.setdefault(key, []).append((own, signatures(found)))
+
+
+class Watched:
+    """A placed network, as the loop sees it, whose steps leave signatures."""
+
+    def __init__(self, placed: Placed, record: Record, resume: int, last: int, draws: AsDrawn = AS_DRAWN) -> None:
+        """resume: the step after which a run goes on from a checkpoint, or might. last: the last step that is told.
+
+        draws: what forwards draw.
+        """
+        self._last, self._draws = last, draws
+        self._placed, self._record, self._resume = placed, record, resume
+        # a hook would be compiled, too, and change what is compiled: there only the step as a whole is heard
+        modules = [] if placed.strategy.machine.compile else placed.network.named_modules()
+        ranks = placed.strategy.data_group
+        self._ear = Scribe(modules, ranks, record)
+        if not placed.strategy.machine.compile:
+            call_together(placed.network, ranks, lambda: self._ear.step if self._ear.hears else None)
+            placed.network.register_forward_pre_hook(lambda *_: draws.begin())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._placed, name)
+
+    @property
+    def task(self) -> Task:
+        """The task that losses and metrics are of; an evaluation sets another one around it."""
+        return self._placed.task
+
+    @task.setter
+    def task(self, task: Task) -> None:
+        self._placed.task = task
+
+    def begin(self) -> None:
+        """Collective: the values that training begins with."""
+        self._values(0, INITIAL)
+
+    def forward_backward(self, batches: list[Batch], step: int) -> dict[str, Tensor]:
+        """Collective: the step's forward and backward, and signatures of all that is in them."""
+        self._ear.begin(step + 1)
+        self._ear.tokens = tokens(batches[0].inputs)
+        sharers, self._ear.own = self._placed.stretches(self._ear.tokens)
+        if step == self._last:
+            self._record = self._ear.record = Record(phases=())  # nobody reads it
+        with self._ear.listening(batches), self._draws:
+            sums = self._placed.forward_backward(batches, step)
+        if isinstance(self._placed.network, Stages):
+            self._ear.leave_out_parts()
+        self._record.join(sharers)
+        signing = Signing(self._record)
+        for name, loss in self._placed.strategy.totals(sums).read().items():
+            signing.add(Key(step + 1, LOSS, name), loss)
+        # as a backward comes to them: the last layer first
+        unscaled = self._placed.scaler.unscaled()  # the scale of fp16 is another for other numbers of ranks
+        for name, parameter in reversed([*self._placed.network.named_parameters()]):
+            if (gradient := parameter.grad) is not None:
+                signing.add(Key(step + 1, GRADIENT, name), gradient if unscaled == 1 else gradient * unscaled)
+        signing.join()
+        return sums
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
+        """Collective: the step, and the norm of its gradient."""
+        self._optimizer = optimizer
+        if self._record.wants(NORM):  # it is known before what it clips, and told after it: its place is kept
+            self._record.values.setdefault(Key(self._ear.step, NORM, "norm"), [])
+        with Stepping(self._placed.network, optimizer, self._record, self._ear.step):
+            norm = self._placed.optimizer_step(optimizer, float("inf") if max_norm is None else max_norm)
+        assert norm is not None
+        signing = Signing(self._record)
+        signing.add(Key(self._ear.step, NORM, "norm"), norm)
+        signing.join()
+        return norm
+
+    def after_step(self, step: int) -> None:
+        """Collective: what follows a step, and the values that it leaves."""
+        self._placed.after_step(step)
+        self._record.facts.setdefault("heard", []).extend(self._placed.heard())
+        self._placed.settle()
+        self._values(step, UPDATE, self._optimizer)
+        if step == self._resume:
+            self._values(step, RESUME, self._optimizer)
+
+    def load_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        """Collective: take over a checkpoint; what is there then is compared with what was there before it."""
+        self._placed.load_state(optimizer, state)
+        self._record.values = {key: value for key, value in self._record.values.items() if key.phase != RESUME}
+        self._values(self._resume, RESUME, optimizer)
+
+    def _values(self, step: int, phase: str, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Collective: all that the network holds, its average, and what the optimizer remembers."""
+        network = self._placed.network
+        held = {**network.state_dict(), **self._placed.average.state()}
+        signing = Signing(self._record)
+        for name, tensor in (held | (optimizer_tensors(network, optimizer) if optimizer else {})).items():
+            signing.add(Key(step, phase, name), tensor)
+        signing.join()

@@ -1,0 +1,199 @@
+"""The checkpoints of a folder: found newest first and verified; which stay; how one comes and goes.
+
+A crash on the way costs nothing. Names and times of files play no part: the step in the manifest decides.
+"""
+
+import logging
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainer.launch.atomic_files import sync
+from trainer.parallel.all_or_none import together
+from trainer.parallel.ranks import Ranks
+from trainer.records.eval_metrics import rank, score
+from trainer.records.manifest import (
+    FINITE,
+    CorruptCheckpoint,
+    Found,
+    Headers,
+    Manifest,
+    Part,
+    check_hashes,
+    check_sizes,
+    read_manifest,
+    read_state,
+)
+from trainer.refusal import Told
+from trainer.safe_names import shown
+
+
+class NoneUsable(CorruptCheckpoint, Told):
+    """Checkpoints that are all corrupt: the run neither goes on nor starts over by itself."""
+
+    def __init__(self, said: str, reasons: Iterable[str]) -> None:
+        """`reasons`: a line each."""
+        super().__init__(said)
+        self.args = ("\n".join([*self.args, *reasons]),)
+
+
+# Names that begin with a dot are never read as checkpoints.
+DRAFT = ".tmp-"  # being written
+TRASH = ".trash-"  # being removed
+REPLACED = ".replaced-"  # an older save of the same step, until the new one stands in its place
+
+log = logging.getLogger(__name__)
+
+
+def candidates(folder: Path) -> dict[Path, Manifest | None]:
+    """Every folder that offers itself as a checkpoint: those without a readable manifest, then the newest first.
+
+    Whoever takes the first that is valid has then seen all that may be newer.
+    """
+    found: dict[Path, Manifest | None] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if not path.name.startswith(".") and not path.is_file():
+            found[path] = None  # no checkpoint, but it may have been one: not to be passed over in silence
+            with suppress(CorruptCheckpoint):
+                found[path] = read_manifest(path)
+    steps = {path: manifest.step if manifest else math.inf for path, manifest in found.items()}
+    return {path: found[path] for path in sorted(found, key=steps.__getitem__, reverse=True)}
+
+
+def newest_in(folder: Path, ranks: Ranks, needed: Collection[str] = ()) -> tuple[Found | None, list[Path]]:
+    """The newest valid checkpoint of a folder, and the corrupt ones that were passed over. Collective.
+
+    needed: what state.json must say. None where there is no checkpoint at all; where all are corrupt that is an error,
+    not a fresh start.
+    """
+    # the main rank's list is everybody's: others may not see yet what was just renamed
+    names = ranks.all_gather_values([path.name for path in candidates(folder)] if ranks.is_main else [])[0]
+    rejected: dict[Path, str] = {}
+    # all ranks try the same one, and give it up together
+    for path in (folder / name for name in names):
+        try:
+            return open_checkpoint(path, ranks, needed), list(rejected)
+        except CorruptCheckpoint as error:
+            rejected[path] = f"  {error}"
+            if ranks.is_main:
+                log.warning("checkpoint %s is skipped: %s", shown(path.name), error)
+    if rejected:
+        raise NoneUsable(
+            f"none of the {len(rejected)} checkpoints in {folder} can be used; run.resume=fresh starts over:",
+            list(rejected.values())[:15],
+        )
+    return None, []
+
+
+def open_checkpoint(path: Path, ranks: Ranks, needed: Collection[str] = ()) -> Found:
+    """Verify one checkpoint, every byte of it. Collective; CorruptCheckpoint in words, on all ranks or none."""
+    from trainer.records.tensor_files import check_numbers
+    from trainer.records.tensor_headers import read_headers  # here: what they import takes longer than a first step
+
+    known: list[tuple[Manifest, dict[str, Any]]] = []
+
+    def verify() -> dict[str, dict[str, Part]]:
+        manifest = read_manifest(path)
+        check_sizes(manifest)
+        # each rank reads a share of the bytes, for that takes time; the headers only then: they count where they are
+        # what was written
+        share = sorted(manifest.files)[ranks.rank :: ranks.size]
+        check_hashes(manifest, share)
+        if not manifest.facts.get(FINITE):
+            check_numbers(path, share)
+        known.append((manifest, read_state(manifest, needed)))
+        return read_headers(path, share)
+
+    headers = together(ranks, verify, CorruptCheckpoint)
+    # all ranks have the same headers before them, so what is wrong with them is so on all
+    return _found(*known[0], {file: held for share in headers for file, held in share.items()})
+
+
+def look_into(manifest: Manifest, needed: Collection[str] = ()) -> Found:
+    """What a checkpoint says about itself: its state, and the headers of its tensors."""
+    from trainer.records.tensor_headers import read_headers  # here: what it imports takes longer than a first step
+
+    return _found(manifest, read_state(manifest, needed), read_headers(manifest.path, sorted(manifest.files)))
+
+
+def _found(manifest: Manifest, state: dict[str, Any], headers: Headers) -> Found:
+    from trainer.records.tensor_headers import whole  # here: what it imports takes longer than a first step
+
+    return Found(**vars(manifest), state=state, tensors=whole(manifest.path, headers), headers=headers)
+
+
+def committed(folder: Path, rejected: Collection[Path] = ()) -> list[Manifest]:
+    """The checkpoints that were written to the end and are still there, the newest first."""
+    found = []
+    for path, manifest in candidates(folder).items():
+        with suppress(CorruptCheckpoint):
+            if manifest and path not in rejected:
+                check_sizes(manifest)
+                found.append(manifest)
+    return found
+
+
+def damage(folder: Path) -> list[str]:
+    """What is wrong with the checkpoints that are not whole, the newest first."""
+    said = []
+    for path in candidates(folder):
+        try:
+            check_sizes(read_manifest(path))
+        except CorruptCheckpoint as error:
+            said.append(str(error))
+    return said
+
+
+def surplus(checkpoints: list[Manifest], keep: int, best: str) -> list[Path]:
+    """Those that may go, given the newest first: all but the newest `keep` and the best one."""
+    stays = winner(checkpoints, best)
+    return [one.path for one in checkpoints[keep:] if one is not stays]
+
+
+def winner(checkpoints: list[Manifest], best: str) -> Manifest | None:
+    """The best of them, of those with equal figures the newest; None where none has that figure."""
+    measured = [one for one in checkpoints if score(one.figures, best) > -math.inf]
+    return max(measured, key=lambda one: (rank(one.figures, best), one.step), default=None)
+
+
+def put_in_place(draft: Path, target: Path) -> None:
+    """Give a finished draft its name; what stood there goes."""
+    aside = target.with_name(f"{REPLACED}{target.name}.{secrets.token_hex(4)}")
+    # the old one moves aside and is removed last: no moment has neither, and `sweep` knows it by its name
+    if os.path.lexists(target):
+        os.rename(target, aside)
+    os.rename(draft, target)
+    sync(target.parent)
+    if os.path.lexists(aside):
+        discard(aside)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder: renamed first, so that a half-removed one is never taken for a checkpoint."""
+    trash = path.with_name(f"{TRASH}{path.name.lstrip('.')}.{secrets.token_hex(4)}")
+    os.rename(path, trash)
+    _remove(trash)
+
+
+def sweep(folder: Path) -> None:
+    """Clear what dead attempts left behind; the run's lock must be held, nobody else may be writing here."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        original = folder / path.name.removeprefix(REPLACED).split(".")[0]
+        # died between the two renames of put_in_place: the old one gets its name back
+        if path.name.startswith(REPLACED) and not original.exists():
+            os.rename(path, original)
+        elif path.name.startswith((DRAFT, TRASH, REPLACED)):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """A folder with all that is in it; of a link the link."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)

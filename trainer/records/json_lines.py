@@ -1,0 +1,61 @@
+"""The lines of a file of JSON that only grows, one after the other or from the last one back; never all at once."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.launch.no_symlinks import open_file
+
+_BLOCK = 2**16  # bytes that are read at a time
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None for what is no whole line: a crash tore it, or a run is writing it just now."""
+    with contextlib.suppress(ValueError, RecursionError):
+        said = json.loads(line) if line.endswith(b"\n") else None
+        return said if isinstance(said, dict) else None
+    return None
+
+
+def forwards(path: Path, start: int = 0, word: bytes = b"") -> Iterator[dict[str, Any]]:
+    """What the whole lines say that have this word in them, in their order, from this byte on; of no file nothing."""
+    if path.is_file():
+        with open_file(path, "rb") as file:
+            file.seek(start)
+            yield from (said for line in file if word in line and (said := parsed(line)) is not None)
+
+
+def backwards(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines from the last one to the first, each with the byte at which it begins."""
+    with open_file(path, "rb") as file:
+        start, rest, block = file.seek(0, os.SEEK_END), b"", _BLOCK
+        while start > 0:
+            size = min(block, start)
+            start -= size
+            file.seek(start)
+            data = file.read(size) + rest
+            end, at = len(data), data.rfind(b"\n", 0, -1)
+            while at >= 0:
+                yield start + at + 1, data[at + 1 : end]
+                end, at = at + 1, data.rfind(b"\n", 0, at)
+            rest = data[:end]
+            block = _BLOCK if len(rest) < block else 2 * block  # a line that is longer than that
+        if rest:
+            yield 0, rest
+
+
+def last_of(path: Path, kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The last line of each of these kinds in a metrics.jsonl; of some, or of a file, there may be none."""
+    last: dict[str, dict[str, Any]] = {}
+    wanted = {kind: json.dumps(kind).encode() for kind in kinds}
+    for _, line in backwards(path) if path.is_file() else ():
+        # a look at the bytes first: a kind that there is not is looked for in the whole file
+        if any(word in line for word in wanted.values()) and (said := parsed(line)) and said.get("kind") in wanted:
+            last[said["kind"]] = said
+            del wanted[said["kind"]]
+        if not wanted:
+            break
+    return last

@@ -1,0 +1,146 @@
+"""What a run may continue, and whether what changed since then would change the learning. Plain values in and out."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.launch.no_symlinks import real
+from trainer.plain_numbers import counted
+from trainer.refusal import Refusal
+from trainer.user_paths import at_home
+
+# A change under these keys changes what is learned. data.root is among them: for an image folder it is the data, and
+# nobody here can tell such a set from one that only moved.
+LEARNING = ("model", "task", "data", "seed", "optimizer", "schedule", "loop.global_batch", "precision", "tf32")
+
+ABSENT = "absent"  # where a key has no value
+
+
+class Change(NamedTuple):
+    """One key of the configuration, with its old and its new value as text."""
+
+    key: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old} → {self.new}"
+
+
+def start_path(resume: str) -> Path | None:
+    """The run folder or checkpoint that `run.resume` names, None for `auto` and `fresh`; Refusal where it has none."""
+    if resume in ("auto", "fresh"):
+        return None
+    path = real(at_home(resume))
+    if not has_checkpoint(path) and not is_checkpoint(path):
+        kind = "holds no checkpoint" if path.exists() else "does not exist"
+        if path.is_file() and is_checkpoint(path.parent):
+            kind = f"is a file of the checkpoint {path.parent}: name that folder"
+        elif path.is_file():  # an earlier program's weights, as a rule
+            kind = f"is a file; to begin with the weights in it: init_from={resume}"
+        raise Refusal(f"run.resume={resume}: {path.absolute()} {kind}; give auto, fresh, a run folder or a checkpoint")
+    return path
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Does a run folder hold a checkpoint that was written to the end? Whether it is valid shows when it is read."""
+    return any(is_checkpoint(path) for path in (folder / "checkpoints").glob("[!.]*"))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Is this the folder of one checkpoint?"""
+    return (path / "manifest.json").is_file()
+
+
+def completed(status: Mapping[str, Any] | None, horizon: int, needs_horizon: bool = False) -> str | None:
+    """One line for a run that has nothing left to do, with the keys that extend it; None where there is work."""
+    step = int(status["step"]) if status and status["state"] == "completed" else -1
+    if step < horizon:
+        return None
+    accepted = " (with run.accept_changes=true, as the schedule depends on the length)" if needs_horizon else ""
+    return f"this run is complete at step {step:,}; a larger loop.epochs or loop.steps extends it{accepted}"
+
+
+def stopped_early(status: Mapping[str, Any] | None, stale: int, patience: int | None) -> str | None:
+    """One line for a run that ended because `stale` evaluations brought nothing better; None where it may go on."""
+    if not status or status["state"] != "completed" or patience is None or stale < patience:
+        return None
+    return (
+        f"this run is complete at step {status['step']:,}: {counted(stale, 'evaluation')} in a row without"
+        " improvement; a larger loop.patience extends it, loop.patience=null takes it to the end"
+    )
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """Every key whose value differs between two configurations, in the order of the keys.
+
+    A group that builds something else now is one change: the keys below it belong to what it built before.
+    """
+    # so only the two names are compared then
+    for group in old.keys() & new.keys():
+        one, other = _target(old[group]), _target(new[group])
+        if one and other and one != other:
+            old, new = {**old, group: one}, {**new, group: other}
+    before, now = _flat(old), _flat(new)
+    keys = sorted(before.keys() | now.keys())
+    every = (Change(key, before.get(key, ABSENT), now.get(key, ABSENT)) for key in keys)
+    # where a run lies, and what is done with it, is no part of what it is
+    return [one for one in every if one.old != one.new and not f"{one.key}.".startswith(("run.", "job.", "processes."))]
+
+
+def _target(section: Any) -> str | None:
+    return _name(section.get("_target_")) if isinstance(section, Mapping) else None
+
+
+def _name(value: Any) -> Any:
+    """A value; of one of the framework's own names the last word, for its files move between versions."""
+    return value.rsplit(".", 1)[-1] if isinstance(value, str) and value.startswith(("trainer.", "recipes.")) else value
+
+
+def learning_changes(
+    changed: list[Change],
+    precision: tuple[str, str] | None = None,
+    horizon: tuple[int, int] | None = None,
+    needs_horizon: bool = False,
+) -> list[Change]:
+    """Those changes that change the learning. `precision` and `horizon` (in steps): the resolved ones, old and new."""
+    groups = tuple(f"{name}." for name in LEARNING)
+    # `precision=auto` says nothing: what it came to is compared, where that is known
+    found = [one for one in changed if f"{one.key}.".startswith(groups) and not (one.key == "precision" and precision)]
+    if precision and precision[0] != precision[1]:
+        found.append(Change("precision", *precision))
+    # a shorter run ends earlier on the way it was on; a longer one would have had other rates from the start
+    if horizon and needs_horizon and horizon[1] > horizon[0]:
+        found.append(Change("the schedule's horizon in steps", f"{horizon[0]:,}", f"{horizon[1]:,}"))
+    return found
+
+
+def refuse_changes(found: list[Change], folder: Path) -> None:
+    """Refusal that lists what changes the learning, and says what to add to go on in spite of it."""
+    if found:
+        lines = "".join(f"\n  {one}" for one in found[:12])
+        more = f"\n  … and {len(found) - 12} more" if len(found) > 12 else ""
+        raise Refusal(
+            f"{folder} holds a run with another configuration or other data; these changes change what it learns:"
+            f"{lines}{more}\n"
+            "add run.accept_changes=true to go on with what is new, run.resume=fresh to start over, "
+            "or another run.name"
+        )
+
+
+def read_config(text: str) -> dict[str, Any]:
+    """The configuration in a config.yaml; plain data, whatever it says."""
+    import yaml
+
+    return yaml.safe_load(text)
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted keys to values as text; lists count as one value."""
+    if isinstance(tree, Mapping) and tree:
+        return {key: value for name, item in tree.items() for key, value in _flat(item, f"{prefix}.{name}").items()}
+    tree = _name(tree)
+    if isinstance(tree, float) and tree.is_integer() and abs(tree) < 2**53:
+        tree = int(tree)  # 1 and 1.0 are one rate
+    return {prefix.removeprefix("."): json.dumps(tree, default=str, ensure_ascii=False, sort_keys=True)}

@@ -1,0 +1,177 @@
+"""Weights that people have, in files of many kinds: which tensors those hold, and their values into given ones.
+
+Nothing that a file names is called: safetensors, and torch's own format as far as it holds tensors (`weights_only`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.launch.file_validation import CONFIG, Damaged, read_yaml
+from trainer.parallel.optimizer_state import APART, AVERAGE
+from trainer.parallel.ranks import Ranks
+from trainer.records.checkpoint_store import committed, open_checkpoint, winner
+from trainer.records.manifest import CorruptCheckpoint, Found
+from trainer.records.resume_rules import has_checkpoint, is_checkpoint
+from trainer.refusal import Refusal
+
+# Under which of these a training script keeps the network's own tensors, beside its optimizer's and others.
+NESTED = ("state_dict", "model_state_dict", "model")
+# What a folder of Hugging Face holds, the first that is there; an index names the files of several.
+HUGGING_FACE = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Named tensors of files. They are mapped: their values are read when somebody looks at them."""
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+    why: str = ""  # why these, where there were others
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what the config.json of their folder says
+
+    @torch.no_grad()
+    def read_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill these in place; names are the files', types may be others."""
+        for name, tensor in tensors.items():
+            tensor.copy_(self.tensors[name])
+
+
+@dataclass(frozen=True)
+class CheckpointWeights(Weights):
+    """Those of a checkpoint of our own, verified, whose files may each hold shards: only shapes are known before."""
+
+    found: Found = field(kw_only=True)
+    averaged: Collection[str] = ()  # names of which the moving average is meant
+
+    def read_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill these in place, whoever wrote which shard of them."""
+        from trainer.records.tensor_files import read_into
+
+        there = {AVERAGE + name if name in self.averaged else name: tensor for name, tensor in tensors.items()}
+        read_into({name: tensor.detach() for name, tensor in there.items()}, self.found)
+
+
+def open_weights(path: Path, best: str) -> Weights:
+    """The weights that lie there: in a run's folder, a checkpoint, a file, or a folder of Hugging Face.
+
+    Of a run those of its best checkpoint, by the run's own `checkpoint.best`, else by the figure `best` ("accuracy",
+    "-loss"); where that is one of the moving average, the average's. Refusal where there are none, or where they cannot
+    be read.
+    """
+    try:
+        if has_checkpoint(path):
+            return _of_run(path, best)
+        if is_checkpoint(path):
+            return of_checkpoint(path)
+        if path.is_dir():
+            return Weights(path, _of_folder(path), settings=_settings(path / "config.json"))
+        return Weights(path, _of_file(path))
+    except (CorruptCheckpoint, Damaged) as error:
+        raise Refusal(str(error)) from error
+    except OSError as error:
+        raise Refusal(f"{path.absolute()}: {error.strerror or error}") from error
+
+
+def _of_run(path: Path, best: str) -> Weights:
+    # what the run itself went by: this one may look for another figure
+    config = path / "config.yaml"
+    own = read_yaml(config, CONFIG) if config.is_file() else {}
+    best = own.get("checkpoint", {}).get("best") or best
+    found, figure = committed(path / "checkpoints"), best.removeprefix("-")
+    if not found:
+        raise CorruptCheckpoint(f"none of the checkpoints in {path / 'checkpoints'} can be used")
+    chosen = winner(found, best)
+    if chosen is None:
+        return of_checkpoint(found[0].path, f" (the newest: none has {figure})")
+    why = f" (best {figure}: {chosen.figures[figure]:.4f})"
+    return of_checkpoint(chosen.path, why, average=figure.startswith("ema_"))
+
+
+def of_checkpoint(path: Path, why: str = "", average: bool = False) -> Weights:
+    """The network's own tensors of one checkpoint; with `average` the moving averages of those that have one."""
+    found = open_checkpoint(path, Ranks())  # this process alone: every byte is compared with its sha256
+    own = {name: tensor for name, tensor in found.tensors.items() if not name.startswith(APART)}
+    averaged = [name for name in own if AVERAGE + name in found.tensors]
+    if averaged:
+        why += "; of the moving average" if average else "; the moving average beside them is left out"
+    return CheckpointWeights(path, own, why, found=found, averaged=averaged if average else ())
+
+
+def _of_folder(path: Path) -> dict[str, Tensor]:
+    name = next((name for name in HUGGING_FACE if (path / name).is_file()), None)
+    if name is None:
+        raise Refusal(f"{path.absolute()} holds no checkpoint, and none of {', '.join(HUGGING_FACE)}")
+    if not name.endswith(".json"):
+        return _of_file(path / name)
+    # the index says which file each tensor lies in; the files say themselves what they hold
+    try:
+        files = sorted(set(json.loads((path / name).read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Refusal(f"{path / name} is no index of weights: {type(error).__name__}: {error}") from error
+    for file in files:
+        # no path: it could lead to any file of this machine
+        if not isinstance(file, str) or Path(file).name != file or not (path / file).is_file():
+            raise Refusal(f"{path / name} names {file!r:.200}, which is no file beside it")
+    return {name: tensor for file in files for name, tensor in _of_file(path / file).items()}
+
+
+def _settings(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"{path} is damaged: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _of_file(path: Path) -> dict[str, Tensor]:
+    if path.exists() and not path.is_file():  # a pipe would keep its reader waiting for ever
+        raise Refusal(f"{path.absolute()} is no regular file")
+    if path.suffix != ".safetensors":
+        return _of_torch(path)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise Refusal(f"{path}: {error}") from error
+
+
+def _of_torch(path: Path) -> dict[str, Tensor]:
+    """What torch.save has written: a state_dict, or one inside of what a training script keeps."""
+    try:
+        # only the newer of torch's two formats, a zip, can be mapped
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError:
+        raise
+    except Exception as error:  # whatever a file of another kind makes of torch's reader
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        holds = f"it holds a {found[1]}, which only running code could read" if found else "torch cannot read it"
+        raise Refusal(
+            f"{path}: {holds}; write its tensors alone: torch.save(network.state_dict(), 'weights.pt')"
+        ) from error
+    return _named(state)
+
+
+def _named(state: Any) -> dict[str, Tensor]:
+    while isinstance(state, Mapping):
+        inner = next((state[key] for key in NESTED if isinstance(state.get(key), Mapping)), None)
+        if inner is None:
+            return {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+        state = inner
+    return {}

@@ -1,0 +1,55 @@
+"""Words that stand for another strategy: by the number of processes alone, or by degrees."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+from trainer.parallel.pipeline.schedules import Name
+from trainer.refusal import Refusal
+from trainer.strategies.base import Strategy
+from trainer.strategies.ddp import DDP
+from trainer.strategies.fsdp import FSDP
+from trainer.strategies.machine import Machine
+from trainer.strategies.pp import PP
+from trainer.strategies.process_topology import Recomputed
+from trainer.strategies.single import Single
+
+
+def auto(machine: Machine, sync_bn: bool = False, activation_checkpointing: Recomputed = "none") -> Strategy:
+    """One process is `single`, several are `ddp`; nothing cleverer."""
+    kind = Single if machine.launch.world_size == 1 else DDP
+    return kind(sync_bn=sync_bn, activation_checkpointing=activation_checkpointing, machine=machine)
+
+
+def mesh(
+    machine: Machine,
+    pipe: int = 1,
+    replicate: int = 1,
+    shard: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    schedule: Name = "1F1B",
+    param_dtype: Literal["bf16"] | None = None,
+    sync_bn: bool = False,
+    activation_checkpointing: Recomputed = "none",
+) -> Strategy:
+    """Stages where there is more than one, else parameters spread over replicate × shard × context, split over tensor.
+
+    What else these strategies can be told stands in their own files (`strategy=pp`, `strategy=fsdp`).
+    """
+    if pipe > 1 and context > 1:
+        raise Refusal(
+            f"strategy.pipe={pipe} and strategy.context={context}: the stages of a pipeline take whole sequences;"
+            " strategy.pipe=1 with strategy.shard or strategy.tensor, or strategy.context=1"
+        )
+    make = partial(FSDP, context=context) if pipe == 1 else partial(PP, pipe=pipe, schedule=schedule)
+    return make(
+        machine=machine,
+        replicate=replicate,
+        shard=shard,
+        tensor=tensor,
+        param_dtype=param_dtype,
+        sync_bn=sync_bn,
+        activation_checkpointing=activation_checkpointing,
+    )

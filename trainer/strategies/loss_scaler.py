@@ -1,0 +1,129 @@
+"""Loss scaling for fp16: small gradients survive, and a step with an overflow is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trainer.parallel.gradient_clipping import multiply_
+
+GROWTH, BACKOFF, PATIENCE, START = 2.0, 0.5, 2000, 65536.0  # torch.amp.GradScaler's defaults
+
+
+class NoScaler:
+    """Every precision but fp16: nothing is scaled, no step is left out."""
+
+    needs_norm = False
+    allowed = 0  # steps of a hundred that may be left out because they are not finite
+    skipped: Tensor | float = 0.0  # 1 where the last step was left out
+
+    def begin(self) -> None:
+        """A step begins: nothing has been moved yet."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+        return loss
+
+    def hear(self, loss: Tensor) -> None:
+        """Collective where it matters: this rank's share of the step's loss, with all gradients computed."""
+
+    def unscale_(self, parameters: list[Tensor]) -> None:
+        """Undo the scale in the gradients."""
+
+    def unscaled(self) -> float:
+        """What `unscale_` would multiply the gradients by, as a number for people; may wait for the device."""
+        return 1.0
+
+    def allows_step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> bool:
+        """Are the gradients fit to update the weights?"""
+        return True
+
+    def overflow(self, norm: Tensor, broken: Tensor | float = 0.0) -> Tensor | float:
+        """1 where the scale was too large for the step just done, else 0; `broken`: 1 where its loss was no number."""
+        return 0.0
+
+    def counted(self, loss: Tensor) -> tuple[Tensor, Tensor | int]:
+        """What a mean over steps takes of the step just done: its loss, and how many steps that is."""
+        return loss, 1
+
+    def left_out(self) -> int:
+        """How many steps of the run were left out because they were not finite; may wait for the device."""
+        return 0
+
+    def judged(self, norm: Tensor | None) -> Tensor | None:
+        """The norm, where one that is not finite is a fault; None: it is not, or nobody has asked for it."""
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint stores."""
+        return {}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take it back."""
+
+
+class Scaler(NoScaler):
+    """Loss scaling without a device sync. An overflow on any rank shows in the global norm, which every rank knows.
+
+    Own code because torch.amp.GradScaler looks for overflows in local gradients only, so that ranks holding different
+    shards would disagree. Optimizers get `found_inf` through the attribute by which GradScaler hands it over.
+    """
+
+    needs_norm = True
+
+    def __init__(self, device: torch.device, ranks: int = 1) -> None:
+        """ranks: by which number of data ranks the loss was multiplied, because they average what they have."""
+        # inside a backward a sample's gradient is then as large as in one process, and overflows where it would there
+        self._ranks = ranks
+        self._scale = torch.tensor(START, device=device)
+        self._good = torch.zeros((), device=device)  # steps since the last overflow or growth
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * (self._scale / self._ranks)
+
+    def unscale_(self, parameters: list[Tensor]) -> None:
+        multiply_([p.grad for p in parameters if p.grad is not None], self._ranks / self._scale)
+
+    def unscaled(self) -> float:
+        return self._ranks / float(self._scale)
+
+    def allows_step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> bool:
+        """Did no gradient overflow? An optimizer that takes `found_inf` is called anyway and decides on the device."""
+        assert norm is not None, "fp16 decides by the norm"
+        self.skipped = self.overflow(norm)
+        return steps_unless(self.skipped, optimizer)
+
+    def overflow(self, norm: Tensor, broken: Tensor | float = 0.0) -> Tensor:
+        """Halve the scale after an overflow, double it after many steps without one; nothing here waits."""
+        overflow = (~torch.isfinite(norm)).to(torch.float32) * (1 - broken)
+        self._good = (self._good + 1 - broken) * (1 - overflow)
+        grown = (self._good >= PATIENCE).to(torch.float32)
+        self._scale = self._scale * torch.where(overflow > 0, BACKOFF, 1.0) * torch.where(grown > 0, GROWTH, 1.0)
+        self._good = self._good * (1 - grown)
+        return overflow
+
+    def judged(self, norm: Tensor | None) -> Tensor | None:
+        """None: overflows are how a scale that fits is found."""
+        return None
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint stores: the scale and the steps since it last changed."""
+        return {"scaler/scale": self._scale, "scaler/good": self._good}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take it back; a checkpoint of another precision has none."""
+        self._scale = state.get("scaler/scale", self._scale).to(self._scale.device)
+        self._good = state.get("scaler/good", self._good).to(self._good.device)
+
+
+def steps_unless(left_out: Tensor, optimizer: torch.optim.Optimizer) -> bool:
+    """Is the optimizer to be called, where 1 says that its step is left out, 0 that it is not?
+
+    One that takes `found_inf` is called anyway and decides on the device; for others the host waits for the answer.
+    """
+    if all(group.get("fused") for group in optimizer.param_groups):
+        optimizer.grad_scale, optimizer.found_inf = None, left_out  # type: ignore[attr-defined]
+        return True
+    return not bool(left_out)

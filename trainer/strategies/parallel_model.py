@@ -1,0 +1,282 @@
+"""One network in its place, with the verbs of a step. The base does all of it for one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.learning.flops_utilization import NoWork
+from trainer.learning.optimizer import Groups, Make
+from trainer.learning.task import Task
+from trainer.learning.task_parameters import refuse_gradients, with_gradient
+from trainer.parallel.activation_checkpointing import recompute
+from trainer.parallel.batch_gather import dealt, gathering_over
+from trainer.parallel.batch_norm import average_statistics, synchronised
+from trainer.parallel.compiling import compile_network, uncompiled
+from trainer.parallel.gradient_clipping import clip_, global_norm
+from trainer.parallel.optimizer_state import empty_optimizer_state, fits, optimizer_tensors, restore_optimizer
+from trainer.parallel.ranks import Ranks
+from trainer.parallel.rng_policy import chances
+from trainer.parallel.sequence_pieces import Pieces
+from trainer.parallel.units import called, units
+from trainer.strategies.carried_state import what_is_carried
+from trainer.strategies.ema import Average, NoAverage
+from trainer.strategies.loss import Forward, add_share, by_name, evaluation_sums, shares, times, uncounted
+from trainer.strategies.loss_scaler import NoScaler, Scaler
+from trainer.strategies.memory_format import Form, check_gradients, in_double, refuse_extra_state
+from trainer.strategies.process_topology import Place
+from trainer.strategies.skipped_steps import Skipping
+
+
+class Placed:
+    """One network in its place, with the verbs of a step. `network` keeps its own module and parameter names."""
+
+    def __init__(self, strategy: Place, task: Task, network: nn.Module, example: Any) -> None:
+        self.strategy, self.task, self.example = strategy, task, example
+        self._machine, self._before_first_step = strategy.machine, True  # no step has been done
+        self.watch, self.average, self.carried = strategy.watch, NoAverage(), what_is_carried(task, strategy)
+        self.work = NoWork()  # until somebody has counted what a step computes
+        half = self._machine.resolved_precision == "fp16"
+        self.scaler = Scaler(strategy.device, strategy.loss_group.size) if half else NoScaler()
+        # types and kinds of layers first: all that follows looks at them
+        network = in_double(network) if self._machine.resolved_precision == "fp64" else network
+        network = synchronised(network, strategy.loss_group, strategy.device) if strategy.sync_bn else network
+        refuse_extra_state(network)
+        self._chance = chances[strategy.dropout](self._machine.seed, strategy.device)
+        self._chance.follow(network, type(task).forward is not Task.forward)
+        # what is known of the whole network, while this rank has all its names and shapes
+        self.shapes = {name: value.shape for name, value in network.state_dict().items()}
+        self._plan = task.plan(network)
+        self._form = Form(network, self._machine.parameter_dtype, self._machine.channels_last)
+        # values, the same everywhere; or an outline, where no rank need hold all of them
+        self.network = self._arrived(network)
+        names = self._units()
+        # inside one rank, before the data ranks come in: recomputing sees split layers, a compiled graph both
+        for piece in self._divide():
+            own = called(piece, names)
+            if strategy.activation_checkpointing != "none":
+                recompute(piece, own, strategy.activation_checkpointing)
+            if self._machine.compile:
+                compile_network(piece, own)
+        # parameters get the form in which the optimizer sees them, then wrappers may take hold of them
+        self._called = self.carried.called(task, self.network)
+        self._shard(names)
+        self._forward = self._wrap()
+
+    # What a strategy says differently: of the network, then of a step, in the order of time.
+
+    def _arrived(self, network: nn.Module) -> nn.Module:
+        """Collective: the network on this rank's device, with its values, the same everywhere."""
+        network = network.to(self.strategy.device)
+        self._form.lay_out(network)
+        for tensor in (*network.parameters(), *network.buffers()):
+            self.strategy.world.broadcast_(tensor.detach())  # all ranks; one initialisation for all
+        return network
+
+    def _units(self) -> list[str]:
+        """The subtrees that are recomputed, compiled and sharded each as one; none: what is compiled is the whole."""
+        if self.strategy.activation_checkpointing == "none" and not (self._machine.compile and self._plan.shard):
+            return []
+        return units(self.network, self._plan)
+
+    def _divide(self) -> list[nn.Module]:
+        """Edit the network in place: split its layers, keep some stages. Returns what is called as a whole."""
+        return [self.network]
+
+    def _shard(self, names: list[str]) -> None:
+        """Collective: spread parameters over the data ranks, these subtrees together; all have values afterwards."""
+
+    def _wrap(self) -> Forward:
+        """What a forward must call: task and network themselves, or something around them."""
+        return partial(self.task.forward, self.network)
+
+    def _computing(self) -> Any:
+        """The context of a forward, and of its backward."""
+        return gathering_over(self.strategy.data_group)
+
+    def _sync(self, last: bool) -> Any:
+        """The context of one micro-batch of a step, inside that: do gradients travel in it?"""
+        return nullcontext()
+
+    def _whole(self, output: Any) -> Any:
+        """An output or a loss with nothing of it left on other ranks."""
+        return output
+
+    def _finish_gradients(self) -> None:
+        """Collective: after the last micro-batch; afterwards `.grad` is the gradient of the global mean."""
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """Collective: the norm of the whole network's gradient."""
+        return global_norm(gradients)
+
+    def stretches(self, tokens: int) -> tuple[Ranks, Pieces]:
+        """Who shares the sequences of a sample, of so many tokens, with this rank; and which pieces it computes."""
+        return Ranks(), Pieces((0,), 1)
+
+    def heard(self) -> list[str]:
+        """What a user should know of the steps since this was asked last."""
+        return self._chance.heard()
+
+    # The verbs of a step.
+
+    def forward_backward(self, batches: list[Any], step: int) -> dict[str, Tensor]:
+        """Run every micro-batch of one step; afterwards `.grad` is the gradient of the global weighted mean.
+
+        Returns this rank's share of the loss (and of its parts), on the device; the data ranks' sum is the global mean.
+        """
+        self._mode(training=True)
+        self.scaler.begin()
+        # a mean of micro-batches' means would be wrong where they weigh differently
+        sums = self._learn(batches, step, shares(self.task, batches, self.strategy.loss_group, self.strategy.device))
+        self.watch.computed()
+        self._finish_gradients()
+        self.scaler.hear(sums["loss"])
+        return sums
+
+    def _learn(self, batches: list[Any], step: int, share_of: Callable[[int], Any]) -> dict[str, Tensor]:
+        """Every micro-batch's forward and backward; returns what this rank adds to the losses of the step."""
+        sums: dict[str, Tensor] = {}
+        for index, batch in enumerate(batches):
+            # random numbers follow from numbers alone, so that a resumed run draws the same
+            self._chance.begin(batch.indices, step, index, self.strategy.loss_group.rank)
+            # strategies send gradients once, in the last micro-batch's backward
+            last = index == len(batches) - 1
+            with self._chance, self._computing(), self._sync(last), dealt(batch.span):
+                self._share_of_loss(self._forward, batch, partial(share_of, index), sums).backward()
+        return sums
+
+    def _share_of_loss(self, forward: Forward, batch: Any, share: Callable[[], Any], sums: dict[str, Tensor]) -> Tensor:
+        """A micro-batch's forward; returns what is to go backward, and adds to the losses of the step."""
+        losses = self._losses(self.carried.through(forward, batch, training=True), batch.inputs, batch.targets)
+        own = share()  # after the forward: the weights of all ranks have travelled while it computed
+        add_share(sums, losses, own)
+        # DDP and its like divide the summed gradients by the number of data ranks: undo it here
+        return self.scaler.scale(times(losses["loss"], own * self.strategy.loss_group.size))
+
+    def _losses(self, forward: Forward, inputs: Any, targets: Any) -> dict[str, Tensor]:
+        with self._machine.autocast(self.strategy.device):
+            inputs, targets = self._form.cast((inputs, targets))
+            loss = self._whole(self._chance.call(self.task.loss, forward(inputs, targets), targets))
+        return by_name(loss)
+
+    def _mode(self, training: bool) -> None:
+        if self.network.training != training:  # a walk through all modules
+            self.network.train(training)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
+        """Collective: unscale, clip to the true global norm, step, zero. Returns that norm; max_norm None: no norm.
+
+        An infinite max_norm measures the norm and clips nothing.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self._before_first_step:
+            check_gradients(self.network)
+            own = self.strategy.world.all_gather_values(with_gradient(self.task, self.network))  # all ranks, once
+            refuse_gradients(self.task, next(filter(None, own), []))
+        norm = None
+        if max_norm is not None or self.scaler.needs_norm:
+            # before the norm, which is that of the true gradients; an overflow shows in it on every rank
+            self.scaler.unscale_(parameters)
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            norm = self._norm(gradients)
+            if max_norm is not None and max_norm != float("inf"):
+                clip_(gradients, norm, max_norm)
+        if self.scaler.allows_step(optimizer, norm):
+            optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None  # all that zero_grad() does, without its profiler's records
+        # the first step compiles and allocates: only after it is a slow collective a hanging one
+        self._before_first_step = False
+        self.strategy.use_step_timeout()
+        return norm
+
+    def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor | float]:
+        """Sums over a micro-batch: loss times weight, weight, samples, and the task's metrics.
+
+        valid: how many of its samples count, all or none. Of none the sums are zeros of the same shapes.
+        """
+        self._mode(training=False)
+        self.watch.done += 1  # an evaluation may take hours: it gets further with each batch
+        rehearsing = uncompiled() if self._before_first_step else nullcontext()  # its batch may be of another size
+        self._chance.begin_evaluation(batch.indices)
+        computing = self._machine.autocast(self.strategy.device)
+        with rehearsing, self._chance, self._computing(), dealt(batch.span), computing:
+            inputs, targets = self._form.cast((batch.inputs, batch.targets))
+            sums = self._evaluate(batch, inputs, targets)
+        return sums if valid else uncounted(sums)
+
+    def _evaluate(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
+        """The sums over a batch in its form, whether it counts or not: on ranks that need each other all compute."""
+        output = self.carried.through(self._forward, batch, training=False)(inputs, targets)
+        return evaluation_sums(self.task, self._chance.call, self._whole(output), targets, len(batch.indices))
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """Let the task change the network in place after an optimizer step; then the average follows the weights."""
+        self.task.after_step(self.network, step)
+        self.average.update(step, self.scaler.skipped)
+
+    def settle(self) -> None:
+        """Collective, before evaluating or saving: BatchNorm's running statistics become the data ranks' mean."""
+        # a rank may be busy for long there, while the others wait: there is time again until a step has been done
+        self.strategy.use_long_timeout()
+        self.average.on_statistics(partial(average_statistics, self.network, self.strategy.loss_group))
+
+    # Optimizer and state.
+
+    def optimizer(self, make: Make, groups: Groups) -> torch.optim.Optimizer:
+        """Build the optimizer over what this rank owns."""
+        return make(groups)
+
+    def keep_average(self, decay: float | None, every: int) -> None:
+        """Keep a moving average of the weights from now on, updated at every so many steps; None: none."""
+        self.average = NoAverage() if decay is None else Average(self.network, decay, every)
+
+    def skip_broken_steps(self) -> None:
+        """From now on a step that is not finite on any rank changes nothing; else it would break the weights."""
+        self.scaler = Skipping(self.scaler, self.network, self.carried, self.strategy.world, self.strategy.device)
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """What a checkpoint stores: flat, under the network's own names, DTensors where sharded."""
+        own = {**self.network.state_dict(), **self.average.state(), **self.scaler.state(), **self.carried.state()}
+        return own | optimizer_tensors(self.network, optimizer)
+
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop gradients and the optimizer's memory: a checkpoint's will take the room."""
+        self.strategy.use_long_timeout()  # which is read meanwhile
+        self.network.zero_grad()
+        optimizer.state.clear()
+
+    def empty_state(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Tensors to read a checkpoint into, placed as this rank needs them; `stored`: name → what has shape and dtype.
+
+        Refusal where the checkpoint's names or shapes are not this network's.
+        """
+        space = self.empty_weights(stored) | self.carried.empty(stored)
+        space |= {name: torch.empty_like(value) for name, value in self.scaler.state().items() if name in stored}
+        return space | empty_optimizer_state(self.network, optimizer, stored, self.shapes)
+
+    def empty_weights(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The same for the network and its average alone."""
+        fits(self.shapes, stored)
+        space = {name: torch.empty_like(value) for name, value in self.network.state_dict().items()}
+        return space | self.average.empty(stored)
+
+    def load_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
+        """Take over a state, whichever strategy wrote it."""
+        self.load_weights(state)
+        restore_optimizer(self.network, optimizer, state)
+        self.scaler.load(state)
+        self.carried.load(state)
+
+    def load_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the network's values and their average."""
+        own = self.network.state_dict()  # it also holds the versions of modules, which some ask for
+        own.update({name: state[name] for name in own})
+        self.network.load_state_dict(own)
+        self.average.load(state)

@@ -1,0 +1,234 @@
+"""The stages of a network that one rank holds, with the verbs of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.nested_tensors import floats_as, tensors
+from trainer.learning.task import Task
+from trainer.parallel.batch_gather import dealt
+from trainer.parallel.buckets import Sums
+from trainer.parallel.call_order import SameCalls
+from trainer.parallel.conditional_modules import always_called, used_always
+from trainer.parallel.fully_shard import Sharding, reshard, shard
+from trainer.parallel.pipeline.cut import cut_stages
+from trainer.parallel.pipeline.schedules import Layout, make_schedule
+from trainer.parallel.pipeline.stage_exchange import Handover, InOrder, broadcast_sums, in_order
+from trainer.parallel.pipeline.stages import Stages, buffers_kept
+from trainer.parallel.ranks import Group
+from trainer.parallel.units import called, matches, units
+from trainer.parallel.unused_parameters import Unused
+from trainer.strategies.loss import TaskNetwork, evaluation_sums
+from trainer.strategies.process_groups import Meshed
+from trainer.strategies.sharded_model import PlacedTensor
+
+
+class Stage(nn.Module):
+    """One stage as a schedule calls it: with what the stage before handed on. What a call does is said for each use."""
+
+    turn: Callable[..., Any]
+
+    def __init__(self, number: int, body: nn.Module) -> None:
+        super().__init__()
+        self.number, self.body = number, body
+
+    def forward(self, *received: Tensor) -> Any:
+        """What the stage hands on; of the last one the loss, or the output where nothing is learned."""
+        return self.turn(received)
+
+
+class PlacedStages(PlacedTensor):
+    """Some stages of a network. `network` holds those of this rank, under the whole network's names."""
+
+    def __init__(
+        self,
+        strategy: Meshed,
+        task: Task,
+        network: nn.Module,
+        example: Any,
+        layout: Layout,
+        schedule: str,
+        sharding: Sharding,
+    ) -> None:
+        self._layout, self._schedule_name, self._sharding = layout, schedule, sharding
+        self._last = layout.count - 1  # the number of the stage that knows losses
+        self._pipeline = Group(strategy.mesh.get_group("pipe"))  # in the order of their first stages
+        self._handover = Handover(self._pipeline, layout, strategy.device)
+        self._schedules: dict[Hashable, Any] = {}  # by the shapes and the number of a step's micro-batches
+        self._sums_like: dict[str, dict[str, Tensor]] = {"training": {}, "evaluation": {}}  # what has travelled before
+        self._is_spread = "shard" in (strategy.mesh.mesh_dim_names or ())  # is a stage spread over several ranks?
+        super().__init__(strategy, task, network, example)
+
+    # The network.
+
+    def _units(self) -> list[str]:
+        if not self._is_spread:
+            return super()._units()
+        self._use = used_always(TaskNetwork(self.task, self.network), self.example, self.strategy.world)
+        return always_called(self.network, units(self.network, self._plan), self._use)
+
+    def _divide(self) -> list[nn.Module]:
+        whole, rank = self.network, self._pipeline.rank
+        example = self._form.cast(self.example)
+        # every rank cuts the outline of the whole network, and keeps what is its own
+        step, held = TaskNetwork(self.task, whole), self._layout.held_by(rank)
+        bodies = cut_stages(
+            step, self._plan.cuts, self._layout.count, example, held, may_draw=self.strategy.dropout == "sample"
+        )
+        self._stages = {number: Stage(number, body) for number, body in bodies.items()}
+        own: list[nn.Module] = [stage.body for stage in self._stages.values()]
+        self.network = Stages(own, [name for name, _ in whole.named_modules()])
+        for body in own:  # of the plan, what lies in this stage: a key that fits nothing would be refused
+            fitting = {key: style for key, style in self._plan.tensor.items() if any(matches(body, key))}
+            self._split(body, replace(self._plan, tensor=fitting))
+        return own
+
+    def _shard(self, names: list[str]) -> None:
+        ranks = self.strategy.loss_group
+        self._unused = Unused(ranks)
+        for stage in self._stages.values() if self._is_spread else ():
+            own = called(stage.body, names)
+            shard(stage, stage.body, own, self.strategy.mesh, self._sharding)
+            self._unused.follow(stage, stage.body, own, self._use)
+            SameCalls(stage, stage.body, own, ranks, self._machine.timeout)
+        self._fill(self.strategy.device)
+
+    # The verbs of a step.
+
+    def _learn(self, batches: list[Any], step: int, share_of: Callable[[int], Any]) -> dict[str, Tensor]:
+        """Every micro-batch through the pipeline; returns the same on all its ranks: nobody above knows of stages."""
+        # torch's schedules must know beforehand which shapes travel
+        schedule = self._schedule(batches)
+        sums: dict[str, Tensor] = {}
+        # what a stage does in this step when the schedule calls it; only the last one's calls fill the sums
+        for stage in self._stages.values():
+            stage.turn = self._turns(stage, batches, step, share_of, sums)
+        with self._chance, self._computing():
+            # which micro-batch it is each stage counts; torch wants something to chunk as targets
+            schedule.step(target=torch.arange(len(batches)), return_outputs=False)
+        return self._told("training", sums)
+
+    def _evaluate(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
+        output, _ = self._flow(inputs, targets, batch.indices)
+        sums: dict[str, Tensor | float] = {}
+        if self._last in self._stages:
+            sums = evaluation_sums(self.task, self._chance.call, self._whole(output), targets, len(batch.indices))
+        return {**self._told("evaluation", sums)}
+
+    def _flow(self, inputs: Any, targets: Any, indices: Tensor) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
+        """Collective over the pipeline: a forward alone; the output, where the last stage is, and what went in."""
+        for stage in self._stages.values():
+            stage.turn = partial(self._pass, stage, indices, inputs=inputs, targets=targets)
+        output, handed = self._handover.run(self._stages)
+        for stage in self._stages.values():
+            reshard(stage)  # a forward without a backward leaves parameters gathered
+        return output, handed
+
+    def _told(self, occasion: str, sums: Sums) -> dict[str, Tensor]:
+        """Collective over the pipeline: what the rank of the last stage has added up."""
+        source = self._layout.owner(self._last)
+        return broadcast_sums(sums, self._sums_like[occasion], source, self._pipeline, self.strategy.device)
+
+    def _finish_gradients(self) -> None:
+        self._unused.forget()
+        super()._finish_gradients()
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        # of a stage that is frozen a zero, in the type of the others' norms
+        square = super()._norm(gradients).to(self.strategy.device, self._machine.parameter_dtype).square()
+        return self._pipeline.sum_in_order(square).sqrt()  # the ranks of this pipeline; other copies add the same
+
+    # What a stage does when it is called.
+
+    def _turns(
+        self, stage: Stage, batches: list[Any], step: int, share_of: Callable[[int], Any], sums: dict[str, Tensor]
+    ) -> Callable[..., Any]:
+        """One step's turns of a stage: every schedule gives a stage its micro-batches in order."""
+        order = iter(range(len(batches)))
+
+        def turn(received: tuple[Tensor, ...]) -> Any:
+            index = next(order)
+            batch, place = batches[index], self.strategy
+            # as on one device, but that no two stages draw the same
+            self._chance.begin(batch.indices, step, index, place.data_group.rank, stage.number)
+            self._chance.go_on(vars(stage.body).get("earlier_calls", {}))
+            with dealt(batch.span):
+                if stage.number != self._last:
+                    return self._call(stage, received, batch.inputs, batch.targets)
+                loss = self._share_of_loss(partial(self._call, stage, received), batch, partial(share_of, index), sums)
+            return loss.to(self._machine.parameter_dtype)  # what the schedule was told to expect
+
+        return turn
+
+    def _pass(self, stage: Stage, indices: Tensor, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
+        """The same where nothing is learned: a stage draws as if this rank had run no other one."""
+        self._chance.begin_evaluation(indices)
+        self._chance.go_on(vars(stage.body).get("earlier_calls", {}))
+        return self._call(stage, received, inputs, targets)
+
+    def _call(self, stage: Stage, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
+        """What a stage makes of a micro-batch and of what came: the network's output, or what the next one gets."""
+        with self._machine.autocast(self.strategy.device):
+            inputs, targets = self._form.cast((inputs, targets))
+            if self._sharding.param_dtype:  # what is no argument of the stage fully_shard does not cast
+                inputs, targets = floats_as((inputs, targets), torch.bfloat16)
+            came = self._form.cast(tuple(InOrder.apply(value) for value in received))
+            output = stage.body(inputs, targets, *came)
+            return output if stage.number == self._last else in_order(output)
+
+    # The schedule.
+
+    def _schedule(self, batches: list[Any]) -> Any:
+        """The schedule for micro-batches of these shapes. Collective where it is new on some data rank."""
+        every = [tensors((batch.inputs, batch.targets)) for batch in batches]
+        shapes = {tuple((tuple(tensor.shape), tensor.dtype) for tensor in one) for one in every}
+        if len(shapes) > 1:
+            raise RuntimeError(
+                "the micro-batches of a step differ in shape, and those of a pipeline must be alike; pad them to one"
+                " length, or use strategy=ddp or fsdp"
+            )
+        key = (*shapes, len(batches))
+        new = torch.tensor([key not in self._schedules], dtype=torch.uint8)
+        if self._is_spread or self.strategy.sync_bn:  # then a forward is collective over the data ranks
+            self.strategy.data_group.all_reduce_max_(new).wait()  # the data ranks; one byte: is it new to any of them?
+        if new:
+            # one forward that leaves no trace, to see which shapes are handed on; some schedules gather the last ahead
+            with torch.no_grad(), self._computing(), dealt(batches[0].span), buffers_kept(self.network):
+                _, handed = self._flow(batches[0].inputs, batches[0].targets, batches[0].indices)
+            self._schedules[key] = self._made(handed, len(batches))
+        return self._schedules[key]
+
+    def _made(self, handed: dict[int, tuple[Tensor, ...]], micro_batches: int) -> Any:
+        from torch.distributed.pipelining import PipelineStage  # here, because the import takes seconds
+
+        loss = torch.empty((), dtype=self._machine.parameter_dtype, device="meta")
+        stages = [
+            PipelineStage(
+                stage,
+                number,
+                self._layout.count,
+                self.strategy.device,
+                input_args=_learnable(number, handed[number]),
+                output_args=loss if number == self._last else _learnable(number + 1, handed[number + 1]),
+                group=self._pipeline.group,
+            )
+            for number, stage in self._stages.items()
+        ]
+        return make_schedule(self._schedule_name, stages, micro_batches)
+
+
+def _learnable(number: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a stage receives, as tensors that a gradient comes back for."""
+    for value in received:
+        if not value.is_floating_point():
+            raise RuntimeError(
+                f"stage {number} would receive {value.dtype} of shape {tuple(value.shape)}, through which no"
+                " gradient can come back: cut elsewhere, in the plan's cuts"
+            )
+    return tuple(torch.empty_like(value, requires_grad=True) for value in received)

@@ -1,0 +1,154 @@
+"""A network cut into stages that lie on different ranks; micro-batches flow through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from trainer.data.rank_slice import Slice
+from trainer.learning.task import Task, carries
+from trainer.parallel.device_mesh import described
+from trainer.parallel.fully_shard import Sharding
+from trainer.parallel.pipeline.cut import cut_stages
+from trainer.parallel.pipeline.schedules import KINDS, Layout, Name, runs_over_gloo, takes
+from trainer.refusal import Refusal
+from trainer.strategies.loss import TaskNetwork
+from trainer.strategies.parallel_model import Placed
+from trainer.strategies.pipeline_model import PlacedStages
+from trainer.strategies.process_groups import Meshed
+
+
+@dataclass
+class PP(Meshed):
+    """Each rank of a pipeline holds some stages of the network; a step's micro-batches flow through all of them.
+
+    Degrees multiply to the processes: `replicate` pipelines side by side, each of whose stages is spread over `shard`
+    ranks and split over `tensor` ranks. All ranks of one pipeline read the same data. Orders of micro-batches:
+    torch.distributed.pipelining.
+    """
+
+    axis: ClassVar[str] = "pipe"
+    narrowing: ClassVar[tuple[str, ...]] = ("param_dtype",)
+    pipe: int | None = None  # ranks that the stages lie on; None: what the others leave
+    replicate: int | None = 1  # pipelines; they average gradients. None: what the others leave
+    shard: int | None = 1  # ranks that a stage's parameters are spread over (FSDP2). None: what the others leave
+    tensor: int = 1  # ranks that a layer is split over, by the plan; keep them on one machine
+    schedule: Name = "1F1B"  # the order in which micro-batches run
+    stages_per_rank: int | None = None  # None: 1, or 2 where the schedule is made for several
+    reshard_after_forward: bool = False  # where shard > 1, true: gathered anew in every micro-batch; false: in a step
+    param_dtype: Literal["bf16"] | None = None  # where shard > 1: what parameters are gathered in; None: as they are
+
+    @property
+    def name(self) -> str:
+        """The word for these degrees."""
+        data = "fsdp_" if self.shard != 1 else "ddp_" if self.replicate != 1 else ""
+        return f"{data}pp" + ("_tp" if self.tensor > 1 else "")
+
+    def degrees(self, world_size: int) -> dict[str, int]:
+        """How many ranks along each axis. Refusal where they do not multiply to the processes, or make no pipeline."""
+        degrees = super().degrees(world_size)
+        if degrees["pipe"] < 2:
+            raise Refusal(
+                f"a pipeline has 2 ranks or more, here {described(degrees)}; start 2 processes or more, or use"
+                " strategy=ddp or fsdp"
+            )
+        return degrees
+
+    @property
+    def slice(self) -> Slice:
+        """Schedules of torch know one shape for all micro-batches of a step."""
+        return replace(super().slice, alike=True)
+
+    def layout(self, world_size: int) -> Layout:
+        """Which rank holds which stages. Refusal of a number of stages that the schedule has no place for."""
+        kind = KINDS[self.schedule]
+        each = (2 if kind.several else 1) if self.stages_per_rank is None else self.stages_per_rank
+        if each < 1 or (each > 1 and not kind.several) or (each != 2 and kind.turns_back):
+            fitting = "2" if kind.turns_back else "1" if not kind.several else "1 or more"
+            several = "" if kind.several else "; strategy.schedule=Interleaved1F1B takes several"
+            raise Refusal(f"strategy.stages_per_rank={each}: {self.schedule} wants {fitting}{several}")
+        return Layout(self.degrees(world_size)["pipe"], each, kind.turns_back)
+
+    def least_layers(self, world_size: int) -> int:
+        """One for each stage."""
+        return self.layout(world_size).count
+
+    def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
+        """Refuse unequal micro-batches, and numbers of them that the schedule cannot run: torch would hang or fail."""
+        if uneven:
+            raise Refusal("loop.uneven=true: a pipeline's micro-batches are of one size; strategy=ddp or fsdp takes it")
+        layout = self.layout(world_size)
+        if not takes(self.schedule, layout, micro_batches):
+            fitting = [n for n in range(1, share + 1) if share % n == 0 and takes(self.schedule, layout, n)]
+            nearest = sorted(fitting, key=lambda n: abs(n - micro_batches))[:2]
+            said = f"nearest: loop.micro_batches={' or '.join(map(str, sorted(nearest)))}; " if nearest else ""
+            raise Refusal(
+                f"{self.schedule} cannot run {micro_batches} micro-batches over {layout.count} stages on {layout.ranks}"
+                f" ranks; {said}GPipe and 1F1B take any number"
+            )
+
+    def check(self, task: Task, network: nn.Module, world_size: int) -> None:
+        """Refuse fields that do not go together."""
+        self._refuse_fields(world_size)
+        self._refuse_backend()
+        if carries(task):
+            raise Refusal(
+                f"{type(task).__name__} carries a state from batch to batch, and the first stages would need what the"
+                " last one leaves; strategy=fsdp and strategy=ddp can"
+            )
+        super().check(task, network, world_size)
+
+    def refuse_forward(self, task: Task, network: nn.Module, world_size: int, example: Callable[[], Any]) -> None:
+        """Refuse a network that cannot be cut into so many stages."""
+        step, cuts, count = TaskNetwork(task, network), task.plan(network).cuts, self.layout(world_size).count
+        if not cut_stages(step, cuts, count):  # most forwards can be read without a batch
+            cut_stages(step, cuts, count, example(), held=(), may_draw=self.dropout == "sample")
+
+    def notes(self, network: nn.Module) -> list[str]:
+        """Say which ranks do what, and what a user should know about this network here."""
+        mesh, *others = super().notes(network)
+        return [f"{mesh}; {self.layout(self.world.size).count} stages, {self.schedule}", *others]
+
+    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+        """Collective: put this rank's stages of a network here."""
+        sharding = Sharding(self.reshard_after_forward, self.param_dtype)
+        return PlacedStages(self, task, network, example, self.layout(self.world.size), self.schedule, sharding)
+
+    def _refuse_backend(self) -> None:
+        """Refuse gloo where it cannot send what must be sent."""
+        if self.machine.on_gpu and self.machine.backend == "gloo":
+            raise Refusal(
+                "distributed.backend=gloo cannot send a GPU's tensors to another rank, which pipelines do; use nccl"
+            )
+        if not self.machine.on_gpu and not runs_over_gloo(self.schedule):
+            raise Refusal(
+                f"{self.schedule} on CPUs wants torch 2.13 or later, this is {torch.__version__}; 1F1B, GPipe and the"
+                " interleaved ones do not"
+            )
+
+    def _refuse_fields(self, world_size: int) -> None:
+        """Refuse fields that do not go together."""
+        splits = KINDS[self.schedule].splits  # into gradients of inputs and of weights
+        if self.machine.compile and splits:
+            raise Refusal(
+                f"compile=true: {self.schedule} computes gradients of inputs and weights apart, which compiled stages"
+                " cannot; 1F1B, GPipe, Interleaved1F1B and LoopedBFS can"
+            )
+        if self.activation_checkpointing == "operators" and splits:
+            raise Refusal(
+                f"strategy.activation_checkpointing=operators: {self.schedule} runs two backwards, of which torch's"
+                " selective recomputing allows one; use units, or another schedule"
+            )
+        if self.reshard_after_forward and splits:
+            raise Refusal(
+                f"strategy.reshard_after_forward=true: {self.schedule} computes gradients of weights later, from what"
+                " would have been released (torch then trains wrongly, without a word); use false, or another schedule"
+            )
+        if self.param_dtype and self.degrees(world_size)["shard"] == 1:
+            raise Refusal(
+                f"strategy.param_dtype={self.param_dtype} is for strategy.shard > 1; precision=bf16 needs none"
+            )

@@ -1,0 +1,194 @@
+"""Places of several processes: one group that all of them join; where ranks hold shards, a grid of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.learning.optimizer import sparse_embeddings
+from trainer.learning.task import Task, carries
+from trainer.parallel.batch_norm import refuse_own_statistics
+from trainer.parallel.device_mesh import DEGREES, by_sequence, described, make_mesh, ranks_along, spread
+from trainer.parallel.meta_model import outline
+from trainer.parallel.ranks import Group, Ranks, join_group, leave_group, refuse_backend
+from trainer.parallel.sequence_shard import refuse_context, refuse_sequences
+from trainer.parallel.tensor_parallel import refuse_plan
+from trainer.refusal import Refusal
+from trainer.strategies.base import Strategy
+from trainer.strategies.replica_check import Copies, compared
+from trainer.strategies.stalls import NoStalls, Stalls
+from trainer.strategies.stop_votes import Votes, VotesApart
+from trainer.strategies.stopwatch import Stopwatch
+from trainer.strategies.straggler import Pace, PaceApart
+
+
+@dataclass
+class Joined(Strategy):
+    """A place whose processes are one group, which all of them join; each reads samples of its own."""
+
+    world: Group = field(init=False, repr=False)
+
+    def data_ranks(self, world_size: int) -> int:
+        """Every process reads its own slice."""
+        return world_size
+
+    def check(self, task: Task, network: nn.Module, world_size: int) -> None:
+        """Refuse a device whose tensors cannot be sent, and BatchNorms that cannot be synchronised where they shall."""
+        refuse_backend(self.machine.kind, self.machine.backend)
+        if self.sync_bn and self.data_ranks(world_size) > 1:
+            refuse_own_statistics(network)
+
+    def _refuse_sparse(self, network: nn.Module) -> None:
+        """Refuse embeddings whose gradients are sparse, where what travels is dense."""
+        for name in sparse_embeddings(network):
+            raise Refusal(
+                f"strategy={self.name} sends dense gradients, and the embedding {name} makes sparse ones; "
+                "build it with sparse=False, or use strategy=ddp distributed.backend=gloo"
+            )
+
+    def __enter__(self) -> Self:
+        self.device = self.machine.claim_device()  # first: NCCL binds the group to the current device
+        self.world = join_group(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
+        self.watch = Stopwatch(Stalls() if self.world.size > 1 else NoStalls())
+        self._arrange()
+        self.use_long_timeout()  # last: torch makes the groups of a mesh with times of its own
+        return self
+
+    def _arrange(self) -> None:
+        """Collective: say which ranks read different data (`data_group`), and make what other groups there are."""
+        self.data_group = self.world
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        leave_group(self.world, clean=error is None)
+
+    def notes(self, network: nn.Module) -> list[str]:
+        """What a user should know; of a process that nobody launched, how there would be two."""
+        # no launcher left an address; where there are GPUs the run says anyway how all of them are used
+        alone = not self.machine.launch.address and not self.machine.on_gpu
+        forgotten = [f"{self.name} has only one process; to use two: processes=2"] if alone else []
+        return [*forgotten, *super().notes(network)]
+
+    def votes(self) -> Votes:
+        """What the ranks of one loop ask each other in its steps."""
+        return VotesApart(self)
+
+    def pace(self) -> Pace:
+        """Collective: what compares how fast the ranks of one loop are."""
+        on_cpu = self.device.type == "cpu"
+        return PaceApart(self.world, self.at().get("pipe", 0), on_cpu) if self.world.size > 1 else Pace()
+
+    def at(self) -> dict[str, int]:
+        """Where this rank is along each axis of the mesh, if there is one."""
+        return {}
+
+    def groups(self) -> list[ProcessGroup]:
+        """All ranks, and whichever other groups stand in its fields, each once."""
+        return list(dict.fromkeys(ranks.group for ranks in vars(self).values() if isinstance(ranks, Group)))
+
+
+@dataclass
+class Meshed(Joined):
+    """A grid of ranks that hold shards: along an axis they differ in what it is named for.
+
+    A field with the name of a degree says it; one that is None takes what the others leave.
+    """
+
+    axis: ClassVar[str]  # which one the mesh has even where its degree is 1
+    bucket_mb: int = 25  # MiB of gradients in one all-reduce, of parameters that are not spread over data ranks
+    mesh: DeviceMesh = field(init=False, repr=False)  # by what they hold
+    context_group: Ranks = field(init=False, repr=False)  # ranks that have other stretches of the same sequences
+    _learning: Ranks = field(init=False, repr=False)
+
+    def degrees(self, world_size: int) -> dict[str, int]:
+        """How many ranks along each axis. Refusal where they do not multiply to the processes."""
+        own = {axis: vars(self)[axis] for axis in DEGREES if axis in vars(self)}
+        if own.get("context") == 1:  # as a rule: then nobody need read of it
+            del own["context"]
+        return spread(world_size, own)
+
+    def data_ranks(self, world_size: int) -> int:
+        """Copies and the shards of a copy read samples of their own; stages, context and tensor ranks share theirs."""
+        degrees = self.degrees(world_size)
+        return degrees.get("replicate", 1) * degrees.get("shard", 1)
+
+    def outline(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
+        """The network without values, where its constructor allows that: ranks hold shards, one builds the whole."""
+        return outline(make)
+
+    def check(self, task: Task, network: nn.Module, world_size: int) -> None:
+        """Refuse sparse gradients; and with tensor or context ranks what has no plan, or what does not divide."""
+        super().check(task, network, world_size)
+        self._refuse_sparse(network)
+        degrees = self.degrees(world_size)
+        if degrees.get("tensor", 1) > 1:
+            refuse_plan(network, task.plan(network), degrees["tensor"])
+        if degrees.get("context", 1) > 1:
+            refuse_context(network, task.plan(network))
+            if carries(task):
+                raise Refusal(
+                    f"strategy={self.name}: {type(task).__name__} carries a state from batch to batch, and context"
+                    " ranks have stretches of a sequence; strategy=ddp and strategy=fsdp carry a state"
+                )
+
+    def refuse_forward(self, task: Task, network: nn.Module, world_size: int, example: Callable[[], Any]) -> None:
+        """Refuse batches that context ranks cannot cut."""
+        degrees = self.degrees(world_size)
+        if degrees.get("context", 1) > 1:
+            plan = task.plan(network)
+            for what, tree in zip(("inputs", "targets"), example(), strict=True):
+                refuse_sequences(tree, what, degrees["context"], plan, degrees.get("tensor", 1))
+
+    def refuse_outputs(self, what: str, world_size: int) -> None:
+        """Refuse it where context ranks have outputs of stretches."""
+        if self.degrees(world_size).get("context", 1) > 1:
+            raise Refusal(
+                f"{what} needs outputs of whole sequences, and context ranks have stretches; strategy=ddp gives them"
+            )
+
+    def refuse_alone(self, what: str) -> None:
+        """Refuse it: no rank has more than its shards."""
+        raise Refusal(
+            f"{what}: strategy={self.name} leaves a part of the network on each rank, and one rank writes the text; it"
+            " works under strategy=ddp, zero1 and single. job=generate continues a text from any run's checkpoint, also"
+            " while it trains"
+        )
+
+    def _arrange(self) -> None:
+        degrees = self.degrees(self.world.size)
+        context = degrees.pop("context", 1)
+        # what a rank holds has nothing to do with sequences: context ranks have more shards, or else more copies
+        innermost = "shard" if "shard" in degrees else "replicate"
+        degrees[innermost] *= context
+        # one group for each axis, and one for those that learn from other tokens, which may be the product of two
+        self.mesh = make_mesh(self.device.type, degrees, always=self.axis)
+        self._learning, self.context_group = ranks_along(self.mesh, "replicate", "shard"), Ranks()
+        self.data_group = self._learning
+        if context > 1:
+            reading = by_sequence(self.device.type, self.world.size, context, degrees.get("tensor", 1))
+            self.context_group, self.data_group = (ranks_along(reading, axis) for axis in ("context", "samples"))
+
+    @property
+    def loss_group(self) -> Ranks:
+        """The data ranks, and those that have other stretches of their samples."""
+        return self._learning
+
+    def copies(self, network: nn.Module) -> Copies:
+        """Collective: shards are compared with those of the ranks that hold the same ones, and so is what is whole."""
+        return compared(self, network, self.at())
+
+    def at(self) -> dict[str, int]:
+        """Where this rank is along each axis of the mesh."""
+        return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True))
+
+    def groups(self) -> list[ProcessGroup]:
+        """All ranks, the data ranks, and those along each axis."""
+        return [*super().groups(), *self.mesh.get_all_groups()]
+
+    def notes(self, network: nn.Module) -> list[str]:
+        """Say which ranks do what, and what a user should know about this network here."""
+        return [f"mesh {described(self.degrees(self.world.size))}", *super().notes(network)]

@@ -1,0 +1,104 @@
+"""Where a rank is: its device, its groups of ranks, and what they tell each other. Here: one process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from trainer.data.rank_slice import Slice
+from trainer.launch.watchdog import Pulse
+from trainer.parallel.buckets import Sums, Totals
+from trainer.parallel.ranks import Ranks, set_timeouts
+from trainer.strategies.machine import Machine
+from trainer.strategies.stalls import NoStalls
+from trainer.strategies.stopwatch import Stopwatch
+
+Recomputed = Literal["none", "units", "operators"]
+LATER = timedelta(seconds=30)  # torch ends a collective so much later than the watchdog, which can say who hangs
+
+
+@dataclass
+class Place:
+    """A device and groups of ranks, and what every rank does there. It remembers no network.
+
+    Its fields are its configuration. The facts below hold inside `with place:`.
+    """
+
+    narrowing: ClassVar[tuple[str, ...]] = ()  # fields that make numbers narrower than the precision; null: they do not
+    sync_bn: bool = False  # BatchNorm's statistics over the whole micro-batch of all data ranks
+    activation_checkpointing: Recomputed = "none"  # what the backward computes again instead of keeping it
+    machine: Machine = field(default_factory=Machine)
+
+    device: torch.device = field(init=False, repr=False)  # where this rank computes
+    world: Ranks = field(init=False, repr=False)  # all ranks
+    data_group: Ranks = field(init=False, repr=False)  # the ranks that read different data
+    # how long a rank may take to get further at present; joining has a limit of its own
+    patience: timedelta = field(init=False, repr=False, default=timedelta.max)
+    # where the time of its steps goes, and whether any are done
+    watch: Stopwatch = field(init=False, repr=False, compare=False, default_factory=partial(Stopwatch, NoStalls()))
+
+    def __enter__(self) -> Self:
+        self.device = self.machine.claim_device()
+        self.world = self.data_group = Ranks()
+        self.use_long_timeout()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Leave; never waits for anyone after an error."""
+
+    def groups(self) -> list[ProcessGroup]:
+        """The process groups of this place."""
+        return []
+
+    @property
+    def loss_group(self) -> Ranks:
+        """The ranks whose losses make up the step's: those that read different data, or other parts of the same."""
+        return self.data_group
+
+    @property
+    def slice(self) -> Slice:
+        """Which samples this rank reads, and where they go."""
+        return Slice(self.data_group.rank, self.data_group.size, self.device, self.machine.seed)
+
+    @property
+    def dropout(self) -> Literal["sample", "native"]:
+        """Whose random numbers a forward has: each sample's own, wherever that can be; or torch's."""
+        return self.machine.dropout or ("native" if self.machine.compile else "sample")
+
+    # How late a rank may be.
+
+    def use_long_timeout(self) -> None:
+        """From now on a rank may be as late as in the first step, an evaluation or a save."""
+        self._wait(self.machine.timeout)
+
+    def use_step_timeout(self) -> None:
+        """From now on nothing takes longer than a step does: what is slower than that hangs."""
+        if self.patience != self.machine.step_timeout:
+            self._wait(self.machine.step_timeout)
+
+    def pulse(self, step: int) -> Pulse:
+        """How far this rank is in a run, in this step, and how late it may be; any thread may ask."""
+        times = self.patience, self.machine.step_timeout
+        return Pulse(step, self.watch.done, *(time.total_seconds() for time in times))
+
+    def _wait(self, patience: timedelta) -> None:
+        self.patience = patience
+        # When NCCL's time is over its watchdog aborts the process, and nobody is left to say why. The vote of the same
+        # step waits on the CPU and raises an error: with twice the time for NCCL it is heard first.
+        set_timeouts(self.groups(), (patience if self.device.type == "cpu" else patience * 2) + LATER)
+
+    # Collectives: every rank calls them, in the same order.
+
+    def totals(self, sums: Sums, alike: Mapping[str, Tensor] | None = None) -> Totals:
+        """Collective: start adding up these sums over the data ranks, each sample counted once; read them later.
+
+        `alike`: numbers that every rank has already, to arrive with them.
+        """
+        return Totals(sums, self.data_group, self.device, alike)

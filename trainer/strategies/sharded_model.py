@@ -1,0 +1,131 @@
+"""A network of which ranks hold shards: an outline first, values when it is clear who holds what."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+
+from trainer.data.nested_tensors import changed
+from trainer.learning.optimizer import Groups, Make
+from trainer.learning.parallel_plan import Plan
+from trainer.learning.task import Task
+from trainer.parallel.buckets import average_gradients
+from trainer.parallel.device_mesh import ranks_along
+from trainer.parallel.fully_shard import not_spread
+from trainer.parallel.meta_model import make_room, send_values, set_aside
+from trainer.parallel.replicated_parameters import Shared, refuse_drift, share_buffers
+from trainer.parallel.tensor_parallel import redistribute_gradients
+from trainer.refusal import Refusal
+from trainer.strategies.parallel_model import Placed
+from trainer.strategies.process_groups import Meshed
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW)  # whose fused step knows DTensors, on torch 2.11 to 2.15
+
+
+class PlacedTensor(Placed):
+    """A network of which ranks hold shards: split over those of the mesh's axis "tensor", where there is one."""
+
+    strategy: Meshed
+
+    def __init__(self, strategy: Meshed, task: Task, network: nn.Module, example: Any) -> None:
+        self._tensor_ranks = ranks_along(strategy.mesh, "tensor")
+        super().__init__(strategy, task, network, example)
+
+    def _arrived(self, network: nn.Module) -> nn.Module:
+        """The network without values: no rank need hold all of it. They follow when it is clear who holds what."""
+        self._values = set_aside(network)
+        self._form.lay_out(network)
+        return network
+
+    def _divide(self) -> list[nn.Module]:
+        self._split(self.network, self._plan)
+        return [self.network]
+
+    def _split(self, network: nn.Module, plan: Plan) -> None:
+        """Split the layers that the plan names over the tensor ranks, if there are any, and their random numbers."""
+        if self._tensor_ranks.size > 1:
+            # in place: DTensors, as yet without values
+            parallelize_module(network, self.strategy.mesh["tensor"], dict(plan.tensor))
+            self._chance.split(network, plan, self._tensor_ranks)
+
+    def _shard(self, names: list[str]) -> None:
+        self._fill(self.strategy.device)
+
+    def _fill(self, shards: torch.device) -> None:
+        """Collective: an outline that was split and spread gets its values. shards: where spread parameters lie."""
+        make_room(self.network, self.strategy.device, shards)
+        send_values(self._values, self.network, self.strategy.world, self.strategy.device)
+        del self._values
+        # only now is it clear what each rank holds of which parameter
+        self._copied = not_spread(self.network)
+        self._shared = Shared(self.network, self._tensor_ranks)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with super()._computing(), loss_parallel():  # for outputs that the plan leaves split by class, and only those
+            yield
+
+    def _finish_gradients(self) -> None:
+        self._chance.forget()
+        # sums over tensor ranks first: means of halves would be means of nothing
+        redistribute_gradients(self.network.parameters())
+        # the data ranks' mean, of what fully_shard has not averaged in the backward
+        average_gradients(self._copied, self.strategy.loss_group, self.strategy.bucket_mb * 2**20)
+        # the last to touch gradients: afterwards they are the same bits on all tensor ranks
+        self._shared.decide()
+        if self._before_first_step and self._machine.compare_copies:
+            self._shared.refuse_apart()  # before anything is learned
+
+    def settle(self) -> None:
+        """Collective: running statistics become the data ranks' mean, and those of the first tensor rank."""
+        super().settle()
+        self.average.on_statistics(partial(share_buffers, self.network, self._tensor_ranks))
+
+    def _whole(self, output: Any) -> Any:
+        return changed(output, lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
+
+    def optimizer(self, make: Make, groups: Groups) -> torch.optim.Optimizer:
+        """Build the optimizer; split and whole parameters in groups of their own, for its kernels take no mixture."""
+        unmixed = [one for group in groups for one in _unmixed(group)]
+        optimizer = make(unmixed)
+        if not optimizer.defaults.get("fused") or isinstance(optimizer, FUSED):
+            return optimizer
+        return make([{**group, "fused": False} for group in unmixed])
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
+        """Collective: the base's step. Refusal where the optimizer asks torch for what it cannot do with shards."""
+        try:
+            return super().optimizer_step(optimizer, max_norm)
+        except (RuntimeError, NotImplementedError) as error:
+            # only in the first step can it be the optimizer's kind; torch knows most operations on shards, not all
+            if not self._before_first_step or not re.search("dtensor|sharding|placement", str(error), re.I):
+                raise
+            said = str(error).split(". ")[0].splitlines()[0][:200]
+            raise Refusal(
+                f"strategy={self.strategy.name}: {type(optimizer).__name__} cannot step parameters of which ranks hold"
+                f" shards ({said}); strategy=zero1 and ddp keep each of them whole"
+            ) from error
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """What a checkpoint stores, after a look whether what tensor ranks have in common is still the same."""
+        if self._machine.compare_copies:
+            self._shared.refuse_apart()
+            refuse_drift(self.network, self._tensor_ranks)
+        return super().state(optimizer)
+
+
+def _unmixed(group: dict[str, Any]) -> list[dict[str, Any]]:
+    alike: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        alike.setdefault(mesh, []).append(parameter)
+    return [{**group, "params": parameters} for parameters in alike.values()] or [group]  # an empty one stays

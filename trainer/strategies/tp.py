@@ -1,0 +1,38 @@
+"""Layers or sequences split over neighbouring ranks, by the plan that the network brings; one copy, or several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from trainer.learning.task import Task
+from trainer.strategies.context_model import PlacedContext
+from trainer.strategies.parallel_model import Placed
+from trainer.strategies.process_groups import Meshed
+
+
+@dataclass
+class TP(Meshed):
+    """Each rank holds a shard of every large layer, or sees a stretch of every sequence; activations travel in each.
+
+    Degrees multiply to the processes: `replicate` copies, which average gradients, of `context` ranks, which read the
+    same samples and a stretch of each sequence, of `tensor` ranks, over which one copy is split. DDP around split
+    layers trains right but loses them from the state: not used here.
+    """
+
+    axis: ClassVar[str] = "tensor"
+    replicate: int | None = 1  # copies of the network; None: what tensor leaves
+    context: int | None = 1  # ranks that share samples by sequence; None: what the others leave
+    tensor: int | None = None  # ranks that hold one copy, best on one machine; None: what the others leave
+
+    @property
+    def name(self) -> str:
+        """The word for these degrees."""
+        words = {"ddp": self.replicate, "cp": self.context, "tp": self.tensor}
+        return "_".join(word for word, degree in words.items() if degree != 1) or "tp"
+
+    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+        """Collective: put this rank's shards of a network here."""
+        return PlacedContext(self, task, network, example)

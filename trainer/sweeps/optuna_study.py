@@ -1,0 +1,112 @@
+"""Runs that Optuna chooses, by how the ones before ended. Its memory, study.journal, lies in the sweep's folder.
+
+Optuna itself, not Hydra's plugin for it: the released one is for Optuna 2, wants Hydra to run the program, and does not
+go on where a killed one stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+
+from trainer.configuration.multirun import Search
+from trainer.configuration.search_space import Space, Trial
+from trainer.refusal import Refusal, nearest
+from trainer.sweeps.results import Outcome, Tried
+
+MEMORY = "study.journal"
+
+
+class Study:
+    """A source of runs that maximizes the best figure of each, a loss with its sign turned.
+
+    A run that was stopped or killed is given again, with the same values, before any other; one that failed is told to
+    Optuna as such, and not given again.
+    """
+
+    def __init__(self, search: Search, space: Space, tried: Tried) -> None:
+        """Begin, or go on with what lies in the folder. Refusal where that was begun with other words."""
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # the sweep says itself how each run ended
+        self._space, self._tried, self._most = space, tried, search.n_trials
+        self._axes = {axis.key: axis.distribution() for axis in space.several}
+        # a journal, not a database: network file systems keep it, too
+        storage = JournalStorage(JournalFileBackend(str(tried.folder / MEMORY)))
+        self._study = optuna.create_study(
+            study_name="sweep", storage=storage, direction="maximize", load_if_exists=True
+        )
+        _same(self._study, space, tried.folder)
+        # numbers that it has drawn already it is not to draw again
+        self._study.sampler = _sampler(search, len(self._study.trials))
+        # nobody else is under way here (the sweep's folder is locked): whoever was has been stopped or killed
+        self._again = list[Trial]()
+        for known in self._study.get_trials(states=[TrialState.RUNNING]):
+            if known.params.keys() == self._axes.keys():
+                self._again.append(self._trial(known.number, known.params))
+            else:  # killed while it was being chosen
+                self._study.tell(known.number, state=TrialState.FAIL)
+
+    def next(self) -> Trial | None:
+        """What was begun and has not ended; then what Optuna chooses."""
+        if self._again:
+            return self._again.pop(0)
+        if len(self._study.get_trials(deepcopy=False)) >= self._most:
+            return None
+        chosen = self._study.ask(self._axes)
+        return self._trial(chosen.number, chosen.params)
+
+    def tell(self, trial: Trial, outcome: Outcome) -> None:
+        """Let Optuna know; of a run that was stopped nothing, as it goes on later."""
+        if outcome.state == "completed" and outcome.score > -math.inf:
+            self._study.tell(trial.number, outcome.score)
+        elif outcome.state != "preempted":
+            self._study.tell(trial.number, state=TrialState.FAIL)
+
+    def left(self) -> int:
+        """How many have not ended for good."""
+        known = self._study.get_trials(deepcopy=False)
+        return max(0, self._most - sum(trial.state.is_finished() for trial in known))
+
+    def outcomes(self) -> list[Outcome | None]:
+        """Those that have ended, and None for each that is still to come; what was stopped has ended for now."""
+        ended = self._tried.all()
+        return [*ended, *[None] * (self.left() - sum(outcome.state == "preempted" for outcome in ended))]
+
+    def _trial(self, number: int, chosen: dict[str, Any]) -> Trial:
+        """The run of these values."""
+        picked = [
+            axis.word(chosen[axis.key]) if axis.key in chosen else axis.extremes()[0] for axis in self._space.axes
+        ]
+        return self._space.trial(number, picked)
+
+
+def _same(study: optuna.Study, space: Space, folder: Path) -> None:
+    """Refuse to go on with other words: their figures would be compared with those of the runs before."""
+    words = [axis.written for axis in space.axes if not axis.key.lstrip("+").startswith("run.")]
+    before: Sequence[str] = study.user_attrs.get("words", words)
+    if different := sorted({*before} ^ {*words}):
+        raise Refusal(
+            f"{folder} holds a search with other words; these differ: {', '.join(different)}. Give the old ones, or"
+            " another run.name"
+        )
+    study.set_user_attr("words", words)
+
+
+def _sampler(search: Search, drawn: int) -> optuna.samplers.BaseSampler:
+    """The sampler that was asked for. Refusal where there is none of that name, or none that takes a seed alone."""
+    known = [name for name in optuna.samplers.__all__ if name.endswith("Sampler") and name != "BaseSampler"]
+    if search.sampler not in known:
+        raise Refusal(
+            f"hydra.sweeper.sampler={search.sampler}: optuna.samplers has none of this name"
+            f"{nearest(search.sampler, known)} There are: {', '.join(known)}"
+        )
+    try:
+        return getattr(optuna.samplers, search.sampler)(seed=search.seed + drawn)
+    except (TypeError, ImportError) as error:
+        raise Refusal(f"hydra.sweeper.sampler={search.sampler}: {error}") from error

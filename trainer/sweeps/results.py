@@ -1,0 +1,129 @@
+"""sweep.jsonl: what became of each run of a sweep, one JSON object a line, written as the run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.configuration.search_space import Trial
+from trainer.launch.atomic_files import replace_file
+from trainer.launch.failure import STOPPED
+from trainer.launch.file_validation import ENVIRONMENT, Damaged, read_json
+from trainer.records.eval_metrics import beside, figures, rank, score
+from trainer.records.json_lines import forwards
+
+NAME = "sweep.jsonl"
+_STATES = {0: "completed", STOPPED: "preempted"}  # as in status.json; whatever else a run ends with: failed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run ended last. The keys of a line."""
+
+    folder: str  # its name in the sweep's folder
+    words: list[str]  # the command line, without the place
+    values: dict[str, str]  # those of them that differ
+    state: str  # completed, preempted or failed
+    exit_code: int
+    figure: str | None  # that marks the best checkpoint; a minus sign: smaller is better
+    best: float | None  # of all evaluations
+    best_step: int | None
+    last: dict[str, float]  # the figures of the last evaluation
+    seconds: float  # from start to end, starts before this one included
+    reason: str | None  # why it failed
+    best_loss: float | None = None  # of the best evaluation; it decides between runs of equal figures
+
+    @property
+    def name(self) -> str:
+        """What the figure is called, without a sign."""
+        return (self.figure or "").removeprefix("-")
+
+    @property
+    def score(self) -> float:
+        """Larger is better, of runs with the same figure; minus infinity where there is none."""
+        return self.rank[0]
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The same, and where it is equal the loss."""
+        figure = self.figure or ""
+        return rank({beside(figure): self.best_loss, self.name: self.best}, figure)
+
+
+class Tried:
+    """All outcomes of a folder. The file is replaced in one step at each, so that it is never torn."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._path = folder, folder / NAME
+        self._all: dict[str, Outcome] = {}
+        for line in forwards(self._path):
+            with contextlib.suppress(TypeError):  # written by hand, or by another version
+                outcome = Outcome(**line)
+                self._all[outcome.folder] = outcome
+
+    def all(self) -> list[Outcome]:
+        """Every outcome, in the order in which they came."""
+        return list(self._all.values())
+
+    def of(self, trial: Trial) -> Outcome | None:
+        """What became of a run; None where it has not ended yet, or where other words ended in its folder."""
+        outcome = self._all.get(trial.name)
+        return outcome if outcome is not None and outcome.words == list(trial.words) else None
+
+    def left(self, trials: Iterable[Trial]) -> list[Trial]:
+        """Those that are not completed."""
+        return [trial for trial in trials if (outcome := self.of(trial)) is None or outcome.state != "completed"]
+
+    def forget(self, trials: Iterable[Trial]) -> None:
+        """As if these had never been run: they begin anew."""
+        gone = [self._all.pop(trial.name, None) for trial in trials]
+        if any(gone):
+            self._write()
+
+    def add(self, trial: Trial, code: int, seconds: float, reason: str | None) -> Outcome:
+        """Write down how a run ended, with the figures that it has left in its folder."""
+        before = self.of(trial)
+        name, best, last = _measured(self.folder / trial.name)
+        outcome = Outcome(
+            folder=trial.name,
+            words=list(trial.words),
+            values=trial.values,
+            state=_STATES.get(code, "failed"),
+            exit_code=code,
+            figure=name,
+            best=best.get((name or "").removeprefix("-")),
+            best_step=best.get("step"),
+            last=last,
+            seconds=round(seconds + (before.seconds if before else 0.0), 2),
+            reason=reason,
+            best_loss=best.get(beside(name or "")),
+        )
+        self._all.pop(trial.name, None)  # to the end: it has ended last
+        self._all[trial.name] = outcome
+        self._write()
+        return outcome
+
+    def _write(self) -> None:
+        lines = [json.dumps(asdict(outcome), ensure_ascii=False) + "\n" for outcome in self._all.values()]
+        replace_file(self._path, "".join(lines))
+
+
+def _measured(run: Path) -> tuple[str | None, dict[str, Any], dict[str, float]]:
+    """The name of the figure that counts in a run, its best evaluation, and the figures of the last one."""
+    name = None
+    with contextlib.suppress(OSError, Damaged):  # it was refused before it had one
+        name = read_json(run / "environment.json", ENVIRONMENT)[0].get("best")
+    figure = name or ""
+    best: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    for line in forwards(run / "metrics.jsonl", word=b'"eval"'):
+        if line.get("kind") == "eval":
+            last = line
+            if score(line, figure) > -math.inf and rank(line, figure) >= rank(best, figure):  # of equals the newer
+                best = line
+    return name, best, figures(last)
