@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 # Words that show something and train nothing: one process is enough to answer.
 SHOWING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
+MULTIRUN = {"-m", "--multirun"}
 # Groups that say what is trained: whoever names one of them does not mean the experiment below.
 CHOOSING = {"experiment", "data", "model", "task", "optimizer", "schedule"}
 
@@ -26,6 +27,9 @@ def main() -> int:
     refuse_namesake()
     nproc = processes(words)
     words = with_defaults(words)
+    if MULTIRUN & {*words}:  # it starts each run's processes itself
+        words += [] if nproc == 1 or any(word.startswith("processes=") for word in words) else [f"processes={nproc}"]
+        nproc = 1
     if nproc == 1:
         os.execv(sys.executable, [sys.executable, "-m", "trainer", *words])
     threads = max(1, len(os.sched_getaffinity(0)) // nproc) if hasattr(os, "sched_getaffinity") else 1

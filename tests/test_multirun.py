@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import SMALL, Command, files_below, finish, lines, single, status, torchrun
+from tests.commands import SMALL, Command, files_below, finish, single, status, torchrun
 from trainer.configuration.multirun import Multirun, multirun, whole_words
 from trainer.launch.child_processes import meaning
 from trainer.launch.failure import STOPPED
@@ -229,20 +229,13 @@ def test_a_signal_stops_all_and_the_same_words_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_under_torchrun_each_has_processes_of_its_own(tmp_path: Path) -> None:
-    words = ["-m", *WORDS, "loop.steps=2", "loop.global_batch=101,120", "strategy=ddp", "run.root=runs"]
-    screen = finish(torchrun(2, *words), tmp_path, code=1)
-    (folder,) = (tmp_path / "runs").iterdir()  # one generated name for both ranks
-    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["1_loop.global_batch=120"]
-    tried = [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
-    assert [(line["state"], line["exit_code"]) for line in tried] == [("failed", 2), ("completed", 0)]
-    assert tried[1]["best"] == tried[1]["last"]["accuracy"]
-    done = status(folder / "1_loop.global_batch=120")
-    assert (done["state"], done["world_size"], done["strategy"]) == ("completed", 2, "ddp")
-    assert len(lines(folder / "1_loop.global_batch=120", "train")) == 2
-    assert "1 completed, 1 failed" in screen
-    assert "101 / 2 data ranks" in screen.split("Root Cause")[1]  # torchrun's last block names the run's own mistake
+def test_under_torchrun_they_are_refused_once_with_the_command_that_works(tmp_path: Path) -> None:
+    screen = finish(torchrun(2, "-m", "seed=1,2", "strategy=ddp", "run.root=runs"), tmp_path, code=1)
+    way = "Start it once, without the launcher: python -m trainer -m processes=2 seed=1,2 strategy=ddp run.root=runs"
+    (said,) = (line for line in screen.splitlines() if line.startswith("-m: "))  # torchrun's block begins otherwise
+    assert said.endswith(way)
+    assert "exitcode  : 2" in screen
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

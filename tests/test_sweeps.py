@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.commands import Command, files_below, single
-from tests.inside import here, product
+from tests.inside import here
 from tests.warm import ROOT
 from trainer.configuration.multirun import multirun
 from trainer.configuration.search_space import Trial, brief
@@ -27,6 +27,7 @@ from trainer.sweeps import sweep
 from trainer.sweeps.device_shares import shares
 from trainer.sweeps.results import Outcome, Tried
 from trainer.sweeps.results_table import best_line, headings, short, table
+from trainer.sweeps.sweep import run_all
 
 needs_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="needs the optuna extra")
 
@@ -78,6 +79,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").touch()
     (tmp_path / "trainer" / "__main__.py").write_text(RUN)
+    monkeypatch.setattr("trainer.sweeps.sweep.refuse_namesake", lambda: None)  # this one stands for the product
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -208,13 +210,39 @@ def test_every_run_has_an_equal_part(at_once: Any, processes: Any, gpus: str, se
     assert [part.environment.get("CUDA_VISIBLE_DEVICES") for part in parts] == seen
 
 
-@pytest.mark.parametrize("word", ["hydra.launcher.n_jobs=2", "hydra/sweeper=optuna"])
-def test_what_a_launcher_started_does_one_after_the_other(place: Path, word: str) -> None:
-    if "optuna" in word:
-        pytest.importorskip("optuna")
-    with pytest.raises(Refusal, match="Start this command with python, once; processes=N gives each run so many"):
-        product(Launch(0, 2, 0, 2, address="127.0.0.1:1"), place, ["-m", "seed=1,2", word])
+TWO = Launch(0, 2, 0, 2, told=True)  # as mpirun says it, without an address
+
+
+@pytest.mark.parametrize(
+    ("launch", "words", "way"),
+    [
+        (Launch(1, 2, 1, 2, address="127.0.0.1:1", told=True), "seed=1,2", "processes=2 seed=1,2"),
+        (TWO, "seed=1,2", "processes=2 seed=1,2"),
+        (Launch(address="127.0.0.1:1", told=True), "seed=1,2", "seed=1,2"),  # of torchrun, one process
+        (TWO, "seed=1,2 processes=4", "seed=1,2 processes=4"),
+        (TWO, "run.root='a b' seed=1,2", "processes=2 'run.root=a b' seed=1,2"),
+        (TWO, "seed=1,2 hydra.launcher.n_jobs=2", "processes=2 seed=1,2 hydra.launcher.n_jobs=2"),
+        (TWO, "seed=1,2 distributed.init_method=tcp://a:1", "processes=2 seed=1,2"),
+        (
+            Launch(9, 16, 1, 8, told=True),
+            "seed=1,2",
+            "hydra/launcher=submitit_slurm hydra.launcher.nodes=2 hydra.launcher.tasks_per_node=8 seed=1,2",
+        ),
+    ],
+)
+def test_what_a_launcher_has_started_is_refused_with_the_command_that_works(
+    place: Path, launch: Launch, words: str, way: str
+) -> None:
+    with pytest.raises(Refusal) as refused:
+        run_all(["-m", *shlex.split(words)], launch)
+    assert str(refused.value).endswith(f"Start it once, without the launcher: python -m trainer -m {way}")
     assert files_below(place) == {Path("trainer"), Path("trainer/__init__.py"), Path("trainer/__main__.py")}
+
+
+def test_processes_that_are_to_meet_at_a_place_of_their_own_are_refused_too(place: Path) -> None:
+    with pytest.raises(Refusal, match="each of the 2 processes would begin the same runs"):
+        here("-m", "seed=1,2", "distributed.init_method='tcp://127.0.0.1:1?rank=0&world_size=2'")
+    assert not (place / "runs").exists()
 
 
 # ------------------------------------------------------------------------------------------------- files and the screen

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from trainer.configuration.multirun import Multirun, multirun, whole_words
-from trainer.configuration.search_space import Trial
-from trainer.launch.agreement import decided_by_main
 from trainer.launch.failure import STOPPED, exit_code
 from trainer.launch.launchers import meeting_at
 from trainer.launch.namesake import refuse_namesake
@@ -19,7 +16,6 @@ from trainer.records.folder import choose
 from trainer.records.folder_lock import lock
 from trainer.refusal import Refusal
 from trainer.sweeps.device_shares import gpus, shares
-from trainer.sweeps.in_turn import in_turn
 from trainer.sweeps.parallel_runs import at_once
 from trainer.sweeps.results import Outcome, Tried
 from trainer.sweeps.results_table import best_line, table
@@ -36,73 +32,57 @@ def run_all(argv: Sequence[str], launch: Launch) -> int:
 
     Refusal, before anything starts, where the words of one cannot work.
     """
-    # What cannot work is refused by every rank for itself, with one sentence, before they meet.
+    _refuse_launched(argv, launch)
     asked = multirun(argv)
-    launch = meeting_at(launch, asked.init_method)
+    _refuse_launched(argv, meeting_at(launch, asked.init_method))
     refuse_namesake()
-    _refuse_launched(asked, launch)
-    plan = _agreed(asked, launch)
-    tried, more = Tried(Path(plan["folder"])), plan["more"]
+    if asked.plugin and asked.search is not None:
+        raise Refusal(f"hydra/launcher={asked.plugin} starts all runs at once, and Optuna chooses one after the other")
+    tried, more = _opened(asked, launch)
     source = _source(asked, tried)
-    if launch.is_main:
-        before = sum(outcome is not None and outcome.state == "completed" for outcome in source.outcomes())
-        also = f", {before} completed before" if before else ""
-        print(f"multirun    {counted(source.left(), 'run')} below {tried.folder}{also}", flush=True)
-
-    stopped: int  # how often that was asked for
-    # who starts them: each rank of a launcher its part of all, a plugin of Hydra, or this process
-    if launch.address:
-        codes, stopped = in_turn([Trial(**left) for left in plan["left"]], tried, more, launch)
-        codes += [STOPPED] * (len(plan["left"]) - len(codes))  # not started
-    else:
-        stopped = _submitted(asked, tried, more) if asked.plugin else _here(asked, source, tried, more)
-        codes = [outcome.exit_code if outcome else STOPPED for outcome in source.outcomes()]
-    if launch.is_main:
-        print("\n".join(_account(source.outcomes(), tried)), flush=True)
+    before = sum(outcome is not None and outcome.state == "completed" for outcome in source.outcomes())
+    also = f", {before} completed before" if before else ""
+    print(f"multirun    {counted(source.left(), 'run')} below {tried.folder}{also}", flush=True)
+    # who starts them: a plugin of Hydra, or this process
+    stopped = _submitted(asked, tried, more) if asked.plugin else _here(asked, source, tried, more)
+    print("\n".join(_account(source.outcomes(), tried)), flush=True)
+    codes = [outcome.exit_code if outcome else STOPPED for outcome in source.outcomes()]
     return _verdict(codes, stopped, launch)
 
 
-def _refuse_launched(asked: Multirun, launch: Launch) -> None:
-    """Refuse what only one process can do that starts the others itself."""
-    own = {
-        "hydra/sweeper=optuna": asked.search is not None,
-        f"hydra.launcher.n_jobs={asked.at_once}": asked.at_once != 1,
-    }
-    for word in (word for word, said in own.items() if said and launch.address):
-        raise Refusal(
-            f"{word}: a launcher started this process, and its processes do one run after the other, together. Start"
-            " this command with python, once; processes=N gives each run so many"
-        )
-    if asked.plugin and asked.search is not None:
-        raise Refusal(f"hydra/launcher={asked.plugin} starts all runs at once, and Optuna chooses one after the other")
-    if asked.plugin and launch.world_size > 1:
-        raise Refusal(f"hydra/launcher={asked.plugin} starts the processes itself; start this one with python, once")
+def _refuse_launched(argv: Sequence[str], launch: Launch) -> None:
+    """Refuse to begin the same runs in each process of a launcher; with the words that begin them once."""
+    if not launch.told and launch.world_size == 1:
+        return
+    words = [word for word in argv if word not in ("-m", "--multirun") and not word.startswith("distributed.init_m")]
+    chosen = any(word.startswith(("processes=", "hydra/launcher=")) for word in words)
+    if launch.world_size > launch.local_world_size and not chosen:
+        nodes = -(-launch.world_size // launch.local_world_size)
+        slurm = (f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={launch.local_world_size}")
+        words = ["hydra/launcher=submitit_slurm", *slurm, *words]
+    elif launch.world_size > 1 and not chosen:
+        words = [f"processes={launch.world_size}", *words]
+    each = f"each of the {launch.world_size} processes" if launch.world_size > 1 else "each process of it"
+    raise Refusal(
+        f"-m: a launcher has started this process, and {each} would begin the same runs. Start it once, without the"
+        f" launcher: python -m trainer -m {shlex.join(words)}"
+    )
 
 
-def _agreed(asked: Multirun, launch: Launch) -> dict[str, Any]:
-    """The folder and what is left to run, decided by the main rank: the time goes into a name, and shuffle() differs.
-
-    The folder is this command's from then on, until its process ends.
-    """
-
-    def decide() -> dict[str, Any]:
-        # a restarted attempt goes on in the same folder
-        folder, restarted = choose(at_home(asked.root), asked.name, asked.dir, "multirun", launch)
-        folder = real(folder)
-        refuse_strange(folder)
-        try:
-            lock(folder)
-        except OSError as error:
-            raise Refusal(f"{folder} cannot be written to: {error.strerror}; give another run.dir") from None
-        # words that lead a run's processes to their parents' store, and to what a requeued run left
-        more = ["distributed.init_method=env://"] if asked.init_method.startswith("tcp://") and launch.address else []
-        more += ["run.resume=auto"] if launch.requeued and asked.fresh else []
-        trials = asked.space.grid() if asked.search is None else ()
-        if asked.fresh and not restarted and not launch.requeued:
-            Tried(folder).forget(trials)
-        return {"folder": str(folder), "more": more, "left": [vars(one) for one in Tried(folder).left(trials)]}
-
-    return decided_by_main(launch, "multirun", decide)
+def _opened(asked: Multirun, launch: Launch) -> tuple[Tried, list[str]]:
+    """The folder, this command's until its process ends; and words that its runs get beside their own."""
+    # a requeued job goes on in the same folder
+    folder, restarted = choose(at_home(asked.root), asked.name, asked.dir, "multirun", launch)
+    folder = real(folder)
+    refuse_strange(folder)
+    try:
+        lock(folder)
+    except OSError as error:
+        raise Refusal(f"{folder} cannot be written to: {error.strerror}; give another run.dir") from None
+    tried = Tried(folder)
+    if asked.fresh and not restarted and not launch.requeued:
+        tried.forget(asked.space.grid() if asked.search is None else ())
+    return tried, ["run.resume=auto"] if launch.requeued and asked.fresh else []
 
 
 def _source(asked: Multirun, tried: Tried) -> Source:
