@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.commands import curve, far, lines
 from tests.inside import product
@@ -124,6 +125,25 @@ def test_a_weight_with_gaps_in_memory_is_none_of_them(home: Path) -> None:
         "optimizer.fused=false",
     ]
     assert train(Launch(), home, *words) == 0
+
+
+def test_a_job_of_a_lab_opens_a_trained_run(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert train(Launch(), home, "run.dir=normed", *BRIEF, "loop.steps=4") == 0
+    capfd.readouterr()
+    words = ["--config-dir", "lab/conf", "run.dir=normed", "job=norms", "job.top=3"]
+    sys.path.insert(0, str(home))
+    try:
+        assert product(Launch(), home, words) == 0
+        first, *rows = capfd.readouterr().out.splitlines()
+        with pytest.raises(Refusal, match="one process reads the checkpoint"):
+            product(Launch(0, 2, 0, 2, address="127.0.0.1:1"), home, words)
+    finally:
+        sys.path.remove(str(home))
+    assert first == "checkpoint  step 4"
+    (file,) = (home / "normed" / "checkpoints" / "step-00000004").glob("*-model-00001-of-*.safetensors")
+    norms = {name: float(weight.norm()) for name, weight in load_file(file).items()}
+    largest = sorted(norms, key=norms.__getitem__, reverse=True)[:3]
+    assert [row.split() for row in rows] == [[f"{norms[name]:.4g}", name] for name in largest]
 
 
 def test_a_schedule_of_a_lab_decides_the_rate(home: Path) -> None:

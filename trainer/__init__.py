@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from trainer.data.preparation import Preparation as Preparation
     from trainer.door import Result as Result
     from trainer.door import run as run
+    from trainer.jobs.preparation import Job as Job
     from trainer.learning.parallel_plan import Plan as Plan
     from trainer.learning.schedule import Schedule as Schedule
     from trainer.learning.task import Task as Task
@@ -30,6 +31,7 @@ _HOMES = {
     "BadData": "trainer.refusal",
     "Data": "trainer.data.data",
     "GatheredKeys": "trainer.parallel.context_parallel",
+    "Job": "trainer.jobs.preparation",
     "Joined": "trainer.strategies.process_groups",
     "Placed": "trainer.strategies.parallel_model",
     "Plan": "trainer.learning.parallel_plan",
@@ -46,8 +48,10 @@ _HOMES = {
     "run": "trainer.door",
 }
 __all__ = [
+    "BadData",
     "Data",
     "GatheredKeys",
+    "Job",
     "Joined",
     "Placed",
     "Plan",
