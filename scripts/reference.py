@@ -186,7 +186,7 @@ def hidden_parents(module: str, node: ast.ClassDef, listed: set[tuple[str, str]]
 
 def shown(method: ast.FunctionDef) -> bool:
     """Is it for the reader? The constructor stands above all methods, with what the class is."""
-    return not method.name.startswith("_")
+    return not method.name.startswith("_") or method.name == "__call__"
 
 
 def constructor(node: ast.ClassDef) -> ast.FunctionDef | None:

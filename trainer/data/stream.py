@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
 
 class Stream:
-    """The training data, as every rank sees its own share of the same global batches."""
+    """The training batches of this rank: its share of global batches that are the same on any number of ranks."""
 
     def __init__(
         self, data: Data, dataset: Any, own: Slice, global_batch: int, micro_batches: int = 1, loading: Loading = _HERE

@@ -43,7 +43,7 @@ from trainer.strategies.machine import Machine
 
 
 class Job:
-    """What is to be done with the parts of a run; the group `job` names it, and its keys are the constructor's."""
+    """What a command does with a run; the group `job` names it, and its keys are the constructor's arguments."""
 
     def __call__(self, parts: RunParts) -> int:
         """Do it; the exit code. Refusal, before any process group, where it cannot be done."""

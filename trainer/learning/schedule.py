@@ -76,7 +76,7 @@ class Schedule(Unmoved, ABC):
 
 @dataclass
 class Constant(Schedule):
-    """The full rate throughout."""
+    """The same learning rate in all steps, after the warm-up."""
 
     needs_horizon: ClassVar[bool] = False
 

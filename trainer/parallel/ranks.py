@@ -45,7 +45,7 @@ class Vote:
 
 
 class Ranks:
-    """One process alone: every collective is the identity."""
+    """A group of ranks and its collectives. This class is one process: a collective returns what it is given."""
 
     rank: int = 0
     size: int = 1

@@ -28,7 +28,10 @@ from trainer.strategies.straggler import Pace
 
 @dataclass
 class Strategy(Place):
-    """A place, and how a network is put there; on several processes those that join say how they share the work."""
+    """How a network is spread over processes and devices; its fields are the keys of the group `strategy`.
+
+    Checks what it cannot do before training, then builds the network of this rank. This class itself: one process.
+    """
 
     @property
     def name(self) -> str:

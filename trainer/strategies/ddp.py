@@ -30,7 +30,7 @@ COMPRESSION = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 @dataclass
 class DDP(Joined):
-    """One full copy of the network per process; gradients averaged while the last micro-batch's backward still runs."""
+    """A copy of the network on every process; gradients are averaged during the backward of the last micro-batch."""
 
     narrowing: ClassVar[tuple[str, ...]] = ("compress",)
     bucket_mb: int = 25  # MiB of gradients in one all-reduce; larger: fewer and later

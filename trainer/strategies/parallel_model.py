@@ -34,7 +34,7 @@ from trainer.strategies.skipped_steps import Skipping
 
 
 class Placed:
-    """One network in its place, with the verbs of a step. `network` keeps its own module and parameter names."""
+    """The network on this rank, and the parts of a training step; `network` keeps its module and parameter names."""
 
     def __init__(self, strategy: Place, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
@@ -119,7 +119,7 @@ class Placed:
         return Ranks(), Pieces((0,), 1)
 
     def heard(self) -> list[str]:
-        """What a user should know of the steps since this was asked last."""
+        """Sentences for the user about the steps since the last call."""
         return self._chance.heard()
 
     # The verbs of a step.

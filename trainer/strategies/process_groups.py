@@ -29,7 +29,7 @@ from trainer.strategies.straggler import Pace, PaceApart
 
 @dataclass
 class Joined(Strategy):
-    """A place whose processes are one group, which all of them join; each reads samples of its own."""
+    """A strategy of several processes: all of them join one process group, and each reads samples of its own."""
 
     world: Group = field(init=False, repr=False)
 
