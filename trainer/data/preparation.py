@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Preparation:
-    """A module that does with raw inputs what an evaluation does with its samples, so that a program can contain it.
+    """A module that prepares raw inputs as an evaluation prepares its samples; an exported program contains it.
 
     `torch.export` must be able to follow the module, for any number of samples.
     """

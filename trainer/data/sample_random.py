@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
 
 class Random:
-    """Random numbers for a batch: one counter-based stream a sample, the same bits on CPU and GPU.
+    """Random numbers for a batch: each sample has its own, the same bits on every rank, on CPU and GPU.
 
     Successive calls continue the streams: `uniform(B, 3)` gives the numbers of `uniform(B)` called three times.
     """

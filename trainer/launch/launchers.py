@@ -30,7 +30,7 @@ _MEETING = re.compile(
 
 
 def launched(env: Mapping[str, str] = os.environ) -> Launch:
-    """This process of its launch; one that was started alone is the only one.
+    """What a launcher told this process: its rank, how many there are, where they meet. Alone it is the only one.
 
     Refusal where the environment is incomplete or makes no sense.
     """

@@ -56,7 +56,7 @@ class _InPieces(ParallelStyle):
 
 
 class GatheredKeys(_InPieces):
-    """Causal attention, called with (queries, keys, values): it gets the keys and values of all earlier tokens.
+    """For a plan's `context`: causal attention, called with (queries, keys, values), gets all earlier keys and values.
 
     This rank's stretch is two pieces of the sequence, and the module is called for each. It gets the queries of the
     piece, (…, T, …), and keys and values from the beginning of the sequence to the end of the piece, (…, S, …): so the
@@ -84,7 +84,7 @@ class GatheredKeys(_InPieces):
 
 
 class ShiftedPlaces(_InPieces):
-    """A module that is told where its first argument's tokens are: it is told where they are in the whole sequence.
+    """For a plan's `context`: a module that gets positions of tokens gets those in the whole sequence.
 
     argument: which one holds the place of the first token, or the places of all, as numbers. dim: that of the tokens
     in the first argument. With the place of the first token it is called for each of this rank's pieces.
