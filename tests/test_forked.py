@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import SMALL
 from trainer.launch.forked_processes import may_fork
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
@@ -76,6 +77,16 @@ def test_a_spare_process_that_nobody_needs_ends_with_who_forked_it() -> None:
     while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_ranks_and_the_reference_of_verify_are_forked(tmp_path: Path) -> None:
+    nowhere = "import sys; sys.executable = '/nowhere'; from trainer.__main__ import main; main()"
+    words = ["processes=2", "job=verify", "strategy=ddp", *SMALL, "device=cpu", f"run.dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-c", nowhere, *words]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.startswith("SAME: ddp on 2")
 
 
 def test_where_an_accelerator_may_compute_nothing_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:

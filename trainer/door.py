@@ -232,6 +232,7 @@ def import_all(cfg: DictConfig) -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
+    importlib.import_module("trainer.jobs.assembly")
     resource_paths.make_importable()
     torch.compiler.disable(len)  # torch.optim imports the compiler for it, at the first optimizer
     for node in cfg.values():

@@ -30,7 +30,7 @@ _ACCOUNT = 10.0  # seconds that the others have to notice that one has failed, a
 _GRACE = 20.0  # seconds more until those are killed that did not end when they were asked to
 
 
-class Child(Protocol):
+class StartedProcess(Protocol):
     """A process that was started, with the verbs of `subprocess.Popen`."""
 
     def poll(self) -> int | None:
@@ -50,10 +50,12 @@ class Child(Protocol):
 
 
 # Starts the words in an environment; what the process prints goes to two descriptors (None: to those of this process).
-Starter = Callable[[Sequence[str], Mapping[str, str], int | None, int | None], Child]
+Starter = Callable[[Sequence[str], Mapping[str, str], int | None, int | None], StartedProcess]
 
 
-def executed(words: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> Child:
+def executed(
+    words: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
+) -> StartedProcess:
     """A process that is a program of its own, and imports what it needs by itself."""
     command = [sys.executable, "-m", "trainer", *words]
     # in a session of its own: a terminal's Ctrl-C comes here alone, and is handed on once
@@ -87,7 +89,7 @@ def start(
     scratch: an empty folder that other users may not look into; where a rank is refused or fails its account is then in
     `<rank>/error.json`. attempt: how often the same words have been started before.
     """
-    children: list[Child] = []
+    children: list[StartedProcess] = []
     with Relay() as relay, handed_on(children) as asked:
         try:
             for rank in range(count):
@@ -155,7 +157,7 @@ def _at_home() -> dict[str, str]:
 
 
 @contextmanager
-def handed_on(children: Sequence[Child]) -> Iterator[list[int]]:
+def handed_on(children: Sequence[StartedProcess]) -> Iterator[list[int]]:
     """Inside, requests to stop go to all children, and into the list; only the main thread can hear them."""
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -175,7 +177,7 @@ def handed_on(children: Sequence[Child]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _ended(children: Sequence[Child], relay: Relay, requests: list[int]) -> list[int]:
+def _ended(children: Sequence[StartedProcess], relay: Relay, requests: list[int]) -> list[int]:
     """The exit codes of all; where one has failed the others have a while to notice it by themselves."""
     failed, asked = None, False
     # a sweep that is killed tells nobody: its runs stop, so that the next sweep finds their folders free

@@ -21,7 +21,7 @@ from trainer.launch.child_processes import alone
 from trainer.launch.stop_signals import REQUESTS
 
 _LOOK = 0.02  # seconds between two looks at a process that is waited for
-# NVIDIA's, AMD's, and both under Windows: there each process imports on a core of its own, and no driver is ever copied
+# NVIDIA's, AMD's, and both under Windows: there each process imports on a core of its own, and no driver is copied
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
@@ -125,10 +125,13 @@ class Spare:
             return alone(words, environment)
         process, self._process = self._process, None
         try:
-            with open(self._ask, "w", encoding="utf-8") as pipe:
+            with (
+                suppress(BrokenPipeError),
+                open(self._ask, "w", encoding="utf-8") as pipe,
+            ):  # it was killed: its code says so
                 json.dump([list(words), dict(environment)], pipe)
             with open(self._told, encoding="utf-8", errors="replace") as pipe:
-                said = pipe.read()
-            return process.wait(), said
+                printed = pipe.read()
+            return process.wait(), printed
         finally:
             process.kill()  # does nothing to one that has ended

@@ -18,7 +18,7 @@ CRASHED = ("running", "failed")  # states of a start that did not end as it was 
 
 
 def process_age() -> float:
-    """Seconds since this process began, its imports included; 0 where the system does not tell."""
+    """Seconds since this process began; 0 where the system does not tell. Of a forked one without the imports."""
     try:
         stat = Path("/proc/self/stat").read_text(encoding="utf-8")
         # the name of the program, in brackets, may hold anything; the 20th number behind it is the start since boot
