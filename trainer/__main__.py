@@ -21,6 +21,7 @@ from trainer.launch.launchers import launched
 from trainer.launch.namesake import refuse_overwritten
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
+from trainer.launch.starts import process_age
 from trainer.refusal import Refusal
 
 
@@ -65,9 +66,11 @@ def _forked(
     if "torch" not in sys.modules:
         os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]  # OpenMP reads it once, as torch is imported
     import_all(cfg)
+    # a rank that is started again has no imports to wait for
+    age = process_age() if environment["TORCHELASTIC_RESTART_COUNT"] == "0" else 0.0
 
     def target() -> None:
-        become(words, environment, stdout, stderr)
+        become(words, {**environment, "TRAINER_AGE": str(age)}, stdout, stderr)
         main()
 
     return ForkedProcess(target)

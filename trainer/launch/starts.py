@@ -18,12 +18,16 @@ CRASHED = ("running", "failed")  # states of a start that did not end as it was 
 
 
 def process_age() -> float:
-    """Seconds since this process began; 0 where the system does not tell. Of a forked one without the imports."""
+    """Seconds since this process began, its imports included; 0 where the system does not tell.
+
+    A rank that was forked at the beginning of its command is as old as that: the imports are the command's.
+    """
     try:
         stat = Path("/proc/self/stat").read_text(encoding="utf-8")
         # the name of the program, in brackets, may hold anything; the 20th number behind it is the start since boot
         ticks = int(stat.rsplit(")", 1)[1].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+        age = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+        return age + float(os.environ.get("TRAINER_AGE", 0))
     except (OSError, AttributeError):
         return 0.0
 
