@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer.formatting import at_home
 from trainer.refusal import Refusal, nearest
-from trainer.user_paths import at_home
 
 
 def located(name: str, key: str) -> str:

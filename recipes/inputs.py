@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy
 
+from trainer.formatting import at_home
 from trainer.refusal import Refusal
-from trainer.user_paths import at_home
 
 _SNIFFED = 4096  # bytes that tell text from other files
 

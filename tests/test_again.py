@@ -18,9 +18,9 @@ from trainer.configuration.compose import compose
 from trainer.door import wanted
 from trainer.jobs.goodput_report import costs
 from trainer.launch import child_processes
+from trainer.launch.child_processes import run_with_restarts
 from trainer.launch.failure import STOPPED
 from trainer.launch.rendezvous import Launch
-from trainer.launch.restarts import run_with_restarts
 from trainer.launch.status import read_status
 from trainer.refusal import Refusal
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.quick import quickly
 from trainer.parallel.ranks import Group, Ranks
 from trainer.records import checkpoint_store as shelf_module
-from trainer.records import checkpoint_write as writing_module
+from trainer.records import checkpoint_writer as writing_module
 from trainer.records.checkpoint import Checkpoints, FailedSave
 from trainer.records.checkpoint_store import committed, damage, open_checkpoint
 from trainer.records.manifest import CorruptCheckpoint, manifest_bytes, read_manifest
@@ -496,7 +496,7 @@ import os, sys, torch
 from datetime import timedelta
 from pathlib import Path
 from trainer.records.checkpoint import Checkpoints
-from trainer.records.async_save import AtOnce, Beside
+from trainer.records.checkpoint_writer import AtOnce, Beside
 from trainer.parallel.ranks import Ranks
 
 def save_for_ever():
@@ -563,7 +563,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trainer.parallel.ranks import Group
 from trainer.records import tensor_files  # what a save imports, once for all children
 from trainer.records.checkpoint import Checkpoints
-from trainer.records.async_save import Beside
+from trainer.records.checkpoint_writer import Beside
 
 def save_for_ever(rank, meeting):
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
@@ -715,7 +715,7 @@ def headers_read(ranks, action):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("safetensors.safe_open", counting)  # torch's reader
-        patch.setattr("trainer.records.tensor_headers.safe_open", counting)
+        patch.setattr("trainer.records.manifest.safe_open", counting)
         action()
     return sorted(name for each in ranks.all_gather_values(names) for name in each)
 
@@ -744,7 +744,7 @@ def exchange(folder, ranks):
     ranks.barrier()
     assert Checkpoints(folder / "two", ranks).newest().step == 1
 
-    for place in ("trainer.records.tensor_files.save_file", "trainer.records.checkpoint_write._sealed"):
+    for place in ("trainer.records.tensor_files.save_file", "trainer.records.checkpoint_writer._sealed"):
         with pytest.MonkeyPatch.context() as patch:
             if ranks.rank == 1:  # an error that only one rank has
                 patch.setattr(place, fail_to_write)

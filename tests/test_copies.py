@@ -16,8 +16,8 @@ from tests.strategies.toys import STRATEGIES, Net, Plain, ToyData, built
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
 from trainer.launch.rendezvous import Launch
-from trainer.parallel.bit_fingerprints import bit_sums
 from trainer.parallel.local_shard import held
+from trainer.parallel.state_checks import bit_sums
 from trainer.strategies.machine import Machine
 from trainer.strategies.replica_check import Drifted
 

@@ -19,8 +19,7 @@ from tests.quick import quickly
 from tests.test_initial import IMAGES, saved
 from trainer.learning.frozen_parameters import freeze, trainable
 from trainer.learning.optimizer import parameter_groups
-from trainer.learning.parameter_patterns import fits
-from trainer.learning.parameter_rules import Rule, understood
+from trainer.learning.parameter_patterns import Rule, fits, understood
 from trainer.parallel.batch_norm import batch_norms, synchronised
 from trainer.parallel.meta_model import outline
 from trainer.parallel.ranks import Ranks

@@ -15,8 +15,8 @@ from tests.inside import product
 from tests.processes import Processes
 from trainer.data.stream import Batch
 from trainer.launch.rendezvous import Launch
-from trainer.parallel.finite_check import moving, not_finite
 from trainer.parallel.ranks import Ranks
+from trainer.parallel.state_checks import moving, not_finite
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.checkpoint_store import open_checkpoint
 from trainer.records.manifest import CorruptCheckpoint

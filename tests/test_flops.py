@@ -15,8 +15,7 @@ from recipes.language.next_token import NextToken
 from tests.commands import lines
 from tests.inside import here, product
 from tests.processes import Processes
-from trainer.jobs.flops import step_flops
-from trainer.jobs.peak_flops import peak_flops
+from trainer.jobs.flops import peak_flops, step_flops
 from trainer.learning.task import Task
 
 LENGTH, WIDTH, DEPTH, VOCABULARY, BATCH, PEAK = 16, 32, 2, 64, 8, 1e10

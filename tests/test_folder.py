@@ -18,9 +18,9 @@ import yaml
 from tests.commands import SMALL
 from tests.inside import here
 from trainer.launch import status as status_module
-from trainer.launch.atomic_files import replace_file
 from trainer.launch.polling import until
 from trainer.launch.rendezvous import Launch
+from trainer.launch.run_files import replace_file
 from trainer.launch.status import mark_failed, read_status
 from trainer.records import folder as folder_module
 from trainer.records import folder_lock as lock_module

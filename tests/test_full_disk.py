@@ -17,13 +17,13 @@ from tests.test_log import eval_line, scalars, train_line
 from tests.test_sinks import table
 from trainer.launch.rank_output import note
 from trainer.launch.status import Status, mark_failed
+from trainer.loop.trainer import Trainer
 from trainer.records.checkpoint import FailedSave
 from trainer.records.console import LogFile
 from trainer.records.csv import CSV
 from trainer.records.metrics import Figures
 from trainer.records.sinks import Log
 from trainer.records.tensorboard import TensorBoard
-from trainer.trainer import Trainer
 
 WORDS = (*SMALL, "schedule=constant", "loop.global_batch=120", "loop.steps=12", "loop.eval_every=12")
 

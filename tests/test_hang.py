@@ -19,8 +19,7 @@ from trainer.launch import watchdog
 from trainer.launch.rendezvous import Launch
 from trainer.launch.rollcall import Present, accusation
 from trainer.launch.stop_signals import StopRequest
-from trainer.launch.thread_stacks import debugged, doing
-from trainer.launch.watchdog import Idle, Pulse, Watchdog
+from trainer.launch.watchdog import Idle, Pulse, Watchdog, debugged, doing
 
 RUN = ("strategy=ddp", "device=cpu", "log=[]", "loop.log_every=1", "loop.eval_every=null", "loop.save_every=4")
 WORDS = (*RUN, *SMALL[:-1], "loop.steps=9999")

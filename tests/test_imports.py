@@ -66,8 +66,7 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
         "data.sample_random",
         "data.preparation",
         "refusal",
-        "user_paths",
-        "safe_names",
+        "formatting",
     )
     names = (
         "BadData",
@@ -88,8 +87,8 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
 
 # The rooms of trainer/ from the door down: who stands above may import who stands below, never the other way round.
 _DOOR = ("__main__", "door", "sweeps", "jobs", "configuration")
-_LOOP = ("proof", "trainer", "loop", "records", "strategies")
-_GROUND = ("parallel", "learning", "data", "devices", "launch", "user_paths", "refusal", "plain_numbers", "safe_names")
+_LOOP = ("proof", "loop", "records", "strategies")
+_GROUND = ("parallel", "learning", "data", "devices", "launch", "formatting", "refusal")
 FLOORS = (*_DOOR, *_LOOP, *_GROUND)
 
 
@@ -184,7 +183,7 @@ def test_the_loop_has_no_word_of_parallelism() -> None:
     parallel = {"rank", "world", "mesh", "dist", "distributed", "replica", "replicate", "shard"}
     wrapped = {"isinstance", "hasattr", "getattr", "unwrap", "wrap", "wrapper", "module", "enabled"}
     types = {"DataParallel", "DistributedDataParallel", "DTensor", "FSDP", *CONCRETE, "ddp", "dp", "tp", "fsdp"}
-    assert words(CHECKOUT / "trainer/trainer.py") & (parallel | wrapped | types) == set()
+    assert words(CHECKOUT / "trainer/loop/trainer.py") & (parallel | wrapped | types) == set()
 
 
 # Hydra and OmegaConf end at these: below them a function takes its arguments, not a configuration.

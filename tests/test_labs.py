@@ -21,8 +21,8 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.toys import NETWORKS, Case, Net
-from trainer.data.rank_slice import Slice
 from trainer.data.reader import Loading
+from trainer.data.sample_order import Slice
 from trainer.data.seeds import seed_all
 from trainer.data.stream import Stream
 from trainer.launch.rendezvous import Launch

@@ -16,7 +16,6 @@ import pytest
 import torch.distributed as dist
 
 from tests.commands import Command, Ended, single, status
-from trainer.launch import key_value_stores
 from trainer.launch import rendezvous as launching
 from trainer.launch.agreement import everywhere, first_on_node
 from trainer.launch.launchers import first_host, launched, meeting, meeting_at, tasks_per_node
@@ -292,7 +291,7 @@ def test_a_file_that_cannot_be_a_meeting_place(tmp_path, name, why):
 
 
 def test_at_a_port_that_another_program_has_nobody_waits(monkeypatch):
-    monkeypatch.setattr(key_value_stores, "ANSWER", timedelta(seconds=1))
+    monkeypatch.setattr(launching, "ANSWER", timedelta(seconds=1))
     with socket.create_server(("127.0.0.1", 0)) as mute:  # it takes connections, and never says anything
         place = f"127.0.0.1:{mute.getsockname()[1]}"
         main, other = at_once(*[Launch(rank, 2, rank, 2, address=place).store for rank in range(2)])
@@ -306,7 +305,7 @@ def test_at_a_port_that_another_program_has_nobody_waits(monkeypatch):
 
 
 def test_at_a_port_where_another_run_has_met_nobody_waits(monkeypatch):
-    monkeypatch.setattr(key_value_stores, "ANSWER", timedelta(seconds=1))
+    monkeypatch.setattr(launching, "ANSWER", timedelta(seconds=1))
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = f"127.0.0.1:{free.getsockname()[1]}"
     first, second = [Launch(rank, 2, rank, 2, address=place) for rank in range(2)]

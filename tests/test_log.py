@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.plain_numbers import duration, number
+from trainer.formatting import duration, number
 from trainer.records.console import Console, LogFile, evaluation_words, training_words
 from trainer.records.metrics import Figures
 from trainer.records.sinks import Log, Waiting

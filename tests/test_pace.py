@@ -16,8 +16,7 @@ from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import DONE, Ranks, Waitable
-from trainer.strategies.stalls import NoStalls, Stalls
-from trainer.strategies.stopwatch import Stopwatch
+from trainer.strategies.stopwatch import NoStalls, Stalls, Stopwatch
 from trainer.strategies.straggler import PaceApart
 
 # Rank 1 stops at each step for a while, as a debugger or a hypervisor would have it; or reads slowly.

@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from trainer.learning.schedule import WSD, Constant, Cosine, Linear, Step
-from trainer.learning.torch_schedule import TorchSchedule
+from trainer.learning.schedule import WSD, Constant, Cosine, Linear, Step, TorchSchedule
 from trainer.refusal import Refusal
 
 

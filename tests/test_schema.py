@@ -19,7 +19,7 @@ from trainer.launch.file_validation import readable
 from trainer.launch.status import read_status
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint_store import newest_in
-from trainer.records.checkpoint_write import _sealed
+from trainer.records.checkpoint_writer import _sealed
 from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, manifest_bytes, read_manifest
 from trainer.refusal import Refusal
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from tests.commands import SMALL, curve, finish, single, status
 from tests.inside import here
 from trainer.data.data import Data
-from trainer.jobs.dataset_identity import known_sets, set_changes
+from trainer.jobs.resume_precheck import known_sets, set_changes
 from trainer.records.manifest import Found
 from trainer.refusal import Refusal
 

@@ -31,14 +31,12 @@ from trainer.data.data import Data
 from trainer.data.stream import Batch
 from trainer.jobs.run_messages import curves_command
 from trainer.learning.cadence import Due
-from trainer.loop.media_logging import Show
-from trainer.loop.text_samples import NoSample
+from trainer.loop.media_logging import KEPT, NoSample, Show
 from trainer.parallel.histograms import BINS, histograms
 from trainer.parallel.ranks import DONE, Ranks, Waitable
 from trainer.records import tensorboard
 from trainer.records.image_grid import confusion, grid
 from trainer.records.sinks import Log, Sink
-from trainer.records.worst_samples import KEPT
 from trainer.refusal import Refusal
 from trainer.strategies.loss_scaler import NoScaler, Scaler
 

@@ -20,14 +20,13 @@ import pytest
 
 from tests.commands import SMALL, finish, lines, single, status
 from tests.inside import here
-from trainer.records import remote_sink
+from trainer.loop.trainer import Trainer
+from trainer.records import sinks
 from trainer.records.csv import CSV
 from trainer.records.json_lines import backwards
 from trainer.records.metrics import Figures
-from trainer.records.remote_sink import Service
-from trainer.records.sinks import Log, Sink
+from trainer.records.sinks import Log, Service, Sink
 from trainer.refusal import Refusal
-from trainer.trainer import Trainer
 
 WORDS = (*SMALL, "schedule=constant", "loop.global_batch=120", "loop.eval_every=2", "loop.save_every=2")
 SECRET = "+data.vocab_size=${oc.env:TRAINER_TEST_SECRET}"
@@ -163,7 +162,7 @@ def test_a_sink_hears_how_the_run_ended(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_service_that_fails_is_told_once_and_one_that_hangs_is_left(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_sink, "_PATIENCE", 0.05)
+    monkeypatch.setattr(sinks, "_PATIENCE", 0.05)
     done, hanging = [], Event()
 
     def fails() -> None:
@@ -189,8 +188,8 @@ def test_a_service_that_fails_is_told_once_and_one_that_hangs_is_left(
 def test_a_package_that_is_missing_is_refused_with_what_to_type(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = remote_sink.find_spec
-    monkeypatch.setattr(remote_sink, "find_spec", lambda asked: None if asked == name else found(asked))
+    found = sinks.find_spec
+    monkeypatch.setattr(sinks, "find_spec", lambda asked: None if asked == name else found(asked))
     with pytest.raises(Refusal, match=rf"log=\[{name}\] needs the package {name}: pip install -e '.\[{name}\]'"):
         here(f"run.dir={tmp_path}/run", f"log=[console,{name}]")
     assert not (tmp_path / "run").exists()

@@ -18,12 +18,12 @@ from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream
 from trainer.launch.rendezvous import Launch
 from trainer.loop.evaluation import evaluate
+from trainer.loop.trainer import Trainer
 from trainer.records.checkpoint import Checkpoints
 from trainer.strategies import stop_votes
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 from trainer.strategies.parallel_model import Placed
-from trainer.trainer import Trainer
 
 # 360 samples are evaluated, 60 at once
 WORDS = (

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from trainer import Data
-from trainer.data.rank_slice import Slice as Dealt
 from trainer.data.reader import Loading, reading
 from trainer.data.sample_order import Order, size_of
-from trainer.data.seeded_items import Seeded
+from trainer.data.sample_order import Slice as Dealt
+from trainer.data.seeds import Seeded
 from trainer.data.stream import EvaluationStream, Stream, digest
 from trainer.parallel.ranks import Ranks
 from trainer.refusal import Refusal

@@ -18,10 +18,9 @@ from trainer.jobs.goodput_report import costs
 from trainer.jobs.summary import notes, throughput_lines, time_lines
 from trainer.launch import status as status_module
 from trainer.launch.status import Status
+from trainer.loop.trainer import Trainer
 from trainer.refusal import Refusal
-from trainer.strategies.stalls import NoStalls
-from trainer.strategies.stopwatch import PHASES, STEP, Stopwatch
-from trainer.trainer import Trainer
+from trainer.strategies.stopwatch import PHASES, STEP, NoStalls, Stopwatch
 
 WORDS = (*SMALL, "schedule=constant", "loop.global_batch=120", "loop.eval_every=4", "loop.steps=12", "log=[console]")
 

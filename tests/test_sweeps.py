@@ -25,8 +25,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 from trainer.sweeps import sweep
 from trainer.sweeps.device_shares import shares
-from trainer.sweeps.results import Outcome, Tried
-from trainer.sweeps.results_table import best_line, headings, short, table
+from trainer.sweeps.results import Outcome, Tried, best_line, headings, short, table
 from trainer.sweeps.sweep import run_all
 
 needs_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="needs the optuna extra")

@@ -24,15 +24,15 @@ PRIVATE = {
     # Multiplies many tensors in one kernel; the public way is a kernel for each parameter.
     "torch._foreach_mul_": "trainer/parallel/gradient_clipping.py",
     # Copies many tensors in one kernel; the public way is a kernel for each buffer of the network, in every step.
-    "torch._foreach_copy_": "trainer/strategies/skipped_steps.py",
+    "torch._foreach_copy_": "trainer/strategies/loss_scaler.py",
     # The norms of many tensors in one kernel; the public way is a kernel for each parameter that tensor ranks share.
-    "torch._foreach_norm": "trainer/parallel/replicated_parameters.py",
+    "torch._foreach_norm": "trainer/parallel/tensor_parallel.py",
     # Gives a group's collectives another timeout; torch 2.15 has a public name for it, 2.11 to 2.14 only this one.
     "torch.distributed.distributed_c10d._set_pg_timeout": "trainer/parallel/ranks.py",
     # Weak references of LSTMs and their like to their weights, which keep these from being swapped; in 2.11 to 2.15.
     "torch.nn.LSTM(1, 1)._flat_weight_refs": "trainer/parallel/meta_model.py",
     # The mode that sees operators; torch's pages show it under this name, as there is no other.
-    "torch.utils._python_dispatch": "trainer/parallel/rng_operators.py",
+    "torch.utils._python_dispatch": "trainer/parallel/rng_functions.py",
     # Tensors that have a shape and no values, and lie on any device: torch's pages describe them, under this name.
     "torch._subclasses": "trainer/parallel/pipeline/shape_forward.py",
     # What bool(), item() and unique() of a tensor are for who sees operators; the public names are not seen there.
@@ -41,8 +41,8 @@ PRIVATE = {
     # Was a tensor written to? The public way is to copy and compare it, where what is no number equals nothing.
     "torch.zeros(1)._version": "trainer/parallel/pipeline/shape_forward.py",
     # Does autograd's engine call? What is recomputed in a backward is no call of its own; torch's checkpoint asks so.
-    "torch._C": "trainer/parallel/autograd_state.py",
-    "torch._C._current_graph_task_id": "trainer/parallel/autograd_state.py",
+    "torch._C": "trainer/parallel/activation_checkpointing.py",
+    "torch._C._current_graph_task_id": "trainer/parallel/activation_checkpointing.py",
     # What a tensor is a view of, which it keeps alive; torch's page on views describes it.
     "torch.Tensor._base": "trainer/parallel/meta_model.py",
 }

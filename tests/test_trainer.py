@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.vision.classification import Classification
 from tests.strategies.toys import BATCH, Net, Plain, ToyData, Weighted
-from trainer import trainer as trainer_module
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream
 from trainer.launch.rendezvous import Launch
@@ -26,15 +25,16 @@ from trainer.learning import cadence
 from trainer.learning.cadence import Due, Every
 from trainer.learning.schedule import Constant, Cosine, Linear, Schedule
 from trainer.learning.task import Task
+from trainer.loop import trainer as trainer_module
+from trainer.loop import training_lines
 from trainer.loop.progress import Progress
-from trainer.records import meter
+from trainer.loop.trainer import Trainer
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.metrics import Figures
 from trainer.records.sinks import Log
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single
-from trainer.trainer import Trainer
 
 
 @dataclass
@@ -244,7 +244,7 @@ def test_a_clock_that_has_run_out_begins_anew(tmp_path: Path, monkeypatch: pytes
 
 def test_the_time_of_a_step_is_that_of_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(meter, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(training_lines, "perf_counter", lambda: now[0])
     # what is no step falls into the middle of lines; the first evaluation's figures stay the best
     with made(tmp_path, lr=0.0, eval_due=Due([Every(steps=4)]), save_due=Due([Every(steps=7)])) as run:
         for owner, name, seconds in (

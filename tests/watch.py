@@ -21,11 +21,11 @@ READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select"
 # What a run does, in order of time.
 PHASES = (
     "trainer.jobs.fit.make_trainer",
-    "trainer.trainer.Trainer.begin",
-    "trainer.trainer.Trainer.train_step",
-    "trainer.trainer.Trainer.evaluate",
-    "trainer.trainer.Trainer.save",
-    "trainer.trainer.Trainer.resume",
+    "trainer.loop.trainer.Trainer.begin",
+    "trainer.loop.trainer.Trainer.train_step",
+    "trainer.loop.trainer.Trainer.evaluate",
+    "trainer.loop.trainer.Trainer.save",
+    "trainer.loop.trainer.Trainer.resume",
 )
 
 
@@ -86,7 +86,7 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def over(self, *functions: str) -> Iterator[None]:
-        """Know when these run: dotted names, `trainer.trainer.Trainer.train_step`; and which call is the first."""
+        """Know when these run: dotted names, `trainer.loop.trainer.Trainer.train_step`; and which call is the first."""
         patches = [patch(name, self._noting(name)) for name in functions]
         for each in patches:
             each.start()

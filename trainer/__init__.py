@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trainer.learning.parallel_plan import Plan as Plan
     from trainer.learning.schedule import Schedule as Schedule
     from trainer.learning.task import Task as Task
+    from trainer.loop.trainer import Trainer as Trainer
     from trainer.parallel.batch_gather import gather as gather
     from trainer.parallel.context_parallel import GatheredKeys as GatheredKeys
     from trainer.parallel.context_parallel import ShiftedPlaces as ShiftedPlaces
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from trainer.strategies.base import Strategy as Strategy
     from trainer.strategies.parallel_model import Placed as Placed
     from trainer.strategies.process_groups import Joined as Joined
-    from trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
@@ -43,7 +43,7 @@ _HOMES = {
     "Sink": "trainer.records.sinks",
     "Strategy": "trainer.strategies.base",
     "Task": "trainer.learning.task",
-    "Trainer": "trainer.trainer",
+    "Trainer": "trainer.loop.trainer",
     "gather": "trainer.parallel.batch_gather",
     "run": "trainer.door",
 }

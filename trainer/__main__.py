@@ -21,7 +21,7 @@ from trainer.launch.launchers import launched
 from trainer.launch.namesake import refuse_overwritten
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
-from trainer.launch.starts import process_age
+from trainer.launch.status import process_age
 from trainer.refusal import Refusal
 
 

@@ -26,18 +26,17 @@ from trainer.configuration.settings import settings
 from trainer.configuration.suggestions import meant, unknown
 from trainer.configuration.trained_run_config import opens_a_run, reads_files, reported_on, verifies
 from trainer.configuration.value_types import shown
+from trainer.formatting import at_home
 from trainer.launch import failure
-from trainer.launch.child_processes import Alone, Starter, alone, executed
+from trainer.launch.child_processes import Alone, Starter, alone, executed, run_with_restarts
 from trainer.launch.launchers import launched
 from trainer.launch.namesake import refuse_namesake
-from trainer.launch.no_symlinks import real
 from trainer.launch.process_state import borrowed
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
-from trainer.launch.restarts import run_with_restarts
+from trainer.launch.run_files import real
 from trainer.proof.saved_verdict import verdict
 from trainer.refusal import Refusal
-from trainer.user_paths import at_home
 
 if TYPE_CHECKING:
     from torch import nn

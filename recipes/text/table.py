@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.gzipped import unpacked
+from trainer.formatting import shown
 from trainer.refusal import Refusal, nearest
-from trainer.safe_names import shown
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 

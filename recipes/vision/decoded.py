@@ -15,8 +15,8 @@ from recipes.vision.pictures import Pictures
 from recipes.vision.prepared import preparation
 from recipes.vision.unlabelled import Unlabelled
 from trainer.data.preparation import Preparation
+from trainer.formatting import shown
 from trainer.refusal import BadData, Refusal
-from trainer.safe_names import shown
 
 _MOST = 100  # damaged pictures in a row; then nothing is there that could be read
 _SHOWN = 5  # names in a message

@@ -18,9 +18,8 @@ import torch
 from recipes.vision.augment import Augment
 from recipes.vision.decode import ENDINGS, Windows
 from recipes.vision.decoded import DecodedPictures
+from trainer.formatting import at_home, shown
 from trainer.refusal import Refusal
-from trainer.safe_names import shown
-from trainer.user_paths import at_home
 
 _SHOWN = 5  # names of classes in a line
 _SIZES = 64  # files that are asked for their size: each is a request to a file server

@@ -19,7 +19,7 @@ from scripts.faults.driven import Driven, Stuck
 from scripts.faults.report import differences, report
 from scripts.faults.strikes import KILLS, STRIKES
 from scripts.faults.two import DISK, INSIDE, QUIET, RUN, TEMPORARY, both
-from trainer.plain_numbers import named
+from trainer.formatting import named
 from trainer.refusal import Refusal
 
 CACHE = f"torchinductor_{getuser()}"  # of torch, for all programs of this user; no run's own

@@ -186,7 +186,7 @@ PLANTS = {
         ("strategy=ddp",),
         ("at step 3, learning rate", "at step 2, learning rate"),
         RESUME,
-        {"trainer.learning.plateau.Plateau.load": lambda original: lambda *_: None},
+        {"trainer.learning.schedule.Plateau.load": lambda original: lambda *_: None},
     ),
     "half_scale": Plant(
         "one rank reads half the scale of fp16 from the checkpoint",
@@ -226,7 +226,7 @@ PLANTS = {
         ("strategy=ddp", MICRO),
         ("at step 2, learning rate",),
         STRATEGY,
-        {"trainer.trainer.Trainer.train_step": by_micro_batch},
+        {"trainer.loop.trainer.Trainer.train_step": by_micro_batch},
     ),
     "single_numbers": Plant(
         "a single number, which stays whole, is not averaged",
@@ -292,7 +292,7 @@ PLANTS = {
         ("strategy=cp",),
         LAST,
         STRATEGY,
-        {"trainer.strategies.context_model.PlacedContext._evaluate": weighed_by_ranks},
+        {"trainer.strategies.sharded_model.PlacedContext._evaluate": weighed_by_ranks},
     ),
     "local_variance": Plant(
         "the running variance is corrected by the samples of one rank",

@@ -108,6 +108,6 @@ PLANTS = {
         ("strategy=tp",),
         ("at step 1, data, inputs",),
         STRATEGY,
-        {"trainer.data.rank_slice.Slice.pairs": wrong_partner},
+        {"trainer.data.sample_order.Slice.pairs": wrong_partner},
     ),
 }

@@ -99,7 +99,7 @@ PLANTS = {
         ("at step 1, resume, ",),
         RESUME,
         {
-            "trainer.records.async_save.Beside.copied": lambda original: (
+            "trainer.records.checkpoint_writer.Beside.copied": lambda original: (
                 lambda self, tensors: {name: held(one.detach()) for name, one in tensors.items()}
             )
         },
@@ -110,7 +110,7 @@ PLANTS = {
         ("strategy=fsdp",),
         ("at step 2, data, inputs",),
         RESUME,
-        {"trainer.trainer.Trainer.resume": lost_position},
+        {"trainer.loop.trainer.Trainer.resume": lost_position},
     ),
     "lost_average": Plant(
         "the moving average is not read",
@@ -180,7 +180,7 @@ PLANTS = {
         LAST,
         EVALUATION,
         {
-            "trainer.loop.gathered_outputs.Kept._joined": lambda original: (
+            "trainer.loop.evaluation.Kept._joined": lambda original: (
                 lambda self, name, parts, order: original(self, name, parts, torch.arange(len(order)))
             )
         },

@@ -15,7 +15,7 @@ from tests.planted.plant import NET, STRATEGY, VIT, Plant
 from tests.planted.shards import CLIPPED, FOUR
 from trainer.parallel.gradient_clipping import global_norm
 
-RATES = "trainer.trainer.set_rates"
+RATES = "trainer.loop.trainer.set_rates"
 SYNCED = (*NET, "+model.kind=batch_norm")
 SYNC = "strategy.sync_bn=true"
 CLIP = "trainer.strategies.parallel_model.clip_"

@@ -14,8 +14,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from trainer.formatting import at_home
 from trainer.refusal import Refusal, nearest
-from trainer.user_paths import at_home
 
 _MOST = 2_000  # values in one word: half a second of Hydra's parser, whose time grows with their square
 

@@ -1,4 +1,4 @@
-"""From the words of the command line to one configuration, in Hydra's grammar; what cannot work is refused in words.
+"""From the words of the command line to one configuration, in Hydra's grammar.
 
 Nothing here imports torch, so that a typo is answered at once. Hydra composes, but does not run the program: its own
 runner would make a folder and a log file in every process.
@@ -6,10 +6,11 @@ runner would make a folder and a log file in every process.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,8 +27,33 @@ from trainer.configuration.resource_paths import root
 from trainer.configuration.settings import BESIDE, GROUPS, examine
 from trainer.configuration.suggestions import assort, dashed, misnamed, mistyped, unread
 from trainer.configuration.trained_run_config import of_run, opens_a_run
-from trainer.configuration.yaml_alias_check import refuse_bombs
 from trainer.refusal import Refusal, first_line, listed, nearest
+
+_MOST = 10_000  # values of a file in which every reference has been replaced by what it refers to
+
+
+def refuse_bombs(folders: Iterable[Path]) -> None:
+    """Refuse a lab's yaml file whose references multiply: Hydra follows each of them, for minutes and gigabytes."""
+    for path in (path for folder in folders for path in sorted(folder.rglob("*.yaml"))):
+        text = path.read_bytes()
+        if b"&" not in text or b"*" not in text:
+            continue
+        try:
+            root = yaml.compose(text, yaml.SafeLoader)  # a graph, in which what is referred to stands once
+        except (yaml.YAMLError, ValueError):
+            continue  # Hydra says what is wrong, if it is asked for this file
+        if root is not None and (values := _values(root, {})) > _MOST:
+            many = "without end" if math.isinf(values) else f"{values:,.0f} values"
+            raise Refusal(f"{path}: its references (*name) make {many} of it; at most {_MOST:,} are read")
+
+
+def _values(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values a node has, each reference followed; infinity where it refers to itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf  # until it is counted
+        inner = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_values(each, known) for each in inner if isinstance(each, yaml.Node))
+    return known[id(node)]
 
 
 def compose(argv: Sequence[str]) -> DictConfig:

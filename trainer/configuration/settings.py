@@ -29,7 +29,7 @@ from trainer.configuration.value_types import (
     word,
 )
 from trainer.learning.cadence import Every
-from trainer.learning.parameter_rules import Rule
+from trainer.learning.parameter_patterns import Rule
 from trainer.refusal import Refusal, listed
 
 # Groups whose keys belong to what their `_target_` names; `experiment` is a group too, but leaves no key of its own.

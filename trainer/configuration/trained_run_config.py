@@ -10,10 +10,10 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.configuration.settings import GROUPS, settings
+from trainer.formatting import at_home
 from trainer.launch.file_validation import CONFIG, ENVIRONMENT, Damaged, read_json, read_yaml
-from trainer.launch.no_symlinks import real
+from trainer.launch.run_files import real
 from trainer.refusal import Refusal
-from trainer.user_paths import at_home
 
 # What is never taken over: what is to be done, where, with whose code, and sinks, which are for what is trained.
 _OWN = ("job", "run", "processes", "trust", "log")

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from trainer.data.data import Data
 from trainer.data.nested_tensors import has_rows, moved, named, picked, rows
-from trainer.data.rank_slice import Slice
 from trainer.data.reader import Loading, by_item, reading
+from trainer.data.sample_order import Slice
 from trainer.data.sample_random import Random
 from trainer.data.seeds import mix
 from trainer.devices import pins
-from trainer.plain_numbers import counted
+from trainer.formatting import counted
 from trainer.refusal import Refusal
 
 MIXING = 0x6D6978  # sets the numbers of mixing apart from those of augmenting

@@ -1,4 +1,4 @@
-"""Seeds that follow from numbers alone: where randomness comes from, so that no state of it needs saving.
+"""Seeds that follow from numbers alone, and items that are read under generators seeded for each of them.
 
 All of it is SplitMix64 (Steele, Lea, Flood 2014): a counter that grows by the golden ratio, and a mixing of its bits,
 for whole numbers (`mix`) and for tensors (`mixed`) alike.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
 
 from trainer.devices import generator_of
 
@@ -65,3 +68,38 @@ def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+
+
+class Seeded(Dataset):
+    """A data set whose item (epoch, i) is read with all generators (Python, NumPy, torch) seeded from (seed, epoch, i).
+
+    So a random transform gives a sample the same picture on every rank, in every worker, in every order. In the main
+    process the generators are put back afterwards.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, at: tuple[int, int]) -> Any:
+        epoch, index = at
+        # nothing else draws in a worker; in the main process the network may (dropout), so its numbers are put back
+        with put_back() if get_worker_info() is None else nullcontext():
+            seed_all(mix(self._seed, epoch, index))
+            return self._dataset[index]
+
+
+@contextmanager
+def put_back() -> Iterator[None]:
+    """Leave the generators of the CPU as they are met."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            if numpy:
+                numpy.random.set_state(before[1])

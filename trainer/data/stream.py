@@ -10,9 +10,8 @@ from torch import Tensor
 
 from trainer.data.data import Data
 from trainer.data.rank_batches import Cut, Samples, cutting, shares
-from trainer.data.rank_slice import Slice, spans
 from trainer.data.reader import Loading
-from trainer.data.sample_order import Order, size_of
+from trainer.data.sample_order import Order, Slice, size_of, spans
 from trainer.data.seeds import GOLDEN, mixed, signed
 
 _HERE = Loading(workers=0)  # in this process

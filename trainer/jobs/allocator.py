@@ -12,14 +12,14 @@ from typing import Any
 
 from trainer.configuration.settings import Loop
 from trainer.data.sample_order import size_of
+from trainer.formatting import counted
 from trainer.jobs.batch_sizes import more_micro_batches
 from trainer.jobs.preparation import Prepared
-from trainer.launch.peer_errors import chain
+from trainer.launch.first_failure import chain
 from trainer.loop.evaluation import evaluate, rehearse
-from trainer.plain_numbers import counted
-from trainer.records.async_save import Beside
+from trainer.loop.trainer import Trainer
+from trainer.records.checkpoint_writer import Beside
 from trainer.refusal import Refusal
-from trainer.trainer import Trainer
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 _NEVER, _LARGE = 2**30, 2**20  # bytes

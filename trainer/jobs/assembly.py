@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run. The only file that sees the whole of it; below are arguments."""
+"""From a configuration to the parts of a run: the only file that sees the whole of it. Below are arguments."""
 
 from __future__ import annotations
 
@@ -15,26 +15,51 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.configuration.build import FACTS, build, check_all, maker, with_facts
-from trainer.configuration.import_allowlist import Names
-from trainer.configuration.model_sizes import with_sizes
+from trainer.configuration.import_allowlist import Names, real_name
 from trainer.configuration.resolved import written
 from trainer.configuration.settings import Settings, settings
 from trainer.configuration.trained_run_config import opens_a_run
 from trainer.data.data import Data
+from trainer.formatting import at_home
 from trainer.jobs.preparation import Job, RunParts
 from trainer.launch.child_processes import Alone, alone
+from trainer.launch.file_validation import CONFIG, read_yaml
 from trainer.launch.launchers import meeting_at
 from trainer.launch.rendezvous import Launch
-from trainer.learning.inner_optimizers import exposed, made_for_trial
-from trainer.learning.optimizer import fused_words, refuse_rate, refuse_rules, spares_vectors
-from trainer.learning.schedule import Schedule
+from trainer.learning.optimizer import exposed, fused_words, made_for_trial, refuse_rate, refuse_rules, spares_vectors
+from trainer.learning.schedule import Schedule, TorchSchedule
 from trainer.learning.task import Task
-from trainer.learning.torch_schedule import TorchSchedule
 from trainer.records.folder import RunFolder, refuse_place
 from trainer.records.sinks import Sink
+from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
-from trainer.user_paths import at_home
+
+
+def with_sizes(cfg: DictConfig, words: Sequence[str], names: Names, run: Path | None) -> DictConfig:
+    """The configuration with the sizes in it, and without the folder's name: a resume needs no such folder.
+
+    words: of the command line, whose own keys count more; run: the run's folder, for a resume after the other is gone.
+    """
+    asked = cfg.model.get("settings")
+    if asked is None:
+        return cfg
+    target: Any = names.find(cfg.model.get("_target_"), "model._target_")
+    read, folder = getattr(target, "settings_of", None), at_home(str(asked))
+    if not callable(read):
+        raise Refusal(
+            f"model.settings={asked}: {real_name(target)} reads no config.json (it has no settings_of(folder,"
+            " vocab_size)); model=gpt2 and model=llama do, and model=hf_classifier model.path=FOLDER"
+        )
+    stored = None if run is None else run / "config.yaml"
+    if not folder.is_dir() and stored is not None and stored.is_file():
+        sizes = {key: value for key, value in read_yaml(stored, CONFIG)["model"].items() if not key.startswith("_")}
+    else:
+        sizes = read(folder, OmegaConf.select(cfg, "model.vocab_size"))
+    own = {word.lstrip("+~").partition("=")[0].removeprefix("model.") for word in words if "model." in word}
+    sizes = {key: value for key, value in sizes.items() if key not in own}
+    return OmegaConf.merge(cfg, {"model": {**sizes, "settings": None}})  # type: ignore[return-value]
+
 
 KINDS = {"job": Job, "strategy": Strategy, "model": nn.Module, "task": Task, "schedule": Schedule, "data": Data}
 
@@ -122,7 +147,7 @@ def make_schedule(node: DictConfig, make_optimizer: Callable[[Any], Optimizer], 
     values: Any = OmegaConf.to_container(node, resolve=True)
     keys = {each.name for each in fields(TorchSchedule)} & values.keys()
     make = maker(OmegaConf.create({key: values[key] for key in values.keys() - keys}), LRScheduler, "schedule", names)
-    own = {"_target_": "trainer.learning.torch_schedule.TorchSchedule", **{key: values[key] for key in keys}}
+    own = {"_target_": "trainer.learning.schedule.TorchSchedule", **{key: values[key] for key in keys}}
     # absolute numbers of a scheduler are compared with the rate that an optimizer is made with
     rate = made_for_trial(make_optimizer).param_groups[0]["lr"]
     return build(OmegaConf.create(own), Schedule, "schedule", names, make=make, rate=rate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trainer.plain_numbers import counted
+from trainer.formatting import counted
 from trainer.refusal import Refusal
 
 

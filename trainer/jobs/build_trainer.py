@@ -15,21 +15,19 @@ from trainer.jobs.goodput_report import report
 from trainer.jobs.preparation import Prepared
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.cadence import Due
-from trainer.learning.inner_optimizers import EMPTY
-from trainer.learning.optimizer import no_fused_step, parameter_groups
-from trainer.loop.media_logging import NoShow, Show
+from trainer.learning.optimizer import EMPTY, no_fused_step, parameter_groups
+from trainer.loop.media_logging import NoSample, NoShow, Sample, Show
 from trainer.loop.progress import Progress
 from trainer.loop.rollback import AFTER
-from trainer.loop.text_samples import NoSample, Sample
-from trainer.records.async_save import AtOnce, Beside
+from trainer.loop.trainer import Trainer
 from trainer.records.checkpoint import Checkpoints
+from trainer.records.checkpoint_writer import AtOnce, Beside
 from trainer.records.manifest import FINITE, TO_RESUME
 from trainer.records.profile import NoProfile, Profile
 from trainer.records.resume_rules import read_config
 from trainer.records.sinks import Log, shows
 from trainer.refusal import Refusal
 from trainer.strategies.parallel_model import Placed
-from trainer.trainer import Trainer
 
 FORGIVEN = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed saves in a row after which a run goes on
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from trainer.launch.peer_errors import chain
+from trainer.launch.first_failure import chain
 
 
 def be_deterministic() -> None:

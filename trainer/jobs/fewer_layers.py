@@ -15,8 +15,7 @@ from trainer.data.nested_tensors import changed
 from trainer.jobs.preparation import Prepared, host_example, seeded_network
 from trainer.learning.frozen_parameters import freeze
 from trainer.learning.parallel_plan import Plan
-from trainer.learning.parameter_patterns import fits
-from trainer.learning.parameter_rules import Rule, understood
+from trainer.learning.parameter_patterns import Rule, fits, understood
 from trainer.learning.task import Task
 from trainer.parallel.local_shard import named_tensors
 from trainer.parallel.meta_model import outline

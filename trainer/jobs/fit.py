@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
+from trainer.formatting import counted
 from trainer.jobs.allocator import give_back_freed_memory, keep_freed_memory, remedy
 from trainer.jobs.build_trainer import make_checkpoints, make_trainer
 from trainer.jobs.determinism import way_out
@@ -18,11 +19,11 @@ from trainer.jobs.summary import summary
 from trainer.launch import failure, rank_output
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.hang import watchdog
-from trainer.launch.starts import process_age
+from trainer.launch.status import process_age
 from trainer.launch.stop_signals import StopRequest, left_behind
 from trainer.loop.progress import Progress
+from trainer.loop.trainer import Trainer
 from trainer.parallel.meta_model import is_outline
-from trainer.plain_numbers import counted
 from trainer.records.checkpoint_store import newest_in, open_checkpoint
 from trainer.records.console import LogFile
 from trainer.records.manifest import TO_RESUME, Found
@@ -30,7 +31,6 @@ from trainer.records.metrics import Figures
 from trainer.records.resume_rules import is_checkpoint, start_path
 from trainer.records.sinks import Log
 from trainer.refusal import Refusal
-from trainer.trainer import Trainer
 
 
 class Fit(Job):

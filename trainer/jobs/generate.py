@@ -13,7 +13,7 @@ from trainer.devices import accelerator
 from trainer.jobs.export import trained
 from trainer.jobs.preparation import Job, RunParts
 from trainer.jobs.trained_run import Which, as_average, chosen, run_folder
-from trainer.launch.no_symlinks import make_folder, open_file
+from trainer.launch.run_files import make_folder, open_file
 from trainer.learning.generation_request import Continuation
 from trainer.refusal import Refusal
 

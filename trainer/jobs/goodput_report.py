@@ -10,11 +10,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.launch.atomic_files import replace_file
-from trainer.launch.no_symlinks import make_folder, refuse_strange
-from trainer.launch.starts import CRASHED, read_starts
-from trainer.launch.status import read_status
-from trainer.plain_numbers import counted, duration
+from trainer.formatting import counted, duration
+from trainer.launch.run_files import make_folder, refuse_strange, replace_file
+from trainer.launch.status import CRASHED, read_starts, read_status
 from trainer.refusal import Refusal
 
 if TYPE_CHECKING:

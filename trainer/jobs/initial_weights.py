@@ -8,12 +8,11 @@ from pathlib import Path
 
 from torch import nn
 
-from trainer.launch.no_symlinks import real
+from trainer.formatting import at_home, counted, named
+from trainer.launch.run_files import real
 from trainer.parallel.local_shard import named_tensors
-from trainer.plain_numbers import counted, named
 from trainer.records.weight_files import Weights, open_weights
 from trainer.refusal import Refusal
-from trainer.user_paths import at_home
 
 _SHOWN = 4  # names of a kind in a line
 

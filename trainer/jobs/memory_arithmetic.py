@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.devices import spare_memory, spare_on
+from trainer.formatting import counted
 from trainer.jobs.preparation import Prepared
 from trainer.learning.optimizer import Make
 from trainer.parallel.local_shard import named_tensors
-from trainer.plain_numbers import counted
 from trainer.refusal import Refusal
 
 # Bytes of a number in fp64. Measured with gpt_nano of width 512 and 2 and 10 blocks, by the peak of the process: 54.7

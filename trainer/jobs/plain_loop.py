@@ -17,9 +17,8 @@ from torch.nn.utils import get_total_norm
 
 from trainer.data.nested_tensors import floats_as, moved
 from trainer.data.rank_batches import MIXING
-from trainer.data.rank_slice import spans
 from trainer.data.reader import Loading, reading
-from trainer.data.sample_order import ordered, size_of
+from trainer.data.sample_order import ordered, size_of, spans
 from trainer.data.sample_random import Random
 from trainer.data.seeds import mix
 from trainer.data.stream import Batch

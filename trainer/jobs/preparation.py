@@ -13,23 +13,21 @@ from torch import nn
 
 from trainer.configuration.settings import Settings
 from trainer.data.data import Data
-from trainer.data.rank_slice import Slice
 from trainer.data.reader import Loading
-from trainer.data.sample_order import Order, size_of
+from trainer.data.sample_order import Order, Slice, size_of
 from trainer.data.seeds import seed_all
 from trainer.data.stream import Stream
 from trainer.jobs.batch_sizes import Batches, Length, deal, measure
-from trainer.jobs.dataset_identity import known_sets
 from trainer.jobs.determinism import be_deterministic
 from trainer.jobs.initial_weights import Initial
-from trainer.jobs.resume_precheck import refuse_start
+from trainer.jobs.resume_precheck import known_sets, refuse_start
 from trainer.launch.agreement import first_on_node
 from trainer.launch.child_processes import Alone
 from trainer.learning.frozen_parameters import freeze, refuse_frozen
 from trainer.learning.generation_request import Continuation
 from trainer.learning.optimizer import Make
 from trainer.learning.optimizer_trial import refuse_step
-from trainer.learning.parameter_rules import Rule, understood
+from trainer.learning.parameter_patterns import Rule, understood
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task, carries, gathers, refuse_metric_objects
 from trainer.learning.task_parameters import refuse_parameters

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainer.jobs.dataset_identity import class_changes, set_changes
 from trainer.jobs.preparation import Prepared
-from trainer.jobs.resume_precheck import configuration_of, glance, refuse_own, stale
+from trainer.jobs.resume_precheck import class_changes, configuration_of, glance, refuse_own, set_changes, stale
 from trainer.launch.status import read_status
 from trainer.records.resume_rules import (
     ABSENT,

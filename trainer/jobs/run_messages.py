@@ -24,12 +24,12 @@ from trainer.configuration.command_line import code_words
 from trainer.data.class_names import names_of
 from trainer.data.sample_order import size_of
 from trainer.devices import names
+from trainer.formatting import counted, named
 from trainer.jobs.preparation import Prepared
 from trainer.launch.rendezvous import Launch
 from trainer.learning.frozen_parameters import trainable
 from trainer.loop.progress import Progress
 from trainer.parallel.optimizer_state import AVERAGE
-from trainer.plain_numbers import counted, named
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.checkpoint_store import committed, winner
 from trainer.records.manifest import Found

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.formatting import counted, number
 from trainer.jobs.goodput_report import cost_lines, costs, spoken
 from trainer.jobs.preparation import Prepared
 from trainer.launch.status import read_status
-from trainer.plain_numbers import counted, number
+from trainer.loop.trainer import Trainer
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.checkpoint_store import committed, winner
 from trainer.records.console import figure
 from trainer.records.eval_metrics import figures
 from trainer.records.json_lines import last_of
 from trainer.strategies.stopwatch import STEP, Stopwatch
-from trainer.trainer import Trainer
 
 _SHOWN = 12  # figures of an evaluation
 _LABEL, _CELL = 24, 11  # columns of the screen; three cells behind a label fit into 80

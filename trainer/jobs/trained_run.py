@@ -16,24 +16,23 @@ import torch
 
 from trainer.data.class_names import by_name, names_of
 from trainer.data.data import Data
-from trainer.data.rank_slice import Slice
 from trainer.data.reader import Loading
-from trainer.data.sample_order import size_of
+from trainer.data.sample_order import Slice, size_of
 from trainer.data.seeds import seed_all
 from trainer.data.stream import EvaluationStream
 from trainer.jobs.allocator import evaluation_batch
-from trainer.jobs.dataset_identity import known_classes
 from trainer.jobs.determinism import be_deterministic
 from trainer.jobs.preparation import RunParts, read_data, refuse_figures, seeded_network
+from trainer.jobs.resume_precheck import known_classes
 from trainer.launch import rank_output
 from trainer.launch.agreement import decided_by_main, first_on_node
 from trainer.launch.hang import watchdog
-from trainer.launch.no_symlinks import make_folder, real, refuse_strange
 from trainer.launch.rendezvous import Launch
-from trainer.launch.status import NAME as STATUS
+from trainer.launch.run_files import make_folder, real, refuse_strange
+from trainer.launch.status import STATUS_FILE
 from trainer.launch.stop_signals import StopRequest
-from trainer.parallel.all_or_none import together
 from trainer.parallel.meta_model import all_stored, is_outline
+from trainer.parallel.ranks import together
 from trainer.records.checkpoint_store import committed, damage, open_checkpoint, winner
 from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, Found, Manifest, read_state
 from trainer.refusal import Refusal
@@ -106,7 +105,7 @@ def opened(run: RunParts, job: str, which: Which, read: Callable[[list[str]], An
 def _forget_hang(launch: Launch, out: Path) -> None:
     """A job has a status only if a rank hung: that of an earlier start goes, and one of a rank that was slow."""
     if launch.is_main:
-        (out / STATUS).unlink(missing_ok=True)
+        (out / STATUS_FILE).unlink(missing_ok=True)
 
 
 def run_folder(run: RunParts) -> Path:

@@ -27,9 +27,8 @@ from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn
 from trainer.proof.record import EVALUATION, Key, Record
 from trainer.proof.recorded_model import Surveyor, Watched
 from trainer.proof.signature import signatures
-from trainer.records.async_save import Beside
 from trainer.records.checkpoint_store import discard
-from trainer.records.checkpoint_write import named
+from trainer.records.checkpoint_writer import Beside, named
 from trainer.records.folder import RunFolder
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy

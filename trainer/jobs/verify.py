@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from trainer.formatting import at_home, counted
 from trainer.jobs.cause_experiments import Experiments
 from trainer.jobs.fewer_layers import Fewer, fewer_layers, short_of, shortened, shorter_lines
 from trainer.jobs.memory_arithmetic import SMALLER, shortage
@@ -28,10 +29,8 @@ from trainer.jobs.verification_run import (
 )
 from trainer.launch import failure, rank_output
 from trainer.launch.agreement import decided_by_main
-from trainer.launch.atomic_files import replace_file
-from trainer.launch.no_symlinks import make_folder, real, refuse_strange
+from trainer.launch.run_files import make_folder, real, refuse_strange, replace_file
 from trainer.launch.stop_signals import StopRequest
-from trainer.plain_numbers import counted
 from trainer.proof.causes import Circumstances, likely
 from trainer.proof.comparison import EXACTNESS, compared, exactness, floors
 from trainer.proof.curves_svg import picture
@@ -40,7 +39,6 @@ from trainer.proof.record import Key, Record
 from trainer.proof.verdict import Verdict, difference, judged, spoken
 from trainer.records.folder import RunFolder, choose
 from trainer.refusal import Refusal
-from trainer.user_paths import at_home
 
 Curves = Sequence[Sequence[float]]  # the losses of one process, and of the strategy
 Tell = Callable[[Verdict, Curves], None]

@@ -19,8 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.launch.first_failure import Failure, claim, claimed
-from trainer.launch.peer_errors import GONE, about_peer
+from trainer.launch.first_failure import GONE, Failure, about_peer, claim, claimed
 from trainer.launch.polling import until
 from trainer.launch.rank_output import note, say
 from trainer.launch.rendezvous import Launch, say_goodbye

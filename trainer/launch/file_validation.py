@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.no_symlinks import open_file
-from trainer.safe_names import shown
+from trainer.formatting import shown
+from trainer.launch.run_files import open_file
 
 _BYTES = 2**23  # of a JSON file that is read: in memory it takes up to 25 times as much
 _YAML_BYTES = 2**20  # yaml is a hundred times slower

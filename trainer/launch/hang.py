@@ -24,8 +24,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.launch.rollcall import Present, RollCall, accusation, listed
 from trainer.launch.status import mark_failed, read_status
 from trainer.launch.stop_signals import StopRequest
-from trainer.launch.thread_stacks import doing
-from trainer.launch.watchdog import PAUSE, Pulse, Watchdog
+from trainer.launch.watchdog import PAUSE, Pulse, Watchdog, doing
 
 _ASLEEP = 2.5  # seconds between two looks of a process that was stopped meanwhile
 _AWAKE = 30.0  # seconds after which such a process has heard of all that the others did meanwhile

@@ -1,4 +1,6 @@
-"""status.json: the truth about how a run stands or ended, replaced in one step."""
+"""status.json, how a run stands or ended; and starts.jsonl, a line for each start of it."""
+
+from __future__ import annotations
 
 import json
 import logging
@@ -7,14 +9,14 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.atomic_files import overwrite, replace_file
-from trainer.launch.file_validation import STATUS, Damaged, read_json
-from trainer.launch.starts import add_start, inherited
+from trainer.launch.file_validation import START, STATUS, Damaged, read_json
+from trainer.launch.run_files import open_file, overwrite, replace_file
 
-NAME = "status.json"
+STATUS_FILE = "status.json"
 PAUSE = 1.0  # seconds between two reports of a running attempt: each takes a disk longer than a small network's step
 log = logging.getLogger(__name__)
 # Of a run that fails before it could say more: scripts find every key all the same.
@@ -41,9 +43,9 @@ class Status:
     def __init__(self, folder: Path, resume_step: int, world_size: int, strategy: str, age: float = 0.0) -> None:
         """age: seconds since this start began."""
         before = read_status(folder) or {}
-        if not before and (folder / NAME).exists():
-            log.warning("damaged: %s; starts are counted from 1 again", folder / NAME)
-        self._path = folder / NAME
+        if not before and (folder / STATUS_FILE).exists():
+            log.warning("damaged: %s; starts are counted from 1 again", folder / STATUS_FILE)
+        self._path = folder / STATUS_FILE
         # a checkpoint may be newer than the last report, which comes once a second at most: its steps were done, too
         self._executed = before.get("executed", 0) + max(0, resume_step - before.get("step", resume_step))
         self._reported, self._step = -math.inf, resume_step  # when, by the clock; and what
@@ -99,7 +101,7 @@ class Status:
 def read_status(folder: Path) -> dict[str, Any] | None:
     """What status.json says; None where there is none that can be read."""
     try:
-        return {**_NOTHING_YET, **read_json(folder / NAME, STATUS)[0]}
+        return {**_NOTHING_YET, **read_json(folder / STATUS_FILE, STATUS)[0]}
     except (OSError, Damaged):
         return None
 
@@ -109,14 +111,14 @@ def mark_failed(folder: Path, reason: str, root_rank: int | None) -> None:
     said = read_status(folder) or {**_NOTHING_YET}
     if (said["state"], said["reason"]) != ("failed", reason):
         said |= {"state": "failed", "reason": reason, "root_rank": root_rank, "time": time.time()}
-        _put(folder / NAME, said)
+        _put(folder / STATUS_FILE, said)
 
 
 def remark(folder: Path, reason: str, root_rank: int | None) -> None:
     """Say in status.json what holds up a run that goes on: it may be killed any moment. No verdict; any rank may."""
     said = read_status(folder)
     if said is not None and said["state"] == "running":
-        _put(folder / NAME, said | {"reason": reason, "root_rank": root_rank, "time": time.time()})
+        _put(folder / STATUS_FILE, said | {"reason": reason, "root_rank": root_rank, "time": time.time()})
 
 
 def _put(path: Path, said: dict[str, Any], lasting: bool = True) -> None:
@@ -127,3 +129,64 @@ def _put(path: Path, said: dict[str, Any], lasting: bool = True) -> None:
     except OSError:
         if lasting:
             overwrite(path, data)
+
+
+STARTS_FILE = "starts.jsonl"
+CRASHED = ("running", "failed")  # states of a start that did not end as it was asked to: the next one is a restart
+
+
+def process_age() -> float:
+    """Seconds since this process began, its imports included; 0 where the system does not tell.
+
+    A rank that was forked at the beginning of its command is as old as that: the imports are the command's.
+    """
+    try:
+        stat = Path("/proc/self/stat").read_text(encoding="utf-8")
+        # the name of the program, in brackets, may hold anything; the 20th number behind it is the start since boot
+        ticks = int(stat.rsplit(")", 1)[1].split()[19])
+        age = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+        return age + float(os.environ.get("TRAINER_AGE", 0))
+    except (OSError, AttributeError):
+        return 0.0
+
+
+def inherited(before: Mapping[str, Any], resume_step: int, began: float) -> dict[str, float]:
+    """The seconds of earlier starts by what they went into, and what this restart costs so far.
+
+    before: the last status.json. `down`: from its last word to this start; `repeated`: of steps that no checkpoint had;
+    `kept`: of steps that a restart did not have to do again, which is no time of its own.
+    """
+    spent = {"down": 0.0, "repeated": 0.0, "kept": 0.0, **before.get("seconds", {})}
+    if before.get("state") in CRASHED and "time" in before:
+        spent["down"] += max(0.0, began - before["time"])
+        # how long a step took is known of that start as a whole
+        step_s = before.get("step_s", 0.0)
+        spent["repeated"] += step_s * max(0, before["step"] - resume_step)
+        spent["kept"] += step_s * max(0, resume_step - before.get("first_step", 0))
+    return spent
+
+
+def add_start(folder: Path, facts: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:
+    """Append a line about this start, with what the one before has left in status.json."""
+    left = None
+    if before:
+        left = {name: before.get(name) for name in ("state", "reason", "step", "time", "seconds")}
+    line = json.dumps({**facts, "before": left}).encode() + b"\n"
+    # an account, without which the run is as good; in one call, as others may read meanwhile
+    with suppress(OSError), open_file(folder / STARTS_FILE, "a+b", buffering=0) as file:
+        # half a line, which a kill or a full disk has left there, must not take this one along
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        file.write(line)
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """The lines; one that a full disk or somebody else has spoilt is left out."""
+    path, found = folder / STARTS_FILE, []
+    with open_file(path, "rb") if path.is_file() else nullcontext(()) as lines:
+        for line in lines:
+            with suppress(ValueError, RecursionError, Damaged):
+                START(said := json.loads(line), "")
+                found.append(said)
+    return found

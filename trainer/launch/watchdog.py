@@ -1,4 +1,4 @@
-"""A watch over the main thread, in a thread of its own: does the run get further? Where not, it says where it stands.
+"""A watch over the main thread, in a thread of its own: does the run get further, and where does it stand?
 
 The main thread may wait in a collective that never ends, so it is not asked for anything: how far it is, it leaves
 where any thread can look. Time counts only while this process runs: after a machine was asleep nobody is late.
@@ -7,7 +7,10 @@ where any thread can look. Time counts only while this process runs: after a mac
 from __future__ import annotations
 
 import logging
+import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +22,48 @@ from trainer.launch.rank_output import log_path, note
 from trainer.launch.rendezvous import Launch
 from trainer.launch.status import remark
 from trainer.launch.stop_signals import StopRequest
-from trainer.launch.thread_stacks import debugged, doing, stacks
+
+_STANDARD = sysconfig.get_path("stdlib")
+# Where a rank is that waits for others, or for its device: whoever hangs by itself is elsewhere.
+_WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/cuda/", "/trainer/parallel/")
+_OURS = ("watchdog", "stalls", "stop requests", "what may never return")  # threads that say nothing about the run
+_DEBUGGERS = ("pdb", "bdb", "ipdb", "pudb", "pydevd", "_pydevd_bundle", "debugpy")
+
+
+def stacks() -> str:
+    """The stacks of all threads but the framework's own, innermost line last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for ident, frame in sys._current_frames().items()
+        if names.get(ident) not in _OURS
+    )
+
+
+def doing(thread: int) -> tuple[str, bool]:
+    """The line that tells most of what a thread is doing; and does it wait there for other ranks, or for the device?
+
+    The innermost outside Python's own library, which would say that a queue is read, and not whose.
+    """
+    frame = sys._current_frames().get(thread)
+    lines = traceback.extract_stack(frame) if frame is not None else []
+    told = [line for line in lines if not line.filename.startswith((_STANDARD, "<")) or "-packages" in line.filename]
+    if not told:
+        return "nothing of Python", False
+    last = told[-1]
+    waits = any(folder in last.filename for folder in _WAITING)
+    return f"{last.filename}:{last.lineno} in {last.name}: {last.line}".rstrip(": "), waits
+
+
+def debugged(thread: int) -> bool:
+    """Does the thread stand in a debugger, and wait for a person?"""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
+
 
 PAUSE = 1.0  # seconds between two looks
 ASKED = 10.0  # seconds in which a run that was asked to stop should get further

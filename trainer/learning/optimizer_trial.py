@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from trainer.formatting import counted
 from trainer.learning.optimizer import Make, sparse_embeddings
-from trainer.plain_numbers import counted
 from trainer.refusal import Refusal, first_line
 
 _ERRORS = (RuntimeError, ValueError, Refusal)

@@ -1,14 +1,18 @@
-"""Parts of a network by pattern: which of its modules and parameters somebody means."""
+"""Parts of a network by pattern, and hyper-parameters of their own for some of them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from trainer.refusal import Refusal, nearest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
+
 
 BACKBONE = "backbone"  # a word for what the network itself says is its backbone
 
@@ -41,3 +45,42 @@ def spelled_out(network: nn.Module, pattern: str, where: str) -> tuple[str, ...]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name)
     near = nearest(pattern, [*modules, *names])
     raise Refusal(f"{where}: {pattern!r} matches no parameter of {kind}; it has {tops}{near}")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Parameters that a pattern means learn at another rate, or decay otherwise; None: as all others."""
+
+    pattern: str
+    lr: float | None = None
+    weight_decay: float | None = None
+    means: tuple[str, ...] = ()  # the pattern as the network understands it
+
+    def counts_for(self, name: str) -> bool:
+        """Does it count for the parameter of this name?"""
+        return any(within(pattern, name) for pattern in self.means)
+
+    def covers(self, network: nn.Module) -> int:
+        """How many numbers of the network that learn it counts for."""
+        every = network.named_parameters(remove_duplicate=False)  # a tied weight by any of its names
+        own = {one for name, one in every if one.requires_grad and self.counts_for(name)}
+        return sum(parameter.numel() for parameter in own)
+
+    def words(self) -> dict[str, float]:
+        """What it says, as a parameter group of torch.optim has it."""
+        said = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {key: value for key, value in said.items() if value is not None}
+
+    def __str__(self) -> str:
+        return f"{self.pattern}: " + ", ".join(f"{key} {value:g}" for key, value in self.words().items())
+
+
+def understood(network: nn.Module, rules: Sequence[Rule]) -> list[Rule]:
+    """The rules, each as this network understands its pattern. Refusal of one that means nothing that learns."""
+    found = []
+    for rule in rules:
+        rule = replace(rule, means=spelled_out(network, rule.pattern, "optimizer.groups"))
+        if not rule.covers(network):
+            raise Refusal(f"optimizer.groups: every parameter of {rule.pattern!r} is frozen; leave this group out")
+        found.append(rule)
+    return found

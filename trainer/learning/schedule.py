@@ -1,12 +1,16 @@
-"""The learning rate over time, as a factor: of most schedules it depends on the step alone."""
+"""The learning rate over time: by step, by a metric, or by torch's schedulers."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer.refusal import Refusal
 
@@ -131,3 +135,132 @@ class WSD(Schedule):
     def at(self, step: int, epoch: int, done: float) -> float:
         into = max(done - (1 - self.decay), 0.0)
         return 1 - (1 - self.final) * into / self.decay if into else 1.0
+
+
+COUNTS = ("best", "num_bad_epochs", "cooldown_counter")  # what torch's scheduler remembers between two figures
+
+
+@dataclass
+class Plateau(Schedule):
+    """The rate times `factor` when more than `patience` evaluations in a row have brought no better figure.
+
+    torch.optim.lr_scheduler.ReduceLROnPlateau does the counting; its epochs are evaluations here.
+    """
+
+    figure: str | None = None  # accuracy, or -loss: smaller is better; None: the one that marks the best checkpoint
+    factor: float = 0.1
+    patience: int = 10  # evaluations
+    threshold: float = 1e-4  # better by this part of the best figure, or it does not count
+    cooldown: int = 0  # evaluations after a fall that do not count
+    min: float = 0.0  # part of the full rate, 0..1, below which it does not fall
+    needs_horizon: ClassVar[bool] = False
+    needs_figures: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.factor < 1:
+            raise Refusal(f"schedule.factor is {self.factor}; the rate is multiplied by it, between 0 and 1")
+        if self.patience < 0 or self.cooldown < 0:
+            wrong = "patience" if self.patience < 0 else "cooldown"
+            raise Refusal(f"schedule.{wrong} is {getattr(self, wrong)}; it counts evaluations, 0 or more")
+        if not 0 <= self.min <= 1 or self.threshold < 0:
+            raise Refusal(f"schedule.min is {self.min}, schedule.threshold {self.threshold}: fractions, 0 or more")
+        self._rate = 1.0  # part of the full rate
+        self._counts: dict[str, float] = {}
+        self._heard: str | None = None  # the figure that they are about
+
+    def at(self, step: int, epoch: int, done: float) -> float:
+        """The factor that the figures so far have come to."""
+        return self._rate
+
+    @property
+    def follows(self) -> Mapping[str, str]:
+        """The figure, where it is not the one that marks the best checkpoint."""
+        return {"schedule.figure": self.figure} if self.figure else {}
+
+    def hear(self, figures: Mapping[str, float], best: str) -> None:
+        """Count one evaluation, and let the rate fall where there were too many."""
+        name = self.figure or best
+        mode: Literal["min", "max"] = "min" if name.startswith("-") else "max"
+        # a scheduler for one figure, over an optimizer that only has a rate: what it remembers are four numbers
+        optimizer = torch.optim.SGD([torch.zeros(())], lr=self._rate)
+        scheduler = ReduceLROnPlateau(
+            optimizer, mode, self.factor, self.patience, self.threshold, cooldown=self.cooldown, min_lr=self.min
+        )
+        vars(scheduler).update(self._counts if self._heard == name else {})
+        scheduler.step(figures[name.removeprefix("-")])
+        self._rate, self._heard = optimizer.param_groups[0]["lr"], name
+        self._counts = {key: vars(scheduler)[key] for key in COUNTS}
+
+    def state(self) -> dict[str, Any]:
+        """The rate, and what was counted of which figure."""
+        return {"rate": self._rate, "figure": self._heard, "counts": self._counts}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        self._rate, self._heard = state.get("rate", 1.0), state.get("figure")
+        self._counts = dict(state.get("counts", {}))
+
+
+@dataclass(kw_only=True)
+class TorchSchedule(Schedule):
+    """A scheduler of torch's over an optimizer that only has a rate, stepped once an epoch or once a step.
+
+    It is stepped again from the start where a run goes on: nothing has to be stored, and any scheduler can be had.
+    """
+
+    make: Callable[[Optimizer], LRScheduler]
+    rate: float  # of the run's optimizer: what numbers like eta_min and max_lr are to be compared with
+    per: Literal["step", "epoch"] = "epoch"  # how often it is stepped
+    needs_horizon: ClassVar[bool] = False  # how long it takes, its own keys say
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._stepped: int = 0  # so often by now
+        self._begin()
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            raise Refusal("schedule._target_: ReduceLROnPlateau needs a metric; use schedule=plateau")
+        if self._optimizer.param_groups[0]["momentum"]:
+            raise Refusal(
+                f"schedule: {self._kind} changes the momentum too; here it stays as the optimizer has it: add"
+                " +schedule.cycle_momentum=false"
+            )
+
+    @property
+    def label(self) -> str:
+        """Which one, and how often it is stepped."""
+        return f"{self._kind}, once {'an' if self.per == 'epoch' else 'a'} {self.per}"
+
+    def check(self, steps: int, per_epoch: int) -> None:
+        """Refuse a run that is longer than the scheduler."""
+        needed = steps if self.per == "step" else -(-steps // per_epoch)
+        total = getattr(self._scheduler, "total_steps", needed)  # OneCycleLR fails behind its end
+        if needed > total:
+            raise Refusal(
+                f"schedule: {self._kind} ends after {total:,} and is stepped once {self.label.split('once ')[1]}, of"
+                f" which this run has {needed:,}; give it schedule.total_steps={needed}"
+            )
+
+    def __call__(self, step: int, epoch: int, horizon: int) -> float:
+        """The factor for this step; in the warm-up a growing part of what the scheduler says."""
+        return min((step + 1) / max(self.warmup, 1), 1.0) * self.at(step, epoch, 1.0)
+
+    def at(self, step: int, epoch: int, done: float) -> float:
+        """What the scheduler says, as a part of the optimizer's rate."""
+        wanted = step if self.per == "step" else epoch
+        if wanted < self._stepped:
+            self._begin()
+        for _ in range(self._stepped, wanted):
+            self._scheduler.step()
+        self._stepped = wanted
+        return self._optimizer.param_groups[0]["lr"] / (self.rate or 1.0)
+
+    def _begin(self) -> None:
+        # no momentum: one that cycles it shows
+        self._optimizer = torch.optim.SGD([torch.zeros(())], lr=self.rate, momentum=0.0)
+        self._scheduler, self._stepped = self.make(self._optimizer), 0
+        self._optimizer.step()  # or torch would remark that schedulers are stepped behind optimizers
+
+    @property
+    def _kind(self) -> str:
+        return type(self._scheduler).__name__

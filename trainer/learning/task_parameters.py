@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainer.formatting import named
 from trainer.learning.task import Task
-from trainer.plain_numbers import named
 from trainer.refusal import Refusal
 
 _WORDS = (

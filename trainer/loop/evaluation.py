@@ -1,20 +1,196 @@
-"""One evaluation: the figures of a network over a whole set, unless somebody asks the run to stop meanwhile."""
+"""One evaluation: the metrics of a network over a whole set."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from trainer.data.stream import EvaluationStream
-from trainer.learning.task import Task
-from trainer.loop.gathered_outputs import Rows, keeping
+from trainer.data.nested_tensors import changed
+from trainer.data.stream import Batch, EvaluationStream
+from trainer.learning.task import Around, Task, gathers, innermost, lists_samples
 from trainer.loop.media_logging import NoShow
-from trainer.loop.metric_checks import differing, refuse_metrics, shape_of
-from trainer.refusal import Refusal, nearest
+from trainer.parallel.ranks import Ranks
+from trainer.refusal import Refusal, first_line, nearest
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import Placed
+
+Rows = Tensor | list[Any]  # of each sample: (N, …), or a list of N
+Piece = tuple[Tensor, Mapping[str, Rows]]  # of a micro-batch: the numbers of its samples, and what is kept of them
+
+
+class NothingKept:
+    """The task's figures are made of sums: of a sample nothing is kept."""
+
+    def through(self, batches: Iterable[tuple[Batch, int]]) -> Iterable[tuple[Batch, int]]:
+        """The micro-batches of an evaluation, as they are."""
+        return batches
+
+    def read(self, strategy: Strategy) -> dict[str, Rows]:
+        """Collective: of all samples, in the order of the data set."""
+        return {}
+
+
+class Kept(NothingKept, Around):
+    """A task of which an evaluation also keeps what `gathered` gives, in the host's memory.
+
+    Only who has outputs is asked, so it does not matter under which strategy.
+    """
+
+    def __init__(self, inner: Task) -> None:
+        super().__init__(inner)
+        self._task = innermost(inner)
+        self._pieces: list[Piece] = []
+
+    def through(self, batches: Iterable[tuple[Batch, int]]) -> Iterator[tuple[Batch, int]]:
+        """The micro-batches of an evaluation, as they are: which samples the next outputs are about."""
+        for batch, valid in batches:
+            self._indices, self._valid = batch.indices, valid
+            yield batch, valid
+
+    def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
+        if self._valid:  # a rank without a sample of its own computes one that does not count
+            self._pieces.append((self._indices, self._checked(self._task.gathered(output, target))))
+        return self.inner.metrics(output, target)
+
+    def _checked(self, rows: Mapping[str, Any]) -> dict[str, Rows]:
+        """On the host. ValueError where there is not one entry for each sample."""
+        rows = {name: list(values) if isinstance(values, tuple) else values for name, values in rows.items()}
+        for name, values in rows.items():
+            size = len(values) if isinstance(values, list) or (isinstance(values, Tensor) and values.dim()) else None
+            if size != len(self._indices):
+                what = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+                what += f" of {size}" if isinstance(values, list) else ""
+                raise ValueError(
+                    f"{type(self._task).__name__}.gathered: {name} is {what} for {len(self._indices)} samples; it must"
+                    " be a tensor whose first dimension is the samples, or a list with an entry for each"
+                )
+        return {name: changed(values, _on_host) for name, values in rows.items()}
+
+    def read(self, strategy: Strategy) -> dict[str, Rows]:
+        """Collective: of all samples, in the order of the data set. ValueError where pieces do not fit together."""
+        # all ranks; whose samples each has, because of those that have the same ones, one sends
+        holders = strategy.world.all_gather_values(strategy.data_group.rank if self._pieces else None)
+        sends = bool(self._pieces) and holders.index(strategy.data_group.rank) == strategy.world.rank
+        heard = strategy.world.all_gather_values(self._pieces if sends else [])  # all ranks; what is kept, once, to all
+        pieces = [piece for rank in heard for piece in rank]
+        order = torch.cat([indices for indices, _ in pieces]).argsort()
+        return {name: self._joined(name, [rows.get(name) for _, rows in pieces], order) for name in pieces[0][1]}
+
+    def _joined(self, name: str, parts: Sequence[Rows | None], order: Tensor) -> Rows:
+        if all(isinstance(part, list) for part in parts):
+            entries = [entry for part in parts if part is not None for entry in part]
+            return [entries[at] for at in order.tolist()]
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        shapes = {tuple(part.shape[1:]) for part in tensors}
+        if len(tensors) < len(parts) or len(shapes) > 1:
+            what = " and ".join(str(("B", *shape)).replace("'", "") for shape in sorted(shapes)[:2])
+            raise ValueError(
+                f"{type(self._task).__name__}.gathered: {name} changes from micro-batch to micro-batch: {what}; pad it"
+                " to one shape, or give a list with a tensor for each sample"
+            )
+        return torch.cat(tensors).index_select(0, order)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu()
+
+
+@contextmanager
+def keeping(placed: Placed) -> Iterator[NothingKept]:
+    """Inside, the evaluation keeps what the task asks for."""
+    if not gathers(innermost(placed.task)):
+        yield NothingKept()
+        return
+    inner, placed.task = placed.task, (kept := Kept(placed.task))
+    try:
+        yield kept
+    finally:
+        placed.task = inner
+
+
+Shape = tuple[int, ...]
+
+
+class Measured(Around):
+    """A task whose metrics keep the shapes that they have first; it remembers which ones would have had others."""
+
+    def __init__(self, inner: Task) -> None:
+        super().__init__(inner)
+        self._shapes: dict[str, Shape] | None = None
+        self.differing: dict[str, tuple[Shape, Shape]] = {}
+
+    def loss(self, output: Any, target: Any) -> Tensor | dict[str, Tensor]:
+        with self._lists_explained("loss", output):
+            loss = self.inner.loss(output, target)
+            if lists_samples(loss):
+                raise TypeError("it returned that list")
+        return loss
+
+    @contextmanager
+    def _lists_explained(self, method: str, output: Any) -> Iterator[None]:
+        """Refusal where a method fails on a list with a dict for each sample, as detection networks give."""
+        try:
+            yield
+        except Exception as error:
+            if not lists_samples(output):
+                raise
+            keys = [str(key) for key in output[0]]
+            raise Refusal(
+                f"{type(innermost(self)).__name__}.{method} fails in an evaluation ({type(error).__name__}:"
+                f" {first_line(error)}): there the network's output is a list with a dict for each sample"
+                f" ({', '.join(keys)}), and no loss. Write for example: def loss(self, output, target): return output"
+                f' if isinstance(output, dict) else output[0]["{keys[0]}"].new_zeros(()). Figures of such lists come'
+                " from gathered(output, target) and finish(totals): docs/extending.md, and the lab"
+                " tests/labs/detection"
+            ) from error
+
+    def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
+        with self._lists_explained("metrics", output):
+            sums = self.inner.metrics(output, target)
+        shapes = {name: shape_of(value) for name, value in sums.items()}
+        if self._shapes is None:
+            self._shapes = shapes
+        if self._shapes.keys() != shapes.keys():
+            raise ValueError(f"Task.metrics gave {sorted(self._shapes)}, and then {sorted(shapes)}")
+        pairs = {name: (shape, shapes[name]) for name, shape in self._shapes.items()}
+        self.differing |= {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        # until all ranks have been told: of a pipeline nobody could receive other shapes
+        return {name: torch.zeros(pairs[name][0]) if name in self.differing else sums[name] for name in pairs}
+
+
+def refuse_metrics(placed: Placed, stream: EvaluationStream, ranks: Ranks) -> None:
+    """Collective: Refusal where the metrics of one sample have another shape than those of a micro-batch."""
+    whole, _ = next(iter(stream.batches(range(1))))
+    inner, placed.task = placed.task, (task := Measured(placed.task))
+    try:
+        with torch.no_grad():
+            for batch in (whole, stream.first()):
+                placed.evaluate(batch, 1)
+    finally:
+        placed.task = inner
+    heard = ranks.all_gather_values(task.differing)  # all ranks, once; as a rule nothing
+    for name, shapes in (pair for rank in heard for pair in rank.items()):
+        raise Refusal(f"Task.metrics: {name} {differing(*shapes)}")
+
+
+def shape_of(value: Tensor | float) -> Shape:
+    """Of a number it is ()."""
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def differing(first: Shape, other: Shape) -> str:
+    """What is wrong with two shapes of one sum, and what works."""
+    return (
+        f"has the shape {first} in one micro-batch and {other} in another. Metrics are added up, so they must be sums"
+        " over the samples. For figures that need every prediction (AUC, mAP) a task has gathered(output, target), see"
+        " docs/extending.md"
+    )
+
 
 UNSEEN = NoShow()
 

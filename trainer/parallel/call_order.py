@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.parallel.autograd_state import in_backward
+from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.ranks import ALWAYS, Ranks
 from trainer.refusal import Told
 

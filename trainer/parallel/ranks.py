@@ -1,8 +1,8 @@
-"""A group of processes: joining it, what they can tell each other, leaving it. One alone is the neutral element."""
+"""A group of processes: joining it, what they tell each other, leaving it. One alone is a group of one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -237,3 +237,19 @@ def set_timeouts(groups: Iterable[ProcessGroup], timeout: timedelta) -> None:
             from torch.distributed.distributed_c10d import _set_pg_timeout
 
             _set_pg_timeout(timeout, group)
+
+
+def together(ranks: Ranks, action: Callable[[], Any], failure: type[Exception]) -> list[Any]:
+    """What the action returned on each rank, in rank order; where it failed on one, `failure` on all. Collective."""
+    cause, mine = None, {}
+    # whatever happens here, this rank comes to the collective: the others wait for it there
+    try:
+        mine["value"] = action()
+    except Exception as error:
+        cause = error
+        mine["error"] = str(error) if isinstance(error, (failure, OSError)) else f"{type(error).__name__}: {error}"
+    results = ranks.all_gather_values(mine)  # all ranks; each hears the values and errors of all
+    errors = [result["error"] for result in results if "error" in result]
+    if errors:
+        raise failure(errors[0]) from cause
+    return [result["value"] for result in results]

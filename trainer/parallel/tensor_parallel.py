@@ -1,4 +1,4 @@
-"""Splitting a network's layers over tensor ranks by its plan: refusals, random numbers, gradients."""
+"""Splitting a network's layers over tensor ranks by its plan, and what those ranks hold in common."""
 
 from __future__ import annotations
 
@@ -21,8 +21,107 @@ from torch.distributed.tensor.parallel import (
 from trainer.data.seeds import mix
 from trainer.devices import generator_of
 from trainer.learning.parallel_plan import Plan
+from trainer.parallel.buckets import buckets, packed, unpacked, wide
+from trainer.parallel.local_shard import held, split_axes
+from trainer.parallel.ranks import Ranks
 from trainer.parallel.units import matched, matches
 from trainer.refusal import Refusal
+
+DRIFT = 1e-3  # of a parameter: more than a run's rounding adds up to
+APART = 0.25  # of a gradient: further than rounding moves it, in bf16 too, unless it is made of nothing else
+FLOOR = 0.003  # of all these gradients: what is smaller may be made of rounding alone
+
+
+class Shared:
+    """The parameters that the plan has not split: a copy on each tensor rank, with a gradient of its own.
+
+    Copies compute the same gradient, but not to the bit where a kernel adds in any order (atomics), and Adam makes
+    whole steps of the smallest difference. So the first rank's holds: sent, each byte travels half as far as for a
+    mean, and nothing is rounded once more.
+    """
+
+    def __init__(self, network: nn.Module, ranks: Ranks) -> None:
+        self._parameters = {name: parameter for name, parameter in _whole(network).items() if parameter.requires_grad}
+        self._ranks = ranks
+        self._apart: Tensor | None = None  # for each of them, how far the gradients were from the first rank's at most
+
+    @torch.no_grad()
+    def decide(self) -> None:
+        """Collective: gradients become the first rank's."""
+        if self._ranks.size == 1 or not self._parameters:
+            return
+        # all ranks send alike: zeros where one has no gradient
+        own = [held(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._parameters.values()]
+        sizes: list[Tensor] = []
+        distances: list[Tensor] = []
+        for bucket in buckets(own):
+            flat = packed(bucket)
+            first = flat.clone()
+            self._ranks.broadcast_(first)  # the tensor ranks; gradients of what they hold in common
+            # how far apart they were is measured before it is mended, or nobody would ever know
+            sizes += torch._foreach_norm(unpacked(first, bucket))
+            distances += torch._foreach_norm(unpacked(flat - first, bucket))
+            for gradient, decided in zip(bucket, unpacked(first, bucket), strict=True):
+                gradient.copy_(decided)
+        # kept on the device until somebody looks: a step does not wait
+        size, distance = (torch.stack([n.to(sizes[0].device, torch.float32) for n in ns]) for ns in (sizes, distances))
+        floor = (FLOOR * size.norm()).clamp(min=torch.finfo(torch.float32).tiny)
+        apart = (distance / size.maximum(floor)).nan_to_num(0.0, 0.0)  # an overflow is no disagreement
+        self._apart = apart if self._apart is None else self._apart.maximum(apart)
+
+    def refuse_apart(self) -> None:
+        """Collective: RuntimeError, naming parameters, where gradients since the last look were not the same ones."""
+        if self._apart is None:
+            return
+        self._ranks.all_reduce_max_(self._apart).wait()  # the tensor ranks; a number for each parameter
+        _refuse(
+            "gradients of ",
+            [n for n, apart in zip(self._parameters, self._apart.tolist(), strict=True) if apart > APART],
+        )
+        self._apart = None
+
+
+@torch.no_grad()
+def refuse_drift(network: nn.Module, ranks: Ranks) -> None:
+    """Collective: RuntimeError, naming them, where parameters outside the plan are not equal on all tensor ranks."""
+    whole = {name: held(parameter) for name, parameter in _whole(network).items()}
+    if not whole or ranks.size == 1:
+        return
+    sums = torch.stack([torch.stack([wide(p).sum(), wide(p).square().sum()]) for p in whole.values()])  # (n, 2)
+    bounds = torch.stack([sums, -sums])  # the largest of the negative is the smallest: one collective for both
+    ranks.all_reduce_max_(bounds).wait()  # the tensor ranks; four numbers a parameter: largest and smallest
+    # a sum of n numbers of this size is rounded to about as much: differences are measured in it
+    squares = bounds[0, :, 1]
+    counts = squares.new_tensor([one.numel() for one in whole.values()])
+    scales = torch.stack([(counts * squares).sqrt(), squares], dim=1)
+    unequal = (bounds.sum(0) > DRIFT * scales).any(1).tolist()
+    _refuse("", [name for name, differs in zip(whole, unequal, strict=True) if differs])
+
+
+@torch.no_grad()
+def share_buffers(network: nn.Module, ranks: Ranks) -> None:
+    """Collective: what a checkpoint keeps of whole buffers (running statistics) becomes the first rank's everywhere."""
+    kept = network.state_dict() if ranks.size > 1 else {}
+    own = [b for name, b in network.named_buffers() if name in kept and not isinstance(b, DTensor)]
+    for bucket in buckets(own):
+        flat = packed(bucket)
+        ranks.broadcast_(flat)  # the tensor ranks; all these buffers
+        for buffer, first in zip(bucket, unpacked(flat, bucket), strict=True):
+            buffer.copy_(first)
+
+
+def _refuse(what: str, names: list[str]) -> None:
+    if names:
+        raise RuntimeError(
+            f"{what}parameters outside the tensor plan differ between its ranks: {', '.join(names[:8])}; the plan"
+            " splits what flows through them (put them in the plan), or the network computes otherwise on each rank"
+        )
+
+
+def _whole(network: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of which every tensor rank holds the same; data ranks may have spread it."""
+    return {name: parameter for name, parameter in network.named_parameters() if "tensor" not in split_axes(parameter)}
+
 
 ACTIVATIONS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)  # styles that split no parameter
 ELSE = "strategy=ddp and strategy=fsdp need no plan"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.seeds import seed_torch
-from trainer.parallel.rng_operators import Operators
+from trainer.parallel.rng_functions import Operators
 
 _AT = torch.ops.aten
 _ONES = (_AT.bernoulli, _AT.bernoulli_)  # nothing is left out

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from trainer.data.nested_tensors import changed
 from trainer.data.stream import Batch
 from trainer.learning.task import Task
-from trainer.parallel.autograd_state import in_backward
+from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.batch_gather import present_span
+from trainer.parallel.context_parallel import tokens
 from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.pipeline.stages import Stages
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.sequence_pieces import Pieces
-from trainer.parallel.sequence_shard import tokens
 from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn
 from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
 from trainer.proof.recorded_step import Stepping

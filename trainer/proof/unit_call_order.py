@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.parallel.autograd_state import in_backward
+from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.ranks import Ranks
 from trainer.refusal import Told
 

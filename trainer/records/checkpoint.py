@@ -17,12 +17,10 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from trainer.parallel.all_or_none import together
-from trainer.parallel.bit_fingerprints import prints
-from trainer.parallel.ranks import Ranks
-from trainer.records.async_save import AtOnce
+from trainer.parallel.ranks import Ranks, together
+from trainer.parallel.state_checks import prints
 from trainer.records.checkpoint_store import committed, discard, newest_in, surplus, sweep
-from trainer.records.checkpoint_write import BrokenState, Contents, FailedSave, named, write
+from trainer.records.checkpoint_writer import AtOnce, BrokenState, Contents, FailedSave, named, write
 from trainer.records.eval_metrics import rank
 from trainer.records.frozen_tensor_links import NONE, UNLINKED, Kept, as_read, linked
 from trainer.records.manifest import CorruptCheckpoint, Found

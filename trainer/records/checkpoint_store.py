@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.atomic_files import sync
-from trainer.parallel.all_or_none import together
-from trainer.parallel.ranks import Ranks
+from trainer.formatting import shown
+from trainer.launch.run_files import sync
+from trainer.parallel.ranks import Ranks, together
 from trainer.records.eval_metrics import rank, score
 from trainer.records.manifest import (
     FINITE,
@@ -30,7 +30,6 @@ from trainer.records.manifest import (
     read_state,
 )
 from trainer.refusal import Told
-from trainer.safe_names import shown
 
 
 class NoneUsable(CorruptCheckpoint, Told):
@@ -92,8 +91,8 @@ def newest_in(folder: Path, ranks: Ranks, needed: Collection[str] = ()) -> tuple
 
 def open_checkpoint(path: Path, ranks: Ranks, needed: Collection[str] = ()) -> Found:
     """Verify one checkpoint, every byte of it. Collective; CorruptCheckpoint in words, on all ranks or none."""
+    from trainer.records.manifest import read_headers  # here: what they import takes longer than a first step
     from trainer.records.tensor_files import check_numbers
-    from trainer.records.tensor_headers import read_headers  # here: what they import takes longer than a first step
 
     known: list[tuple[Manifest, dict[str, Any]]] = []
 
@@ -116,13 +115,13 @@ def open_checkpoint(path: Path, ranks: Ranks, needed: Collection[str] = ()) -> F
 
 def look_into(manifest: Manifest, needed: Collection[str] = ()) -> Found:
     """What a checkpoint says about itself: its state, and the headers of its tensors."""
-    from trainer.records.tensor_headers import read_headers  # here: what it imports takes longer than a first step
+    from trainer.records.manifest import read_headers  # here: what it imports takes longer than a first step
 
     return _found(manifest, read_state(manifest, needed), read_headers(manifest.path, sorted(manifest.files)))
 
 
 def _found(manifest: Manifest, state: dict[str, Any], headers: Headers) -> Found:
-    from trainer.records.tensor_headers import whole  # here: what it imports takes longer than a first step
+    from trainer.records.manifest import whole  # here: what it imports takes longer than a first step
 
     return Found(**vars(manifest), state=state, tensors=whole(manifest.path, headers), headers=headers)
 

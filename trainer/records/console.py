@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from time import monotonic
 
-from trainer.launch.atomic_files import full
+from trainer.formatting import duration, number
 from trainer.launch.rank_output import log_path, note
-from trainer.plain_numbers import duration, number
+from trainer.launch.run_files import full
 from trainer.records.sinks import NO_FIGURES, Line, Sink
 
 _CLEAR = "\r\x1b[2K"  # back to the start of the line, and empty it

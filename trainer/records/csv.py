@@ -11,8 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.atomic_files import full, replace_file
-from trainer.launch.no_symlinks import open_file, opener
+from trainer.launch.run_files import full, open_file, opener, replace_file
 from trainer.records.json_lines import backwards, forwards, parsed
 from trainer.records.sinks import Line, Sink, Waiting
 

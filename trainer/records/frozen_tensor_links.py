@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from trainer.launch.no_symlinks import make_folder
-from trainer.parallel.bit_fingerprints import prints
+from trainer.launch.run_files import make_folder
+from trainer.parallel.state_checks import prints
 from trainer.records.checkpoint_store import DRAFT
 from trainer.records.manifest import FROZEN, CorruptCheckpoint, Found, read_manifest
 

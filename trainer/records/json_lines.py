@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.no_symlinks import open_file
+from trainer.launch.run_files import open_file
 
 _BLOCK = 2**16  # bytes that are read at a time
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.atomic_files import full
-from trainer.launch.no_symlinks import make_folder, open_file
-from trainer.plain_numbers import counted
+from trainer.formatting import counted
+from trainer.launch.run_files import full, make_folder, open_file
 from trainer.records.json_lines import backwards, parsed
 from trainer.records.sinks import Line, Sink, Waiting
 

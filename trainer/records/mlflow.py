@@ -9,11 +9,9 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from trainer.launch.atomic_files import replace_file
-from trainer.launch.no_symlinks import open_file
-from trainer.records.remote_sink import Service
+from trainer.launch.run_files import open_file, replace_file
 from trainer.records.resume_rules import read_config
-from trainer.records.sinks import NO_FIGURES, Line
+from trainer.records.sinks import NO_FIGURES, Line, Service
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -14,8 +14,7 @@ from typing import IO, Any
 import numpy
 from numpy.typing import NDArray
 
-from trainer.launch.atomic_files import sync
-from trainer.launch.no_symlinks import make_folder, open_file
+from trainer.launch.run_files import make_folder, open_file, sync
 from trainer.refusal import BadData
 
 Piece = Mapping[str, NDArray[Any]]  # named rows (n, …) of neighbouring samples

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.launch.no_symlinks import real
-from trainer.plain_numbers import counted
+from trainer.formatting import at_home, counted
+from trainer.launch.run_files import real
 from trainer.refusal import Refusal
-from trainer.user_paths import at_home
 
 # A change under these keys changes what is learned. data.root is among them: for an image folder it is the data, and
 # nobody here can tell such a set from one that only moved.

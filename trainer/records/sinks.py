@@ -1,17 +1,66 @@
-"""Where a run's figures and sentences go: all its sinks as one."""
+"""Where a run's metrics and messages go: all its sinks as one, and sinks whose service may be slow or gone."""
+
+from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
+from statistics import median
+from threading import Thread
 from typing import Any
 
 from torch import Tensor
 
+from trainer.formatting import counted, shown_lines
 from trainer.parallel.histograms import Histogram
-from trainer.plain_numbers import counted
-from trainer.records.loss_spikes import Spikes
-from trainer.refusal import first_line
-from trainer.safe_names import shown_lines
+from trainer.refusal import Refusal, first_line
+
+_WINDOW = 50  # lines that a jump is compared with
+_FAR = 8.0  # robust standard deviations
+_SIGMA = 1.4826  # of a normal distribution, per median absolute deviation
+
+
+class Spikes:
+    """Tells a jump of the loss, once: above all of the last 50 lines, by a step far larger than theirs.
+
+    Steps from line to line are compared, and not losses: those fall, and lie wide apart while a run learns fast.
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_WINDOW + 1)  # of the lines before
+
+    def look(self, step: int, loss: float) -> list[str]:
+        """The loss of the next line; a sentence where it has jumped."""
+        before = [*self._losses]
+        if not math.isfinite(loss):  # which the run does not survive
+            return []
+        self._losses.append(loss)
+        # what stays up is told once: it is no new height then
+        if len(before) < _WINDOW or loss <= max(before):
+            return []
+        # small losses differ by factors, so their logarithms must have jumped as well: one hard sample is no spike
+        losses = [*before, loss]
+        far = _jump(losses) if min(losses) <= 0 else min(_jump(losses), _jump([math.log(each) for each in losses]))
+        if far <= _FAR:
+            return []
+        return [
+            f"the loss jumps from {before[-1]:.4g} to {loss:.4g} at step {step:,}, {far:.0f} times the usual spread of"
+            " its steps: wrong samples, or too high a learning rate"
+        ]
+
+
+def _jump(values: Sequence[float]) -> float:
+    """How far the last step from value to value is above the others, in robust standard deviations."""
+    *steps, last = [after - before for before, after in pairwise(values)]
+    middle = median(steps)
+    spread = _SIGMA * median(abs(each - middle) for each in steps)
+    return (last - middle) / spread if spread > 0 else 0.0
+
 
 Line = Mapping[str, Any]
 NO_FIGURES = ("kind", "step", "epoch", "samples", "time")  # keys of a line that say what it is about
@@ -157,3 +206,65 @@ class Log(Sink):
                     lost = self._lost.pop(id(sink))
                     what = f"{counted(lost, 'call')} meanwhile were lost" if lost else "nothing was lost"
                     _console.warning("note        %s writes again; %s", type(sink).__name__, what)
+
+
+_PATIENCE = 30.0  # seconds that the end of a run waits for a service
+_SAID = 150  # letters of an error: some packages put a whole conversation into one line
+
+
+class Service(Sink):
+    """Calls to a service, one after the other in a thread of their own; of those that fail the first is told."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the package that speaks to it, and of the extra that brings that. Refusal where it is missing."""
+        # looked for and not imported, which takes seconds and concerns the main rank alone; a folder of that name in
+        # the present one, such as wandb leaves, is no package
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:
+            raise Refusal(
+                f"log=[{name}] needs the package {name}: pip install -e '.[{name}]'; or leave {name} out: log=[console]"
+            )
+        self._name, self._told = name, False
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def later(self, call: Callable[[], object]) -> None:
+        """Make this call after those before it. The run does not wait for it."""
+        self._calls.put(call)
+        # a daemon: a call that hangs must not keep the process
+        if self._thread is None:
+            self._thread = Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+
+    def idle(self) -> bool:
+        """Does no further call wait behind the present one?"""
+        return self._calls.empty()
+
+    def guarded(self, call: Callable[[], object]) -> bool:
+        """Make this call now; False where it failed."""
+        try:
+            call()
+        except Exception as error:  # whatever a package makes of a network that is gone, or of a key that is wrong
+            if not self._told:
+                why = first_line(error).rstrip(".")[:_SAID]
+                self.tell(f"{why}; the run continues, and its metrics are in metrics.jsonl")
+            self._told = True
+            return False
+        return True
+
+    def tell(self, fact: str) -> None:
+        """Say something about the service where people look."""
+        _console.warning("note        %s: %s", self._name, fact)
+
+    def close(self) -> None:
+        """Wait until all calls have been made, unless the service does not answer."""
+        if self._thread is None:
+            return
+        self._calls.put(None)
+        self._thread.join(_PATIENCE)
+        if self._thread.is_alive():
+            self.tell(f"no answer for {_PATIENCE:g} s; all metrics are in metrics.jsonl")
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self.guarded(call)

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.parallel.optimizer_state import APART
-from trainer.records.manifest import FROZEN, SHARDS, TENSORS, CorruptCheckpoint, Found
-from trainer.records.tensor_headers import KnownHeaders
+from trainer.records.manifest import FROZEN, SHARDS, TENSORS, CorruptCheckpoint, Found, KnownHeaders
 from trainer.records.writers import Share
 
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainer.devices import memory
-from trainer.launch.atomic_files import refuse_full
-from trainer.launch.no_symlinks import make_folder
+from trainer.formatting import counted
+from trainer.launch.run_files import make_folder, refuse_full
 from trainer.parallel.histograms import Histogram
-from trainer.plain_numbers import counted
 from trainer.records.image_grid import confusion, grid
 from trainer.records.resume_rules import read_config
 from trainer.records.sinks import NO_FIGURES, Line, Sink, Waiting

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from trainer.launch.atomic_files import replace_file
-from trainer.launch.no_symlinks import make_folder, open_file
+from trainer.launch.run_files import make_folder, open_file, replace_file
 from trainer.parallel.histograms import Histogram
 from trainer.records.image_grid import confusion, grid
-from trainer.records.remote_sink import Service
 from trainer.records.resume_rules import read_config
-from trainer.records.sinks import NO_FIGURES, Line
+from trainer.records.sinks import NO_FIGURES, Line, Service
 
 if TYPE_CHECKING:
     from wandb import Run

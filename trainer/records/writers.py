@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.parallel.all_or_none import together
 from trainer.parallel.local_shard import held
 from trainer.parallel.optimizer_state import APART
 from trainer.parallel.parameter_owners import owners
-from trainer.parallel.ranks import Ranks
+from trainer.parallel.ranks import Ranks, together
 from trainer.refusal import Told
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from trainer.formatting import counted
 from trainer.learning.task import Task
 from trainer.parallel.batch_norm import batch_norms
-from trainer.plain_numbers import counted
 from trainer.refusal import Refusal
 from trainer.strategies.nonfinite_monitor import Lookout, LookoutAfar
 from trainer.strategies.parallel_model import Placed

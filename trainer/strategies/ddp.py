@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.formatting import named
 from trainer.learning.task import Task
-from trainer.parallel.compiling import uncompiled
-from trainer.plain_numbers import named
+from trainer.parallel.units import uncompiled
 from trainer.refusal import Refusal, Told
 from trainer.strategies.loss import Forward, Listing, restored
 from trainer.strategies.parallel_model import Placed

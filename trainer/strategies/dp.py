@@ -10,8 +10,8 @@ from torch import nn
 
 from trainer.data.nested_tensors import filled, has_rows, tensors
 from trainer.data.seeds import seed_more_gpus
+from trainer.formatting import counted
 from trainer.learning.task import Task
-from trainer.plain_numbers import counted
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
 from trainer.strategies.loss import Forward

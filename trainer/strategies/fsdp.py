@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from trainer.learning.task import Task
 from trainer.parallel.call_order import SameCalls
-from trainer.parallel.conditional_modules import always_called, used_always
+from trainer.parallel.conditional_modules import Unused, always_called, used_always
 from trainer.parallel.fully_shard import Sharding, reshard, shard
 from trainer.parallel.units import units
-from trainer.parallel.unused_parameters import Unused
-from trainer.strategies.context_model import PlacedContext
 from trainer.strategies.loss import Forward, Listing, TaskNetwork, restored
 from trainer.strategies.parallel_model import Placed
 from trainer.strategies.process_groups import Meshed
+from trainer.strategies.sharded_model import PlacedContext
 
 
 @dataclass

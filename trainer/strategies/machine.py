@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 
 from trainer.devices import accelerator, claims_bf16, identity, widest
+from trainer.formatting import counted
 from trainer.launch.agreement import everywhere, machine
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import backend_of, refuse_backend
-from trainer.plain_numbers import counted
 from trainer.refusal import Refusal
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from trainer.data.stream import Batch
+from trainer.formatting import named
 from trainer.parallel.buckets import Totals, wide
 from trainer.parallel.ranks import Ranks
-from trainer.plain_numbers import named
 from trainer.refusal import NotFinite
 
 SECONDS = 0.05  # between two looks at a GPU: each copies a few numbers, which a short step would notice

@@ -17,20 +17,18 @@ from trainer.learning.task_parameters import refuse_gradients, with_gradient
 from trainer.parallel.activation_checkpointing import recompute
 from trainer.parallel.batch_gather import dealt, gathering_over
 from trainer.parallel.batch_norm import average_statistics, synchronised
-from trainer.parallel.compiling import compile_network, uncompiled
 from trainer.parallel.gradient_clipping import clip_, global_norm
 from trainer.parallel.optimizer_state import empty_optimizer_state, fits, optimizer_tensors, restore_optimizer
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.rng_policy import chances
 from trainer.parallel.sequence_pieces import Pieces
-from trainer.parallel.units import called, units
+from trainer.parallel.units import called, compile_network, uncompiled, units
 from trainer.strategies.carried_state import what_is_carried
 from trainer.strategies.ema import Average, NoAverage
 from trainer.strategies.loss import Forward, add_share, by_name, evaluation_sums, shares, times, uncounted
-from trainer.strategies.loss_scaler import NoScaler, Scaler
+from trainer.strategies.loss_scaler import NoScaler, Scaler, Skipping
 from trainer.strategies.memory_format import Form, check_gradients, in_double, refuse_extra_state
 from trainer.strategies.process_topology import Place
-from trainer.strategies.skipped_steps import Skipping
 
 
 class Placed:

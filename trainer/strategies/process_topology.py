@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from trainer.data.rank_slice import Slice
+from trainer.data.sample_order import Slice
 from trainer.launch.watchdog import Pulse
 from trainer.parallel.buckets import Sums, Totals
 from trainer.parallel.ranks import Ranks, set_timeouts
 from trainer.strategies.machine import Machine
-from trainer.strategies.stalls import NoStalls
-from trainer.strategies.stopwatch import Stopwatch
+from trainer.strategies.stopwatch import NoStalls, Stopwatch
 
 Recomputed = Literal["none", "units", "operators"]
 LATER = timedelta(seconds=30)  # torch ends a collective so much later than the watchdog, which can say who hangs

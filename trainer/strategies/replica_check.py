@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.parallel.batch_norm import statistics
-from trainer.parallel.bit_fingerprints import bit_sums
 from trainer.parallel.buckets import Totals
 from trainer.parallel.device_mesh import AXES
 from trainer.parallel.local_shard import split_axes
 from trainer.parallel.optimizer_state import AVERAGE
 from trainer.parallel.ranks import Ranks
+from trainer.parallel.state_checks import bit_sums
 from trainer.refusal import Told
 from trainer.strategies.process_topology import Place
 

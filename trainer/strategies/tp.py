@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from trainer.learning.task import Task
-from trainer.strategies.context_model import PlacedContext
 from trainer.strategies.parallel_model import Placed
 from trainer.strategies.process_groups import Meshed
+from trainer.strategies.sharded_model import PlacedContext
 
 
 @dataclass

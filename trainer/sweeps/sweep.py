@@ -6,22 +6,20 @@ import shlex
 from collections.abc import Sequence
 
 from trainer.configuration.multirun import Multirun, multirun, whole_words
+from trainer.formatting import at_home, counted
 from trainer.launch.failure import STOPPED, exit_code
 from trainer.launch.launchers import meeting_at
 from trainer.launch.namesake import refuse_namesake
-from trainer.launch.no_symlinks import real, refuse_strange
 from trainer.launch.rendezvous import Launch
-from trainer.plain_numbers import counted
+from trainer.launch.run_files import real, refuse_strange
 from trainer.records.folder import choose
 from trainer.records.folder_lock import lock
 from trainer.refusal import Refusal
 from trainer.sweeps.device_shares import gpus, shares
 from trainer.sweeps.parallel_runs import at_once
-from trainer.sweeps.results import Outcome, Tried
-from trainer.sweeps.results_table import best_line, table
+from trainer.sweeps.results import Outcome, Tried, best_line, table
 from trainer.sweeps.run_source import Listed, Source
 from trainer.sweeps.sweep_screen import OneByOne, SideBySide
-from trainer.user_paths import at_home
 
 _FAILURES = 20  # that are named at the end
 _WORDS = {"completed": "completed", "preempted": "stopped", "not started": "not started", "failed": "failed"}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from trainer.configuration.search_space import Trial
-from trainer.launch.no_symlinks import make_folder, open_file
-from trainer.plain_numbers import duration, number
+from trainer.formatting import duration, number
+from trainer.launch.run_files import make_folder, open_file
 from trainer.sweeps.device_shares import Share
 from trainer.sweeps.results import Outcome
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from trainer.data.nested_tensors import floats_as, moved
 from trainer.devices import widest
 from trainer.parallel.buckets import Sums, wide
-from trainer.parallel.pipeline.schedules import Layout
+from trainer.parallel.pipeline.stages import Layout
 from trainer.parallel.ranks import Group
 
 PATIENCE = timedelta(seconds=10)  # for the last word of a rank that has failed

@@ -1,4 +1,4 @@
-"""The loop: when to step, log, evaluate, save and stop. What a step is, and where it runs, others know."""
+"""The loop: when to step, log, evaluate, save and stop. What a step is, a strategy knows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.loop.media_logging import NoShow
 from trainer.loop.progress import Progress
 from trainer.loop.rollback import Stop
 from trainer.loop.training_lines import Lines
-from trainer.parallel.finite_check import moving
+from trainer.parallel.state_checks import moving
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.manifest import Found
 from trainer.records.profile import NoProfile
