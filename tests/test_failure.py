@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.quick import quickly
-from trainer.launch.first_failure import claim, claimed
+from trainer.launch.failure import claim, claimed
 from trainer.launch.rendezvous import Launch
 
 ROOT = Path(__file__).parents[1]

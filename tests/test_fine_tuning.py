@@ -17,9 +17,9 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_initial import IMAGES, saved
-from trainer.learning.frozen_parameters import freeze, trainable
 from trainer.learning.optimizer import parameter_groups
 from trainer.learning.parameter_patterns import Rule, fits, understood
+from trainer.learning.untrained_parameters import freeze, trainable
 from trainer.parallel.batch_norm import batch_norms, synchronised
 from trainer.parallel.meta_model import outline
 from trainer.parallel.ranks import Ranks

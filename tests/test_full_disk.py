@@ -20,8 +20,7 @@ from trainer.launch.status import Status, mark_failed
 from trainer.loop.trainer import Trainer
 from trainer.records.checkpoint import FailedSave
 from trainer.records.console import LogFile
-from trainer.records.csv import CSV
-from trainer.records.metrics import Figures
+from trainer.records.metrics import CSV, Figures
 from trainer.records.sinks import Log
 from trainer.records.tensorboard import TensorBoard
 

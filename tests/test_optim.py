@@ -15,8 +15,8 @@ from tests.commands import curve, lines
 from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
-from trainer.learning.frozen_parameters import refuse_frozen
 from trainer.learning.optimizer import begin_momentum, fused_words, parameter_groups, spares_vectors
+from trainer.learning.untrained_parameters import refuse_frozen
 from trainer.refusal import Refusal
 
 

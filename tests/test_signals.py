@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from trainer.launch.first_failure import claim
+from trainer.launch.failure import claim
 from trainer.launch.rendezvous import Launch
 from trainer.launch.stop_signals import StopRequest, obey_parent_alone
 

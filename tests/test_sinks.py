@@ -22,9 +22,8 @@ from tests.commands import SMALL, finish, lines, single, status
 from tests.inside import here
 from trainer.loop.trainer import Trainer
 from trainer.records import sinks
-from trainer.records.csv import CSV
-from trainer.records.json_lines import backwards
-from trainer.records.metrics import Figures
+from trainer.records.metrics import CSV, Figures
+from trainer.records.metrics_reader import backwards
 from trainer.records.sinks import Log, Service, Sink
 from trainer.refusal import Refusal
 

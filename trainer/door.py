@@ -257,8 +257,7 @@ def _apart(words: Sequence[str], cfg: DictConfig, count: int) -> int:
 def _left(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[str, float]]:
     """What the files say: the state of the run, and its last figures."""
     from trainer.launch.status import read_status
-    from trainer.records.eval_metrics import figures
-    from trainer.records.json_lines import last_of
+    from trainer.records.metrics_reader import figures, last_of
 
     # a job that opens a run leaves the run's own files as they were, and so does `verify`
     own = "evaluate" if opens_a_run(cfg) else "verify" if verifies(cfg) else ""

@@ -15,8 +15,8 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_initial import IMAGES, saved
+from trainer.configuration.allowed_targets import Names
 from trainer.configuration.build import build
-from trainer.configuration.import_allowlist import Names
 from trainer.refusal import Refusal
 
 timm = pytest.importorskip("timm")

@@ -17,7 +17,7 @@ from trainer import Data, Plan, Task, gather
 from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream, Stream, digest
 from trainer.launch.rendezvous import Launch
-from trainer.learning.frozen_parameters import freeze
+from trainer.learning.untrained_parameters import freeze
 from trainer.loop.evaluation import evaluate
 from trainer.parallel.local_shard import held
 from trainer.records.checkpoint import Checkpoints

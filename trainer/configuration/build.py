@@ -16,9 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.configuration import node_checks
-from trainer.configuration.import_allowlist import Names, real_name
-from trainer.configuration.node_checks import refuse_inside
+from trainer.configuration import allowed_targets
+from trainer.configuration.allowed_targets import Names, real_name, refuse_inside
 from trainer.configuration.resolved import as_written, quoted_from
 from trainer.configuration.settings import BESIDE
 from trainer.data.data import Data
@@ -134,7 +133,7 @@ def _group_target(node: DictConfig, kind: type, where: str, names: Names) -> Cal
             missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
             raise Refusal(f"{where}: {name} is abstract; a class of its own must define {missing}")
         return target
-    gives = node_checks.hints(target).get("return")
+    gives = allowed_targets.hints(target).get("return")
     # A function of the lab may leave out to say that it gives a network: many factories do.
     if gives is None and not (kind is nn.Module and names.beside(target)):
         raise Refusal(
@@ -168,12 +167,12 @@ class _Check:
         special = values.keys() - words.keys() - {"_target_", "_args_", "_partial_"}
         if special or not isinstance(args, list) or not isinstance(partly, bool):
             raise Refusal(f"{where}: only _target_, _args_ (a list) and _partial_ (true or false) may begin with _")
-        taken, problems = node_checks.bound(target, words, self.written, where, given)
+        taken, problems = allowed_targets.bound(target, words, self.written, where, given)
 
         # Arguments by position fill the first parameters; a partial call may leave any open.
         if not partly:
             first = list(inspect.signature(target).parameters)[: len(args)]
-            problems += node_checks.missing(target, {*words, *given, *first}, where)
+            problems += allowed_targets.missing(target, {*words, *given, *first}, where)
         if problems:
             raise Refusal(listed(problems))
         args = self.within(args, f"{where}._args_")

@@ -25,7 +25,7 @@ class Words:
     """A command line."""
 
     overrides: tuple[str, ...]
-    folders: tuple[Path, ...]  # of yaml files; what lies beside them may be called (import_allowlist.py)
+    folders: tuple[Path, ...]  # of yaml files; what lies beside them may be called (allowed_targets.py)
     config_name: str
     flags: tuple[str, ...]  # what Hydra must be given when it is to answer (--help, --cfg, …); empty: a run
     multirun: bool = False  # several values of a word ask for several runs

@@ -15,7 +15,7 @@ from trainer.data.sample_order import size_of
 from trainer.formatting import counted
 from trainer.jobs.batch_sizes import more_micro_batches
 from trainer.jobs.preparation import Prepared
-from trainer.launch.first_failure import chain
+from trainer.launch.failure import chain
 from trainer.loop.evaluation import evaluate, rehearse
 from trainer.loop.trainer import Trainer
 from trainer.records.checkpoint_writer import Beside

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainer.configuration.allowed_targets import Names, real_name
 from trainer.configuration.build import FACTS, build, check_all, maker, with_facts
-from trainer.configuration.import_allowlist import Names, real_name
 from trainer.configuration.resolved import written
 from trainer.configuration.settings import Settings, settings
 from trainer.configuration.trained_run_config import opens_a_run

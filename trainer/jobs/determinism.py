@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from trainer.launch.first_failure import chain
+from trainer.launch.failure import chain
 
 
 def be_deterministic() -> None:

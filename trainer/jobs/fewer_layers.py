@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from trainer.data.nested_tensors import changed
 from trainer.jobs.preparation import Prepared, host_example, seeded_network
-from trainer.learning.frozen_parameters import freeze
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.parameter_patterns import Rule, fits, understood
 from trainer.learning.task import Task
+from trainer.learning.untrained_parameters import freeze
 from trainer.parallel.local_shard import named_tensors
 from trainer.parallel.meta_model import outline
 from trainer.parallel.pipeline.shape_forward import shapes

@@ -23,14 +23,13 @@ from trainer.jobs.initial_weights import Initial
 from trainer.jobs.resume_precheck import known_sets, refuse_start
 from trainer.launch.agreement import first_on_node
 from trainer.launch.child_processes import Alone
-from trainer.learning.frozen_parameters import freeze, refuse_frozen
 from trainer.learning.generation_request import Continuation
 from trainer.learning.optimizer import Make
 from trainer.learning.optimizer_trial import refuse_step
 from trainer.learning.parameter_patterns import Rule, understood
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task, carries, gathers, refuse_metric_objects
-from trainer.learning.task_parameters import refuse_parameters
+from trainer.learning.untrained_parameters import freeze, refuse_frozen, refuse_parameters
 from trainer.parallel.meta_model import all_stored, is_outline, make_room
 from trainer.records.folder import RunFolder
 from trainer.records.profile import refuse_window

@@ -27,7 +27,7 @@ from trainer.devices import names
 from trainer.formatting import counted, named
 from trainer.jobs.preparation import Prepared
 from trainer.launch.rendezvous import Launch
-from trainer.learning.frozen_parameters import trainable
+from trainer.learning.untrained_parameters import trainable
 from trainer.loop.progress import Progress
 from trainer.parallel.optimizer_state import AVERAGE
 from trainer.records.checkpoint import Checkpoints

@@ -13,8 +13,7 @@ from trainer.loop.trainer import Trainer
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.checkpoint_store import committed, winner
 from trainer.records.console import figure
-from trainer.records.eval_metrics import figures
-from trainer.records.json_lines import last_of
+from trainer.records.metrics_reader import figures, last_of
 from trainer.strategies.stopwatch import STEP, Stopwatch
 
 _SHOWN = 12  # figures of an evaluation

@@ -17,8 +17,7 @@ from pathlib import Path
 from time import monotonic
 from typing import NoReturn, Self
 
-from trainer.launch.failure import exit_process, follow, tell
-from trainer.launch.first_failure import Failure, accuse, claimed
+from trainer.launch.failure import Failure, accuse, claimed, exit_process, follow, tell
 from trainer.launch.polling import until, within
 from trainer.launch.rendezvous import Launch
 from trainer.launch.rollcall import Present, RollCall, accusation, listed

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.launch.first_failure import claimed
+from trainer.launch.failure import claimed
 from trainer.launch.polling import until
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from trainer.data.stream import Batch, EvaluationStream, Stream
 from trainer.learning.cadence import Due
-from trainer.learning.frozen_parameters import frozen
 from trainer.learning.optimizer import begin_momentum, set_rates
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
+from trainer.learning.untrained_parameters import frozen
 from trainer.loop.evaluation import evaluate, rehearse
 from trainer.loop.media_logging import NoShow
 from trainer.loop.progress import Progress

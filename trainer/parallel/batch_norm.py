@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from trainer.learning.frozen_parameters import BATCH_NORMS, Still
+from trainer.learning.untrained_parameters import BATCH_NORMS, Still
 from trainer.parallel.buckets import average
 from trainer.parallel.ranks import Group, Ranks
 from trainer.refusal import Refusal

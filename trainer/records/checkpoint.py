@@ -19,12 +19,22 @@ from torch import Tensor
 
 from trainer.parallel.ranks import Ranks, together
 from trainer.parallel.state_checks import prints
-from trainer.records.checkpoint_store import committed, discard, newest_in, surplus, sweep
+from trainer.records.checkpoint_store import (
+    NONE,
+    UNLINKED,
+    Kept,
+    as_read,
+    committed,
+    discard,
+    linked,
+    newest_in,
+    surplus,
+    sweep,
+)
 from trainer.records.checkpoint_writer import AtOnce, BrokenState, Contents, FailedSave, named, write
-from trainer.records.eval_metrics import rank
-from trainer.records.frozen_tensor_links import NONE, UNLINKED, Kept, as_read, linked
 from trainer.records.manifest import CorruptCheckpoint, Found
-from trainer.records.writers import Writers
+from trainer.records.metrics_reader import rank
+from trainer.records.tensor_files import Writers
 
 log = logging.getLogger(__name__)
 

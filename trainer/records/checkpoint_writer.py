@@ -28,10 +28,9 @@ from trainer.launch.run_files import make_folder, sync
 from trainer.parallel.local_shard import held
 from trainer.parallel.ranks import Ranks, together
 from trainer.parallel.state_checks import not_finite
-from trainer.records.checkpoint_store import DRAFT, put_in_place
-from trainer.records.frozen_tensor_links import Links
+from trainer.records.checkpoint_store import DRAFT, Links, put_in_place
 from trainer.records.manifest import MANIFEST, STATE, Manifest, encode, manifest_bytes, sha256_of
-from trainer.records.writers import FailedSave, Share
+from trainer.records.tensor_files import FailedSave, Share
 
 
 class BrokenState(Exception):

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.learning.task import Task
-from trainer.parallel.call_order import SameCalls
 from trainer.parallel.conditional_modules import Unused, always_called, used_always
-from trainer.parallel.fully_shard import Sharding, reshard, shard
+from trainer.parallel.fully_shard import SameCalls, Sharding, reshard, shard
 from trainer.parallel.units import units
 from trainer.strategies.loss import Forward, Listing, TaskNetwork, restored
 from trainer.strategies.parallel_model import Placed

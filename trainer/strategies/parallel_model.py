@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainer.learning.flops_utilization import NoWork
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.task import Task
-from trainer.learning.task_parameters import refuse_gradients, with_gradient
+from trainer.learning.untrained_parameters import refuse_gradients, with_gradient
 from trainer.parallel.activation_checkpointing import recompute
 from trainer.parallel.batch_gather import dealt, gathering_over
 from trainer.parallel.batch_norm import average_statistics, synchronised

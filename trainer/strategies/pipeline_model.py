@@ -14,9 +14,8 @@ from trainer.data.nested_tensors import floats_as, tensors
 from trainer.learning.task import Task
 from trainer.parallel.batch_gather import dealt
 from trainer.parallel.buckets import Sums
-from trainer.parallel.call_order import SameCalls
 from trainer.parallel.conditional_modules import Unused, always_called, used_always
-from trainer.parallel.fully_shard import Sharding, reshard, shard
+from trainer.parallel.fully_shard import SameCalls, Sharding, reshard, shard
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.stage_exchange import Handover, InOrder, broadcast_sums, in_order
 from trainer.parallel.pipeline.stages import Layout, Stages, buffers_kept, make_schedule

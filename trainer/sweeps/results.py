@@ -16,8 +16,7 @@ from trainer.formatting import counted, duration, number
 from trainer.launch.failure import STOPPED
 from trainer.launch.file_validation import ENVIRONMENT, Damaged, read_json
 from trainer.launch.run_files import replace_file
-from trainer.records.eval_metrics import beside, figures, rank, score
-from trainer.records.json_lines import forwards
+from trainer.records.metrics_reader import beside, figures, forwards, rank, score
 
 if TYPE_CHECKING:
     from rich.table import Table
