@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.formatting import at_home
+from trainer.formatting import expand_home
 from trainer.refusal import Refusal, nearest
 
 
@@ -14,7 +14,7 @@ def located(name: str, key: str) -> str:
     The hub has names of one part or two. Without a network it takes a minute to find that it knows none. key: of the
     configuration, with what stands behind it.
     """
-    path = at_home(name)
+    path = expand_home(name)
     if path.is_dir():
         return str(path)
     first, *rest = name.split("/")

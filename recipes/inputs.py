@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy
 
-from trainer.formatting import at_home
+from trainer.formatting import expand_home
 from trainer.refusal import Refusal
 
 _SNIFFED = 4096  # bytes that tell text from other files
@@ -36,7 +36,7 @@ def listed(where: str, endings: Sequence[str], listing: bool) -> list[str]:
     Of folders, and of what a pattern matches, those with these endings; a file that is named counts whatever it is
     called. listing: a file of text that has none of the endings is a list, a path a line.
     """
-    path = at_home(where)
+    path = expand_home(where)
     if path.is_dir():
         found = _with(_below(path), endings)
     elif path.is_file():
@@ -86,5 +86,5 @@ def _lines(path: Path) -> list[str]:
     """The paths in a list: seen from the present folder, or else from that of the list."""
     with path.open("rb") as file:
         written = [os.fsdecode(line.strip(b"\r\n")) for line in file if line.strip()]
-    paths = [str(at_home(line)) if line.startswith("~") else line for line in written]
+    paths = [str(expand_home(line)) if line.startswith("~") else line for line in written]
     return [each if os.path.exists(each) else os.path.join(path.parent, each) for each in paths]

@@ -26,7 +26,7 @@ from tests.planted.plant import NET, write_lab
 from tests.processes import Processes
 from tests.test_verify import LISTS
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal, Told
+from trainer.refusal import FatalRunError, Refusal
 
 PAGE = ROOT / "docs" / "verify.md"
 BEGIN, END = "<!-- written by python -m tests.healthy -->", "<!-- end of healthy networks -->"
@@ -91,7 +91,7 @@ def verified(launch: Launch, place: Path, words: list[str]) -> str:
     sys.path[:0] = [str(place), str(ROOT / "tests")]
     try:
         return str(product(launch, place, ["job=verify", *words]))
-    except (Refusal, Told) as ended:
+    except (Refusal, FatalRunError) as ended:
         return " ".join(str(ended).split())
     finally:
         del sys.path[:2]

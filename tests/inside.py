@@ -15,7 +15,7 @@ from tests.commands import ROOT
 from trainer.configuration.command_line import read
 from trainer.configuration.compose import compose
 from trainer.configuration.trained_run_config import reads_files
-from trainer.door import reported, understood
+from trainer.door import build_run, reported
 from trainer.launch import failure
 from trainer.launch.rendezvous import Launch
 from trainer.records import folder_lock
@@ -32,7 +32,7 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
             return run_all(words, launch)
         if reads_files(cfg := compose(words)):
             return reported(cfg, launch)
-        run = understood(words, launch, cfg)
+        run = build_run(words, launch, cfg)
         with patch("trainer.jobs.fit.keep_freed_memory"):  # or all tests would keep what the largest network has freed
             return run.job(run)
     except failure.Failed as failed:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.data.sample_random import Part, Random
 from trainer.parallel import rng_functions
-from trainer.parallel.rng_policy import PerSample
+from trainer.parallel.rng_policy import SampleRNG
 
 BATCH, WIDTH = 6, 8
 
@@ -109,15 +109,15 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def drawn(chance: PerSample, network: nn.Module, x: Tensor, at: slice, step: int = 0) -> Tensor:
+def drawn(chance: SampleRNG, network: nn.Module, x: Tensor, at: slice, step: int = 0) -> Tensor:
     """What a network makes of these samples."""
     chance.begin(torch.arange(100, 100 + BATCH)[at], step, at.start)
     with chance:
         return network(x[at])
 
 
-def chanced(network: nn.Module) -> tuple[PerSample, nn.Module]:
-    chance = PerSample(3, torch.device("cpu"))
+def chanced(network: nn.Module) -> tuple[SampleRNG, nn.Module]:
+    chance = SampleRNG(3, torch.device("cpu"))
     chance.follow(network, may_draw=False)
     return chance, network
 

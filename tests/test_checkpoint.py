@@ -33,7 +33,7 @@ from trainer.records import checkpoint_writer as writing_module
 from trainer.records.checkpoint import Checkpoints, FailedSave
 from trainer.records.checkpoint_store import committed, damage, open_checkpoint
 from trainer.records.manifest import CorruptCheckpoint, manifest_bytes, read_manifest
-from trainer.refusal import Told
+from trainer.refusal import FatalRunError
 
 ROOT = Path(__file__).parents[1]
 
@@ -241,7 +241,7 @@ def test_where_all_are_damaged_that_is_an_error_and_no_fresh_start(tmp_path):
     ) as caught:
         checkpoints(tmp_path).newest()
     assert len(str(caught.value).splitlines()) == 4
-    assert isinstance(caught.value, Told)  # in words, without a traceback
+    assert isinstance(caught.value, FatalRunError)  # in words, without a traceback
     assert [Path(line.partition(":")[0]).parent.name[-1] for line in damage(tmp_path / "checkpoints")] == list("321")
 
 

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.configuration.resolved import resolved, written
 from trainer.configuration.resource_paths import root
 from trainer.configuration.settings import GROUPS, SECTIONS, Settings, settings
-from trainer.configuration.value_types import packages, rhythm, seconds
+from trainer.configuration.value_types import cadence, packages, seconds
 from trainer.learning.cadence import Every
 from trainer.refusal import Refusal
 
@@ -62,13 +62,13 @@ def test_every_key_of_config_yaml_is_read_and_every_reader_has_a_key() -> None:
     ],
 )
 def test_a_rhythm_is_steps_epochs_time_or_a_list(written: Any, expected: tuple[Every, ...]) -> None:
-    assert rhythm(written) == expected
+    assert cadence(written) == expected
 
 
 @pytest.mark.parametrize("written", [0, -1, 1.5, True, "soon", "0ep", "1.5ep", "15 min", "ep", "", [0], [["1ep"]], {}])
 def test_what_is_no_rhythm_is_said(written: Any) -> None:
     with pytest.raises(Refusal, match="1ep"):
-        rhythm(written)
+        cadence(written)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.strategies.toys import STRATEGIES, Net, Plain, ToyData, built
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
 from trainer.launch.rendezvous import Launch
-from trainer.parallel.local_shard import held
+from trainer.parallel.local_shard import to_local
 from trainer.parallel.state_checks import bit_sums
 from trainer.strategies.machine import Machine
 from trainer.strategies.replica_check import Drifted
@@ -101,7 +101,7 @@ def drift(launch: Launch, name: str, fields: dict[str, Any], wrong: int, tensor:
         copies.refuse()
         if launch.rank == wrong:
             with torch.no_grad():
-                held(dict(placed.network.named_parameters())[tensor]).view(-1)[0] += 2**-20
+                to_local(dict(placed.network.named_parameters())[tensor]).view(-1)[0] += 2**-20
         try:
             if when == "line":
                 copies.tell(2)

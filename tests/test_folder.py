@@ -18,7 +18,7 @@ import yaml
 from tests.commands import SMALL
 from tests.inside import here
 from trainer.launch import status as status_module
-from trainer.launch.polling import until
+from trainer.launch.polling import poll
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_files import replace_file
 from trainer.launch.status import mark_failed, read_status
@@ -201,7 +201,7 @@ def outcomes(root, monkeypatch, *ways):
 
     with ThreadPoolExecutor(len(ways)) as pool:
         pending = [pool.submit(enter, way) for way in ways]
-        assert until(lambda: len(waiting) == len(ways) or None, 60)
+        assert poll(lambda: len(waiting) == len(ways) or None, 60)
         kept.close()
         return [one.result() for one in pending]
 

@@ -18,7 +18,7 @@ from recipes.vision.digits import Digits
 from tests.commands import TRANSFORMER, finish, lines, single
 from tests.inside import here, product
 from tests.processes import Processes
-from trainer.door import understood
+from trainer.door import build_run
 from trainer.jobs.trained_run import evaluation_stream, samples_of
 from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
@@ -141,7 +141,7 @@ def test_another_runtime_takes_the_network(run: Path) -> None:
 
 def seen_by_the_network(run: Path) -> torch.Tensor:
     """All inputs of the evaluation set."""
-    parts = understood(["job=evaluate", f"run.dir={run}", "device=cpu"], Launch())
+    parts = build_run(["job=evaluate", f"run.dir={run}", "device=cpu"], Launch())
     with parts.strategy:
         stream = evaluation_stream(parts, samples_of(parts, "evaluation", Launch()))
         return torch.cat([batch.inputs for batch, _ in stream.batches()])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import SMALL, finish, single, status
 from tests.inside import here
-from trainer.door import understood
+from trainer.door import build_run
 from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 
@@ -81,7 +81,7 @@ def test_methods_that_lightning_would_call_are_noted(
 @pytest.mark.parametrize(("strategy", "name"), [("auto", "single"), ("mesh", "fsdp")])
 def test_a_name_says_what_a_strategy_came_to(tmp_path: Path, strategy: str, name: str) -> None:
     words = [*SMALL, f"strategy={strategy}", f"run.root={tmp_path}"]
-    understood(words, Launch()).open_folder(lambda _: None)
+    build_run(words, Launch()).open_folder(lambda _: None)
     (folder,) = tmp_path.iterdir()
     assert folder.name.endswith(f"_mlp_{name}")
 

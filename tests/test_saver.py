@@ -25,7 +25,7 @@ from trainer.parallel.ranks import Group, Ranks
 from trainer.records import checkpoint_writer, tensor_files
 from trainer.records.checkpoint import Checkpoints, FailedSave
 from trainer.records.checkpoint_store import look_into
-from trainer.records.checkpoint_writer import Beside
+from trainer.records.checkpoint_writer import AsyncSaver
 from trainer.records.manifest import read_manifest
 from trainer.strategies.parallel_model import Placed
 
@@ -123,7 +123,10 @@ def test_a_save_under_way_survives_an_error_in_a_step(tmp_path: Path, monkeypatc
 
 
 def test_memory_is_kept_and_nothing_reaches_into_it(tmp_path: Path) -> None:
-    saver, weight = Beside(Ranks(), timedelta(seconds=60)), torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    saver, weight = (
+        AsyncSaver(Ranks(), timedelta(seconds=60)),
+        torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    )
     copies = [saver.copied({"weight": weight.mul_(2), "step": torch.tensor(1.0)}) for _ in range(2)]
     weight.zero_()
     assert copies[0]["weight"].data_ptr() == copies[1]["weight"].data_ptr()
@@ -142,7 +145,7 @@ def test_what_goes_wrong_is_heard_afterwards_and_has_beaten_nobody(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint_writer, "_begin", full)
-    store = Checkpoints(tmp_path, Ranks(), saver=Beside(Ranks(), timedelta(seconds=60)))
+    store = Checkpoints(tmp_path, Ranks(), saver=AsyncSaver(Ranks(), timedelta(seconds=60)))
     assert store.save(1, {"weight": torch.ones(3)}, {}, {"loss": 1.0}) == (0, ())
     assert not store.failed()
     assert not store.is_best({"loss": 2.0})  # what is under way counts
@@ -210,7 +213,7 @@ def test_the_thread_that_saves_uses_the_device_of_its_rank(monkeypatch: pytest.M
     monkeypatch.setattr(
         torch.accelerator, "set_device_index", lambda device: chosen.append((threading.current_thread().name, device))
     )
-    saver = Beside(Ranks(), timedelta(seconds=10))
+    saver = AsyncSaver(Ranks(), timedelta(seconds=10))
     saver.start(lambda: None)
     saver.wait()
     assert chosen == []
@@ -221,7 +224,7 @@ def test_the_thread_that_saves_uses_the_device_of_its_rank(monkeypatch: pytest.M
 
 
 def test_without_room_for_a_copy_the_loop_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    saver, weight, written = Beside(Ranks(), timedelta(seconds=10)), torch.ones(1000), []
+    saver, weight, written = AsyncSaver(Ranks(), timedelta(seconds=10)), torch.ones(1000), []
     for spare, copied in ((1e9, True), (4000.0, True), (4000.0, False)):
         monkeypatch.setattr("trainer.records.checkpoint_writer.spare_memory", partial(float, spare))
         if not copied:

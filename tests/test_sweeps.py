@@ -25,7 +25,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal
 from trainer.sweeps import sweep
 from trainer.sweeps.device_shares import shares
-from trainer.sweeps.results import Outcome, Tried, best_line, headings, short, table
+from trainer.sweeps.results import Outcome, SweepResults, best_line, headings, short, table
 from trainer.sweeps.sweep import run_all
 
 needs_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="needs the optuna extra")
@@ -256,13 +256,15 @@ def outcome(number: int, best: float | None, figure: str | None = "accuracy", **
 def test_a_file_that_was_damaged_costs_its_line_only(tmp_path: Path) -> None:
     trials = [Trial(at, f"{at}_seed={at}", (f"seed={at}",), {"seed": str(at)}) for at in range(3)]
     for trial in trials:
-        Tried(tmp_path).add(trial, 0, 1.0, None)
+        SweepResults(tmp_path).add(trial, 0, 1.0, None)
     whole = (tmp_path / "sweep.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "sweep.jsonl").write_text("".join([whole[0], whole[1][:30] + "\n", '{"other": 1}\n', whole[2]]))
-    assert Tried(tmp_path).left(trials) == [trials[1]]
-    assert Tried(tmp_path).left([other := replace(trials[0], words=("seed=5",))]) == [other]  # in the same folder
+    assert SweepResults(tmp_path).left(trials) == [trials[1]]
+    assert SweepResults(tmp_path).left([other := replace(trials[0], words=("seed=5",))]) == [
+        other
+    ]  # in the same folder
     # a second start counts on from the first
-    assert Tried(tmp_path).add(trials[2], 0, 2.0, None).seconds == 3.0
+    assert SweepResults(tmp_path).add(trials[2], 0, 2.0, None).seconds == 3.0
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.jsonl"]
 
 
@@ -288,7 +290,7 @@ def test_of_equal_figures_the_loss_decides_in_a_run_and_between_runs(tmp_path: P
     (folder / "environment.json").write_text(json.dumps({"best": "accuracy"}))
     said = [{"kind": "eval", "step": at, "loss": loss, "accuracy": 1.0} for at, loss in enumerate([0.3, 0.1, 0.1, 0.2])]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in said))
-    written = Tried(tmp_path).add(Trial(0, folder.name, ("seed=0",), {"seed": "0"}), 0, 1.0, None)
+    written = SweepResults(tmp_path).add(Trial(0, folder.name, ("seed=0",), {"seed": "0"}), 0, 1.0, None)
     assert (written.best, written.best_step, written.best_loss) == (1.0, 2, 0.1)
 
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from trainer.configuration.command_line import read
 from trainer.configuration.compose import compose
 from trainer.configuration.trained_run_config import makes_reference, reads_files
-from trainer.door import apart, import_all, reported, understood, wanted
+from trainer.door import build_run, import_all, reported, run_in_processes, wanted
 from trainer.launch import failure
 from trainer.launch.child_processes import Alone, alone, executed
 from trainer.launch.forked_processes import ForkedProcess, Spare, become, may_fork
@@ -38,12 +38,14 @@ def main() -> None:
 
             code = run_all(words, launch)
         elif count := wanted(cfg := compose(words), launch):
-            code, _, _ = apart(words, cfg, count, partial(_forked, cfg) if may_fork(cfg.device) else executed)
+            code, _, _ = run_in_processes(
+                words, cfg, count, partial(_forked, cfg) if may_fork(cfg.device) else executed
+            )
         elif reads_files(cfg):
             code = reported(cfg, launch)
         else:
             with failure.exits_are_errors():  # of a lab, as it is imported or its data are read
-                parts = understood(words, launch, cfg, _spare(cfg, launch))
+                parts = build_run(words, launch, cfg, _spare(cfg, launch))
                 code = parts.job(parts)
     except Refusal as refusal:
         failure.refuse(str(refusal), launch)

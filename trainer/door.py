@@ -26,7 +26,7 @@ from trainer.configuration.settings import settings
 from trainer.configuration.suggestions import meant, unknown
 from trainer.configuration.trained_run_config import opens_a_run, reads_files, reported_on, verifies
 from trainer.configuration.value_types import shown
-from trainer.formatting import at_home
+from trainer.formatting import expand_home
 from trainer.launch import failure
 from trainer.launch.child_processes import Alone, Starter, alone, executed, run_with_restarts
 from trainer.launch.launchers import launched
@@ -120,10 +120,10 @@ def _run(asked: list[str]) -> Result:
         code = _apart(asked, cfg, count) if count else _within(asked, launch, cfg)
         if code == 1:  # nothing has failed, or that would have been raised
             raise RuntimeError(verdict(folder))
-        return Result(*_left(cfg, folder, code), folder, partial(understood, asked, Launch(), cfg))
+        return Result(*_left(cfg, folder, code), folder, partial(build_run, asked, Launch(), cfg))
 
 
-def understood(words: Sequence[str], launch: Launch, cfg: DictConfig | None = None, alone: Alone = alone) -> RunParts:
+def build_run(words: Sequence[str], launch: Launch, cfg: DictConfig | None = None, alone: Alone = alone) -> RunParts:
     """What a run is made of; cfg: what was composed of the words already; alone: does words in another process."""
     cfg = compose(words) if cfg is None else cfg
     resource_paths.make_importable()
@@ -176,7 +176,7 @@ def run_folder(cfg: DictConfig, launch: Launch) -> Path:
     label, own = str(cfg.model.get("_target_")).rsplit(".", 1)[-1].lower(), settings(cfg).run
 
     def decide() -> str:
-        return str(choose(at_home(own.root), own.name, own.dir, label, launch)[0])
+        return str(choose(expand_home(own.root), own.name, own.dir, label, launch)[0])
 
     return real(decided_by_main(launch, "door", decide))
 
@@ -199,7 +199,7 @@ def _as_a_guest(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
     # what the command line leaves to the end of its process is put back here, whatever happens
     try:
         with failure.exits_are_errors():
-            parts = understood(words, launch, cfg)
+            parts = build_run(words, launch, cfg)
             return parts.job(parts)
     except failure.Failed as failed:
         error = failed.__cause__
@@ -213,7 +213,9 @@ def _as_a_guest(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
         unlock_all()
 
 
-def apart(words: Sequence[str], cfg: DictConfig, count: int, starter: Starter = executed) -> tuple[int, list[int], str]:
+def run_in_processes(
+    words: Sequence[str], cfg: DictConfig, count: int, starter: Starter = executed
+) -> tuple[int, list[int], str]:
     """The run in so many processes; its exit code, the signals that asked it to stop, and what it says went wrong."""
     refuse_namesake()
     # what a trained run was started with is no word about this job
@@ -243,7 +245,7 @@ def import_all(cfg: DictConfig) -> None:
 
 def _apart(words: Sequence[str], cfg: DictConfig, count: int) -> int:
     """The run in processes of its own; what they have to say stands on the screen, and in the error."""
-    code, asked, said = apart(words, cfg, count)
+    code, asked, said = run_in_processes(words, cfg, count)
     if code == 2:
         raise Refusal(said)
     if code not in (0, failure.STOPPED):

@@ -50,7 +50,7 @@ def _escaped(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
 
 
-def at_home(written: str | Path) -> Path:
+def expand_home(written: str | Path) -> Path:
     """The path, with ~ as the home folder that it means; Refusal where this machine has no such folder."""
     try:
         return Path(written).expanduser()

@@ -10,11 +10,11 @@ class Refusal(Exception):
     """The command or the configuration cannot work; the message says what is wrong, why, and what works instead."""
 
 
-class Told(Exception):
+class FatalRunError(Exception):
     """A run cannot go on, and the message says all of it: exit code 1, without a traceback, from whoever was first."""
 
 
-class BadData(Told):
+class BadData(FatalRunError):
     """A run reads a sample that it cannot use; the message says which sample, what is wrong with it, and what to do."""
 
 

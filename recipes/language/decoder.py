@@ -13,7 +13,7 @@ from torch.nn import functional
 from recipes.language.causal import Causal
 from recipes.language.generation import continued
 from recipes.language.past import NoPast
-from recipes.language.rotary import Rotary, Unturned
+from recipes.language.rotary import NoRotary, Rotary
 from trainer.learning.parallel_plan import Plan
 from trainer.refusal import Refusal, nearest
 
@@ -227,7 +227,7 @@ class Decoder(nn.Module):
 
 def _positions(head_width: int, context: int, base: float | None) -> nn.Module:
     """What tells queries and keys where they are; every block has its own, since a pipeline may part them."""
-    return Unturned() if base is None else Rotary(head_width, context, base)
+    return NoRotary() if base is None else Rotary(head_width, context, base)
 
 
 def _refuse(width: int, heads: int, groups: int, norm: str, mlp: str, context: int, length: int | None) -> None:

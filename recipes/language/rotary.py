@@ -39,7 +39,7 @@ class Rotary(nn.Module):
         return (x * self.cos[places] + turned * self.sin[places]).to(x.dtype)
 
 
-class Unturned(nn.Module):
+class NoRotary(nn.Module):
     """The same where positions are learned vectors: queries and keys stay as they are."""
 
     def forward(self, x: Tensor, start: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from recipes.language.shards import Shards, opened
 from trainer.data.data import Data
-from trainer.formatting import at_home
+from trainer.formatting import expand_home
 from trainer.refusal import Refusal
 
 PADDED = -100  # the target where a window has no more tokens
@@ -29,7 +29,7 @@ class Tokens(Data):
     def __init__(self, folder: str, length: int = 1024, boundaries: bool = False) -> None:
         if length < 1:
             raise Refusal(f"data.length is {length}; it is a number of tokens, 1 or more")
-        index, splits = opened(at_home(folder))
+        index, splits = opened(expand_home(folder))
         self.vocab_size = int(index["vocab_size"])
         self._splits = {name: Windows(split, length, boundaries) for name, split in splits.items()}
         if not len(train := self._splits["train"]):

@@ -48,7 +48,7 @@ class HuggingFaceText(Data):
         wanted = {f"data.columns[{at}]": name for at, name in enumerate(columns)}
         found = splits(path, subset, train, evaluation, {**wanted, **({} if label is None else {"data.label": label})})
         self._tokenizer, self._length = tokenizer, length
-        encode = AsTheyAre(length) if tokenizer is None else Tokenizer(tokenizer, length)
+        encode = PretokenizedTexts(length) if tokenizer is None else Tokenizer(tokenizer, length)
         for column in columns if len(found[True]) else ():
             if (kind := _kind(found[True][0][column])) != encode.kind:
                 remedy = "" if tokenizer else "; data.tokenizer=NAME makes numbers of text"
@@ -125,7 +125,7 @@ class Tokenizer:
         return {name: one[0] for name, one in found.items()}
 
 
-class AsTheyAre:
+class PretokenizedTexts:
     """Lists of token numbers, those of a row one behind the other, cut off or filled up with 0."""
 
     kind, vocab_size = "lists of whole numbers", None

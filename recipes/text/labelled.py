@@ -19,7 +19,7 @@ from recipes.text.tokenizer import loaded
 from recipes.text.unlabelled import Unlabelled, new_texts
 from trainer.data.data import Data
 from trainer.data.preparation import Preparation
-from trainer.formatting import at_home
+from trainer.formatting import expand_home
 from trainer.refusal import Refusal
 
 ADDRESSES = Path(__file__).with_name("state-of-the-union.jsonl.gz")  # passages of speeches since 1934; public domain
@@ -54,7 +54,7 @@ class LabelledText(Data):
             raise Refusal(f"data.length is {length}; it is a number of tokens, 1 or more")
         if not 0 <= held < 1:
             raise Refusal(f"data.held is {held}; it is a fraction of the rows, from 0 to less than 1")
-        self._where = ADDRESSES if file is None else at_home(file)
+        self._where = ADDRESSES if file is None else expand_home(file)
         self._evaluation, self._held, self._group, self._columns = evaluation, held, group, (text, label)
         # new texts are looked at without the old ones: then the file need not be there
         self.num_classes = len(self.class_names) if num_classes is None else num_classes
@@ -70,7 +70,7 @@ class LabelledText(Data):
         back = _held_back(groups, 0.0 if self._evaluation else self._held)
         parts = {at: [row for row, out in zip(rows, back, strict=True) if out != at] for at in (True, False)}
         if self._evaluation:
-            parts[False] = table(at_home(self._evaluation), "data.evaluation")
+            parts[False] = table(expand_home(self._evaluation), "data.evaluation")
         return parts
 
     @cached_property

@@ -18,7 +18,7 @@ from recipes.vision.pictures import Pictures
 from recipes.vision.plain_pickle import read_plain
 from recipes.vision.prepared import preparation
 from trainer.data.preparation import Preparation
-from trainer.formatting import at_home
+from trainer.formatting import expand_home
 from trainer.refusal import Refusal
 
 _SIDE = 32
@@ -142,7 +142,7 @@ class CIFAR10(Pictures):
         if root is None:
             self._place = cached(self.name, self.releases[0].files, self._download, self._remedy())
         else:
-            self._place = at_home(root)
+            self._place = expand_home(root)
         self._release = self._found()
         missing = [str(file) for file in self._release.files if not (self._place / file).is_file()]
         if missing:

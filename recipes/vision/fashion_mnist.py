@@ -9,7 +9,7 @@ from recipes.vision.cached import cached
 from recipes.vision.idx import read_idx
 from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
-from trainer.formatting import at_home
+from trainer.formatting import expand_home
 from trainer.refusal import Refusal
 
 _FILES = {part: (f"{part}-images-idx3-ubyte.gz", f"{part}-labels-idx1-ubyte.gz") for part in ("train", "t10k")}
@@ -26,7 +26,7 @@ class FashionMNIST(Pictures):
 
     def __init__(self, augment: Augment, root: str | None = None) -> None:
         super().__init__(augment)
-        self.folder = at_home(root) if root else _find()
+        self.folder = expand_home(root) if root else _find()
         missing = [name for name in _NAMES if not (self.folder / name).is_file()]
         if missing:
             raise Refusal(f"{self.folder} lacks {', '.join(missing)}; Fashion-MNIST is {_four()} in one folder")

@@ -18,7 +18,7 @@ import torch
 from recipes.vision.augment import Augment
 from recipes.vision.decode import ENDINGS, Windows
 from recipes.vision.decoded import DecodedPictures
-from trainer.formatting import at_home, shown
+from trainer.formatting import expand_home, shown
 from trainer.refusal import Refusal
 
 _SHOWN = 5  # names of classes in a line
@@ -55,7 +55,7 @@ class ImageFolder(DecodedPictures):
             raise Refusal(f"data.held_out is {held_out}; it is a fraction of the images, 0 or more and below 1")
         self._held_out = held_out
         # where what lies; the classes are looked for when a network must know them, the files when they are read
-        self._root = place = at_home(root)
+        self._root = place = expand_home(root)
         self._train = place / "train" if (place / "train").is_dir() else place
         found = [place / name for name in _EVALUATION if (place / name).is_dir()]
         self._val = found[0] if found and self._train != place else None

@@ -15,7 +15,7 @@ from tests.planted import PLANTS
 from tests.planted.plant import EXACT, planted
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal, Told
+from trainer.refusal import FatalRunError, Refusal
 
 
 def verified(launch: Launch, place: Path, words: list[str]) -> tuple[Any, str]:
@@ -23,7 +23,7 @@ def verified(launch: Launch, place: Path, words: list[str]) -> tuple[Any, str]:
     with redirect_stdout(io.StringIO()) as said:
         try:
             code: Any = product(launch, place, ["job=verify", *words])
-        except (Refusal, Told) as ended:
+        except (Refusal, FatalRunError) as ended:
             return str(ended), ""
     return code, said.getvalue()
 

@@ -14,7 +14,7 @@ from tests.planted.networks import rank
 from tests.planted.plant import DROPOUT, NET, STRATEGY, VIT, Plant
 from tests.planted.shards import FOUR
 from tests.planted.steps import SYNC, SYNCED
-from trainer.parallel.local_shard import held
+from trainer.parallel.local_shard import to_local
 
 RESUME = (*STRATEGY, "the resume")
 EVALUATION = (*STRATEGY, "the evaluation")
@@ -48,7 +48,7 @@ def first_shards(original: Any) -> Any:
     def read_into(tensors: dict[str, Tensor], found: Any) -> None:
         original(tensors, found)
         if rank() == 1:
-            held(next(iter(tensors.values()))).zero_()
+            to_local(next(iter(tensors.values()))).zero_()
 
     return read_into
 
@@ -99,8 +99,8 @@ PLANTS = {
         ("at step 1, resume, ",),
         RESUME,
         {
-            "trainer.records.checkpoint_writer.Beside.copied": lambda original: (
-                lambda self, tensors: {name: held(one.detach()) for name, one in tensors.items()}
+            "trainer.records.checkpoint_writer.AsyncSaver.copied": lambda original: (
+                lambda self, tensors: {name: to_local(one.detach()) for name, one in tensors.items()}
             )
         },
     ),

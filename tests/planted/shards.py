@@ -14,7 +14,7 @@ from torch.nn import functional
 from tests.planted.copies import GRADIENT, TIMES
 from tests.planted.networks import rank
 from tests.planted.plant import NET, STRATEGY, VIT, Change, Plant
-from trainer.parallel.local_shard import held, split_axes
+from trainer.parallel.local_shard import split_axes, to_local
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.units import matches
 
@@ -32,7 +32,7 @@ def multiplied(part: str, by: int) -> Change:
             original(self)
             for name, parameter in self.network.named_parameters():
                 if part in name:
-                    held(parameter.grad).mul_(by)
+                    to_local(parameter.grad).mul_(by)
 
         return finish
 
@@ -51,7 +51,7 @@ def moved_frozen(original: Any) -> Any:
         original(self, step)
         for parameter in self.network.parameters():
             if not parameter.requires_grad:
-                held(parameter).mul_(1 - 1e-4)
+                to_local(parameter).mul_(1 - 1e-4)
 
     return after_step
 
@@ -61,11 +61,11 @@ def left_out(original: Any) -> Any:
 
     @torch.no_grad()
     def optimizer_step(self: Any, *args: Any) -> Any:
-        before = [held(one).clone() for one in self.network.parameters()]
+        before = [to_local(one).clone() for one in self.network.parameters()]
         norm = original(self, *args)
         for one, stale in zip(self.network.parameters(), before, strict=True):
             if rank():
-                held(one).copy_(stale)
+                to_local(one).copy_(stale)
         return norm
 
     return optimizer_step
@@ -76,7 +76,7 @@ def summed_over_copies(original: Any) -> Any:
         original(parameters, ranks, *rest)
         for parameter in parameters:
             if parameter.grad is not None:
-                held(parameter.grad).mul_(ranks.size)
+                to_local(parameter.grad).mul_(ranks.size)
 
     return average_gradients
 
@@ -88,7 +88,7 @@ def own_copy(original: Any) -> Any:
         original(self, shards)
         with torch.no_grad():
             for parameter in self.network.parameters():
-                held(parameter).mul_(1 + 1e-3 * (rank() // 2))
+                to_local(parameter).mul_(1 + 1e-3 * (rank() // 2))
 
     return fill
 

@@ -201,7 +201,7 @@ PLANTS = {
         ("strategy=cp",),
         STRETCH,
         (*STRATEGY, "random numbers"),
-        {"trainer.parallel.rng_policy.PerSample.cut": lambda original: lambda *_: None},
+        {"trainer.parallel.rng_policy.SampleRNG.cut": lambda original: lambda *_: None},
     ),
     "masks_of_shards": Plant(
         "a tensor rank draws as if its tokens were all of the sequence",
@@ -209,6 +209,6 @@ PLANTS = {
         ("strategy=tp",),
         ("at step 1, forward",),
         (*STRATEGY, "random numbers"),
-        {"trainer.parallel.rng_policy.PerSample.split": lambda original: lambda *_: None},
+        {"trainer.parallel.rng_policy.SampleRNG.split": lambda original: lambda *_: None},
     ),
 }

@@ -13,7 +13,7 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal, Told
+from trainer.refusal import FatalRunError, Refusal
 
 WORDS = ("--config-dir", "conf", "trust=[tests]", "loader.workers=0", "loop.global_batch=8", "loop.steps=6")
 NETWORKS = {
@@ -39,7 +39,7 @@ def trained(launch: Launch, place: Path, words: list[str]) -> Any:
     folder = place / "-".join([f"{launch.world_size}", *(word.rsplit("=")[-1] for word in words)])
     try:
         assert product(launch, place, [*WORDS, "loop.log_every=1", f"run.dir={folder}", *words]) == 0
-    except (Refusal, Told) as ended:
+    except (Refusal, FatalRunError) as ended:
         return str(ended)
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines]

@@ -19,7 +19,7 @@ from trainer.data.stream import EvaluationStream, Stream, digest
 from trainer.launch.rendezvous import Launch
 from trainer.learning.untrained_parameters import freeze
 from trainer.loop.evaluation import evaluate
-from trainer.parallel.local_shard import held
+from trainer.parallel.local_shard import to_local
 from trainer.records.checkpoint import Checkpoints
 from trainer.strategies.auto import mesh
 from trainer.strategies.base import Strategy
@@ -476,7 +476,9 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
         copies.refuse_save(step, placed.state(optimizer))
         before = {name: value.clone() for name, value in placed.network.state_dict().items()}
         seen["figures"] = evaluate(strategy, placed, task, evaluation, lambda: False)
-        seen["back"] = all(torch.equal(held(before[name]), held(v)) for name, v in placed.network.state_dict().items())
+        seen["back"] = all(
+            torch.equal(to_local(before[name]), to_local(v)) for name, v in placed.network.state_dict().items()
+        )
         seen["averages"] = {name: whole(value) for name, value in placed.average.state().items()}
         seen["data_rank"] = strategy.data_group.rank
         seen["names"] = [name for name, _ in placed.network.named_parameters()]

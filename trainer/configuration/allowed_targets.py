@@ -152,7 +152,7 @@ _TYPO = 0.85  # this alike are two names of which one is mistyped: hiden_size, h
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def bound(
+def bind_arguments(
     target: Callable, values: Mapping[str, Any], written: Mapping[str, Any], where: str, given: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
     """The values as the target takes them, and one line for each key that it does not take.

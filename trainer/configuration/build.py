@@ -167,7 +167,7 @@ class _Check:
         special = values.keys() - words.keys() - {"_target_", "_args_", "_partial_"}
         if special or not isinstance(args, list) or not isinstance(partly, bool):
             raise Refusal(f"{where}: only _target_, _args_ (a list) and _partial_ (true or false) may begin with _")
-        taken, problems = allowed_targets.bound(target, words, self.written, where, given)
+        taken, problems = allowed_targets.bind_arguments(target, words, self.written, where, given)
 
         # Arguments by position fill the first parameters; a partial call may leave any open.
         if not partly:

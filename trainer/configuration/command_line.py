@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from trainer.formatting import at_home
+from trainer.formatting import expand_home
 from trainer.refusal import Refusal, nearest
 
 _MOST = 2_000  # values in one word: half a second of Hydra's parser, whose time grows with their square
@@ -103,7 +103,7 @@ def _with_value(flag: str, argv: list[str], overrides: list[str], parser: Argume
 
 
 def _folder(name: str) -> Path:
-    folder = at_home(name).resolve()
+    folder = expand_home(name).resolve()
     # Hydra would go on without it and miss an option later.
     if not folder.is_dir():
         beside = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []

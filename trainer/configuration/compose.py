@@ -32,7 +32,7 @@ from trainer.refusal import Refusal, first_line, listed, nearest
 _MOST = 10_000  # values of a file in which every reference has been replaced by what it refers to
 
 
-def refuse_bombs(folders: Iterable[Path]) -> None:
+def refuse_alias_bombs(folders: Iterable[Path]) -> None:
     """Refuse a lab's yaml file whose references multiply: Hydra follows each of them, for minutes and gigabytes."""
     for path in (path for folder in folders for path in sorted(folder.rglob("*.yaml"))):
         text = path.read_bytes()
@@ -69,7 +69,7 @@ def compose(argv: Sequence[str]) -> DictConfig:
     overrides, problems = parse(words.overrides)
 
     # Hydra composes what the groups' words choose. That tells which keys there are, and of which type.
-    refuse_bombs(words.folders)  # before it reads them
+    refuse_alias_bombs(words.folders)  # before it reads them
     with composing(words.folders) as places:
         chosen, changes = assort(overrides, places, problems)
         cfg = load(words, chosen, places)

@@ -38,7 +38,7 @@ def submit(cfg: DictConfig, jobs: Sequence[Sequence[str]], folder: Path) -> list
         cfg.hydra.sweep.dir, cfg.hydra.sweep.subdir = str(folder), "."
     # Hydra gives a launcher its context by this one way, which takes a loader of configurations and callbacks.
     try:
-        context = HydraContext(config_loader=cast(ConfigLoader, Whole()), callbacks=Callbacks(None))
+        context = HydraContext(config_loader=cast(ConfigLoader, ComposedWords()), callbacks=Callbacks(None))
         launcher = Plugins.instance().instantiate_launcher(context, run_words, cfg)
     except (ImportError, RuntimeError) as error:
         raise Refusal(f"hydra/launcher: {first_line(error)}") from error
@@ -47,7 +47,7 @@ def submit(cfg: DictConfig, jobs: Sequence[Sequence[str]], folder: Path) -> list
     return [cast(Any, one.return_value) for one in returned]
 
 
-class Whole:
+class ComposedWords:
     """Stands where a launcher asks Hydra to compose a job: its words are whole already."""
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:

@@ -15,16 +15,16 @@ from trainer.configuration.resolved import as_written, quoted_from, resolved
 from trainer.configuration.value_types import (
     Written,
     at_least,
-    beat,
+    cadence,
     converted,
     fraction,
     meeting_place,
     not_negative,
     packages,
     positive,
-    rhythm,
     rules,
     seconds,
+    step_cadence,
     window,
     word,
 )
@@ -42,7 +42,7 @@ Count = Annotated[int, at_least(1)]
 Fraction = Annotated[float, Written(fraction)]
 Positive = Annotated[float, Written(positive)]
 Seconds = Annotated[float, Written(seconds)]
-Rhythm = Annotated[tuple[Every, ...], Written(rhythm)]
+Rhythm = Annotated[tuple[Every, ...], Written(cadence)]
 Word = Annotated[str, Written(word)]
 
 # Defaults live in conf/config.yaml, once; here only those of keys that a configuration may lack.
@@ -74,7 +74,7 @@ class Loop:
     log_every: Rhythm
     eval_every: Rhythm
     save_every: Rhythm
-    histograms_every: Annotated[tuple[Every, ...], Written(beat)]
+    histograms_every: Annotated[tuple[Every, ...], Written(step_cadence)]
     patience: Count | None  # evaluations
     on_nonfinite: Literal["stop", "skip", "rollback"]
     eval_batch: Count | None
@@ -134,7 +134,7 @@ class Distributed:
 
 
 @dataclass(frozen=True)
-class BesideModel:
+class ReservedModelKeys:
     """The framework's keys among those of a network's target, which is not given them."""
 
     freeze: tuple[str, ...] = ()  # names of modules or parameters, with wildcards
@@ -142,7 +142,7 @@ class BesideModel:
 
 
 @dataclass(frozen=True)
-class BesideOptimizer:
+class ReservedOptimizerKeys:
     """The framework's keys among those of an optimizer's target, which is not given them."""
 
     decay: Literal["weights", "all"] = "weights"  # what weight decay shrinks: weights (not biases and norms) or all
@@ -171,8 +171,8 @@ class Settings:
     init_from: Word | None  # pretrained, or where weights lie
     processes: Count | Literal["auto"] | None  # that this command starts
     trust: Annotated[tuple[str, ...], Written(packages)]
-    model: BesideModel = BesideModel()
-    optimizer: BesideOptimizer = BesideOptimizer()
+    model: ReservedModelKeys = ReservedModelKeys()
+    optimizer: ReservedOptimizerKeys = ReservedOptimizerKeys()
 
 
 _TYPES = get_type_hints(Settings)

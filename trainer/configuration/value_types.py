@@ -159,16 +159,16 @@ def _span(written: str) -> float | None:
     return float(counted[1]) * _UNITS[counted[2]] if counted else None
 
 
-def rhythm(value: Any) -> tuple[Every, ...]:
+def cadence(value: Any) -> tuple[Every, ...]:
     """When something comes round: steps (500), epochs (1ep), time (15min), a list of them, or never (null)."""
     if value is None:
         return ()
     return tuple(_every(part) for part in value) if isinstance(value, list) else (_every(value),)
 
 
-def beat(value: Any) -> tuple[Every, ...]:
+def step_cadence(value: Any) -> tuple[Every, ...]:
     """The same without a clock, which differs from rank to rank."""
-    found = rhythm(value)
+    found = cadence(value)
     expected = "steps (500), epochs (1ep), a list of them, or null for never"
     return _held(found, all(every.seconds is None for every in found), expected)
 

@@ -18,7 +18,7 @@ from trainer.jobs.preparation import Prepared
 from trainer.launch.failure import chain
 from trainer.loop.evaluation import evaluate, rehearse
 from trainer.loop.trainer import Trainer
-from trainer.records.checkpoint_writer import Beside
+from trainer.records.checkpoint_writer import AsyncSaver
 from trainer.refusal import Refusal
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
@@ -65,7 +65,7 @@ def remedy(error: BaseException, run: Prepared) -> str:
     # the error that arrives may have followed from the one that counts
     if not any(_no_memory(one) for one in chain(error)):
         return ""
-    if _within(error, Beside.copied):
+    if _within(error, AsyncSaver.copied):
         return "The host's memory ran out for a copy of the state. checkpoint.asynchronous=false saves without one."
     if _within(error, rehearse, evaluate):
         return _in_evaluation(run)

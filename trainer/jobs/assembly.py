@@ -20,7 +20,7 @@ from trainer.configuration.resolved import written
 from trainer.configuration.settings import Settings, settings
 from trainer.configuration.trained_run_config import opens_a_run
 from trainer.data.data import Data
-from trainer.formatting import at_home
+from trainer.formatting import expand_home
 from trainer.jobs.preparation import Job, RunParts
 from trainer.launch.child_processes import Alone, alone
 from trainer.launch.file_validation import CONFIG, read_yaml
@@ -45,7 +45,7 @@ def with_sizes(cfg: DictConfig, words: Sequence[str], names: Names, run: Path | 
     if asked is None:
         return cfg
     target: Any = names.find(cfg.model.get("_target_"), "model._target_")
-    read, folder = getattr(target, "settings_of", None), at_home(str(asked))
+    read, folder = getattr(target, "settings_of", None), expand_home(str(asked))
     if not callable(read):
         raise Refusal(
             f"model.settings={asked}: {real_name(target)} reads no config.json (it has no settings_of(folder,"
@@ -91,7 +91,7 @@ def assemble(
     cfg = with_facts(cfg, {name: getattr(data, name, None) for name in FACTS})
     machine.refuse_crowd()
     folder = run.dir or (f"{run.root}/{run.name}" if run.name else None)
-    cfg = with_sizes(cfg, words, names, at_home(str(folder)) if folder else None)
+    cfg = with_sizes(cfg, words, names, expand_home(str(folder)) if folder else None)
 
     def learning() -> dict[str, Any]:
         schedule = make_schedule(cfg.schedule, make_optimizer, names)

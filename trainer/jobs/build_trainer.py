@@ -21,7 +21,7 @@ from trainer.loop.progress import Progress
 from trainer.loop.rollback import AFTER
 from trainer.loop.trainer import Trainer
 from trainer.records.checkpoint import Checkpoints
-from trainer.records.checkpoint_writer import AtOnce, Beside
+from trainer.records.checkpoint_writer import AsyncSaver, SyncSaver
 from trainer.records.manifest import FINITE, TO_RESUME
 from trainer.records.profile import NoProfile, Profile
 from trainer.records.resume_rules import read_config
@@ -32,13 +32,13 @@ from trainer.strategies.parallel_model import Placed
 FORGIVEN = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed saves in a row after which a run goes on
 
 
-def make_checkpoints(run: Prepared, beside: type[Beside] = Beside) -> Checkpoints:
+def make_checkpoints(run: Prepared, beside: type[AsyncSaver] = AsyncSaver) -> Checkpoints:
     """Those of the run's folder. beside: what writes them where training goes on meanwhile."""
     best, strategy = run.settings.checkpoint.best or run.task.best, run.strategy
     # the loop saves nothing else; those of versions before it did are looked through when they are read
     facts = {"strategy": strategy.name, "precision": run.machine.resolved_precision, FINITE: True}
     path, world, chosen = run.folder.path / "checkpoints", strategy.world, run.settings.checkpoint
-    saver = beside(world, strategy.machine.timeout) if chosen.asynchronous else AtOnce(world)
+    saver = beside(world, strategy.machine.timeout) if chosen.asynchronous else SyncSaver(world)
     return Checkpoints(path, world, chosen.keep, best, facts, TO_RESUME, FORGIVEN[chosen.on_error], saver)
 
 

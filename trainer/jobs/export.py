@@ -20,7 +20,7 @@ from trainer.data.preparation import Preparation
 from trainer.data.reader import Loading
 from trainer.data.sample_order import Slice
 from trainer.data.stream import EvaluationStream
-from trainer.formatting import at_home
+from trainer.formatting import expand_home
 from trainer.jobs.preparation import Job, RunParts, seeded_network
 from trainer.jobs.trained_run import Which, as_average, chosen, classes_of, names_there, run_folder, samples_of
 from trainer.launch.rendezvous import Launch
@@ -191,7 +191,7 @@ class Export(Job):
         # what was asked for is looked at first: building a network and tracing it takes a while
         average = as_average(run, self.weights)
         ending = "" if self.format == "huggingface" else f".{self.format}"  # a folder may have any name
-        path = at_home(self.out).resolve() if self.out else run_folder(run) / "export" / f"model{ending}"
+        path = expand_home(self.out).resolve() if self.out else run_folder(run) / "export" / f"model{ending}"
         if ending and path.suffix != ending:
             raise Refusal(f"job.out={self.out}: job.format={self.format} wants a name that ends in {ending}")
         if self.prepared and self.format not in _PROGRAMS:

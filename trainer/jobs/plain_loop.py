@@ -31,7 +31,7 @@ from trainer.learning.task import units
 from trainer.loop.progress import Progress
 from trainer.parallel.batch_gather import dealt, gathering_over
 from trainer.parallel.batch_norm import batch_norms
-from trainer.parallel.buckets import wide
+from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.ranks import Ranks
 from trainer.proof.fixed_draws import FixedDraws
@@ -215,7 +215,7 @@ class ByHand:
                     own = {"loss": loss * part.weight, "weight": part.weight, "samples": len(part.batch.indices)}
                     for name, value in {**run.task.metrics(output, targets), **own}.items():
                         sums[name] = sums.get(name, 0) + value  # int and int stay whole, as in the loop
-        totals = {name: wide(value) for name, value in sums.items()}
+        totals = {name: to_accumulator(value) for name, value in sums.items()}
         self._mode(True)
         return {"loss": float(totals["loss"] / (totals["weight"] or 1)), **run.task.finish(totals)}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.data import Data
-from trainer.formatting import at_home, counted
+from trainer.formatting import counted, expand_home
 from trainer.jobs.network_outputs import Piece, Stopped, answers
 from trainer.jobs.preparation import Job, RunParts
 from trainer.jobs.trained_run import (
@@ -144,7 +144,7 @@ class Predict(Job):
         """Predict; the exit code."""
         average, launch = as_average(run, self.weights), run.machine.launch
         ending = ".safetensors" if self.inputs is None else ".csv"
-        path = at_home(self.out).resolve() if self.out else run_folder(run) / "predict" / f"{_NAME}{ending}"
+        path = expand_home(self.out).resolve() if self.out else run_folder(run) / "predict" / f"{_NAME}{ending}"
         if path.suffix != ending:
             what = "a file of tensors" if self.inputs is None else "a table, and a .jsonl beside it"
             raise Refusal(f"job.out={self.out}: what is written is {what}; give a name that ends in {ending}")

@@ -30,7 +30,7 @@ from trainer.learning.parameter_patterns import Rule, understood
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task, carries, gathers, refuse_metric_objects
 from trainer.learning.untrained_parameters import freeze, refuse_frozen, refuse_parameters
-from trainer.parallel.meta_model import all_stored, is_outline, make_room
+from trainer.parallel.meta_model import all_stored, allocate_empty, is_outline
 from trainer.records.folder import RunFolder
 from trainer.records.profile import refuse_window
 from trainer.records.sinks import Sink, shows
@@ -161,7 +161,7 @@ def build_values(run: Prepared, resuming: bool) -> None:
     if not run.machine.launch.is_main:
         return
     if is_outline(run.network) and run.initial.gives_all:
-        make_room(run.network, torch.device("cpu"), torch.device("cpu"))
+        allocate_empty(run.network, torch.device("cpu"), torch.device("cpu"))
     elif is_outline(run.network) and not (resuming and all_stored(run.network)):
         run.network = seeded_network(run)
     run.initial.fill(run.network)  # of a run that goes on from a checkpoint nothing

@@ -32,7 +32,7 @@ from trainer.launch.run_files import make_folder, real, refuse_strange
 from trainer.launch.status import STATUS_FILE
 from trainer.launch.stop_signals import StopRequest
 from trainer.parallel.meta_model import all_stored, is_outline
-from trainer.parallel.ranks import together
+from trainer.parallel.ranks import all_or_none
 from trainer.records.checkpoint_store import committed, damage, open_checkpoint, winner
 from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, Found, Manifest, read_state
 from trainer.refusal import Refusal
@@ -205,7 +205,7 @@ def give_weights(run: RunParts, placed: Placed, which: Which) -> Found:
         try:
             found = open_checkpoint(path, ranks, TO_RESUME)
             tensors = placed.empty_weights(found.tensors)
-            together(ranks, partial(read_into, tensors, found), CorruptCheckpoint)
+            all_or_none(ranks, partial(read_into, tensors, found), CorruptCheckpoint)
         except CorruptCheckpoint:
             there = ranks.all_gather_values(path.exists())[0]  # all ranks; whether it is gone, as the main one sees it
             if there or not left:

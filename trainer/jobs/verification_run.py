@@ -28,7 +28,7 @@ from trainer.proof.record import EVALUATION, Key, Record
 from trainer.proof.recorded_model import Surveyor, Watched
 from trainer.proof.signature import signatures
 from trainer.records.checkpoint_store import discard
-from trainer.records.checkpoint_writer import Beside, named
+from trainer.records.checkpoint_writer import AsyncSaver, named
 from trainer.records.folder import RunFolder
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
@@ -41,7 +41,7 @@ _SCALE = 2.0**-8  # of the scale of losses in fp16, which begins at 2**16
 _SAMPLES = 4  # of each micro-batch of a rank: more would show nothing new
 
 
-class AtLast(Beside):
+class AtLast(AsyncSaver):
     """It writes its copy only when somebody waits for it: after steps that change what it must be a copy of."""
 
     _work: Callable[[], None] | None = None

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from trainer.formatting import at_home, counted
+from trainer.formatting import counted, expand_home
 from trainer.jobs.cause_experiments import Experiments
 from trainer.jobs.fewer_layers import Fewer, fewer_layers, short_of, shortened, shorter_lines
 from trainer.jobs.memory_arithmetic import SMALLER, shortage
@@ -223,7 +223,7 @@ def verify_folder(parts: RunParts) -> Path:
     run, launch = parts.settings.run, parts.machine.launch
 
     def decide() -> str:
-        folder, _ = choose(at_home(run.root), run.name, run.dir, f"verify_{parts.strategy.name}", launch)
+        folder, _ = choose(expand_home(run.root), run.name, run.dir, f"verify_{parts.strategy.name}", launch)
         refuse_strange(make_folder(real(folder) / "verify"))
         (folder / "verify" / "verify.json").unlink(missing_ok=True)  # of an earlier one, should this one be killed
         return str(folder / "verify")

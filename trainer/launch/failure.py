@@ -23,11 +23,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.launch.polling import until
+from trainer.launch.polling import poll
 from trainer.launch.rank_output import note, say
 from trainer.launch.rendezvous import Launch, say_goodbye
 from trainer.launch.status import mark_failed, read_status
-from trainer.refusal import Refusal, Told
+from trainer.refusal import FatalRunError, Refusal
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -128,7 +128,7 @@ def fail(
     end.daemon = True
     end.start()
     # where the sentence says all, a traceback would only hide it
-    said = str(error) if isinstance(error, Told) else "".join(traceback.format_exception(error)).rstrip()
+    said = str(error) if isinstance(error, FatalRunError) else "".join(traceback.format_exception(error)).rstrip()
     trace = f"{said}\n{remedy}".rstrip()
     with contextlib.suppress(OSError, RuntimeError):  # a full disk; a store that went with its launcher
         _account(error, launch, folder, step, trace)
@@ -176,7 +176,7 @@ def _account(error: BaseException, launch: Launch, folder: Path | None, step: in
     try:
         # what may be an echo waits for the one that it is an echo of: that one's account is the better one
         patience = _GONE if peer == GONE else _PATIENCE
-        heard = until(lambda: claimed(store), patience) if peer is not None else None
+        heard = poll(lambda: claimed(store), patience) if peer is not None else None
         first = heard or claim(store, launch, peer or reason(error))
     except RuntimeError:
         # the main rank served the store, and is gone: where it could, it has said so in status.json
@@ -191,7 +191,7 @@ def _account(error: BaseException, launch: Launch, folder: Path | None, step: in
         return
     follow(first, launch, folder, trace)
     # gone too soon, this one would have its launcher end the first before it has spoken
-    until(lambda: store is None or store.check(["failure-told"]) or None, _PATIENCE)
+    poll(lambda: store is None or store.check(["failure-told"]) or None, _PATIENCE)
 
 
 def follow(first: Failure, launch: Launch, folder: Path | None, trace: str) -> None:
@@ -206,7 +206,7 @@ def follow(first: Failure, launch: Launch, folder: Path | None, trace: str) -> N
 
 def reason(error: BaseException) -> str:
     """An error in one line."""
-    said = str(error) if isinstance(error, Told) else traceback.format_exception_only(error)[-1].strip()
+    said = str(error) if isinstance(error, FatalRunError) else traceback.format_exception_only(error)[-1].strip()
     # what a worker process passes on begins with that process, and ends with the error itself
     return said.splitlines()[-1 if "Original Traceback" in said else 0]
 
@@ -283,7 +283,7 @@ def _main_has_spoken(launch: Launch) -> bool:
     main = path.parent.parent / "0" / path.name
     # torchrun ends all soon after the first is gone; who started processes=N waits
     patience = 4 * _MAIN_PATIENCE if launch.local else _MAIN_PATIENCE
-    return until(lambda: main.is_file() or None, patience) is not None
+    return poll(lambda: main.is_file() or None, patience) is not None
 
 
 def _refused_before(message: str, launch: Launch) -> bool:

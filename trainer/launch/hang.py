@@ -18,7 +18,7 @@ from time import monotonic
 from typing import NoReturn, Self
 
 from trainer.launch.failure import Failure, accuse, claimed, exit_process, follow, tell
-from trainer.launch.polling import until, within
+from trainer.launch.polling import poll, with_timeout
 from trainer.launch.rendezvous import Launch
 from trainer.launch.rollcall import Present, RollCall, accusation, listed
 from trainer.launch.status import mark_failed, read_status
@@ -123,7 +123,7 @@ class WatchdogOfRanks(Watchdog):
         if over:
             _be_gone_soon()
         try:
-            first = within(_STORE, partial(self._judged, when, over))
+            first = with_timeout(_STORE, partial(self._judged, when, over))
         except TimeoutError:  # it answers even while a thread of its process is busy
             first = self._unheard(when)
         except RuntimeError:  # it went with the launcher: the run is asked to stop, and may still save
@@ -135,7 +135,7 @@ class WatchdogOfRanks(Watchdog):
         """With which failure the run ends, by the answers of all ranks or the one who heard them; None: it goes on."""
         calling, size = self._calling, self._launch.world_size
         if not calling.call(number := self._answered + 1):
-            first = until(lambda: claimed(calling.store), _ANSWERS + PAUSE)
+            first = poll(lambda: claimed(calling.store), _ANSWERS + PAUSE)
         else:
             present = calling.answers(number, _ANSWERS)
             rank, what = accusation(present, size)
@@ -168,14 +168,14 @@ class WatchdogOfRanks(Watchdog):
         with suppress(OSError, RuntimeError):  # a full disk; a store that is gone, or does not answer
             if first.teller == self._launch.rank:
                 # the thread that answered may still be writing where this rank stands
-                until(lambda: self._answered or None, PAUSE)
+                poll(lambda: self._answered or None, PAUSE)
             else:
                 where = doing(self._main)[0] if self._answered else self._where(first.reason)
                 follow(first, self._launch, self._folder, where)
             # whoever was to say it may not have been able to; or a main thread has got further meanwhile
             if (read_status(self._folder) or {}).get("state") == "running":
                 mark_failed(self._folder, first.reason, first.rank)
-            within(_PARTED, partial(by.part, first.rank))
+            with_timeout(_PARTED, partial(by.part, first.rank))
         exit_process(1)
 
 

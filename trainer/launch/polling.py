@@ -9,7 +9,7 @@ T = TypeVar("T")
 _LOOK = 0.1  # seconds between two looks, at most; the first follow one another faster
 
 
-def until(look: Callable[[], T | None], seconds: float) -> T | None:
+def poll(look: Callable[[], T | None], seconds: float) -> T | None:
     """Look again and again until there is something to see; None where there is nothing after so long.
 
     Not the store's own waiting: its timeouts leave warnings, and often more than one key is watched.
@@ -21,7 +21,7 @@ def until(look: Callable[[], T | None], seconds: float) -> T | None:
     return found
 
 
-def within(seconds: float, act: Callable[[], T]) -> T:
+def with_timeout(seconds: float, act: Callable[[], T]) -> T:
     """What `act` returns or raises; TimeoutError where it takes longer: its thread, which asks what hangs, is left.
 
     Time counts only while this process runs: a thread that had no turn was not too slow.

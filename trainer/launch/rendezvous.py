@@ -23,7 +23,7 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from trainer.launch.polling import until, within
+from trainer.launch.polling import poll, with_timeout
 from trainer.refusal import Refusal, first_line
 
 if TYPE_CHECKING:
@@ -71,12 +71,12 @@ def reached(host: str, port: int, size: int, patience: timedelta) -> Store:
     """The store that another process serves, once somebody listens there. Refusal where that is no store."""
     from torch.distributed import TCPStore
 
-    if until(lambda: _listens(host, port), patience.total_seconds()) is None:
+    if poll(lambda: _listens(host, port), patience.total_seconds()) is None:
         raise Refusal(f"cannot reach the store at {host}:{port}: nobody listens there")
     # where another program takes the connection and says nothing, torch waits whatever its timeout is
     store = partial(TCPStore, host, port, size, False, ANSWER, wait_for_workers=False, multi_tenant=True)
     try:
-        answer = within(1.5 * ANSWER.total_seconds(), store)
+        answer = with_timeout(1.5 * ANSWER.total_seconds(), store)
     except (RuntimeError, TimeoutError) as error:
         why = f"what listens there is another program ({first_line(error)})"
         raise Refusal(f"cannot reach the store at {host}:{port}: {why}; {ELSEWHERE}") from error
@@ -187,7 +187,7 @@ def say_goodbye() -> None:
 def _wave(store: Store, launch: Launch) -> None:
     if launch.is_main:
         others = [f"bye-{rank}" for rank in range(1, launch.world_size)]
-        until(lambda: store.check(others) or None, _PARTING)
+        poll(lambda: store.check(others) or None, _PARTING)
     else:
         store.set(f"bye-{launch.rank}", "")
 
@@ -200,7 +200,7 @@ def _call(launch: Launch, seconds: float) -> Store:
     meeting = PrefixStore(_round(launch, nonce), store)
     greetings = [f"hello/{rank}" for rank in range(1, launch.world_size)]
     store.set(_place(launch), nonce)
-    if not until(lambda: not greetings or meeting.check(greetings) or None, seconds):
+    if not poll(lambda: not greetings or meeting.check(greetings) or None, seconds):
         missing = [rank for rank, key in enumerate(greetings, 1) if not meeting.check([key])]
         shown = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
         raise Refusal(f"rank {shown} of {launch.world_size} did not come to {launch.address} in time")
@@ -216,7 +216,7 @@ def _answer(launch: Launch, seconds: float) -> Store:
     token, store, greeted = secrets.token_hex(8), connected(launch), b""
     taken = f"another run, or another program of torch, meets at {launch.address} already; {ELSEWHERE}"
     # who serves the store writes there at once
-    if launch.own_store and until(lambda: store.check([_place(launch)]) or None, ANSWER.total_seconds()) is None:
+    if launch.own_store and poll(lambda: store.check([_place(launch)]) or None, ANSWER.total_seconds()) is None:
         raise Refusal(taken)
 
     def look() -> Store | None:
@@ -239,7 +239,7 @@ def _answer(launch: Launch, seconds: float) -> Store:
             raise Refusal(taken)
         return None
 
-    meeting = until(look, seconds)
+    meeting = poll(look, seconds)
     if meeting is None:
         said = "its call was never answered" if greeted else "it did not come"
         raise Refusal(f"rank {launch.rank} of {launch.world_size} waited for rank 0 at {launch.address}: {said}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.launch.agreement import machine
-from trainer.launch.polling import until
+from trainer.launch.polling import poll
 from trainer.launch.rendezvous import Launch
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class RollCall:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             return all(self.stopped(rank) for rank in missing) or None
 
-        until(all_heard, seconds)
+        poll(all_heard, seconds)
         there = {rank: key for rank, key in enumerate(keys) if self.store.check([key])}
         return {rank: Present(**json.loads(self.store.get(key))) for rank, key in there.items()}
 
@@ -83,7 +83,7 @@ class RollCall:
         self.store.set(f"parted-{self.launch.rank}", "")
         if self.launch.own_store and self.launch.is_main:
             others = [f"parted-{rank}" for rank in range(1, self.launch.world_size) if rank != blamed]
-            until(lambda: not others or self.store.check(others) or None, _PARTING)
+            poll(lambda: not others or self.store.check(others) or None, _PARTING)
         # last of all, so that it finds nobody to go on with: it hears that the run is over, and ends. It may be gone
         # already, or another user's; to a process that runs the signal means nothing
         with suppress(ProcessLookupError, PermissionError):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.launch.failure import claimed
-from trainer.launch.polling import until
+from trainer.launch.polling import poll
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
 from trainer.launch.status import mark_failed
@@ -155,7 +155,7 @@ def left_behind(launch: Launch, request: StopRequest, share: Callable[[Any], lis
     """
     if not launch.restarts or launch.local_world_size == launch.world_size:
         return False
-    until(lambda: request.raised or None, _LATER)
+    poll(lambda: request.raised or None, _LATER)
     machine = launch.rank - launch.local_rank  # torchrun counts one machine through before the next
     # all ranks; each hears every rank's machine, and what that rank was asked
     asked = {other for other, reason in share([machine, request.reason]) if reason}

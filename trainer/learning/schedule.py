@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from trainer.refusal import Refusal
 
 
-class Unmoved:
+class StatelessSchedule:
     """A schedule of the step alone: it fits every run, hears figures without a change, and remembers nothing."""
 
     def check(self, steps: int, per_epoch: int) -> None:
@@ -38,7 +38,7 @@ class Unmoved:
 
 
 @dataclass
-class Schedule(Unmoved, ABC):
+class Schedule(StatelessSchedule, ABC):
     """The factor of the learning rate for each optimizer step: a linear warm-up, then `at`.
 
     Steps and epochs count from 0. The horizon is the number of steps of the whole run. A subclass defines `at`.

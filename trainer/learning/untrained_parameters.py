@@ -17,7 +17,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # that know the 
 NORMS = (*BATCH_NORMS, nn.SyncBatchNorm)  # what has running statistics
 
 
-class Still(nn.Module):
+class FrozenBatchNorm(nn.Module):
     """What a BatchNorm becomes that is frozen: it stays in evaluation mode, in training too."""
 
     def train(self, mode: bool = True) -> Self:
@@ -41,7 +41,7 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> nn.Module:
             parameter.requires_grad_(False)
     # without a gradient a norm would still move its statistics by every batch that it sees
     for name, module in network.named_modules():
-        if isinstance(module, NORMS) and not isinstance(module, Still):
+        if isinstance(module, NORMS) and not isinstance(module, FrozenBatchNorm):
             own = [f"{name}.{last}" for last, _ in module.named_parameters()]
             # one whose scale and shift are named is meant as well as one inside of what is named
             if is_meant(name) or (own and all(is_meant(one) for one in own)):
@@ -53,7 +53,9 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> nn.Module:
 @cache
 def _still(kind: type[nn.Module]) -> type[nn.Module]:
     """A class of the same name that stays in evaluation mode: not a wrapper, so that all names stay."""
-    return type(kind.__name__, (Still, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    return type(
+        kind.__name__, (FrozenBatchNorm, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    )
 
 
 def frozen(network: nn.Module) -> set[str]:

@@ -18,7 +18,7 @@ from trainer.learning.cadence import Due
 from trainer.learning.generation_request import Continuation
 from trainer.learning.task import Around, Task, innermost
 from trainer.parallel.histograms import histograms
-from trainer.parallel.local_shard import held
+from trainer.parallel.local_shard import to_local
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.units import uncompiled
 from trainer.records.sinks import Log
@@ -164,8 +164,8 @@ class Show(NoShow):
             return
         sizes = {name: prod(shape) for name, shape in placed.shapes.items()}
         trained = {name: one for name, one in placed.network.named_parameters() if one.requires_grad}
-        gradients = {name: held(one.grad) for name, one in trained.items() if one.grad is not None}
-        weights = {name: held(one) for name, one in trained.items()}
+        gradients = {name: to_local(one.grad) for name, one in trained.items() if one.grad is not None}
+        weights = {name: to_local(one) for name, one in trained.items()}
         # all ranks, whatever each holds
         self._log.histograms("weights", histograms(weights, sizes, 1.0, self._ranks), step)
         self._log.histograms("gradients", histograms(gradients, sizes, placed.scaler.unscaled(), self._ranks), step)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.data.stream import Batch, digest
 from trainer.learning.flops_utilization import NoWork
-from trainer.parallel.buckets import Totals, wide
+from trainer.parallel.buckets import Totals, to_accumulator
 from trainer.records.checkpoint import Broken, Checkpoints
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
@@ -44,7 +44,7 @@ class Meter:
         """
         self._last = parts
         # in float64 where there is one, whatever is added to it: thousands of bf16 losses would not add up
-        self._sum = wide(loss) if self._sum is None else self._sum + loss
+        self._sum = to_accumulator(loss) if self._sum is None else self._sum + loss
         self._steps += steps
         self._timed += 1
         self._tokens += tokens

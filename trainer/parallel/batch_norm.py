@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from trainer.learning.untrained_parameters import BATCH_NORMS, Still
+from trainer.learning.untrained_parameters import BATCH_NORMS, FrozenBatchNorm
 from trainer.parallel.buckets import average
 from trainer.parallel.ranks import Group, Ranks
 from trainer.refusal import Refusal
@@ -26,7 +26,7 @@ def batch_norms(network: nn.Module) -> list[_BatchNorm]:
 
 
 def _stands_alone(module: nn.Module) -> TypeGuard[_BatchNorm]:
-    return isinstance(module, BATCH_NORMS) and not isinstance(module, (Synchronised, Still))
+    return isinstance(module, BATCH_NORMS) and not isinstance(module, (Synchronised, FrozenBatchNorm))
 
 
 def with_statistics(network: nn.Module) -> list[_BatchNorm]:

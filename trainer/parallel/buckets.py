@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.devices import pins, widest
-from trainer.parallel.local_shard import held
+from trainer.parallel.local_shard import to_local
 from trainer.parallel.ranks import Ranks, Waitable
 
 BUCKET = 25 * 2**20  # bytes that travel as one, where nobody has said
@@ -55,7 +55,7 @@ def average_gradients(parameters: list[nn.Parameter], ranks: Ranks, bucket_bytes
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    average([held(parameter.grad) for parameter in used if parameter.grad is not None], ranks, bucket_bytes)
+    average([to_local(parameter.grad) for parameter in used if parameter.grad is not None], ranks, bucket_bytes)
 
 
 def average(tensors: list[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET) -> None:
@@ -76,11 +76,11 @@ def average(tensors: list[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET) -> 
             tensor.copy_(mean)
 
 
-def added(sums: Sums, ranks: Ranks, device: torch.device) -> dict[str, Any]:
+def all_reduce_sums(sums: Sums, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     """Collective: the sums of all these ranks, on this device; whole numbers as int64, others in the widest type."""
     if ranks.size == 1:
         return {**sums}  # as they are
-    own = {name: wide(value).detach().to(device) for name, value in sums.items()}
+    own = {name: to_accumulator(value).detach().to(device) for name, value in sums.items()}
     names = sorted(own, key=lambda name: own[name].is_floating_point())
     totals: list[Tensor] = []
     for bucket in buckets([own[name] for name in names]):
@@ -104,7 +104,7 @@ class Totals:
         ahead = pins(device)  # else a copy is done when it is there to be read
         self._alike = {name: value.to("cpu", non_blocking=ahead) for name, value in (alike or {}).items()}
         # one message for each type and device, in an order that is the same on every rank
-        own = {name: wide(value).detach() for name, value in sums.items()}
+        own = {name: to_accumulator(value).detach() for name, value in sums.items()}
         self._names = sorted(own, key=lambda name: (own[name].is_floating_point(), own[name].device.type, name))
         self._under_way: list[tuple[list[Tensor], Tensor, Waitable]] = []
         for bucket in buckets([own[name] for name in self._names]):
@@ -122,11 +122,11 @@ class Totals:
         totals: list[Tensor] = []
         for bucket, flat, work in self._under_way:
             work.wait()
-            totals += unpacked(wide(flat), bucket)
+            totals += unpacked(to_accumulator(flat), bucket)
         return self._alike | dict(zip(self._names, totals, strict=True))
 
 
-def wide(value: Tensor | float) -> Tensor:
+def to_accumulator(value: Tensor | float) -> Tensor:
     """A number in the type in which numbers are added up: int64 if it is whole, else the widest where it is."""
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)

@@ -137,9 +137,9 @@ def _behind(each: tuple[Tensor, ...], dim: int, dims: int, size: int) -> Tensor:
     return cat([pad(x, (0, last.shape[-1] - x.shape[-1])) for x in each], along)
 
 
-def _gathered(stretch: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+def _gathered(sequence_shard: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """Collective: the stretches of all context ranks, one behind the other; gradients go back to whom they belong."""
-    own = DTensor.from_local(stretch, mesh, [Shard(dim)], run_check=False)
+    own = DTensor.from_local(sequence_shard, mesh, [Shard(dim)], run_check=False)
     # the context ranks; forward: each one's keys and values to all, backward: the sum of what all have found for them
     return own.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
@@ -163,7 +163,7 @@ def most_pieces(plan: Plan) -> int:
     return 2 if {type(style) for style in plan.context.values()} <= {GatheredKeys, ShiftedPlaces} else 1
 
 
-def stretch(tree: Any, ranks: Ranks, most: int) -> Any:
+def sequence_shard(tree: Any, ranks: Ranks, most: int) -> Any:
     """This rank's stretch of every sequence of a batch, (B, T, …) to (B, T / ranks, …), of at most so many pieces.
 
     Refusal where there is none.

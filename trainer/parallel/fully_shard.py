@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.batch_norm import with_statistics
-from trainer.parallel.local_shard import held, split_axes
+from trainer.parallel.local_shard import split_axes, to_local
 from trainer.parallel.ranks import ALWAYS, Ranks
-from trainer.refusal import Refusal, Told
+from trainer.refusal import FatalRunError, Refusal
 
 _PATIENCE = timedelta(seconds=30)  # for ranks that have done the same as ever: they do not come
 
@@ -72,11 +72,11 @@ class SameCalls:
             if not only:
                 raise
             others = f"{self._names[before.pop()]} on others, as before"
-            raise Told(_parted([f"{self._names[number]} on rank {self._ranks.rank}", others])) from error
+            raise FatalRunError(_parted([f"{self._names[number]} on rank {self._ranks.rank}", others])) from error
         if most != -least:
             names = [self._names[each] for each in self._ranks.all_gather_values(number)]  # these ranks
             who = {name: [str(rank) for rank, own in enumerate(names) if own == name] for name in dict.fromkeys(names)}
-            raise Told(_parted([f"{name} on rank {', '.join(ranks)}" for name, ranks in who.items()]))
+            raise FatalRunError(_parted([f"{name} on rank {', '.join(ranks)}" for name, ranks in who.items()]))
 
 
 def _parted(calls: Sequence[str]) -> str:
@@ -162,7 +162,7 @@ def _dimension(parameter: nn.Parameter, ranks: int) -> int | None:
     fully_shard pads the first dimension to a multiple of the ranks, so (1, 256, 768) would be gathered as 1,024 times
     its size on 1,024 ranks; the other dimensions it takes where they divide.
     """
-    shape = held(parameter).shape  # tensor ranks split first
+    shape = to_local(parameter).shape  # tensor ranks split first
     if not shape:
         return None
     gathered = -(-shape[0] // ranks) * ranks / max(shape[0], 1)  # what a rank sees of it, padding too, in its own size

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.nn.utils import get_total_norm
 
 from trainer.parallel.device_mesh import ranks_along
-from trainer.parallel.local_shard import held, split_axes
+from trainer.parallel.local_shard import split_axes, to_local
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
@@ -18,13 +18,13 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     """
     whole = [gradient for gradient in gradients if not split_axes(gradient)]
     if len(whole) == len(gradients):
-        return get_total_norm([held(gradient) for gradient in whole])
+        return get_total_norm([to_local(gradient) for gradient in whole])
     alike: dict[tuple[DeviceMesh, tuple[str, ...]], list[Tensor]] = {}
     for gradient in gradients:
         if isinstance(gradient, DTensor) and (axes := split_axes(gradient)):
-            alike.setdefault((gradient.device_mesh, axes), []).append(held(gradient))
+            alike.setdefault((gradient.device_mesh, axes), []).append(to_local(gradient))
     # squares add up over shards and over tensors, norms do not; what every rank holds counts once
-    squares = [get_total_norm([held(gradient) for gradient in whole]).square()] if whole else []
+    squares = [get_total_norm([to_local(gradient) for gradient in whole]).square()] if whole else []
     for (mesh, axes), shards in alike.items():
         square = get_total_norm(shards).square()
         # each copy of the network adds up its own shards: copies whose norms differed in one bit would drift apart
@@ -48,7 +48,7 @@ def multiply_(gradients: list[Tensor], factor: Tensor) -> None:
     Gradients that were offloaded to the host meet it there: it is copied once, and waited for.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
-    for local in map(held, gradients):
+    for local in map(to_local, gradients):
         by_device.setdefault(local.device, []).append(local)
     for device, alike in by_device.items():
         torch._foreach_mul_(alike, factor.to(device))

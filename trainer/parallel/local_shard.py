@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def held(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: its shard, or all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

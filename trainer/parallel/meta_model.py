@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.parallel.local_shard import held, named_tensors
+from trainer.parallel.local_shard import named_tensors, to_local
 from trainer.parallel.ranks import Ranks
 
 Values = dict[tuple[str, ...], Tensor]  # all names of a tensor → it; on the meta device where only its shape is known
@@ -63,7 +63,7 @@ def set_aside(network: nn.Module) -> Values:
 
 
 @torch.no_grad()
-def make_room(network: nn.Module, device: torch.device, shards: torch.device) -> None:
+def allocate_empty(network: nn.Module, device: torch.device, shards: torch.device) -> None:
     """Give an outline memory, in place, which nobody has written to yet. shards: where DTensors are to lie."""
     for tensor in {tensor for _, tensor in named_tensors(network) if tensor.is_meta}:
         torch.utils.swap_tensors(tensor, _like(tensor, shards if isinstance(tensor, DTensor) else device))
@@ -88,7 +88,7 @@ def send_values(values: Values, network: nn.Module, ranks: Ranks, device: torch.
             shard = whole
             if isinstance(tensor, DTensor):  # nothing travels: this rank's shard of what has come
                 shard = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
-            held(tensor).copy_(shard)
+            to_local(tensor).copy_(shard)
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:

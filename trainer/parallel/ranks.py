@@ -239,7 +239,7 @@ def set_timeouts(groups: Iterable[ProcessGroup], timeout: timedelta) -> None:
             _set_pg_timeout(timeout, group)
 
 
-def together(ranks: Ranks, action: Callable[[], Any], failure: type[Exception]) -> list[Any]:
+def all_or_none(ranks: Ranks, action: Callable[[], Any], failure: type[Exception]) -> list[Any]:
     """What the action returned on each rank, in rank order; where it failed on one, `failure` on all. Collective."""
     cause, mine = None, {}
     # whatever happens here, this rank comes to the collective: the others wait for it there

@@ -34,7 +34,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Below(Operators):
+class RandomDispatchMode(Operators):
     """Inside it operators draw from a source: those that a function of torch consists of."""
 
     def __init__(self, source: Source, many: bool = False, time_first: bool | None = None) -> None:
@@ -193,7 +193,7 @@ _BACKWARDS: dict[Any, Any] = {
 }
 
 
-class Drawing(TorchFunctionMode):
+class RandomFunctionMode(TorchFunctionMode):
     """Inside it torch's functions draw from a source."""
 
     def __init__(self, source: Source) -> None:
@@ -218,7 +218,7 @@ class Drawing(TorchFunctionMode):
             return _heads(self._source, func, *args, **kwargs)
         if func in _RECURRENT:
             return _recurrent(self._source, func, *args)
-        with Below(self._source):
+        with RandomDispatchMode(self._source):
             return func(*args, **kwargs)
 
 
@@ -226,7 +226,7 @@ def _heads(source: Source, func: Any, *args: Any, training: bool = True, **kwarg
     if not (training and args[10] > 0):  # its rate of dropout
         return func(*args, training=training, **kwargs)
     # other kernels than this one draw inside; it computes with (B · heads, T, T)
-    with sdpa_kernel(SDPBackend.MATH), Below(source, many=True, time_first=False):
+    with sdpa_kernel(SDPBackend.MATH), RandomDispatchMode(source, many=True, time_first=False):
         return func(*args, training=training, **kwargs)
 
 
@@ -236,7 +236,7 @@ def _recurrent(source: Source, func: Any, *args: Any) -> Any:
     if not (args[6 + packed] and args[5 + packed] > 0):
         return func(*args)
     # cuDNN draws inside; torch's own code computes with time first, whatever it is given
-    with torch.backends.cudnn.flags(enabled=False), Below(source, time_first=True):
+    with torch.backends.cudnn.flags(enabled=False), RandomDispatchMode(source, time_first=True):
         return func(*args)
 
 

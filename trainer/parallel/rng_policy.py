@@ -19,7 +19,7 @@ from trainer.data.seeds import mix, seed_torch, signed
 from trainer.learning.parallel_plan import Plan
 from trainer.parallel.per_sample_draw import Cut, Draw, Strays, Stretch, drawer
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.rng_functions import Drawing
+from trainer.parallel.rng_functions import RandomFunctionMode
 from trainer.parallel.sequence_pieces import Pieces, computed, pieces
 from trainer.parallel.units import matches
 
@@ -27,7 +27,7 @@ OUTSIDE = "the task"  # draws when no module of the network runs; no module has 
 _CALL, _DRAW = 0xD6E8FEB86659FD93, 0xA0761D6478BD642F  # calls of a module are so far apart, and draws of a call
 
 
-class Drawn:
+class ForwardRNGState:
     """The forward of one micro-batch: its samples, and what has been drawn in it."""
 
     def __init__(self, seed: int, step: int, indices: Tensor) -> None:
@@ -88,7 +88,7 @@ _LEARNING, _EVALUATING = 0x6C6561726E, 0x6576616C  # set a forward's numbers apa
 _OF_TORCH = ("Dropout", "Transformer", "Attention", "RNN", "LSTM", "GRU", "RReLU", "Fractional")  # modules that draw
 
 
-class Native:
+class TorchRNG:
     """Random numbers follow from (seed, step, micro-batch, data rank), and are torch's own."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -138,7 +138,7 @@ class Native:
             masks.forget()
 
 
-class PerSample(Native):
+class SampleRNG(TorchRNG):
     """Random numbers follow from (seed, step, name of the module, number of its call and of the draw, sample, element).
 
     So they do not depend on ranks, micro-batches, stages, or on the order in which anything is computed. What has no
@@ -147,9 +147,9 @@ class PerSample(Native):
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, device)
-        self._mode = Drawing(self)
+        self._mode = RandomFunctionMode(self)
         self._running = [number(OUTSIDE)]  # calls of modules that are under way, the innermost last
-        self._forward = Drawn(seed, 0, torch.empty(0, dtype=torch.int64))  # nobody's
+        self._forward = ForwardRNGState(seed, 0, torch.empty(0, dtype=torch.int64))  # nobody's
         self._begun: tuple[int, int, Tensor, tuple[int, ...]] | None = None  # a forward in which nothing has been drawn
         self._time_first = False
         # Of torch's own modules it is known which ones draw. Where there are no others the loss alone is looked at, and
@@ -158,7 +158,7 @@ class PerSample(Native):
         self._aside: Any = self._mode
         self._quiet = device.type == "cpu"  # nothing has been drawn yet aside from the network
         self._step: int | None = None
-        self._places: dict[int, tuple[Drawn, int]] = {}
+        self._places: dict[int, tuple[ForwardRNGState, int]] = {}
         self._stretch: Stretch | None = None  # of each sample's tokens, where ranks share them
         self._cut: Cut | None = None  # of activations as they lie at present
         self._names: dict[int, str] = {}  # of modules, by their calls
@@ -252,7 +252,7 @@ class PerSample(Native):
         if self._begun is not None:
             (kind, step, indices, place), self._begun = self._begun, None
             seed_torch(mix(self._seed, kind, step, *place), self._device)
-            self._forward = Drawn(mix(self._seed, kind), step, moved(indices, self._device))
+            self._forward = ForwardRNGState(mix(self._seed, kind), step, moved(indices, self._device))
             self._places[torch.default_generator.initial_seed()] = self._forward, 0
 
     def next(self) -> Draw | None:
@@ -304,4 +304,4 @@ def _may_draw(module: nn.Module) -> bool:
     return not kind.__module__.startswith("torch.nn.") or any(word in kind.__name__ for word in _OF_TORCH)
 
 
-chances: dict[str, Callable[[int, torch.device], Native]] = {"sample": PerSample, "native": Native}
+chances: dict[str, Callable[[int, torch.device], TorchRNG]] = {"sample": SampleRNG, "native": TorchRNG}

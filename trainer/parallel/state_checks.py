@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.parallel.batch_norm import statistics
-from trainer.parallel.local_shard import held
+from trainer.parallel.local_shard import to_local
 from trainer.parallel.optimizer_state import AVERAGE, PREFIX
 
 
@@ -32,7 +32,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     # one type and device at a time: their answers are one number to wait for; an empty shard has no extremes
     alike: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, one in tensors.items():
-        own = held(one).detach()
+        own = to_local(one).detach()
         if own.is_floating_point() and own.numel():
             own = own.float() if own.itemsize == 1 else own  # torch compares no float8
             alike.setdefault((own.device, own.dtype), {})[name] = own
@@ -55,7 +55,7 @@ def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     sums = {}
     for name, tensor in tensors.items():
-        own = held(tensor)
+        own = to_local(tensor)
         own = torch.view_as_real(own) if own.is_complex() else own
         whole = _WHOLE[own.itemsize]
         sums[name] = own.view(whole).sum(dtype=whole if own.itemsize >= _WIDE else torch.int64).long()
@@ -70,7 +70,7 @@ def prints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """
     found = {}
     for name, tensor in tensors.items():
-        own = held(tensor).detach()
+        own = to_local(tensor).detach()
         own = torch.view_as_real(own) if own.is_complex() else own
         whole = own.reshape(-1).view(_WHOLE[own.itemsize])
         wide = torch.int64 if own.itemsize > _WIDE else torch.int32

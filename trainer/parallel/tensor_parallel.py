@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
 from trainer.data.seeds import mix
 from trainer.devices import generator_of
 from trainer.learning.parallel_plan import Plan
-from trainer.parallel.buckets import buckets, packed, unpacked, wide
-from trainer.parallel.local_shard import held, split_axes
+from trainer.parallel.buckets import buckets, packed, to_accumulator, unpacked
+from trainer.parallel.local_shard import split_axes, to_local
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.units import matched, matches
 from trainer.refusal import Refusal
@@ -51,7 +51,7 @@ class Shared:
         if self._ranks.size == 1 or not self._parameters:
             return
         # all ranks send alike: zeros where one has no gradient
-        own = [held(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._parameters.values()]
+        own = [to_local(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._parameters.values()]
         sizes: list[Tensor] = []
         distances: list[Tensor] = []
         for bucket in buckets(own):
@@ -84,10 +84,12 @@ class Shared:
 @torch.no_grad()
 def refuse_drift(network: nn.Module, ranks: Ranks) -> None:
     """Collective: RuntimeError, naming them, where parameters outside the plan are not equal on all tensor ranks."""
-    whole = {name: held(parameter) for name, parameter in _whole(network).items()}
+    whole = {name: to_local(parameter) for name, parameter in _whole(network).items()}
     if not whole or ranks.size == 1:
         return
-    sums = torch.stack([torch.stack([wide(p).sum(), wide(p).square().sum()]) for p in whole.values()])  # (n, 2)
+    sums = torch.stack(
+        [torch.stack([to_accumulator(p).sum(), to_accumulator(p).square().sum()]) for p in whole.values()]
+    )  # (n, 2)
     bounds = torch.stack([sums, -sums])  # the largest of the negative is the smallest: one collective for both
     ranks.all_reduce_max_(bounds).wait()  # the tensor ranks; four numbers a parameter: largest and smallest
     # a sum of n numbers of this size is rounded to about as much: differences are measured in it

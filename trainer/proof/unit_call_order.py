@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.ranks import Ranks
-from trainer.refusal import Told
+from trainer.refusal import FatalRunError
 
 
 def call_together(network: nn.Module, ranks: Ranks, step: Callable[[], int | None]) -> None:
@@ -30,7 +30,7 @@ def call_together(network: nn.Module, ranks: Ranks, step: Callable[[], int | Non
             return
         names = ranks.all_gather_values(name)  # these ranks, before any of them gathers
         if len({*names}) > 1:
-            raise Told(_parted(names, at))
+            raise FatalRunError(_parted(names, at))
 
     if ranks.size > 1:
         for name in units:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from trainer.parallel.ranks import Ranks, together
+from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.state_checks import prints
 from trainer.records.checkpoint_store import (
     NONE,
@@ -31,7 +31,7 @@ from trainer.records.checkpoint_store import (
     surplus,
     sweep,
 )
-from trainer.records.checkpoint_writer import AtOnce, BrokenState, Contents, FailedSave, named, write
+from trainer.records.checkpoint_writer import BrokenState, Contents, FailedSave, SyncSaver, named, write
 from trainer.records.manifest import CorruptCheckpoint, Found
 from trainer.records.metrics_reader import rank
 from trainer.records.tensor_files import Writers
@@ -58,13 +58,13 @@ class Checkpoints:
         facts: dict[str, Any] | None = None,
         needed: Collection[str] = (),
         forgiven: int = 0,
-        saver: AtOnce | None = None,
+        saver: SyncSaver | None = None,
     ):
         self.needed = needed  # what the state of one that is gone on from must say
         self._forgiven = forgiven  # failed saves in a row that a run goes on after
         self._failures: list[str] = []  # of the last saves, since one succeeded
         self.folder, self.ranks, self.keep, self.best = folder, ranks, keep, best
-        self._saver, self._writers = saver or AtOnce(ranks), Writers(ranks)
+        self._saver, self._writers = saver or SyncSaver(ranks), Writers(ranks)
         self.facts = {"world_size": ranks.size, **(facts or {})}  # of every manifest: strategy, …
         self._kept = self._next = NONE  # where the frozen tensors lie already; where they will, with the save under way
         self._rejected: set[Path] = set()  # found corrupt; they count for nothing when others are removed
@@ -214,5 +214,5 @@ class Checkpoints:
         """
         from trainer.records.tensor_files import read_into
 
-        together(self.ranks, lambda: read_into(tensors, found), CorruptCheckpoint)
+        all_or_none(self.ranks, lambda: read_into(tensors, found), CorruptCheckpoint)
         self._kept = as_read(found, tensors)

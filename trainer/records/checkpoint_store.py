@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trainer.formatting import shown
 from trainer.launch.run_files import make_folder, sync
-from trainer.parallel.ranks import Ranks, together
+from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.state_checks import prints
 from trainer.records.manifest import (
     FINITE,
@@ -39,10 +39,10 @@ from trainer.records.manifest import (
     read_state,
 )
 from trainer.records.metrics_reader import rank, score
-from trainer.refusal import Told
+from trainer.refusal import FatalRunError
 
 
-class NoneUsable(CorruptCheckpoint, Told):
+class NoneUsable(CorruptCheckpoint, FatalRunError):
     """Checkpoints that are all corrupt: the run neither goes on nor starts over by itself."""
 
     def __init__(self, said: str, reasons: Iterable[str]) -> None:
@@ -118,7 +118,7 @@ def open_checkpoint(path: Path, ranks: Ranks, needed: Collection[str] = ()) -> F
         known.append((manifest, read_state(manifest, needed)))
         return read_headers(path, share)
 
-    headers = together(ranks, verify, CorruptCheckpoint)
+    headers = all_or_none(ranks, verify, CorruptCheckpoint)
     # all ranks have the same headers before them, so what is wrong with them is so on all
     return _found(*known[0], {file: held for share in headers for file, held in share.items()})
 

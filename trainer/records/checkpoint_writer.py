@@ -25,8 +25,8 @@ from torch import Tensor
 from trainer.devices import pins, spare_memory
 from trainer.launch.file_validation import readable
 from trainer.launch.run_files import make_folder, sync
-from trainer.parallel.local_shard import held
-from trainer.parallel.ranks import Ranks, together
+from trainer.parallel.local_shard import to_local
+from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.state_checks import not_finite
 from trainer.records.checkpoint_store import DRAFT, Links, put_in_place
 from trainer.records.manifest import MANIFEST, STATE, Manifest, encode, manifest_bytes, sha256_of
@@ -67,12 +67,12 @@ def write(folder: Path, ranks: Ranks, contents: Contents, facts: Mapping[str, An
     try:
         # ranks wait for each other after each phase: one that fails stops all before the next
         _look(ranks, contents)
-        together(ranks, partial(_begin, ranks, draft, needed, contents.links), FailedSave)
-        together(ranks, partial(_write, ranks, draft, contents), FailedSave)
+        all_or_none(ranks, partial(_begin, ranks, draft, needed, contents.links), FailedSave)
+        all_or_none(ranks, partial(_write, ranks, draft, contents), FailedSave)
         # the manifest last, then the name: who sees the name sees a checkpoint that is whole and on the disk
         files = _seal(ranks, draft, contents.links)
         manifest = Manifest(named(folder, step), step, dict(facts), contents.figures, files)
-        together(ranks, partial(_commit, ranks, draft, manifest), FailedSave)
+        all_or_none(ranks, partial(_commit, ranks, draft, manifest), FailedSave)
     except FailedSave as error:
         free = shutil.disk_usage(folder).free if folder.is_dir() else 0
         raise FailedSave(
@@ -93,7 +93,7 @@ def named(folder: Path, step: int) -> Path:
 def _look(ranks: Ranks, contents: Contents) -> None:
     """Collective: BrokenState where a number of what is to be written is not finite."""
     watched = {name: one for name, one in contents.held.items() if name in contents.finite}
-    broken = together(ranks, lambda: not_finite(watched)[:1], FailedSave)
+    broken = all_or_none(ranks, lambda: not_finite(watched)[:1], FailedSave)
     if any(broken):
         said = [f"{name} on rank {rank}" for rank, names in enumerate(broken) for name in names]
         raise BrokenState(contents.step, said)
@@ -125,9 +125,9 @@ def _seal(ranks: Ranks, draft: Path, links: Links) -> dict[str, dict[str, Any]]:
 
     Of links it is known: they are on the disk, and read again when somebody verifies the checkpoint.
     """
-    listed = together(ranks, lambda: sorted({*os.listdir(draft)} - links.files.keys()), FailedSave)[0]
+    listed = all_or_none(ranks, lambda: sorted({*os.listdir(draft)} - links.files.keys()), FailedSave)[0]
     mine = listed[ranks.rank :: ranks.size]
-    sealed = together(ranks, lambda: {name: _sealed(draft / name) for name in mine}, FailedSave)
+    sealed = all_or_none(ranks, lambda: {name: _sealed(draft / name) for name in mine}, FailedSave)
     return {**links.files, **{name: fact for own in sealed for name, fact in own.items()}}
 
 
@@ -150,7 +150,7 @@ _MOST = 0.5  # of the memory that a host has to spare: neighbouring ranks need s
 PARTING = 5.0  # seconds that a save under way still gets after an error; a rank that is gone may hold it up for ever
 
 
-class AtOnce:
+class SyncSaver:
     """The loop waits until a checkpoint is written. `ranks` agree about it."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -160,7 +160,7 @@ class AtOnce:
     @torch.no_grad()
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What this rank holds of each tensor, as it stays while it is written: here the tensors themselves."""
-        return {name: held(one) for name, one in tensors.items()}
+        return {name: to_local(one) for name, one in tensors.items()}
 
     def start(self, work: Callable[[], None]) -> bool:
         """Collective: begin; is it over, on every rank?"""
@@ -187,7 +187,7 @@ class AtOnce:
         """After an error elsewhere: what is under way gets a little time, for nothing is wrong with it."""
 
 
-class Beside(AtOnce):
+class AsyncSaver(SyncSaver):
     """A thread writes a copy in the host's memory, if there is room for one. One at a time; the memory is kept.
 
     What it does holds Python's lock nowhere for long: writing, hashing and waiting let go of it.

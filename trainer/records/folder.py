@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from trainer.formatting import at_home
+from trainer.formatting import expand_home
 from trainer.launch.agreement import decided_by_main, everywhere
 from trainer.launch.file_validation import CONFIG, ENVIRONMENT, Damaged, read_yaml
 from trainer.launch.rendezvous import Launch
@@ -68,7 +68,7 @@ class RunFolder:
             # what is to be continued is looked at before anything is made
             try:
                 start = start_path(resume)
-                path, restarted = choose(at_home(root), name, dir, label, launch)
+                path, restarted = choose(expand_home(root), name, dir, label, launch)
                 # who was started again re-enters the folder that it has made itself
                 fresh = resume == "fresh" and not restarted and not launch.requeued
                 if fresh or not has_checkpoint(path):
@@ -165,7 +165,7 @@ def refuse_place(root: str, name: str | None, dir: str | None, launch: Launch) -
     new = name if name and _NAME.fullmatch(name) else ".a-run"  # what is no name is refused with its own words
 
     def look() -> None:
-        path = real(at_home(dir) if dir is not None else at_home(root) / new)
+        path = real(expand_home(dir) if dir is not None else expand_home(root) / new)
         there = next(each for each in (path, *path.parents) if os.path.exists(each))
         try:
             # a real one: by the mode bits root may write into /proc and on read-only disks. What is there is probed
@@ -189,7 +189,7 @@ def generated_name(label: str, now: float) -> str:
 def choose(root: Path, name: str | None, dir: str | None, label: str, launch: Launch) -> tuple[Path, bool]:
     """The path of a run, and whether an attempt before this one under the same launcher has chosen it already."""
     if dir is not None:
-        path = at_home(dir).absolute()
+        path = expand_home(dir).absolute()
     elif name is not None:
         path = _inside(root, name)
     else:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.formatting import at_home, counted
+from trainer.formatting import counted, expand_home
 from trainer.launch.run_files import real
 from trainer.refusal import Refusal
 
@@ -31,7 +31,7 @@ def start_path(resume: str) -> Path | None:
     """The run folder or checkpoint that `run.resume` names, None for `auto` and `fresh`; Refusal where it has none."""
     if resume in ("auto", "fresh"):
         return None
-    path = real(at_home(resume))
+    path = real(expand_home(resume))
     if not has_checkpoint(path) and not is_checkpoint(path):
         kind = "holds no checkpoint" if path.exists() else "does not exist"
         if path.is_file() and is_checkpoint(path.parent):

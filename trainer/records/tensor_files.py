@@ -25,15 +25,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from trainer.parallel.local_shard import held
+from trainer.parallel.local_shard import to_local
 from trainer.parallel.optimizer_state import APART
 from trainer.parallel.parameter_owners import owners
-from trainer.parallel.ranks import Ranks, together
+from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.records.manifest import FROZEN, SHARDS, TENSORS, CorruptCheckpoint, Found, KnownHeaders
-from trainer.refusal import Told
+from trainer.refusal import FatalRunError
 
 
-class FailedSave(Told):
+class FailedSave(FatalRunError):
     """A checkpoint could not be written; the older ones are as they were."""
 
 
@@ -69,7 +69,7 @@ class Share:
         """bytes: of all ranks' tensors, each once; apart: is there more than the network."""
         self.bytes, self.apart = bytes, apart
         # a shard without elements is left out: readers have no need of it
-        self._seen = {name: _seen(one) for name, one in tensors.items() if held(one).numel() or not one.numel()}
+        self._seen = {name: _seen(one) for name, one in tensors.items() if to_local(one).numel() or not one.numel()}
         self._examples = {self._seen[name]: one for name, one in tensors.items() if name in self._seen}
         self.names = [*self._seen]
 
@@ -107,7 +107,9 @@ class Writers:
         FailedSave on all ranks where it fails on one.
         """
         # all ranks; a hash of each part, and of the names that the main rank has links for
-        told = together(self._ranks, lambda: (self._hashed(tensors, frozen), same, _hash(sorted(linked))), FailedSave)
+        told = all_or_none(
+            self._ranks, lambda: (self._hashed(tensors, frozen), same, _hash(sorted(linked))), FailedSave
+        )
         hashes = [one for one, _, _ in told]
         if hashes != self._told:
             self._kinds, self._told, self._shares = self._gathered(hashes), hashes, {}

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.formatting import named
 from trainer.learning.task import Task
 from trainer.parallel.units import uncompiled
-from trainer.refusal import Refusal, Told
+from trainer.refusal import FatalRunError, Refusal
 from trainer.strategies.loss import Forward, Listing, restored
 from trainer.strategies.parallel_model import Placed
 from trainer.strategies.process_groups import Joined
@@ -92,7 +92,7 @@ class _Placed(Placed):
         # DDP itself would say so in the next forward, after a step by gradients that nobody has averaged
         unused = [] if self.strategy.find_unused_parameters or self.strategy.static_graph else self._without_gradient()
         if unused:
-            raise Told(
+            raise FatalRunError(
                 f"these parameters get no gradient from the samples of rank {self.strategy.world.rank}:"
                 f" {named(unused, 8)}; set strategy.find_unused_parameters=true"
             )

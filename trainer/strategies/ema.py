@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainer.parallel.batch_norm import statistics
-from trainer.parallel.local_shard import held
+from trainer.parallel.local_shard import to_local
 from trainer.parallel.optimizer_state import AVERAGE
 
 FIGURES = "ema_"  # of a figure's name
@@ -67,7 +67,7 @@ class Average(NoAverage):
             self._kept = {name: own.detach().clone() for name, own in self._own.items()}
             return
         # shards and copies alike: nothing travels, and what ranks have in common stays the same bits
-        kept, own = ([held(one) for one in tensors.values()] for tensors in (self._kept, self._own))
+        kept, own = ([to_local(one) for one in tensors.values()] for tensors in (self._kept, self._own))
         if not isinstance(skipped, Tensor):
             self._move(kept, own, step)
             return
@@ -117,7 +117,7 @@ class Average(NoAverage):
     @torch.no_grad()
     def _exchange(self, names: Collection[str]) -> None:
         for name in names if self._kept else ():
-            own, average = held(self._own[name]), held(self._kept[name])
+            own, average = to_local(self._own[name]), to_local(self._kept[name])
             aside = own.clone()  # one at a time: never is there a whole second copy
             own.copy_(average)
             average.copy_(aside)

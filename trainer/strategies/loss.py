@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer.data.nested_tensors import changed, filled, tensors
 from trainer.devices import widest
 from trainer.learning.task import Task, units
-from trainer.parallel.buckets import wide
+from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.ranks import Ranks
 
 Forward = Callable[..., Any]  # (inputs, targets), and what was carried where something is → the network's output
@@ -100,7 +100,7 @@ def add_share(sums: dict[str, Tensor], losses: dict[str, Tensor], share: float |
     for name, loss in losses.items():
         kept = loss.detach()
         if not _is_one(share):
-            kept = wide(kept) * share  # a loss in bf16 has 8 bits, too few for a product or a sum
+            kept = to_accumulator(kept) * share  # a loss in bf16 has 8 bits, too few for a product or a sum
         sums[name] = sums[name] + kept if name in sums else kept
 
 
@@ -114,13 +114,13 @@ def evaluation_sums(
     loss, weight = total_loss(call(task.loss, output, targets)), units(task, targets, samples)
     # what the host knows stays there: a number of Python costs no kernel
     weight = _on(loss.device, weight) if isinstance(weight, Tensor) else weight
-    sums: dict[str, Tensor | float] = {"loss": wide(loss) * weight, "weight": weight, "samples": samples}
-    return {name: wide(value) for name, value in task.metrics(output, targets).items()} | sums
+    sums: dict[str, Tensor | float] = {"loss": to_accumulator(loss) * weight, "weight": weight, "samples": samples}
+    return {name: to_accumulator(value) for name, value in task.metrics(output, targets).items()} | sums
 
 
 def uncounted(sums: dict[str, Tensor | float]) -> dict[str, Tensor | float]:
     """The sums over nothing, of the same names and shapes."""
-    return {name: torch.zeros_like(wide(value)) for name, value in sums.items()}
+    return {name: torch.zeros_like(to_accumulator(value)) for name, value in sums.items()}
 
 
 def _on(device: torch.device, number: Tensor | float) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.parallel.buckets import buckets, packed, unpacked
 from trainer.parallel.gradient_clipping import multiply_
-from trainer.parallel.local_shard import held
+from trainer.parallel.local_shard import to_local
 from trainer.parallel.ranks import DONE, Ranks, Waitable
 from trainer.strategies.carried_state import NothingCarried
 
@@ -148,7 +148,9 @@ class Skipping(NoScaler):
     ) -> None:
         self._scaler, self._carried, self._ranks = scaler, carried, ranks
         # by type, so that all of a type are copied as one
-        own = sorted((held(buffer) for buffer in network.buffers()), key=lambda one: (str(one.device), str(one.dtype)))
+        own = sorted(
+            (to_local(buffer) for buffer in network.buffers()), key=lambda one: (str(one.device), str(one.dtype))
+        )
         self._buffers = buckets(own)
         self._before: list[Tensor] = []  # what was in them as the step began
         self._broken = torch.zeros((), device=device)  # 1 where the last step was left out

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.data.stream import Batch
 from trainer.formatting import named
-from trainer.parallel.buckets import Totals, wide
+from trainer.parallel.buckets import Totals, to_accumulator
 from trainer.parallel.ranks import Ranks
 from trainer.refusal import NotFinite
 
@@ -181,4 +181,4 @@ class LookoutAfar(Lookout):
 
 def _numbers(tensors: Sequence[Tensor | None]) -> list[float]:
     """The values of lone numbers that lie on one device."""
-    return torch.stack([wide(one) for one in tensors if one is not None]).tolist() if tensors else []
+    return torch.stack([to_accumulator(one) for one in tensors if one is not None]).tolist() if tensors else []

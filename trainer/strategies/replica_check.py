@@ -18,7 +18,7 @@ from trainer.parallel.local_shard import split_axes
 from trainer.parallel.optimizer_state import AVERAGE
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.state_checks import bit_sums
-from trainer.refusal import Told
+from trainer.refusal import FatalRunError
 from trainer.strategies.process_topology import Place
 
 # How a tensor can be split: the axes of the mesh along which ranks hold different shards of it.
@@ -26,7 +26,7 @@ KINDS = [kind for count in range(len(AXES)) for kind in combinations(AXES[1:], c
 _CPU = torch.device("cpu")
 
 
-class Drifted(Told, RuntimeError):
+class Drifted(FatalRunError, RuntimeError):
     """Ranks hold different numbers in what is to be the same; the message names the first tensor, and who differs."""
 
 

@@ -18,11 +18,11 @@ from trainer.data.nested_tensors import changed
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
-from trainer.parallel.buckets import added, average_gradients
-from trainer.parallel.context_parallel import cut_sequences, most_pieces, stretch, tokens
+from trainer.parallel.buckets import all_reduce_sums, average_gradients
+from trainer.parallel.context_parallel import cut_sequences, most_pieces, sequence_shard, tokens
 from trainer.parallel.device_mesh import ranks_along
 from trainer.parallel.fully_shard import not_spread
-from trainer.parallel.meta_model import make_room, send_values, set_aside
+from trainer.parallel.meta_model import allocate_empty, send_values, set_aside
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.sequence_pieces import Pieces, pieces
 from trainer.parallel.tensor_parallel import Shared, redistribute_gradients, refuse_drift, share_buffers
@@ -65,7 +65,7 @@ class PlacedTensor(Placed):
 
     def _fill(self, shards: torch.device) -> None:
         """Collective: an outline that was split and spread gets its values. shards: where spread parameters lie."""
-        make_room(self.network, self.strategy.device, shards)
+        allocate_empty(self.network, self.strategy.device, shards)
         send_values(self._values, self.network, self.strategy.world, self.strategy.device)
         del self._values
         # only now is it clear what each rank holds of which parameter
@@ -152,11 +152,11 @@ class PlacedContext(PlacedTensor):
         """The base's, of this rank's stretches; the sums are those of all context ranks, on each of them."""
         ranks = self.strategy.context_group
         own = [self._stretch(batch) for batch in batches]
-        return added(super().forward_backward(own, step), ranks, self.strategy.device)
+        return all_reduce_sums(super().forward_backward(own, step), ranks, self.strategy.device)
 
     def _stretch(self, batch: Any) -> Any:
         ranks = self.strategy.context_group
-        inputs, targets = stretch((batch.inputs, batch.targets), ranks, most_pieces(self._plan))
+        inputs, targets = sequence_shard((batch.inputs, batch.targets), ranks, most_pieces(self._plan))
         # every context rank weighs its own stretches, so of the global batch there are as many more of them
         return batch._replace(inputs=inputs, targets=targets, total=batch.total * ranks.size)
 
@@ -166,12 +166,12 @@ class PlacedContext(PlacedTensor):
 
     def _evaluate(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         ranks = self.strategy.context_group
-        own = stretch((inputs, targets), ranks, most_pieces(self._plan))
+        own = sequence_shard((inputs, targets), ranks, most_pieces(self._plan))
         self._chance.cut(ranks, tokens(own), most_pieces(self._plan))
         sums = super()._evaluate(batch, *own)
         if ranks.size == 1:
             return sums
-        totals = added(sums, ranks, self.strategy.device)
+        totals = all_reduce_sums(sums, ranks, self.strategy.device)
         # every context rank has counted each sample, and its loss by it where samples are what a loss is the mean of
         often = ("samples", "weight", "loss") if type(self.task).weight is Task.weight else ("samples",)
         return totals | {name: totals[name] / ranks.size for name in often}

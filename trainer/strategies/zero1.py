@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.task import Task
-from trainer.parallel.buckets import wide
+from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.gradient_clipping import global_norm
 from trainer.parallel.parameter_owners import Delivery, owned_buckets, owners, send_from_owners
 from trainer.parallel.ranks import Group
@@ -78,7 +78,7 @@ class _Placed(Placed):
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """Collective: the norm over what all ranks own; the same on each, also where a rank owns nothing."""
         own = global_norm(gradients) if gradients else torch.zeros((), device=self.strategy.device)
-        square = wide(own.to(self.strategy.device)).square()
+        square = to_accumulator(own.to(self.strategy.device)).square()
         self.strategy.data_group.all_reduce_sum_(square).wait()  # the data ranks; 8 bytes travel
         return square.sqrt().to(self._machine.parameter_dtype)
 

@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 from trainer.configuration.multirun import Search
 from trainer.configuration.search_space import Space, Trial
 from trainer.refusal import Refusal, nearest
-from trainer.sweeps.results import Outcome, Tried
+from trainer.sweeps.results import Outcome, SweepResults
 
 MEMORY = "study.journal"
 
@@ -31,7 +31,7 @@ class Study:
     Optuna as such, and not given again.
     """
 
-    def __init__(self, search: Search, space: Space, tried: Tried) -> None:
+    def __init__(self, search: Search, space: Space, tried: SweepResults) -> None:
         """Begin, or go on with what lies in the folder. Refusal where that was begun with other words."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # the sweep says itself how each run ended
         self._space, self._tried, self._most = space, tried, search.n_trials

@@ -22,7 +22,7 @@ from trainer.launch.child_processes import account, handed_on, meaning
 from trainer.launch.failure import STOPPED
 from trainer.launch.status import read_status
 from trainer.sweeps.device_shares import Share
-from trainer.sweeps.results import Outcome, Tried
+from trainer.sweeps.results import Outcome, SweepResults
 from trainer.sweeps.run_source import Source
 from trainer.sweeps.sweep_screen import Shown
 
@@ -40,7 +40,9 @@ class Child:
     scratch: Path  # where it leaves why it failed
 
 
-def at_once(source: Source, shares: Sequence[Share], tried: Tried, more: Sequence[str], shown: Shown) -> int:
+def run_concurrently(
+    source: Source, shares: Sequence[Share], tried: SweepResults, more: Sequence[str], shown: Shown
+) -> int:
     """Keep one run going in each share of the machine until there are no more; how often was it asked to stop?
 
     more: words that each is given beside its own. A request to stop is handed on to all that are under way, and no
@@ -117,7 +119,7 @@ def _first_to_end(under_way: Sequence[Child]) -> Child:
         time.sleep(_LOOK)
 
 
-def _noted(child: Child, stopping: bool, tried: Tried) -> Outcome:
+def _noted(child: Child, stopping: bool, tried: SweepResults) -> Outcome:
     """Write down how a run ended; stopping: somebody asked for it."""
     code, seconds = meaning([child.process.wait()], stopping), time.monotonic() - child.began
     reason = None if code in (0, STOPPED) else _reason(child, tried.folder / child.trial.name)

@@ -60,7 +60,7 @@ class Outcome:
         return rank({beside(figure): self.best_loss, self.name: self.best}, figure)
 
 
-class Tried:
+class SweepResults:
     """All outcomes of a folder. The file is replaced in one step at each, so that it is never torn."""
 
     def __init__(self, folder: Path) -> None:

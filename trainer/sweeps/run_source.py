@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from trainer.configuration.search_space import Trial
-from trainer.sweeps.results import Outcome, Tried
+from trainer.sweeps.results import Outcome, SweepResults
 
 
 class Source(Protocol):
@@ -28,7 +28,7 @@ class Source(Protocol):
 class Listed:
     """A list of runs; those that an earlier command completed are not run again."""
 
-    def __init__(self, trials: Sequence[Trial], tried: Tried) -> None:
+    def __init__(self, trials: Sequence[Trial], tried: SweepResults) -> None:
         self._all, self._tried = trials, tried
         self._left = tried.left(trials)  # one that failed is tried again: its cause may be gone, a full disk perhaps
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from trainer.configuration.multirun import Multirun, multirun, whole_words
-from trainer.formatting import at_home, counted
+from trainer.formatting import counted, expand_home
 from trainer.launch.failure import STOPPED, exit_code
 from trainer.launch.launchers import meeting_at
 from trainer.launch.namesake import refuse_namesake
@@ -16,8 +16,8 @@ from trainer.records.folder import choose
 from trainer.records.folder_lock import lock
 from trainer.refusal import Refusal
 from trainer.sweeps.device_shares import gpus, shares
-from trainer.sweeps.parallel_runs import at_once
-from trainer.sweeps.results import Outcome, Tried, best_line, table
+from trainer.sweeps.parallel_runs import run_concurrently
+from trainer.sweeps.results import Outcome, SweepResults, best_line, table
 from trainer.sweeps.run_source import Listed, Source
 from trainer.sweeps.sweep_screen import OneByOne, SideBySide
 
@@ -67,23 +67,23 @@ def _refuse_launched(argv: Sequence[str], launch: Launch) -> None:
     )
 
 
-def _opened(asked: Multirun, launch: Launch) -> tuple[Tried, list[str]]:
+def _opened(asked: Multirun, launch: Launch) -> tuple[SweepResults, list[str]]:
     """The folder, this command's until its process ends; and words that its runs get beside their own."""
     # a requeued job goes on in the same folder
-    folder, restarted = choose(at_home(asked.root), asked.name, asked.dir, "multirun", launch)
+    folder, restarted = choose(expand_home(asked.root), asked.name, asked.dir, "multirun", launch)
     folder = real(folder)
     refuse_strange(folder)
     try:
         lock(folder)
     except OSError as error:
         raise Refusal(f"{folder} cannot be written to: {error.strerror}; give another run.dir") from None
-    tried = Tried(folder)
+    tried = SweepResults(folder)
     if asked.fresh and not restarted and not launch.requeued:
         tried.forget(asked.space.grid() if asked.search is None else ())
     return tried, ["run.resume=auto"] if launch.requeued and asked.fresh else []
 
 
-def _source(asked: Multirun, tried: Tried) -> Source:
+def _source(asked: Multirun, tried: SweepResults) -> Source:
     """Every combination, or what Optuna chooses."""
     if asked.search is None:
         return Listed(asked.space.grid(), tried)
@@ -92,15 +92,15 @@ def _source(asked: Multirun, tried: Tried) -> Source:
     return Study(asked.search, asked.space, tried)
 
 
-def _here(asked: Multirun, source: Source, tried: Tried, more: Sequence[str]) -> int:
+def _here(asked: Multirun, source: Source, tried: SweepResults, more: Sequence[str]) -> int:
     """By this process, on this machine; how often was it asked to stop?"""
     parts = shares(asked.at_once, asked.processes, gpus(asked.device) if asked.at_once != 1 else [])
     if len(parts) == 1:
-        return at_once(source, parts, tried, more, OneByOne(source.left()))
-    return at_once(source, parts, tried, more, SideBySide(tried.folder, len(parts)))
+        return run_concurrently(source, parts, tried, more, OneByOne(source.left()))
+    return run_concurrently(source, parts, tried, more, SideBySide(tried.folder, len(parts)))
 
 
-def _submitted(asked: Multirun, tried: Tried, more: Sequence[str]) -> int:
+def _submitted(asked: Multirun, tried: SweepResults, more: Sequence[str]) -> int:
     """By a launcher that is a plugin of Hydra, all at once; never stopped here."""
     from trainer.configuration.hydra_launchers import submit
 
@@ -111,7 +111,7 @@ def _submitted(asked: Multirun, tried: Tried, more: Sequence[str]) -> int:
     return 0
 
 
-def _account(outcomes: Sequence[Outcome | None], tried: Tried) -> list[str]:
+def _account(outcomes: Sequence[Outcome | None], tried: SweepResults) -> list[str]:
     """The table; the number of runs by outcome; the best; what went wrong with those that failed."""
     ended = [outcome for outcome in outcomes if outcome is not None]
     states = [outcome.state if outcome else "not started" for outcome in outcomes]

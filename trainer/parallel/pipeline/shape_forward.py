@@ -69,7 +69,7 @@ def argument(place: Place, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return args[place] if place < len(args) else None
 
 
-class Stead(dict[Tensor, Tensor]):
+class TensorSubstitutions(dict[Tensor, Tensor]):
     """What was handed on, by what a stage's forward has in its place: there it goes on to hold it in its variables."""
 
     def put(self, value: Tensor, instead: Tensor) -> None:
@@ -106,7 +106,7 @@ class Trial:
         self._network, self._cuts, self._may_draw = step.get_submodule(ROOT), cuts, may_draw
         self.places: list[list[Place]] = []
         self._begins: list[list[Tensor]] = []  # the values that each stage after the first begins with
-        self._stead = Stead()
+        self._stead = TensorSubstitutions()
         self._reached: list[set[Tensor]] = []  # by each stage's graph, where it begins
         own = shapes(self._network, torch.device("cpu"))
         # frozen ones, too: it is asked who needs them

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.data.nested_tensors import floats_as, moved
 from trainer.devices import widest
-from trainer.parallel.buckets import Sums, wide
+from trainer.parallel.buckets import Sums, to_accumulator
 from trainer.parallel.pipeline.stages import Layout
 from trainer.parallel.ranks import Group
 
@@ -118,7 +118,7 @@ def broadcast_sums(
     like: empty the first time, when names and shapes travel; to be given again each time after. RuntimeError where the
     source's are others then.
     """
-    numbers = {name: wide(value).detach().contiguous() for name, value in sums.items()}
+    numbers = {name: to_accumulator(value).detach().contiguous() for name, value in sums.items()}
     own = moved(floats_as(numbers, widest(device)), device)
     facts = [(name, value.shape, value.dtype) for name, value in own.items()]
     # who receives must have room of the right shapes, which are the same in every step: they travel once

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.nested_tensors import first_tensor, tensors
-from trainer.parallel.pipeline.shape_forward import Place, Stead, Trial, argument, beside, cloned, has_values, shapes
+from trainer.parallel.pipeline.shape_forward import (
+    Place,
+    TensorSubstitutions,
+    Trial,
+    argument,
+    beside,
+    cloned,
+    has_values,
+    shapes,
+)
 from trainer.parallel.pipeline.trace import ROOT
 from trainer.parallel.units import enclosing
 
@@ -81,7 +90,7 @@ class RunningStage(nn.Module):
         # and in place of the next stage's first module the way out
         if number < len(cuts):
             vars(inner.get_submodule(cuts[number]))["forward"] = partial(self._leave, trial.places[number])
-        self._stead = Stead()
+        self._stead = TensorSubstitutions()
         self._received: tuple[Tensor, ...] = ()
         vars(self)["_step"] = copy
         self._hold(network, inner, kinds)
@@ -111,14 +120,14 @@ class RunningStage(nn.Module):
 
     def forward(self, inputs: Any, targets: Any, *received: Tensor) -> Any:
         """What the stage hands on, as a tuple; of the last one the step's output."""
-        self._received, self._stead = received, Stead()
+        self._received, self._stead = received, TensorSubstitutions()
         try:
             output = self._step(inputs, targets)
         except _Leaving as leaving:
             output = leaving.values
             leaving.__traceback__ = None  # its frames hold activations
         finally:
-            self._received, self._stead = (), Stead()
+            self._received, self._stead = (), TensorSubstitutions()
         if not all(has_values(tensor) for tensor in tensors(output)):
             raise RuntimeError(
                 "what a stage hands on needs what only an earlier stage knows and has not handed on: a value without a"
