@@ -170,7 +170,7 @@ def test_a_pipeline_needs_a_layer_for_each_stage(processes: Processes, home: Pat
 
 def with_memory(launch: Launch, place: Path, words: list[str], free: float) -> tuple[Any, str]:
     """The same where so many bytes are free."""
-    with patch("trainer.jobs.memory_arithmetic.spare_memory", lambda: free):
+    with patch("trainer.jobs.reference_process.spare_memory", lambda: free):
         return verified(launch, place, words)
 
 

@@ -18,7 +18,7 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_initial import IMAGES, saved
 from trainer.learning.optimizer import parameter_groups
-from trainer.learning.parameter_patterns import Rule, fits, understood
+from trainer.learning.parameter_patterns import Rule, fits, resolve_rules
 from trainer.learning.untrained_parameters import freeze, trainable
 from trainer.parallel.batch_norm import batch_norms, synchronised
 from trainer.parallel.meta_model import outline
@@ -221,5 +221,5 @@ def test_patterns_are_fnmatchs() -> None:
 def test_a_rule_counts_for_a_tied_weight_by_any_of_its_names() -> None:
     network = nn.ModuleDict({"table": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
     network["head"].weight = network["table"].weight
-    rules = understood(network, (Rule("head", lr=0.5),))
+    rules = resolve_rules(network, (Rule("head", lr=0.5),))
     assert parameter_groups(network, False, rules)[1] == {"params": [network["table"].weight], "lr": 0.5}

@@ -12,8 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
-from trainer.proof.record import UPDATE, Key, Record
-from trainer.proof.sharded_signature import Signing
+from trainer.proof.record import UPDATE, Key, Record, Signing
 from trainer.proof.signature import joined, moved, signatures
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine

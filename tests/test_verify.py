@@ -18,9 +18,9 @@ from tests.quick import quickly
 from trainer.proof import record as phases_of
 from trainer.proof.causes import AGAIN, ANEW, DIVIDED, SHOWN, Circumstances, First, Tried, likely
 from trainer.proof.comparison import EXACTNESS, compared
-from trainer.proof.curves_svg import picture
 from trainer.proof.record import INITIAL, LOSS, Key, Record
 from trainer.proof.signature import signatures
+from trainer.proof.verdict import picture
 
 pytestmark = pytest.mark.slow
 

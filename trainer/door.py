@@ -6,6 +6,7 @@ Typos are refused before torch is imported, which takes seconds.
 from __future__ import annotations
 
 import importlib
+import json
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -35,13 +36,19 @@ from trainer.launch.process_state import borrowed
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_files import real
-from trainer.proof.saved_verdict import verdict
 from trainer.refusal import Refusal
 
 if TYPE_CHECKING:
     from torch import nn
 
     from trainer.jobs.preparation import RunParts
+
+
+def saved_verdict(run: Path) -> str:
+    """What differs, of the comparison in the folder of a run; empty where nothing does, or none came to an end."""
+    path = run / "verify" / "verify.json"
+    found = json.loads(path.read_text()) if path.is_file() else {"same": True}
+    return "" if found["same"] else f"{found['verdict']} ({path})"
 
 
 _composing = threading.Lock()  # Hydra keeps what it composes in a place that all threads share
@@ -119,7 +126,7 @@ def _run(asked: list[str]) -> Result:
             say("note        Ctrl-C does not reach a run in a thread; run.stop_after=… ends it")
         code = _apart(asked, cfg, count) if count else _within(asked, launch, cfg)
         if code == 1:  # nothing has failed, or that would have been raised
-            raise RuntimeError(verdict(folder))
+            raise RuntimeError(saved_verdict(folder))
         return Result(*_left(cfg, folder, code), folder, partial(build_run, asked, Launch(), cfg))
 
 
@@ -251,7 +258,7 @@ def _apart(words: Sequence[str], cfg: DictConfig, count: int) -> int:
     if code not in (0, failure.STOPPED):
         if asked.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt("interrupted twice")
-        found = verdict(Path(str(cfg.run.dir))) if verifies(cfg) else ""
+        found = saved_verdict(Path(str(cfg.run.dir))) if verifies(cfg) else ""
         raise RuntimeError(said or found or "a process of the run ended without a message: killed, or out of memory")
     return code
 

@@ -36,7 +36,7 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 
 
-def with_sizes(cfg: DictConfig, words: Sequence[str], names: Names, run: Path | None) -> DictConfig:
+def with_sizes(cfg: DictConfig, words: Sequence[str], names: Names, run: str | Path | None) -> DictConfig:
     """The configuration with the sizes in it, and without the folder's name: a resume needs no such folder.
 
     words: of the command line, whose own keys count more; run: the run's folder, for a resume after the other is gone.
@@ -51,7 +51,7 @@ def with_sizes(cfg: DictConfig, words: Sequence[str], names: Names, run: Path | 
             f"model.settings={asked}: {real_name(target)} reads no config.json (it has no settings_of(folder,"
             " vocab_size)); model=gpt2 and model=llama do, and model=hf_classifier model.path=FOLDER"
         )
-    stored = None if run is None else run / "config.yaml"
+    stored = None if run is None else expand_home(str(run)) / "config.yaml"
     if not folder.is_dir() and stored is not None and stored.is_file():
         sizes = {key: value for key, value in read_yaml(stored, CONFIG)["model"].items() if not key.startswith("_")}
     else:
@@ -90,8 +90,7 @@ def assemble(
     data = build(cfg.data, Data, "data", names)
     cfg = with_facts(cfg, {name: getattr(data, name, None) for name in FACTS})
     machine.refuse_crowd()
-    folder = run.dir or (f"{run.root}/{run.name}" if run.name else None)
-    cfg = with_sizes(cfg, words, names, expand_home(str(folder)) if folder else None)
+    cfg = with_sizes(cfg, words, names, run.dir or (f"{run.root}/{run.name}" if run.name else None))
 
     def learning() -> dict[str, Any]:
         schedule = make_schedule(cfg.schedule, make_optimizer, names)

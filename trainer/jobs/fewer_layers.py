@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.data.nested_tensors import changed
 from trainer.jobs.preparation import Prepared, host_example, seeded_network
 from trainer.learning.parallel_plan import Plan
-from trainer.learning.parameter_patterns import Rule, fits, understood
+from trainer.learning.parameter_patterns import Rule, fits, resolve_rules
 from trainer.learning.task import Task
 from trainer.learning.untrained_parameters import freeze
 from trainer.parallel.local_shard import named_tensors
@@ -107,7 +107,7 @@ def shortened(run: Prepared, fewer: Iterable[Fewer]) -> Prepared:
     model, optimizer = replace(settings.model, freeze=()), replace(settings.optimizer, groups=tuple(renamed))
     run = replace(run, make_network=made, settings=replace(settings, model=model, optimizer=optimizer))
     run.network, run.whole_because = run.strategy.outline(partial(seeded_network, run))
-    run.rules = understood(run.network, renamed)
+    run.rules = resolve_rules(run.network, renamed)
     size = run.machine.launch.world_size
     run.strategy.check(run.task, run.network, size)
     run.strategy.refuse_forward(run.task, run.network, size, partial(host_example, run, run.training))

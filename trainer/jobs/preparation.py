@@ -26,7 +26,7 @@ from trainer.launch.child_processes import Alone
 from trainer.learning.generation_request import Continuation
 from trainer.learning.optimizer import Make
 from trainer.learning.optimizer_trial import refuse_step
-from trainer.learning.parameter_patterns import Rule, understood
+from trainer.learning.parameter_patterns import Rule, resolve_rules
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task, carries, gathers, refuse_metric_objects
 from trainer.learning.untrained_parameters import freeze, refuse_frozen, refuse_parameters
@@ -98,8 +98,7 @@ class Prepared(RunParts):
 
 def prepare(run: RunParts) -> Prepared:
     """Read the data, do the sums, look at the network; Refusal where something is not there or not whole."""
-    settings, launch = run.settings, run.machine.launch
-    loop = settings.loop
+    settings, loop, launch = run.settings, run.settings.loop, run.machine.launch
     if loop.deterministic:
         be_deterministic()
     # sums that need numbers alone first: they are refused before a data set is downloaded
@@ -120,7 +119,7 @@ def prepare(run: RunParts) -> Prepared:
     # the network last of what is made, for it may be large; where ranks are to hold shards only its shapes are
     network, whole_because = run.strategy.outline(partial(seeded_network, run))
     refuse_frozen(network, settings.model.freeze)
-    rules = understood(network, settings.optimizer.groups)
+    rules = resolve_rules(network, settings.optimizer.groups)
     run.strategy.check(run.task, network, launch.world_size)
     refuse_figures(run)
     run.strategy.refuse_forward(run.task, network, launch.world_size, partial(host_example, run, training))

@@ -22,8 +22,7 @@ from trainer.launch.stop_signals import StopRequest
 from trainer.learning.cadence import Due, Every
 from trainer.loop.evaluation import figures_of
 from trainer.loop.progress import Progress
-from trainer.proof.dropout_off import drop_nothing
-from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn
+from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn, drop_nothing
 from trainer.proof.record import EVALUATION, Key, Record
 from trainer.proof.recorded_model import Surveyor, Watched
 from trainer.proof.signature import signatures

@@ -16,9 +16,8 @@ from torch import nn
 from trainer.formatting import counted, expand_home
 from trainer.jobs.cause_experiments import Experiments
 from trainer.jobs.fewer_layers import Fewer, fewer_layers, short_of, shortened, shorter_lines
-from trainer.jobs.memory_arithmetic import SMALLER, shortage
 from trainer.jobs.preparation import Job, Prepared, RunParts, prepare
-from trainer.jobs.reference_process import given, have_made, how_few, recorded
+from trainer.jobs.reference_process import SMALLER, given, have_made, how_few, recorded, shortage
 from trainer.jobs.verification_run import (
     exactly,
     named_modules,
@@ -32,11 +31,21 @@ from trainer.launch.agreement import decided_by_main
 from trainer.launch.run_files import make_folder, real, refuse_strange, replace_file
 from trainer.launch.stop_signals import StopRequest
 from trainer.proof.causes import Circumstances, likely
-from trainer.proof.comparison import EXACTNESS, compared, exactness, floors
-from trainer.proof.curves_svg import picture
-from trainer.proof.noise_floor import COMPARED, Rounding, compared_there, floor, losses, rounded, shake
+from trainer.proof.comparison import (
+    COMPARED,
+    EXACTNESS,
+    Rounding,
+    compared,
+    compared_there,
+    exactness,
+    floor,
+    floors,
+    losses,
+    rounded,
+    shake,
+)
 from trainer.proof.record import Key, Record
-from trainer.proof.verdict import Verdict, difference, judged, spoken
+from trainer.proof.verdict import Verdict, difference, judged, picture, spoken
 from trainer.records.folder import RunFolder, choose
 from trainer.refusal import Refusal
 

@@ -75,7 +75,7 @@ class Rule:
         return f"{self.pattern}: " + ", ".join(f"{key} {value:g}" for key, value in self.words().items())
 
 
-def understood(network: nn.Module, rules: Sequence[Rule]) -> list[Rule]:
+def resolve_rules(network: nn.Module, rules: Sequence[Rule]) -> list[Rule]:
     """The rules, each as this network understands its pattern. Refusal of one that means nothing that learns."""
     found = []
     for rule in rules:

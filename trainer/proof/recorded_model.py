@@ -1,15 +1,20 @@
-"""A placed network whose steps leave signatures: of its data, modules, losses, gradients and values."""
+"""A placed network whose steps leave signatures: of its data, modules, losses, gradients and weights.
+
+What ranks gather together they must call together. Else each computes with parts of others, which nothing else shows,
+or they wait for each other for ever.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainer.data.nested_tensors import changed
 from trainer.data.stream import Batch
@@ -22,13 +27,49 @@ from trainer.parallel.pipeline.stages import Stages
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.sequence_pieces import Pieces
 from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn
-from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
+from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record, Signing
 from trainer.proof.recorded_step import Stepping
 from trainer.proof.sample_dimension import Layout, by_sample, layouts
-from trainer.proof.sharded_signature import Signing
 from trainer.proof.signature import signatures, whole
-from trainer.proof.unit_call_order import call_together
+from trainer.refusal import FatalRunError
 from trainer.strategies.parallel_model import Placed
+
+
+def call_together(network: nn.Module, ranks: Ranks, step: Callable[[], int | None]) -> None:
+    """From now on these ranks compare which unit they call next. step: the one under way; None: nothing is compared.
+
+    Told on all of them where they differ.
+    """
+    units = [name for name, module in network.named_modules() if name and isinstance(module, FSDPModule)]
+
+    def meet(name: str, *_: Any) -> None:
+        at = None if in_backward() else step()  # what is computed again has been called before
+        if at is None:
+            return
+        names = ranks.all_gather_values(name)  # these ranks, before any of them gathers
+        if len({*names}) > 1:
+            raise FatalRunError(_parted(names, at))
+
+    if ranks.size > 1:
+        for name in units:
+            network.get_submodule(name).register_forward_pre_hook(
+                partial(meet, name), prepend=True
+            )  # before fully_shard's own
+        if units:
+            network.register_forward_hook(partial(meet, ""))
+
+
+def _parted(names: list[str], step: int) -> str:
+    who = {name: [str(rank) for rank, own in enumerate(names) if own == name] for name in dict.fromkeys(names)}
+    first = next(name for name in names if name)
+    said = [f"{name or 'nothing more'} on rank {', '.join(ranks)}" for name, ranks in who.items()]
+    return (
+        f"DIFFERS at step {step}, forward, {first}: what is called is {'; '.join(said)}; cause: a choice of layers by"
+        " a rank's own samples. Each of them is a unit, which ranks gather together: they would compute with parts of"
+        " different ones, or wait for each other for ever. ddp with strategy.find_unused_parameters=true can do it; or"
+        " a plan's shard that names the module around the choice, so that it is one unit"
+    )
+
 
 _PLAIN = (Tensor, nn.Parameter)  # has values; what stands for a tensor of another rank's stage has a type of its own
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.proof.record import CLIPPED, RATE, STEP, Key, Record
-from trainer.proof.sharded_signature import Signing
+from trainer.proof.record import CLIPPED, RATE, STEP, Key, Record, Signing
 
 _HOW = ("fused", "foreach", "capturable", "differentiable")  # say how it is computed, not what
 
