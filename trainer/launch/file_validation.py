@@ -43,7 +43,7 @@ def number(value: Any, where: str) -> None:
         raise _wrong(where, value, "a number")
 
 
-def fraction(value: Any, where: str) -> None:
+def finite(value: Any, where: str) -> None:
     """A finite number."""
     if type(value) not in (int, float) or not math.isfinite(value):
         raise _wrong(where, value, "a finite number")
@@ -188,21 +188,21 @@ def _progress(value: Any, where: str) -> None:
 
 _set = fields({"samples": whole, "fingerprint": text})
 
-_seconds = every(text, fraction)
+_seconds = every(text, finite)
 
 STATUS = fields(
     {"state": matching("running|completed|preempted|failed"), "step": whole},
     {
         **dict.fromkeys(("resume_step", "attempt", "first_step", "pid"), whole),
-        **dict.fromkeys(("goodput", "executed", "time", "step_s"), fraction),
+        **dict.fromkeys(("goodput", "executed", "time", "step_s"), finite),
         "seconds": _seconds,
         **dict.fromkeys(("reason", "strategy", "host"), optional(text)),
         **dict.fromkeys(("root_rank", "world_size"), optional(whole)),
     },
 )
-_left = fields({"state": text, "step": whole}, {"reason": optional(text), "time": fraction, "seconds": _seconds})
+_left = fields({"state": text, "step": whole}, {"reason": optional(text), "time": finite, "seconds": _seconds})
 START = fields(
-    {"attempt": whole, "began": fraction, "resume_step": whole},
+    {"attempt": whole, "began": finite, "resume_step": whole},
     {"before": optional(_left)},
 )
 MANIFEST = fields(

@@ -6,6 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partialmethod
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -147,42 +148,14 @@ class Log(Sink):
         for jump in self._spikes.look(line["step"], line["loss_mean"]):
             self.say(f"note        {jump}")
 
-    def eval(self, line: Line) -> None:
-        """Log the figures of an evaluation."""
-        self._each("eval", line)
-
     def images(self, tag: str, images: Tensor, step: int, words: Sequence[str] = ()) -> None:
         """Show images (B, C, H, W), with words below them."""
         self._each("images", tag, images.detach(), step, words)
-
-    def confusion(self, tag: str, counts: Tensor, step: int, names: Sequence[str] = ()) -> None:
-        """Show a confusion matrix (classes, classes)."""
-        self._each("confusion", tag, counts, step, names)
-
-    def histograms(self, kind: str, histograms: Mapping[str, Histogram], step: int) -> None:
-        """Show how numbers are distributed."""
-        self._each("histograms", kind, histograms, step)
-
-    def text(self, tag: str, text: str) -> None:
-        """Keep a longer text, such as the configuration."""
-        self._each("text", tag, text)
-
-    def sample(self, text: str, step: int) -> None:
-        """Show what a language model writes."""
-        self._each("sample", text, step)
 
     def rewind(self, step: int) -> None:
         """Take back what was logged of steps after this one."""
         self._spikes = Spikes()
         self._each("rewind", step)
-
-    def flush(self) -> None:
-        """Hand on what is still held back; before a checkpoint counts as saved."""
-        self._each("flush")
-
-    def end(self, state: str) -> None:
-        """Say how the run ended."""
-        self._each("end", state)
 
     def close(self) -> None:
         """End the log. A second call does nothing."""
@@ -190,11 +163,11 @@ class Log(Sink):
         self._each("close")
         self.sinks.clear()
 
-    def _each(self, verb: str, *values: Any) -> None:
+    def _each(self, verb: str, *values: Any, **named: Any) -> None:
         """Call all sinks, whichever cannot write; what it says the first time is shown, and that it writes again."""
         for sink in self.sinks:
             try:
-                getattr(sink, verb)(*values)
+                getattr(sink, verb)(*values, **named)
             except OSError as error:
                 if id(sink) not in self._lost:
                     name = type(sink).__name__
@@ -206,6 +179,11 @@ class Log(Sink):
                     lost = self._lost.pop(id(sink))
                     what = f"{counted(lost, 'call')} meanwhile were lost" if lost else "nothing was lost"
                     _console.warning("note        %s writes again; %s", type(sink).__name__, what)
+
+
+# What a log adds nothing to goes to every sink as it is, so those verbs and their arguments are written once, in Sink.
+for _verb in ("eval", "confusion", "histograms", "text", "sample", "flush", "end"):
+    setattr(Log, _verb, partialmethod(Log._each, _verb))
 
 
 _PATIENCE = 30.0  # seconds that the end of a run waits for a service
