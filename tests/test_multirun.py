@@ -12,7 +12,7 @@ import pytest
 
 from tests.commands import SMALL, Command, files_below, finish, single, status, torchrun
 from trainer.configuration.multirun import Multirun, multirun, whole_words
-from trainer.launch.child_processes import meaning
+from trainer.launch.child_processes import combine_exit_codes
 from trainer.launch.failure import STOPPED
 from trainer.refusal import Refusal
 
@@ -153,7 +153,7 @@ def test_what_some_could_not_work_with_is_refused_before_the_first_starts() -> N
     ],
 )
 def test_one_code_from_those_of_all_ranks(codes: list[int], stop: bool, code: int) -> None:
-    assert meaning(codes, stop) == code
+    assert combine_exit_codes(codes, stop) == code
 
 
 # ----------------------------------------------------------------------------------------------------------- real runs

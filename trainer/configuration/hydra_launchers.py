@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from copy import deepcopy
@@ -23,6 +22,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from trainer.launch.child_processes import command
 from trainer.launch.slurm_requeue import to_run_again
 from trainer.refusal import Refusal, first_line
 
@@ -70,7 +70,7 @@ def run_words(_: DictConfig) -> tuple[int, float]:
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
     began = time.monotonic()
     # Slurm sends the signal for submitit to all processes; the run's own request is the SIGTERM that follows
-    child = subprocess.Popen([sys.executable, "-m", "trainer", *words], preexec_fn=_pass_over_submitit)
+    child = subprocess.Popen(command(words), preexec_fn=_pass_over_submitit)
     try:
         code = child.wait()
     except BaseException:  # the requeueing, too: nothing may be left running

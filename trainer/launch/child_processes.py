@@ -56,13 +56,24 @@ class StartedProcess(Protocol):
 Starter = Callable[[Sequence[str], Mapping[str, str], int | None, int | None], StartedProcess]
 
 
+def command(words: Sequence[str]) -> list[str]:
+    """The program that runs the words, as this process runs its own."""
+    return [sys.executable, "-m", "trainer", *words]
+
+
 def executed(
     words: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
 ) -> StartedProcess:
     """A process that is a program of its own, and imports what it needs by itself."""
-    command = [sys.executable, "-m", "trainer", *words]
-    # in a session of its own: a terminal's Ctrl-C comes here alone, and is handed on once
-    return subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True)
+    return subprocess.Popen(
+        command(words),
+        env=environment,
+        # who has its words in a file is not at the terminal, and must not read from it either
+        stdin=None if stdout is None else subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is handed on once
+    )
 
 
 # Runs the words in an environment and waits; the exit code, and all that was printed.
@@ -72,7 +83,7 @@ Alone = Callable[[Sequence[str], Mapping[str, str]], tuple[int, str]]
 def alone(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
     """Run the words in a process of its own and wait for it; the exit code, and all that was printed."""
     ended = subprocess.run(
-        [sys.executable, "-m", "trainer", *words],
+        command(words),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -93,12 +104,12 @@ def start(
     `<rank>/error.json`. attempt: how often the same words have been started before.
     """
     children: list[StartedProcess] = []
-    with Relay() as relay, handed_on(children) as asked:
+    with Relay() as relay, forward_signals(children) as asked:
         try:
             for rank in range(count):
                 environment = _environment(rank, count, scratch) | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
                 children.append(starter(words, environment, relay.stdout, relay.stderr))
-            code = meaning(_ended(children, relay, asked), bool(asked))
+            code = combine_exit_codes(_ended(children, relay, asked), bool(asked))
         finally:
             for child in children:
                 child.kill()  # does nothing to those that have ended
@@ -108,7 +119,7 @@ def start(
     return code, asked
 
 
-def meaning(codes: Sequence[int], stop: bool) -> int:
+def combine_exit_codes(codes: Sequence[int], stop: bool) -> int:
     """The exit code of a run from those of its processes; stop: somebody asked it to stop."""
     bad = [code for code in codes if code not in (0, STOPPED)]
     if not bad:
@@ -133,23 +144,27 @@ def _first_account(scratch: Path) -> Path | None:
 
 def _environment(rank: int, count: int, scratch: Path) -> dict[str, str]:
     """What torchrun would export for this rank, with a file in the place of its store."""
-    file = scratch / str(rank) / "error.json"
-    file.parent.mkdir()
     threads = max(1, (os.cpu_count() or 1) // count)
     return {
         "OMP_NUM_THREADS": str(threads),  # more threads than cores wait for each other
         **_at_home(),
-        **os.environ,
+        **child_environment(scratch, rank),
         # what can be imported here can be imported there, wherever it lies; mp.spawn does as much
         "PYTHONPATH": os.pathsep.join(str(path) for path in sys.path if path),
         "RANK": str(rank),
         "WORLD_SIZE": str(count),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(count),
-        "TORCHELASTIC_ERROR_FILE": str(file),
-        "TRAINER_PARENT": str(os.getpid()),
         "TRAINER_STORE": str(scratch / "store"),
     }
+
+
+def child_environment(scratch: Path, rank: int = 0) -> dict[str, str]:
+    """That of this process; and a child learns who its parent is, and where it leaves an account of its failure."""
+    file = scratch / str(rank) / "error.json"
+    file.parent.mkdir(parents=True)
+    # once the parent is gone, killed perhaps, the child stops
+    return {**os.environ, "TORCHELASTIC_ERROR_FILE": str(file), "TRAINER_PARENT": str(os.getpid())}
 
 
 def _at_home() -> dict[str, str]:
@@ -160,7 +175,7 @@ def _at_home() -> dict[str, str]:
 
 
 @contextmanager
-def handed_on(children: Sequence[StartedProcess]) -> Iterator[list[int]]:
+def forward_signals(children: Sequence[StartedProcess]) -> Iterator[list[int]]:
     """Inside, requests to stop go to all children, and into the list; only the main thread can hear them."""
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -5,12 +5,9 @@ What a run leaves in a process (memory of a device, a group that hangs, an abort
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +15,14 @@ from tempfile import TemporaryDirectory
 
 from trainer.configuration.multirun import whole_words
 from trainer.configuration.search_space import Trial
-from trainer.launch.child_processes import account, handed_on, meaning
+from trainer.launch.child_processes import (
+    StartedProcess,
+    account,
+    child_environment,
+    combine_exit_codes,
+    executed,
+    forward_signals,
+)
 from trainer.launch.failure import STOPPED
 from trainer.launch.status import read_status
 from trainer.sweeps.device_shares import Share
@@ -34,7 +38,7 @@ class Child:
     """A run under way."""
 
     trial: Trial
-    process: subprocess.Popen[bytes]
+    process: StartedProcess
     share: Share  # of the machine
     began: float  # by the clock
     scratch: Path  # where it leaves why it failed
@@ -49,8 +53,8 @@ def run_concurrently(
     other run is started; a second Ctrl-C as well, which ends them at once.
     """
     free, under_way = list(shares), list[Child]()
-    processes: list[subprocess.Popen[bytes]] = []  # all that were ever started
-    with TemporaryDirectory(prefix="trainer-") as scratch, handed_on(processes) as asked, _none_left(processes):
+    processes: list[StartedProcess] = []  # all that were ever started
+    with TemporaryDirectory(prefix="trainer-") as scratch, forward_signals(processes) as asked, _none_left(processes):
         while True:
             # every share that is free gets a run, until somebody asks to stop
             while free and not asked and (trial := source.next()) is not None:
@@ -73,7 +77,7 @@ def run_concurrently(
 
 
 @contextmanager
-def _none_left(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _none_left(processes: Sequence[StartedProcess]) -> Iterator[None]:
     """After an error inside those that are under way save and stop; otherwise all have ended."""
     try:
         yield
@@ -84,30 +88,12 @@ def _none_left(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 def _started(trial: Trial, words: Sequence[str], share: Share, scratch: Path, shown: Shown) -> Child:
     """Start a run."""
-    (scratch / "0").mkdir(parents=True)
-    command = [sys.executable, "-m", "trainer", *words]
+    # its part of the machine; and how all runs end is for this process to say
+    environment = child_environment(scratch) | share.environment | {"TRAINER_EXIT_FILE": ""}
     with shown.started(trial, share) as screen:
-        # in a session of its own: a terminal's Ctrl-C comes here alone, and is handed on
-        process = subprocess.Popen(
-            command,
-            env=_environment(share.environment, scratch),
-            stdin=screen and subprocess.DEVNULL,
-            stdout=screen,
-            stderr=screen,
-            start_new_session=True,
-        )
+        output = None if screen is None else screen.fileno()
+        process = executed(words, environment, output, output)
     return Child(trial, process, share, time.monotonic(), scratch)
-
-
-def _environment(own: Mapping[str, str], scratch: Path) -> dict[str, str]:
-    """That of this process, a run's part of the machine, and where it says what only this process wants to know."""
-    return {
-        **os.environ,
-        **own,
-        "TRAINER_PARENT": str(os.getpid()),  # once this process is gone, killed perhaps, the run stops
-        "TRAINER_EXIT_FILE": "",  # how all of them end is for this one to say
-        "TORCHELASTIC_ERROR_FILE": str(scratch / "0" / "error.json"),
-    }
 
 
 def _first_to_end(under_way: Sequence[Child]) -> Child:
@@ -121,7 +107,7 @@ def _first_to_end(under_way: Sequence[Child]) -> Child:
 
 def _noted(child: Child, stopping: bool, tried: SweepResults) -> Outcome:
     """Write down how a run ended; stopping: somebody asked for it."""
-    code, seconds = meaning([child.process.wait()], stopping), time.monotonic() - child.began
+    code, seconds = combine_exit_codes([child.process.wait()], stopping), time.monotonic() - child.began
     reason = None if code in (0, STOPPED) else _reason(child, tried.folder / child.trial.name)
     return tried.add(child.trial, code, seconds, reason)
 
@@ -130,7 +116,7 @@ def _reason(child: Child, run: Path) -> str:
     """Why a run failed, in one line: what it has said itself, if it could."""
     if said := account(child.scratch).strip():
         return said.splitlines()[0][:500]
-    if (ended := child.process.returncode) < 0:
+    if (ended := child.process.wait()) < 0:
         return f"killed by {signal.Signals(-ended).name}"
     status = read_status(run) or {}
     return str(status.get("reason") or "it ended without a word").splitlines()[0]
