@@ -185,7 +185,9 @@ def hidden_parents(module: str, node: ast.ClassDef, listed: set[tuple[str, str]]
 
 
 def shown(method: ast.FunctionDef) -> bool:
-    """Is it for the reader? The constructor stands above all methods, with what the class is."""
+    """Is it for the reader? Not the constructor, which stands above all methods, nor what only repeats a base's."""
+    if "override" in map(ast.unparse, method.decorator_list) and ast.get_docstring(method) is None:
+        return False
     return not method.name.startswith("_") or method.name == "__call__"
 
 

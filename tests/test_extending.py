@@ -82,7 +82,7 @@ class Turned(Strategy):
 
 
 class PlacedTurned(Placed):
-    def _finish_gradients(self):
+    def finish_gradients(self):
         for parameter in self.network.parameters():
             parameter.grad = parameter.grad.contiguous()
 """

@@ -34,8 +34,8 @@ from torch.utils.data import Dataset
 from trainer import Data, Joined
 
 class Stops(Joined):
-    def _arrange(self):
-        super()._arrange()
+    def make_groups(self):
+        super().make_groups()
         if self.world.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
 

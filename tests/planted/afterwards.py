@@ -160,7 +160,7 @@ def own_positions(original: Any) -> Any:
 
 def first_stages_norm(original: Any) -> Any:
     """Each stage clips by its own norm."""
-    return lambda self, gradients: super(type(self), self)._norm(gradients)
+    return lambda self, gradients: super(type(self), self).grad_norm(gradients)
 
 
 PLANTS = {
@@ -170,7 +170,7 @@ PLANTS = {
         ("strategy=ddp",),
         ("at step 1, forward, middle",),
         STRATEGY,
-        {"trainer.strategies.parallel_model.Placed._mode": evaluation_mode},
+        {"trainer.strategies.parallel_model.Placed.set_mode": evaluation_mode},
     ),
     "kept_average": Plant(
         "after an evaluation the network keeps the average as its weights",
@@ -268,7 +268,7 @@ PLANTS = {
         ("strategy=pp", MICRO),
         ("at step 1, norm",),
         STRATEGY,
-        {"trainer.strategies.pipeline_model.PlacedStages._norm": first_stages_norm},
+        {"trainer.strategies.pipeline_model.PlacedStages.grad_norm": first_stages_norm},
     ),
     "first_stage_trains": Plant(
         "a stage is evaluated in training mode",
@@ -292,7 +292,7 @@ PLANTS = {
         ("strategy=cp",),
         LAST,
         STRATEGY,
-        {"trainer.strategies.sharded_model.PlacedContext._evaluate": weighed_by_ranks},
+        {"trainer.strategies.sharded_model.PlacedContext.evaluate_batch": weighed_by_ranks},
     ),
     "local_variance": Plant(
         "the running variance is corrected by the samples of one rank",

@@ -13,7 +13,8 @@ from tests.planted.plant import NET, STRATEGY, Change, Plant
 from trainer.parallel.gradient_clipping import global_norm
 from trainer.parallel.ranks import Ranks
 
-LEARN = "trainer.strategies.parallel_model.Placed._learn"
+SYNC = "trainer.strategies.ddp._Placed.grad_sync_context"
+LEARN = "trainer.strategies.parallel_model.Placed.run_micro_batches"
 SHARES = "trainer.strategies.parallel_model.shares"
 TIMES = "trainer.strategies.parallel_model.times"
 
@@ -218,7 +219,11 @@ PLANTS = {
         ("strategy=ddp",),
         GRADIENT,
         STRATEGY,
-        {"trainer.strategies.ddp._Placed._sync": lambda original: lambda self, last: self._replica.no_sync()},
+        {
+            "trainer.strategies.ddp._Placed.grad_sync_context": lambda original: (
+                lambda self, last: self._replica.no_sync()
+            )
+        },
     ),
     "first_synced": Plant(
         "the gradients of the first micro-batch travel, not those of the last",
@@ -226,7 +231,11 @@ PLANTS = {
         ("strategy=ddp", MICRO),
         GRADIENT,
         STRATEGY,
-        {"trainer.strategies.ddp._Placed._sync": lambda original: lambda self, last: original(self, not last)},
+        {
+            "trainer.strategies.ddp._Placed.grad_sync_context": lambda original: (
+                lambda self, last: original(self, not last)
+            )
+        },
     ),
     "reduced_in_bf16": Plant(
         "gradients travel in bf16",
@@ -234,7 +243,7 @@ PLANTS = {
         ("strategy=ddp",),
         GRADIENT,
         STRATEGY,
-        {"trainer.strategies.ddp._Placed._wrap": in_bf16},
+        {"trainer.strategies.ddp._Placed.wrap": in_bf16},
     ),
     "reduced_in_bf16_of_fp32": Plant(
         "gradients travel in bf16, in a run in fp32 alone",
@@ -250,7 +259,7 @@ PLANTS = {
         ("strategy=ddp", MICRO),
         GRADIENT,
         STRATEGY,
-        {"trainer.strategies.parallel_model.Placed._share_of_loss": accumulated_in_bf16},
+        {"trainer.strategies.parallel_model.Placed.share_of_loss": accumulated_in_bf16},
     ),
     "own_values": Plant(
         "rank 1 begins with weights of its own",
@@ -258,7 +267,7 @@ PLANTS = {
         ("strategy=ddp",),
         ("at initial values, embed.weight, rank 1",),
         STRATEGY,
-        {"trainer.strategies.parallel_model.Placed._arrived": own_values},
+        {"trainer.strategies.parallel_model.Placed.materialize": own_values},
     ),
     "local_gather": Plant(
         "the backward of `gather` does not add up what other ranks found",
@@ -298,6 +307,6 @@ PLANTS = {
         ("strategy=zero1",),
         ("at step 1, norm",),
         STRATEGY,
-        {"trainer.strategies.zero1._Placed._norm": lambda original: lambda self, gradients: global_norm(gradients)},
+        {"trainer.strategies.zero1._Placed.grad_norm": lambda original: lambda self, gradients: global_norm(gradients)},
     ),
 }

@@ -15,7 +15,7 @@ from trainer.parallel.buckets import packed
 from trainer.strategies.ddp import COMPRESSION
 from trainer.strategies.ddp import _Placed as PlacedDDP
 
-_wrap = PlacedDDP._wrap
+_wrap = PlacedDDP.wrap
 
 
 def own_scale(self: Any, loss: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def own_unscale(self: Any, parameters: list[Tensor]) -> None:
 def narrow_hook(self: Any) -> Any:
     """Gradients of fp32 travel in bf16, and no key says so."""
     forward = _wrap(self)
-    if self._machine.resolved_precision == "fp32":
+    if self.machine.resolved_precision == "fp32":
         self._replica.register_comm_hook(self.strategy.world.group, COMPRESSION["bf16"])
     return forward
 
@@ -48,7 +48,7 @@ def narrow_buckets(tensors: Any) -> Tensor:
 PLANTED: dict[str, tuple[str, str, str, Any, str]] = {
     "own_scale": ("fp16", "ddp", "trainer.strategies.loss_scaler.Scaler.scale", own_scale, "step 1, gradient, "),
     "own_unscale": ("fp16", "ddp", "trainer.strategies.loss_scaler.Scaler.unscale_", own_unscale, "step 1, norm, norm"),
-    "narrow_hook": ("fp32", "ddp", "trainer.strategies.ddp._Placed._wrap", narrow_hook, "step 1, gradient, "),
+    "narrow_hook": ("fp32", "ddp", "trainer.strategies.ddp._Placed.wrap", narrow_hook, "step 1, gradient, "),
     "narrow_buckets": (
         "fp32",
         "zero1",

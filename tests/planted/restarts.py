@@ -144,7 +144,7 @@ PLANTS = {
         LAST,
         EVALUATION,
         {
-            "trainer.strategies.parallel_model.Placed._mode": lambda original: (
+            "trainer.strategies.parallel_model.Placed.set_mode": lambda original: (
                 lambda self, training: original(self, training or rank() == 1)
             )
         },

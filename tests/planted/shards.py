@@ -165,7 +165,7 @@ CLIPPED = ("at step 1, clipped gradient", "at step 1, optimizer step", "at step 
 STEP = ("at step 1, optimizer step", "at step 1, update")
 TENSOR = "trainer.strategies.sharded_model"
 SPLIT = f"{TENSOR}.PlacedTensor._split"
-FINISH = f"{TENSOR}.PlacedTensor._finish_gradients"
+FINISH = f"{TENSOR}.PlacedTensor.finish_gradients"
 UNSEEN = {f"{TENSOR}.Shared": lambda original: type("Shared", (original,), {"refuse_apart": lambda self: None})}
 FOUR = 4
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from trainer.data.stream import Batch
 from trainer.learning.task import Task, carries
@@ -22,8 +23,8 @@ State = dict[str, Tensor]  # of some rows: by names, (rows, …) each, without a
 class CarryingNetwork(TaskNetwork):
     """A network whose task gets what the rows of its inputs have left in the batch before."""
 
+    @override
     def forward(self, inputs: Any, targets: Any, carried: State | None = None) -> Any:
-        """The task's forward over the network."""
         return self._task.forward(self.network, inputs, targets, carried)  # type: ignore[call-arg]  # its own has one
 
 
@@ -68,10 +69,12 @@ class Carried(NothingCarried):
         self._read: State = {}  # this rank's rows, of a checkpoint: for the first step after it
         self._total = 0  # rows of the global batch that training has seen last
 
+    @override
     def called(self, task: Task, network: nn.Module) -> TaskNetwork:
         """The same, with one argument more."""
         return CarryingNetwork(task, network)
 
+    @override
     def through(self, forward: Forward, batch: Batch, training: bool) -> Forward:
         """The forward of this micro-batch, with one argument more than it is called with."""
         if training and batch.total != self._total:
@@ -89,6 +92,7 @@ class Carried(NothingCarried):
 
         return carrying
 
+    @override
     def put_back(self, broken: Tensor) -> None:
         """Where this is true the step counts for nothing: its rows pass on what they were given, or zeros."""
         for first, left in self._training.items():
@@ -119,6 +123,7 @@ class Carried(NothingCarried):
         whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
         return {name: x.detach().contiguous() for name, x in whole.items()}
 
+    @override
     def state(self) -> dict[str, Tensor]:
         """Collective: the rows of the whole global batch, in their own order."""
         parts = [self._training[first] for first in sorted(self._training)] or [self._read]
@@ -126,11 +131,13 @@ class Carried(NothingCarried):
             # the data ranks; every rank's rows come to all
             return {CARRIED + name: gather(torch.cat([part[name] for part in parts])) for name in parts[0]}
 
+    @override
     def empty(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Room for the rows of the whole global batch, in the host's memory."""
         own = {name: one for name, one in stored.items() if name.startswith(CARRIED)}
         return {name: torch.empty(tuple(one.shape), dtype=one.dtype) for name, one in own.items()}
 
+    @override
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over this rank's rows, where the checkpoint had any."""
         ranks, whole = self._place.data_group, {name: x for name, x in state.items() if name.startswith(CARRIED)}

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from trainer.formatting import named
 from trainer.learning.task import Task
@@ -38,36 +39,38 @@ class DDP(Joined):
     find_unused_parameters: bool = False  # some parameters get no gradient in some steps; costs a walk of the graph
     compress: Literal["fp16", "bf16"] | None = None  # the precision in which gradients travel; None: their own
 
+    @override
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse sparse gradients where NCCL would have to send them: only gloo can."""
         super().check(task, network, world_size)
         if self.machine.on_gpu and self.machine.backend != "gloo":
-            self._refuse_sparse(network)
+            self.refuse_sparse(network)
 
+    @override
     def copies(self, network: nn.Module) -> Copies:
-        """Collective: every rank's copy is compared with the others."""
         return compared(self, network)
 
+    @override
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
-        """Collective: put a copy of the network on every rank."""
         return _Placed(self, task, network, example)
 
 
 class _Placed(Placed):
     strategy: DDP
 
-    def _wrap(self) -> Forward:
+    @override
+    def wrap(self) -> Forward:
         strategy = self.strategy
         if not any(parameter.requires_grad for parameter in self.network.parameters()):
             raise Refusal("strategy=ddp: the network has no trainable parameter, so no gradient to average")
         # DDP would only fail in the second step, and not name them
-        unused = [] if strategy.find_unused_parameters or strategy.static_graph else self._rehearse(self._called)
+        unused = [] if strategy.find_unused_parameters or strategy.static_graph else self._rehearse(self.step_module)
         if unused:
             raise Refusal(
                 f"these parameters get no gradient: {named(unused, 8)}; set strategy.find_unused_parameters=true"
             )
         self._replica = DistributedDataParallel(
-            Listing(self._called),
+            Listing(self.step_module),
             process_group=strategy.world.group,
             bucket_cap_mb=strategy.bucket_mb,
             init_sync=False,  # Placed has sent rank 0's tensors already
@@ -85,10 +88,12 @@ class _Placed(Placed):
         self._rehearse(forward)
         return forward
 
-    def _sync(self, last: bool) -> Any:
+    @override
+    def grad_sync_context(self, last: bool) -> Any:
         return nullcontext() if last else self._replica.no_sync()
 
-    def _finish_gradients(self) -> None:
+    @override
+    def finish_gradients(self) -> None:
         # DDP itself would say so in the next forward, after a step by gradients that nobody has averaged
         unused = [] if self.strategy.find_unused_parameters or self.strategy.static_graph else self._without_gradient()
         if unused:
@@ -103,12 +108,12 @@ class _Placed(Placed):
 
     def _rehearse(self, forward: Forward) -> list[str]:
         """Collective if `forward` is: a step's backward that leaves no trace. The parameters that get no gradient."""
-        self._mode(training=True)
+        self.set_mode(training=True)
         buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
         device = self.strategy.device
         drawn = torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type)
-        with drawn, self._computing(), uncompiled():
-            self._losses(forward, *self.example)["loss"].backward()
+        with drawn, self.compute_context(), uncompiled():
+            self.losses(forward, *self.example)["loss"].backward()
         unused = self._without_gradient()
         self.network.zero_grad(set_to_none=True)
         with torch.no_grad():

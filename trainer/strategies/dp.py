@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from trainer.data.nested_tensors import filled, has_rows, tensors
 from trainer.data.seeds import seed_more_gpus
@@ -25,6 +26,7 @@ class DP(Strategy):
     The network is copied to every GPU in every forward; `ddp` is faster. On fewer than two GPUs it is `single`.
     """
 
+    @override
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse what replicas in threads cannot do."""
         if self.machine.compile and len(self.devices()) > 1:
@@ -44,10 +46,12 @@ class DP(Strategy):
             )
 
     @property
+    @override
     def dropout(self) -> Literal["sample", "native"]:
         """On several GPUs torch's random numbers: replicas run in threads, where nobody knows their samples."""
         return "native" if len(self.devices()) > 1 else super().dropout
 
+    @override
     def notes(self, network: nn.Module) -> list[str]:
         """Say on how many GPUs it really runs."""
         count = len(self.devices())
@@ -57,6 +61,7 @@ class DP(Strategy):
         return [line, *super().notes(network)]
 
     @property
+    @override
     def devices_used(self) -> float:
         """One process drives all of them."""
         return max(1, len(self.devices()))
@@ -69,14 +74,15 @@ class DP(Strategy):
         """What deals a micro-batch out and gathers the outputs on the first device."""
         return Replicas(whole, device_ids=self.devices()) if len(self.devices()) > 1 else whole
 
+    @override
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
-        """Put a network on the first GPU; the others get copies of it in every forward."""
         return _Placed(self, task, network, example)
 
 
 class Replicas(nn.DataParallel):
     """torch's, for trees of every kind: by itself it deals out and gathers dicts, lists and tuples alone."""
 
+    @override
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """This replica's rows of every tensor, for each replica; of dataclasses, torch would give each of them all."""
         size = next(tensors(inputs)).shape[:1]
@@ -88,6 +94,7 @@ class Replicas(nn.DataParallel):
         parts, words = super().scatter((list(tensors(inputs)),), kwargs, device_ids)
         return [filled(inputs, part) for (part,) in parts], words
 
+    @override
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """The output of all rows on one device, of the kind that a replica gives."""
         return filled(outputs[0], super().gather([list(tensors(output)) for output in outputs], output_device))
@@ -96,8 +103,9 @@ class Replicas(nn.DataParallel):
 class _Placed(Placed):
     strategy: DP
 
-    def _wrap(self) -> Forward:
-        replicas, others = self.strategy.replicas(self._called), self.strategy.devices()[1:]
+    @override
+    def wrap(self) -> Forward:
+        replicas, others = self.strategy.replicas(self.step_module), self.strategy.devices()[1:]
 
         def forward(*given: Any) -> Any:
             seed_more_gpus(others)  # the first one's generator is seeded for every micro-batch, as on one device

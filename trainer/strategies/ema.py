@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from typing_extensions import override
 
 from trainer.parallel.batch_norm import statistics
 from trainer.parallel.local_shard import to_local
@@ -59,6 +60,7 @@ class Average(NoAverage):
         self._kept: dict[str, Tensor] = {}  # their averages; none before the first update
 
     @torch.no_grad()
+    @override
     def update(self, step: int, skipped: Tensor | float) -> None:
         """Move the average towards the weights, at every so many steps; not where the step was left out."""
         if step % self._every:
@@ -76,26 +78,31 @@ class Average(NoAverage):
         for average, weights in zip(kept, own, strict=True):
             average.lerp_(weights, part.to(average.device, average.dtype))
 
+    @override
     def views(self) -> Views:
         """The weights, then the average in their place."""
         yield "", nullcontext()
         yield FIGURES, self._in_place(self._own)
 
+    @override
     def on_statistics(self, agree: Callable[[], None]) -> None:
         """Collective if `agree` is, which brings the network's running statistics together: them and their average."""
         agree()
         with self._in_place(self._statistics):
             agree()
 
+    @override
     def state(self) -> dict[str, Tensor]:
         """The averages under their names; DTensors where the weights are."""
         return {AVERAGE + name: average for name, average in self._kept.items()}
 
+    @override
     def empty(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Room for the averages that are stored; where there are none, the average begins from the weights."""
         wanted = {AVERAGE + name: own for name, own in self._own.items()}
         return {name: torch.empty_like(own) for name, own in wanted.items() if name in stored}
 
+    @override
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take the averages over; where a checkpoint has none, the next update is the first one.
 

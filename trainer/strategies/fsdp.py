@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from trainer.learning.task import Task
 from trainer.parallel.conditional_modules import Unused, always_called, used_always
@@ -39,41 +40,45 @@ class FSDP(Meshed):
     prefetch: int = 1  # units gathered before they are needed
 
     @property
+    @override
     def name(self) -> str:
-        """The word for these degrees."""
         words = {"hsdp" if self.replicate > 1 else "fsdp": 2, "cp": self.context, "tp": self.tensor}
         return "_".join(word for word, degree in words.items() if degree > 1)
 
+    @override
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse also units that are not there."""
         super().check(task, network, world_size)
         units(network, task.plan(network))
 
+    @override
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
-        """Collective: put this rank's shards of a network here."""
         return _Placed(self, task, network, example)
 
 
 class _Placed(PlacedContext):
     strategy: FSDP
 
-    def _units(self) -> list[str]:
+    @override
+    def unit_names(self) -> list[str]:
         # each is gathered before it runs: no graph could reach over two
         self._use = used_always(TaskNetwork(self.task, self.network), self.example, self.strategy.world)
-        return always_called(self.network, units(self.network, self._plan), self._use)
+        return always_called(self.network, units(self.network, self.plan), self._use)
 
-    def _shard(self, names: list[str]) -> None:
+    @override
+    def shard(self, names: list[str]) -> None:
         # the root is the whole step: so the task may use the network as it likes, everything is gathered by then
         own = self.strategy
         how = Sharding(own.reshard_after_forward, own.param_dtype, own.cpu_offload, own.prefetch)
-        self._listing = Listing(self._called)
+        self._listing = Listing(self.step_module)
         self._root = shard(self._listing, self.network, names, own.mesh, how)
         self._unused = Unused(own.loss_group)
         self._unused.follow(self._listing, self.network, names, self._use)
-        SameCalls(self._listing, self.network, names, own.loss_group, self._machine.timeout)
+        SameCalls(self._listing, self.network, names, own.loss_group, self.machine.timeout)
         self._fill(torch.device("cpu") if own.cpu_offload else own.device)
 
-    def _wrap(self) -> Forward:
+    @override
+    def wrap(self) -> Forward:
         whole = restored(self._listing)
 
         def forward(*given: Any) -> Any:
@@ -89,15 +94,18 @@ class _Placed(PlacedContext):
 
         return forward
 
-    def _sync(self, last: bool) -> Any:
+    @override
+    def grad_sync_context(self, last: bool) -> Any:
         self._root.set_requires_gradient_sync(last or self.strategy.sync_micro_batches)
-        return super()._sync(last)
+        return super().grad_sync_context(last)
 
-    def _finish_gradients(self) -> None:
+    @override
+    def finish_gradients(self) -> None:
         self._unused.forget()
-        super()._finish_gradients()
+        super().finish_gradients()
 
-    def _evaluate(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
-        sums = super()._evaluate(batch, inputs, targets)
+    @override
+    def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
+        sums = super().evaluate_batch(batch, inputs, targets)
         reshard(self._listing)  # a forward without a backward leaves parameters gathered
         return sums

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from trainer.data.nested_tensors import changed, filled, tensors
 from trainer.devices import widest
@@ -27,6 +28,7 @@ class TaskNetwork(nn.Module):
         self.network = network
         vars(self)["_task"] = task  # not registered, should it be a module: what it holds is not the network's
 
+    @override
     def forward(self, inputs: Any, targets: Any) -> Any:
         """The task's forward over the network."""
         return self._task.forward(self.network, inputs, targets)
@@ -43,6 +45,7 @@ class Listing(nn.Module):
         super().__init__()
         self.step = step
 
+    @override
     def forward(self, *given: Any) -> tuple[list[Tensor], Any]:
         """What is there, and where it belongs."""
         output = self.step(*given)

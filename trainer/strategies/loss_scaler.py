@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from trainer.parallel.buckets import buckets, packed, unpacked
 from trainer.parallel.gradient_clipping import multiply_
@@ -84,21 +85,26 @@ class Scaler(NoScaler):
         self._scale = torch.tensor(START, device=device)
         self._good = torch.zeros((), device=device)  # steps since the last overflow or growth
 
+    @override
     def scale(self, loss: Tensor) -> Tensor:
         return loss * (self._scale / self._ranks)
 
+    @override
     def unscale_(self, parameters: list[Tensor]) -> None:
         multiply_([p.grad for p in parameters if p.grad is not None], self._ranks / self._scale)
 
+    @override
     def unscaled(self) -> float:
         return self._ranks / float(self._scale)
 
+    @override
     def allows_step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> bool:
         """Did no gradient overflow? An optimizer that takes `found_inf` is called anyway and decides on the device."""
         assert norm is not None, "fp16 decides by the norm"
         self.skipped = self.overflow(norm)
         return steps_unless(self.skipped, optimizer)
 
+    @override
     def overflow(self, norm: Tensor, broken: Tensor | float = 0.0) -> Tensor:
         """Halve the scale after an overflow, double it after many steps without one; nothing here waits."""
         overflow = (~torch.isfinite(norm)).to(torch.float32) * (1 - broken)
@@ -108,14 +114,17 @@ class Scaler(NoScaler):
         self._good = self._good * (1 - grown)
         return overflow
 
+    @override
     def judged(self, norm: Tensor | None) -> Tensor | None:
         """None: overflows are how a scale that fits is found."""
         return None
 
+    @override
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint stores: the scale and the steps since it last changed."""
         return {"scaler/scale": self._scale, "scaler/good": self._good}
 
+    @override
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take it back; a checkpoint of another precision has none."""
         self._scale = state.get("scaler/scale", self._scale).to(self._scale.device)
@@ -157,24 +166,30 @@ class Skipping(NoScaler):
         self._under_way: Waitable = DONE
         self._count = torch.zeros((), device=device)  # steps left out so far
 
+    @override
     def scale(self, loss: Tensor) -> Tensor:
         return self._scaler.scale(loss)
 
+    @override
     def begin(self) -> None:
         """Keep what the forward may move."""
         self._before = [packed(bucket) for bucket in self._buffers]
 
+    @override
     def hear(self, loss: Tensor) -> None:
         """Collective: ask whether any rank's loss is not finite, while the norm is computed."""
         self._broken = (~torch.isfinite(loss)).to(torch.float32)
         self._under_way = self._ranks.all_reduce_max_(self._broken)  # all ranks; one number
 
+    @override
     def unscale_(self, parameters: list[Tensor]) -> None:
         self._scaler.unscale_(parameters)
 
+    @override
     def unscaled(self) -> float:
         return self._scaler.unscaled()
 
+    @override
     def allows_step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> bool:
         """Was all of it finite? Where not, what the forward has moved is put back."""
         assert norm is not None, "the norm tells of gradients"
@@ -196,21 +211,25 @@ class Skipping(NoScaler):
             torch._foreach_copy_(bucket, unpacked(chosen, bucket))
         self._carried.put_back(broken)
 
+    @override
     def judged(self, norm: Tensor | None) -> Tensor | None:
         return self._scaler.judged(norm)
 
+    @override
     def counted(self, loss: Tensor) -> tuple[Tensor, Tensor | int]:
         """The loss of one step; of a step that was left out nothing, of none."""
         return torch.where(self._broken > 0, torch.zeros_like(loss), loss), 1 - self._broken
 
+    @override
     def left_out(self) -> int:
-        """How many steps of the run were left out; waits for the device."""
         return int(self._count)
 
+    @override
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint stores: the scaler's, and how many steps were left out."""
         return {**self._scaler.state(), "scaler/left_out": self._count}
 
+    @override
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take it back; a checkpoint of a run that left none out has none."""
         self._scaler.load(state)

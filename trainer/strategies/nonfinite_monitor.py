@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trainer.data.stream import Batch
 from trainer.formatting import named
@@ -164,6 +165,7 @@ class LookoutAfar(Lookout):
         self._unread: list[Tensor] = []
         self._under_way: Totals | None = None
 
+    @override
     def _look(self, number: Tensor) -> None:
         """Begin to copy it, with all since the last copy, where that was long enough ago."""
         self._unread.append(number)
@@ -171,6 +173,7 @@ class LookoutAfar(Lookout):
             self._under_way = Totals({}, Ranks(), self._device, {"": torch.stack(self._unread)})
             self._unread, self._since = [], now
 
+    @override
     def seen(self) -> bool:
         """The same; what was begun to be copied in the step before has arrived by now."""
         if self._under_way is not None:

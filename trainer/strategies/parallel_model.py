@@ -36,79 +36,79 @@ class Placed:
 
     def __init__(self, strategy: Place, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
-        self._machine, self._before_first_step = strategy.machine, True  # no step has been done
+        self.machine, self.before_first_step = strategy.machine, True  # no step has been done
         self.watch, self.average, self.carried = strategy.watch, NoAverage(), what_is_carried(task, strategy)
         self.work = NoWork()  # until somebody has counted what a step computes
-        half = self._machine.resolved_precision == "fp16"
+        half = self.machine.resolved_precision == "fp16"
         self.scaler = Scaler(strategy.device, strategy.loss_group.size) if half else NoScaler()
         # types and kinds of layers first: all that follows looks at them
-        network = in_double(network) if self._machine.resolved_precision == "fp64" else network
+        network = in_double(network) if self.machine.resolved_precision == "fp64" else network
         network = synchronised(network, strategy.loss_group, strategy.device) if strategy.sync_bn else network
         refuse_extra_state(network)
-        self._chance = chances[strategy.dropout](self._machine.seed, strategy.device)
-        self._chance.follow(network, type(task).forward is not Task.forward)
+        self.rng = chances[strategy.dropout](self.machine.seed, strategy.device)
+        self.rng.follow(network, type(task).forward is not Task.forward)
         # what is known of the whole network, while this rank has all its names and shapes
         self.shapes = {name: value.shape for name, value in network.state_dict().items()}
-        self._plan = task.plan(network)
-        self._form = Form(network, self._machine.parameter_dtype, self._machine.channels_last)
+        self.plan = task.plan(network)
+        self.memory_format = Form(network, self.machine.parameter_dtype, self.machine.channels_last)
         # values, the same everywhere; or an outline, where no rank need hold all of them
-        self.network = self._arrived(network)
-        names = self._units()
+        self.network = self.materialize(network)
+        names = self.unit_names()
         # inside one rank, before the data ranks come in: recomputing sees split layers, a compiled graph both
-        for piece in self._divide():
+        for piece in self.parallelize():
             own = called(piece, names)
             if strategy.activation_checkpointing != "none":
                 recompute(piece, own, strategy.activation_checkpointing)
-            if self._machine.compile:
+            if self.machine.compile:
                 compile_network(piece, own)
         # parameters get the form in which the optimizer sees them, then wrappers may take hold of them
-        self._called = self.carried.called(task, self.network)
-        self._shard(names)
-        self._forward = self._wrap()
+        self.step_module = self.carried.called(task, self.network)
+        self.shard(names)
+        self.forward = self.wrap()
 
     # What a strategy says differently: of the network, then of a step, in the order of time.
 
-    def _arrived(self, network: nn.Module) -> nn.Module:
+    def materialize(self, network: nn.Module) -> nn.Module:
         """Collective: the network on this rank's device, with its values, the same everywhere."""
         network = network.to(self.strategy.device)
-        self._form.lay_out(network)
+        self.memory_format.lay_out(network)
         for tensor in (*network.parameters(), *network.buffers()):
             self.strategy.world.broadcast_(tensor.detach())  # all ranks; one initialisation for all
         return network
 
-    def _units(self) -> list[str]:
+    def unit_names(self) -> list[str]:
         """The subtrees that are recomputed, compiled and sharded each as one; none: what is compiled is the whole."""
-        if self.strategy.activation_checkpointing == "none" and not (self._machine.compile and self._plan.shard):
+        if self.strategy.activation_checkpointing == "none" and not (self.machine.compile and self.plan.shard):
             return []
-        return units(self.network, self._plan)
+        return units(self.network, self.plan)
 
-    def _divide(self) -> list[nn.Module]:
+    def parallelize(self) -> list[nn.Module]:
         """Edit the network in place: split its layers, keep some stages. Returns what is called as a whole."""
         return [self.network]
 
-    def _shard(self, names: list[str]) -> None:
+    def shard(self, names: list[str]) -> None:
         """Collective: spread parameters over the data ranks, these subtrees together; all have values afterwards."""
 
-    def _wrap(self) -> Forward:
+    def wrap(self) -> Forward:
         """What a forward must call: task and network themselves, or something around them."""
         return partial(self.task.forward, self.network)
 
-    def _computing(self) -> Any:
+    def compute_context(self) -> Any:
         """The context of a forward, and of its backward."""
         return gathering_over(self.strategy.data_group)
 
-    def _sync(self, last: bool) -> Any:
+    def grad_sync_context(self, last: bool) -> Any:
         """The context of one micro-batch of a step, inside that: do gradients travel in it?"""
         return nullcontext()
 
-    def _whole(self, output: Any) -> Any:
+    def gather_output(self, output: Any) -> Any:
         """An output or a loss with nothing of it left on other ranks."""
         return output
 
-    def _finish_gradients(self) -> None:
+    def finish_gradients(self) -> None:
         """Collective: after the last micro-batch; afterwards `.grad` is the gradient of the global mean."""
 
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
+    def grad_norm(self, gradients: list[Tensor]) -> Tensor:
         """Collective: the norm of the whole network's gradient."""
         return global_norm(gradients)
 
@@ -118,7 +118,7 @@ class Placed:
 
     def heard(self) -> list[str]:
         """Sentences for the user about the steps since the last call."""
-        return self._chance.heard()
+        return self.rng.heard()
 
     # The verbs of a step.
 
@@ -127,42 +127,45 @@ class Placed:
 
         Returns this rank's share of the loss (and of its parts), on the device; the data ranks' sum is the global mean.
         """
-        self._mode(training=True)
+        self.set_mode(training=True)
         self.scaler.begin()
         # a mean of micro-batches' means would be wrong where they weigh differently
-        sums = self._learn(batches, step, shares(self.task, batches, self.strategy.loss_group, self.strategy.device))
+        share_of = shares(self.task, batches, self.strategy.loss_group, self.strategy.device)
+        sums = self.run_micro_batches(batches, step, share_of)
         self.watch.computed()
-        self._finish_gradients()
+        self.finish_gradients()
         self.scaler.hear(sums["loss"])
         return sums
 
-    def _learn(self, batches: list[Any], step: int, share_of: Callable[[int], Any]) -> dict[str, Tensor]:
+    def run_micro_batches(self, batches: list[Any], step: int, share_of: Callable[[int], Any]) -> dict[str, Tensor]:
         """Every micro-batch's forward and backward; returns what this rank adds to the losses of the step."""
         sums: dict[str, Tensor] = {}
         for index, batch in enumerate(batches):
             # random numbers follow from numbers alone, so that a resumed run draws the same
-            self._chance.begin(batch.indices, step, index, self.strategy.loss_group.rank)
+            self.rng.begin(batch.indices, step, index, self.strategy.loss_group.rank)
             # strategies send gradients once, in the last micro-batch's backward
             last = index == len(batches) - 1
-            with self._chance, self._computing(), self._sync(last), dealt(batch.span):
-                self._share_of_loss(self._forward, batch, partial(share_of, index), sums).backward()
+            with self.rng, self.compute_context(), self.grad_sync_context(last), dealt(batch.span):
+                self.share_of_loss(self.forward, batch, partial(share_of, index), sums).backward()
         return sums
 
-    def _share_of_loss(self, forward: Forward, batch: Any, share: Callable[[], Any], sums: dict[str, Tensor]) -> Tensor:
+    def share_of_loss(self, forward: Forward, batch: Any, share: Callable[[], Any], sums: dict[str, Tensor]) -> Tensor:
         """A micro-batch's forward; returns what is to go backward, and adds to the losses of the step."""
-        losses = self._losses(self.carried.through(forward, batch, training=True), batch.inputs, batch.targets)
+        losses = self.losses(self.carried.through(forward, batch, training=True), batch.inputs, batch.targets)
         own = share()  # after the forward: the weights of all ranks have travelled while it computed
         add_share(sums, losses, own)
         # DDP and its like divide the summed gradients by the number of data ranks: undo it here
         return self.scaler.scale(times(losses["loss"], own * self.strategy.loss_group.size))
 
-    def _losses(self, forward: Forward, inputs: Any, targets: Any) -> dict[str, Tensor]:
-        with self._machine.autocast(self.strategy.device):
-            inputs, targets = self._form.cast((inputs, targets))
-            loss = self._whole(self._chance.call(self.task.loss, forward(inputs, targets), targets))
+    def losses(self, forward: Forward, inputs: Any, targets: Any) -> dict[str, Tensor]:
+        """The loss of a micro-batch, in the run's precision, beside its parts if it has any."""
+        with self.machine.autocast(self.strategy.device):
+            inputs, targets = self.memory_format.cast((inputs, targets))
+            loss = self.gather_output(self.rng.call(self.task.loss, forward(inputs, targets), targets))
         return by_name(loss)
 
-    def _mode(self, training: bool) -> None:
+    def set_mode(self, training: bool) -> None:
+        """Put the network into the mode of training, or of an evaluation."""
         if self.network.training != training:  # a walk through all modules
             self.network.train(training)
 
@@ -172,7 +175,7 @@ class Placed:
         An infinite max_norm measures the norm and clips nothing.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if self._before_first_step:
+        if self.before_first_step:
             check_gradients(self.network)
             own = self.strategy.world.all_gather_values(with_gradient(self.task, self.network))  # all ranks, once
             refuse_gradients(self.task, next(filter(None, own), []))
@@ -181,7 +184,7 @@ class Placed:
             # before the norm, which is that of the true gradients; an overflow shows in it on every rank
             self.scaler.unscale_(parameters)
             gradients = [p.grad for p in parameters if p.grad is not None]
-            norm = self._norm(gradients)
+            norm = self.grad_norm(gradients)
             if max_norm is not None and max_norm != float("inf"):
                 clip_(gradients, norm, max_norm)
         if self.scaler.allows_step(optimizer, norm):
@@ -189,7 +192,7 @@ class Placed:
         for parameter in parameters:
             parameter.grad = None  # all that zero_grad() does, without its profiler's records
         # the first step compiles and allocates: only after it is a slow collective a hanging one
-        self._before_first_step = False
+        self.before_first_step = False
         self.strategy.use_step_timeout()
         return norm
 
@@ -198,20 +201,20 @@ class Placed:
 
         valid: how many of its samples count, all or none. Of none the sums are zeros of the same shapes.
         """
-        self._mode(training=False)
+        self.set_mode(training=False)
         self.watch.done += 1  # an evaluation may take hours: it gets further with each batch
-        rehearsing = uncompiled() if self._before_first_step else nullcontext()  # its batch may be of another size
-        self._chance.begin_evaluation(batch.indices)
-        computing = self._machine.autocast(self.strategy.device)
-        with rehearsing, self._chance, self._computing(), dealt(batch.span), computing:
-            inputs, targets = self._form.cast((batch.inputs, batch.targets))
-            sums = self._evaluate(batch, inputs, targets)
+        rehearsing = uncompiled() if self.before_first_step else nullcontext()  # its batch may be of another size
+        self.rng.begin_evaluation(batch.indices)
+        computing = self.machine.autocast(self.strategy.device)
+        with rehearsing, self.rng, self.compute_context(), dealt(batch.span), computing:
+            inputs, targets = self.memory_format.cast((batch.inputs, batch.targets))
+            sums = self.evaluate_batch(batch, inputs, targets)
         return sums if valid else uncounted(sums)
 
-    def _evaluate(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
+    def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         """The sums over a batch in its form, whether it counts or not: on ranks that need each other all compute."""
-        output = self.carried.through(self._forward, batch, training=False)(inputs, targets)
-        return evaluation_sums(self.task, self._chance.call, self._whole(output), targets, len(batch.indices))
+        output = self.carried.through(self.forward, batch, training=False)(inputs, targets)
+        return evaluation_sums(self.task, self.rng.call, self.gather_output(output), targets, len(batch.indices))
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from trainer.data.nested_tensors import floats_as, tensors
 from trainer.learning.task import Task
@@ -35,6 +36,7 @@ class Stage(nn.Module):
         super().__init__()
         self.number, self.body = number, body
 
+    @override
     def forward(self, *received: Tensor) -> Any:
         """What the stage hands on; of the last one the loss, or the output where nothing is learned."""
         return self.turn(received)
@@ -64,41 +66,45 @@ class PlacedStages(PlacedTensor):
 
     # The network.
 
-    def _units(self) -> list[str]:
+    @override
+    def unit_names(self) -> list[str]:
         if not self._is_spread:
-            return super()._units()
+            return super().unit_names()
         self._use = used_always(TaskNetwork(self.task, self.network), self.example, self.strategy.world)
-        return always_called(self.network, units(self.network, self._plan), self._use)
+        return always_called(self.network, units(self.network, self.plan), self._use)
 
-    def _divide(self) -> list[nn.Module]:
+    @override
+    def parallelize(self) -> list[nn.Module]:
         whole, rank = self.network, self._pipeline.rank
-        example = self._form.cast(self.example)
+        example = self.memory_format.cast(self.example)
         # every rank cuts the outline of the whole network, and keeps what is its own
         step, held = TaskNetwork(self.task, whole), self._layout.held_by(rank)
         bodies = cut_stages(
-            step, self._plan.cuts, self._layout.count, example, held, may_draw=self.strategy.dropout == "sample"
+            step, self.plan.cuts, self._layout.count, example, held, may_draw=self.strategy.dropout == "sample"
         )
         self._stages = {number: Stage(number, body) for number, body in bodies.items()}
         own: list[nn.Module] = [stage.body for stage in self._stages.values()]
         self.network = Stages(own, [name for name, _ in whole.named_modules()])
         for body in own:  # of the plan, what lies in this stage: a key that fits nothing would be refused
-            fitting = {key: style for key, style in self._plan.tensor.items() if any(matches(body, key))}
-            self._split(body, replace(self._plan, tensor=fitting))
+            fitting = {key: style for key, style in self.plan.tensor.items() if any(matches(body, key))}
+            self._split(body, replace(self.plan, tensor=fitting))
         return own
 
-    def _shard(self, names: list[str]) -> None:
+    @override
+    def shard(self, names: list[str]) -> None:
         ranks = self.strategy.loss_group
         self._unused = Unused(ranks)
         for stage in self._stages.values() if self._is_spread else ():
             own = called(stage.body, names)
             shard(stage, stage.body, own, self.strategy.mesh, self._sharding)
             self._unused.follow(stage, stage.body, own, self._use)
-            SameCalls(stage, stage.body, own, ranks, self._machine.timeout)
+            SameCalls(stage, stage.body, own, ranks, self.machine.timeout)
         self._fill(self.strategy.device)
 
     # The verbs of a step.
 
-    def _learn(self, batches: list[Any], step: int, share_of: Callable[[int], Any]) -> dict[str, Tensor]:
+    @override
+    def run_micro_batches(self, batches: list[Any], step: int, share_of: Callable[[int], Any]) -> dict[str, Tensor]:
         """Every micro-batch through the pipeline; returns the same on all its ranks: nobody above knows of stages."""
         # torch's schedules must know beforehand which shapes travel
         schedule = self._schedule(batches)
@@ -106,16 +112,17 @@ class PlacedStages(PlacedTensor):
         # what a stage does in this step when the schedule calls it; only the last one's calls fill the sums
         for stage in self._stages.values():
             stage.turn = self._turns(stage, batches, step, share_of, sums)
-        with self._chance, self._computing():
+        with self.rng, self.compute_context():
             # which micro-batch it is each stage counts; torch wants something to chunk as targets
             schedule.step(target=torch.arange(len(batches)), return_outputs=False)
         return self._told("training", sums)
 
-    def _evaluate(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
+    @override
+    def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         output, _ = self._flow(inputs, targets, batch.indices)
         sums: dict[str, Tensor | float] = {}
         if self._last in self._stages:
-            sums = evaluation_sums(self.task, self._chance.call, self._whole(output), targets, len(batch.indices))
+            sums = evaluation_sums(self.task, self.rng.call, self.gather_output(output), targets, len(batch.indices))
         return {**self._told("evaluation", sums)}
 
     def _flow(self, inputs: Any, targets: Any, indices: Tensor) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
@@ -132,13 +139,15 @@ class PlacedStages(PlacedTensor):
         source = self._layout.owner(self._last)
         return broadcast_sums(sums, self._sums_like[occasion], source, self._pipeline, self.strategy.device)
 
-    def _finish_gradients(self) -> None:
+    @override
+    def finish_gradients(self) -> None:
         self._unused.forget()
-        super()._finish_gradients()
+        super().finish_gradients()
 
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
+    @override
+    def grad_norm(self, gradients: list[Tensor]) -> Tensor:
         # of a stage that is frozen a zero, in the type of the others' norms
-        square = super()._norm(gradients).to(self.strategy.device, self._machine.parameter_dtype).square()
+        square = super().grad_norm(gradients).to(self.strategy.device, self.machine.parameter_dtype).square()
         return self._pipeline.sum_in_order(square).sqrt()  # the ranks of this pipeline; other copies add the same
 
     # What a stage does when it is called.
@@ -153,29 +162,29 @@ class PlacedStages(PlacedTensor):
             index = next(order)
             batch, place = batches[index], self.strategy
             # as on one device, but that no two stages draw the same
-            self._chance.begin(batch.indices, step, index, place.data_group.rank, stage.number)
-            self._chance.go_on(vars(stage.body).get("earlier_calls", {}))
+            self.rng.begin(batch.indices, step, index, place.data_group.rank, stage.number)
+            self.rng.go_on(vars(stage.body).get("earlier_calls", {}))
             with dealt(batch.span):
                 if stage.number != self._last:
                     return self._call(stage, received, batch.inputs, batch.targets)
-                loss = self._share_of_loss(partial(self._call, stage, received), batch, partial(share_of, index), sums)
-            return loss.to(self._machine.parameter_dtype)  # what the schedule was told to expect
+                loss = self.share_of_loss(partial(self._call, stage, received), batch, partial(share_of, index), sums)
+            return loss.to(self.machine.parameter_dtype)  # what the schedule was told to expect
 
         return turn
 
     def _pass(self, stage: Stage, indices: Tensor, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
         """The same where nothing is learned: a stage draws as if this rank had run no other one."""
-        self._chance.begin_evaluation(indices)
-        self._chance.go_on(vars(stage.body).get("earlier_calls", {}))
+        self.rng.begin_evaluation(indices)
+        self.rng.go_on(vars(stage.body).get("earlier_calls", {}))
         return self._call(stage, received, inputs, targets)
 
     def _call(self, stage: Stage, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
         """What a stage makes of a micro-batch and of what came: the network's output, or what the next one gets."""
-        with self._machine.autocast(self.strategy.device):
-            inputs, targets = self._form.cast((inputs, targets))
+        with self.machine.autocast(self.strategy.device):
+            inputs, targets = self.memory_format.cast((inputs, targets))
             if self._sharding.param_dtype:  # what is no argument of the stage fully_shard does not cast
                 inputs, targets = floats_as((inputs, targets), torch.bfloat16)
-            came = self._form.cast(tuple(InOrder.apply(value) for value in received))
+            came = self.memory_format.cast(tuple(InOrder.apply(value) for value in received))
             output = stage.body(inputs, targets, *came)
             return output if stage.number == self._last else in_order(output)
 
@@ -196,7 +205,7 @@ class PlacedStages(PlacedTensor):
             self.strategy.data_group.all_reduce_max_(new).wait()  # the data ranks; one byte: is it new to any of them?
         if new:
             # one forward that leaves no trace, to see which shapes are handed on; some schedules gather the last ahead
-            with torch.no_grad(), self._computing(), dealt(batches[0].span), buffers_kept(self.network):
+            with torch.no_grad(), self.compute_context(), dealt(batches[0].span), buffers_kept(self.network):
                 _, handed = self._flow(batches[0].inputs, batches[0].targets, batches[0].indices)
             self._schedules[key] = self._made(handed, len(batches))
         return self._schedules[key]
@@ -204,7 +213,7 @@ class PlacedStages(PlacedTensor):
     def _made(self, handed: dict[int, tuple[Tensor, ...]], micro_batches: int) -> Any:
         from torch.distributed.pipelining import PipelineStage  # here, because the import takes seconds
 
-        loss = torch.empty((), dtype=self._machine.parameter_dtype, device="meta")
+        loss = torch.empty((), dtype=self.machine.parameter_dtype, device="meta")
         stages = [
             PipelineStage(
                 stage,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from trainer.data.sample_order import Slice
 from trainer.learning.task import Task, carries
@@ -43,11 +44,12 @@ class PP(Meshed):
     param_dtype: Literal["bf16"] | None = None  # where shard > 1: what parameters are gathered in; None: as they are
 
     @property
+    @override
     def name(self) -> str:
-        """The word for these degrees."""
         data = "fsdp_" if self.shard != 1 else "ddp_" if self.replicate != 1 else ""
         return f"{data}pp" + ("_tp" if self.tensor > 1 else "")
 
+    @override
     def degrees(self, world_size: int) -> dict[str, int]:
         """How many ranks along each axis. Refusal where they do not multiply to the processes, or make no pipeline."""
         degrees = super().degrees(world_size)
@@ -59,6 +61,7 @@ class PP(Meshed):
         return degrees
 
     @property
+    @override
     def slice(self) -> Slice:
         """Schedules of torch know one shape for all micro-batches of a step."""
         return replace(super().slice, alike=True)
@@ -73,10 +76,12 @@ class PP(Meshed):
             raise Refusal(f"strategy.stages_per_rank={each}: {self.schedule} wants {fitting}{several}")
         return Layout(self.degrees(world_size)["pipe"], each, kind.turns_back)
 
+    @override
     def least_layers(self, world_size: int) -> int:
         """One for each stage."""
         return self.layout(world_size).count
 
+    @override
     def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
         """Refuse unequal micro-batches, and numbers of them that the schedule cannot run: torch would hang or fail."""
         if uneven:
@@ -91,6 +96,7 @@ class PP(Meshed):
                 f" ranks; {said}GPipe and 1F1B take any number"
             )
 
+    @override
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse fields that do not go together."""
         self._refuse_fields(world_size)
@@ -102,19 +108,20 @@ class PP(Meshed):
             )
         super().check(task, network, world_size)
 
+    @override
     def refuse_forward(self, task: Task, network: nn.Module, world_size: int, example: Callable[[], Any]) -> None:
         """Refuse a network that cannot be cut into so many stages."""
         step, cuts, count = TaskNetwork(task, network), task.plan(network).cuts, self.layout(world_size).count
         if not cut_stages(step, cuts, count):  # most forwards can be read without a batch
             cut_stages(step, cuts, count, example(), held=(), may_draw=self.dropout == "sample")
 
+    @override
     def notes(self, network: nn.Module) -> list[str]:
-        """Say which ranks do what, and what a user should know about this network here."""
         mesh, *others = super().notes(network)
         return [f"{mesh}; {self.layout(self.world.size).count} stages, {self.schedule}", *others]
 
+    @override
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
-        """Collective: put this rank's stages of a network here."""
         sharding = Sharding(self.reshard_after_forward, self.param_dtype)
         return PlacedStages(self, task, network, example, self.layout(self.world.size), self.schedule, sharding)
 

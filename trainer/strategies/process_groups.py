@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from trainer.learning.optimizer import sparse_embeddings
 from trainer.learning.task import Task, carries
@@ -32,17 +33,19 @@ class Joined(Strategy):
 
     world: Group = field(init=False, repr=False)
 
+    @override
     def data_ranks(self, world_size: int) -> int:
         """Every process reads its own slice."""
         return world_size
 
+    @override
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse a device whose tensors cannot be sent, and BatchNorms that cannot be synchronised where they shall."""
         refuse_backend(self.machine.kind, self.machine.backend)
         if self.sync_bn and self.data_ranks(world_size) > 1:
             refuse_own_statistics(network)
 
-    def _refuse_sparse(self, network: nn.Module) -> None:
+    def refuse_sparse(self, network: nn.Module) -> None:
         """Refuse embeddings whose gradients are sparse, where what travels is dense."""
         for name in sparse_embeddings(network):
             raise Refusal(
@@ -50,21 +53,24 @@ class Joined(Strategy):
                 "build it with sparse=False, or use strategy=ddp distributed.backend=gloo"
             )
 
+    @override
     def __enter__(self) -> Self:
         self.device = self.machine.claim_device()  # first: NCCL binds the group to the current device
         self.world = join_group(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
         self.watch = Stopwatch(Stalls() if self.world.size > 1 else NoStalls())
-        self._arrange()
+        self.make_groups()
         self.use_long_timeout()  # last: torch makes the groups of a mesh with times of its own
         return self
 
-    def _arrange(self) -> None:
+    def make_groups(self) -> None:
         """Collective: say which ranks read different data (`data_group`), and make what other groups there are."""
         self.data_group = self.world
 
+    @override
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         leave_group(self.world, clean=error is None)
 
+    @override
     def notes(self, network: nn.Module) -> list[str]:
         """What a user should know; of a process that nobody launched, how there would be two."""
         # no launcher left an address; where there are GPUs the run says anyway how all of them are used
@@ -72,12 +78,12 @@ class Joined(Strategy):
         forgotten = [f"{self.name} has only one process; to use two: processes=2"] if alone else []
         return [*forgotten, *super().notes(network)]
 
+    @override
     def votes(self) -> Votes:
-        """What the ranks of one loop ask each other in its steps."""
         return VotesApart(self)
 
+    @override
     def pace(self) -> Pace:
-        """Collective: what compares how fast the ranks of one loop are."""
         on_cpu = self.device.type == "cpu"
         return PaceApart(self.world, self.at().get("pipe", 0), on_cpu) if self.world.size > 1 else Pace()
 
@@ -85,6 +91,7 @@ class Joined(Strategy):
         """Where this rank is along each axis of the mesh, if there is one."""
         return {}
 
+    @override
     def groups(self) -> list[ProcessGroup]:
         """All ranks, and whichever other groups stand in its fields, each once."""
         return list(dict.fromkeys(ranks.group for ranks in vars(self).values() if isinstance(ranks, Group)))
@@ -110,19 +117,22 @@ class Meshed(Joined):
             del own["context"]
         return spread(world_size, own)
 
+    @override
     def data_ranks(self, world_size: int) -> int:
         """Copies and the shards of a copy read samples of their own; stages, context and tensor ranks share theirs."""
         degrees = self.degrees(world_size)
         return degrees.get("replicate", 1) * degrees.get("shard", 1)
 
+    @override
     def outline(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
         """The network without values, where its constructor allows that: ranks hold shards, one builds the whole."""
         return outline(make)
 
+    @override
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse sparse gradients; and with tensor or context ranks what has no plan, or what does not divide."""
         super().check(task, network, world_size)
-        self._refuse_sparse(network)
+        self.refuse_sparse(network)
         degrees = self.degrees(world_size)
         if degrees.get("tensor", 1) > 1:
             refuse_plan(network, task.plan(network), degrees["tensor"])
@@ -134,6 +144,7 @@ class Meshed(Joined):
                     " ranks have stretches of a sequence; strategy=ddp and strategy=fsdp carry a state"
                 )
 
+    @override
     def refuse_forward(self, task: Task, network: nn.Module, world_size: int, example: Callable[[], Any]) -> None:
         """Refuse batches that context ranks cannot cut."""
         degrees = self.degrees(world_size)
@@ -142,6 +153,7 @@ class Meshed(Joined):
             for what, tree in zip(("inputs", "targets"), example(), strict=True):
                 refuse_sequences(tree, what, degrees["context"], plan, degrees.get("tensor", 1))
 
+    @override
     def refuse_outputs(self, what: str, world_size: int) -> None:
         """Refuse it where context ranks have outputs of stretches."""
         if self.degrees(world_size).get("context", 1) > 1:
@@ -149,6 +161,7 @@ class Meshed(Joined):
                 f"{what} needs outputs of whole sequences, and context ranks have stretches; strategy=ddp gives them"
             )
 
+    @override
     def refuse_alone(self, what: str) -> None:
         """Refuse it: no rank has more than its shards."""
         raise Refusal(
@@ -157,7 +170,8 @@ class Meshed(Joined):
             " while it trains"
         )
 
-    def _arrange(self) -> None:
+    @override
+    def make_groups(self) -> None:
         degrees = self.degrees(self.world.size)
         context = degrees.pop("context", 1)
         # what a rank holds has nothing to do with sequences: context ranks have more shards, or else more copies
@@ -172,22 +186,25 @@ class Meshed(Joined):
             self.context_group, self.data_group = (ranks_along(reading, axis) for axis in ("context", "samples"))
 
     @property
+    @override
     def loss_group(self) -> Ranks:
         """The data ranks, and those that have other stretches of their samples."""
         return self._learning
 
+    @override
     def copies(self, network: nn.Module) -> Copies:
         """Collective: shards are compared with those of the ranks that hold the same ones, and so is what is whole."""
         return compared(self, network, self.at())
 
+    @override
     def at(self) -> dict[str, int]:
-        """Where this rank is along each axis of the mesh."""
         return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True))
 
+    @override
     def groups(self) -> list[ProcessGroup]:
         """All ranks, the data ranks, and those along each axis."""
         return [*super().groups(), *self.mesh.get_all_groups()]
 
+    @override
     def notes(self, network: nn.Module) -> list[str]:
-        """Say which ranks do what, and what a user should know about this network here."""
         return [f"mesh {described(self.degrees(self.world.size))}", *super().notes(network)]

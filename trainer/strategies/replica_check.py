@@ -10,6 +10,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from trainer.parallel.batch_norm import statistics
 from trainer.parallel.buckets import Totals
@@ -74,18 +75,18 @@ class CopiesApart(Copies):
         self._groups = [_together(places, kind) for kind in KINDS]  # for each kind, groups of two ranks or more
         self._told: Comparison | None = None  # at the last line
 
+    @override
     def tell(self, step: int) -> None:
-        """Collective, at a line: start telling all ranks in a few bytes what this one holds after this step."""
         self._told = self._tell(step, self._parameters)
 
+    @override
     def refuse(self) -> None:
-        """Collective where ranks differ, which all of them have heard: Drifted, the same on every rank."""
         told, self._told = self._told, None
         if told is not None:
             self._judge(told)
 
+    @override
     def refuse_save(self, step: int, state: Mapping[str, Tensor]) -> None:
-        """Collective: the same for what is to be saved of the network and its average. Waits for the answer."""
         own = self._parameters.keys() | self._statistics
         self._judge(self._tell(step, {name: x for name, x in state.items() if name in own or name.startswith(AVERAGE)}))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from typing_extensions import override
 
 from trainer.data.nested_tensors import changed
 from trainer.learning.optimizer import Groups, Make
@@ -43,14 +44,16 @@ class PlacedTensor(Placed):
         self._tensor_ranks = ranks_along(strategy.mesh, "tensor")
         super().__init__(strategy, task, network, example)
 
-    def _arrived(self, network: nn.Module) -> nn.Module:
+    @override
+    def materialize(self, network: nn.Module) -> nn.Module:
         """The network without values: no rank need hold all of it. They follow when it is clear who holds what."""
         self._values = set_aside(network)
-        self._form.lay_out(network)
+        self.memory_format.lay_out(network)
         return network
 
-    def _divide(self) -> list[nn.Module]:
-        self._split(self.network, self._plan)
+    @override
+    def parallelize(self) -> list[nn.Module]:
+        self._split(self.network, self.plan)
         return [self.network]
 
     def _split(self, network: nn.Module, plan: Plan) -> None:
@@ -58,9 +61,10 @@ class PlacedTensor(Placed):
         if self._tensor_ranks.size > 1:
             # in place: DTensors, as yet without values
             parallelize_module(network, self.strategy.mesh["tensor"], dict(plan.tensor))
-            self._chance.split(network, plan, self._tensor_ranks)
+            self.rng.split(network, plan, self._tensor_ranks)
 
-    def _shard(self, names: list[str]) -> None:
+    @override
+    def shard(self, names: list[str]) -> None:
         self._fill(self.strategy.device)
 
     def _fill(self, shards: torch.device) -> None:
@@ -73,29 +77,35 @@ class PlacedTensor(Placed):
         self._shared = Shared(self.network, self._tensor_ranks)
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
-        with super()._computing(), loss_parallel():  # for outputs that the plan leaves split by class, and only those
+    @override
+    def compute_context(self) -> Iterator[None]:
+        # loss_parallel: for outputs that the plan leaves split by class, and only those
+        with super().compute_context(), loss_parallel():
             yield
 
-    def _finish_gradients(self) -> None:
-        self._chance.forget()
+    @override
+    def finish_gradients(self) -> None:
+        self.rng.forget()
         # sums over tensor ranks first: means of halves would be means of nothing
         redistribute_gradients(self.network.parameters())
         # the data ranks' mean, of what fully_shard has not averaged in the backward
         average_gradients(self._copied, self.strategy.loss_group, self.strategy.bucket_mb * 2**20)
         # the last to touch gradients: afterwards they are the same bits on all tensor ranks
         self._shared.decide()
-        if self._before_first_step and self._machine.compare_copies:
+        if self.before_first_step and self.machine.compare_copies:
             self._shared.refuse_apart()  # before anything is learned
 
+    @override
     def settle(self) -> None:
         """Collective: running statistics become the data ranks' mean, and those of the first tensor rank."""
         super().settle()
         self.average.on_statistics(partial(share_buffers, self.network, self._tensor_ranks))
 
-    def _whole(self, output: Any) -> Any:
+    @override
+    def gather_output(self, output: Any) -> Any:
         return changed(output, lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
 
+    @override
     def optimizer(self, make: Make, groups: Groups) -> torch.optim.Optimizer:
         """Build the optimizer; split and whole parameters in groups of their own, for its kernels take no mixture."""
         unmixed = [one for group in groups for one in _unmixed(group)]
@@ -104,13 +114,14 @@ class PlacedTensor(Placed):
             return optimizer
         return make([{**group, "fused": False} for group in unmixed])
 
+    @override
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
         """Collective: the base's step. Refusal where the optimizer asks torch for what it cannot do with shards."""
         try:
             return super().optimizer_step(optimizer, max_norm)
         except (RuntimeError, NotImplementedError) as error:
             # only in the first step can it be the optimizer's kind; torch knows most operations on shards, not all
-            if not self._before_first_step or not re.search("dtensor|sharding|placement", str(error), re.I):
+            if not self.before_first_step or not re.search("dtensor|sharding|placement", str(error), re.I):
                 raise
             said = str(error).split(". ")[0].splitlines()[0][:200]
             raise Refusal(
@@ -118,9 +129,10 @@ class PlacedTensor(Placed):
                 f" shards ({said}); strategy=zero1 and ddp keep each of them whole"
             ) from error
 
+    @override
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What a checkpoint stores, after a look whether what tensor ranks have in common is still the same."""
-        if self._machine.compare_copies:
+        if self.machine.compare_copies:
             self._shared.refuse_apart()
             refuse_drift(self.network, self._tensor_ranks)
         return super().state(optimizer)
@@ -140,14 +152,17 @@ class PlacedContext(PlacedTensor):
     Nobody above knows of stretches: batches come whole, and the sums that go back are those of whole sequences.
     """
 
+    @override
     def _split(self, network: nn.Module, plan: Plan) -> None:
         super()._split(network, plan)
         cut_sequences(network, plan, self.strategy.context_group, self.strategy.device.type)
 
+    @override
     def stretches(self, tokens: int) -> tuple[Ranks, Pieces]:
         ranks = self.strategy.context_group
-        return ranks, pieces(ranks.rank, ranks.size, tokens // ranks.size, most_pieces(self._plan))
+        return ranks, pieces(ranks.rank, ranks.size, tokens // ranks.size, most_pieces(self.plan))
 
+    @override
     def forward_backward(self, batches: list[Any], step: int) -> dict[str, Tensor]:
         """The base's, of this rank's stretches; the sums are those of all context ranks, on each of them."""
         ranks = self.strategy.context_group
@@ -156,19 +171,21 @@ class PlacedContext(PlacedTensor):
 
     def _stretch(self, batch: Any) -> Any:
         ranks = self.strategy.context_group
-        inputs, targets = sequence_shard((batch.inputs, batch.targets), ranks, most_pieces(self._plan))
+        inputs, targets = sequence_shard((batch.inputs, batch.targets), ranks, most_pieces(self.plan))
         # every context rank weighs its own stretches, so of the global batch there are as many more of them
         return batch._replace(inputs=inputs, targets=targets, total=batch.total * ranks.size)
 
-    def _losses(self, forward: Forward, inputs: Any, targets: Any) -> dict[str, Tensor]:
-        self._chance.cut(self.strategy.context_group, tokens(inputs), most_pieces(self._plan))
-        return super()._losses(forward, inputs, targets)
+    @override
+    def losses(self, forward: Forward, inputs: Any, targets: Any) -> dict[str, Tensor]:
+        self.rng.cut(self.strategy.context_group, tokens(inputs), most_pieces(self.plan))
+        return super().losses(forward, inputs, targets)
 
-    def _evaluate(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
+    @override
+    def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         ranks = self.strategy.context_group
-        own = sequence_shard((inputs, targets), ranks, most_pieces(self._plan))
-        self._chance.cut(ranks, tokens(own), most_pieces(self._plan))
-        sums = super()._evaluate(batch, *own)
+        own = sequence_shard((inputs, targets), ranks, most_pieces(self.plan))
+        self.rng.cut(ranks, tokens(own), most_pieces(self.plan))
+        sums = super().evaluate_batch(batch, *own)
         if ranks.size == 1:
             return sums
         totals = all_reduce_sums(sums, ranks, self.strategy.device)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from math import inf
 from time import perf_counter
 
+from typing_extensions import override
+
 from trainer.parallel.ranks import Vote
 from trainer.strategies.process_topology import LATER, Place
 
@@ -43,8 +45,8 @@ class VotesApart(Votes):
         self._apart = self._left = 1  # steps from the last vote to the next; how many of them are still to come
         self._since = -inf  # nothing is known about steps until the second vote
 
+    @override
     def ask(self, *flags: bool) -> None:
-        """Collective where a vote is due, one for each step: start asking which flags any rank has raised."""
         self._flags = (False,) * len(flags)
         self._left -= 1
         if not self._left:
@@ -52,16 +54,16 @@ class VotesApart(Votes):
             self._vote = self._begin((now - self._since) / self._apart, *flags)  # how long a step took, and the flags
             self._since = now
 
+    @override
     def read(self) -> Sequence[bool]:
-        """The flags that some rank had raised, the same on every rank; none of them where there was no vote."""
         if self._left:
             return self._flags
         slowest, *flags = self._vote.read()
         self._apart = self._left = max(1, min(self._most, int(SECONDS / slowest)))
         return [bool(flag) for flag in flags]
 
+    @override
     def now(self, *flags: bool) -> Sequence[bool]:
-        """Collective: the flags that some rank has raised, beside those of the steps; waits for the answer."""
         return [bool(flag) for flag in self._begin(*flags).read()]
 
     def _begin(self, *numbers: float) -> Vote:

@@ -6,6 +6,7 @@ import socket
 from statistics import median
 
 import torch
+from typing_extensions import override
 
 from trainer.parallel.buckets import Totals
 from trainer.parallel.ranks import Ranks
@@ -43,8 +44,8 @@ class PaceApart(Pace):
         self._under_way: Totals | None = None
         self._slow: set[int] = set()  # ranks that were told of, and are not well yet
 
+    @override
     def tell(self, watch: Stopwatch) -> None:
-        """Collective, at a line: start telling all ranks what this one spent since the last line."""
         # a processor's time says how slow it is; beside a GPU it says nothing, for it spins while it waits
         computed = watch.worked / torch.get_num_threads() if self._on_cpu else 0.0
         stood, whole = (sum(times[phase] for phase in STEP) for times in (watch.stood, watch.spent))
@@ -54,8 +55,8 @@ class PaceApart(Pace):
         table[self._ranks.rank], self._before = now - self._before, now
         self._under_way = Totals({"": table}, self._ranks, _CPU)  # all ranks; each fills in its row, 40 bytes
 
+    @override
     def heard(self) -> list[str]:
-        """After what was told has arrived: a sentence for each rank that has begun to hold up the others."""
         if self._under_way is None:
             return []
         self._seen += self._under_way.read()[""]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
+from typing_extensions import override
 
 from trainer.learning.task import Task
 from trainer.strategies.parallel_model import Placed
@@ -28,11 +29,11 @@ class TP(Meshed):
     tensor: int | None = None  # ranks that hold one copy, best on one machine; None: what the others leave
 
     @property
+    @override
     def name(self) -> str:
-        """The word for these degrees."""
         words = {"ddp": self.replicate, "cp": self.context, "tp": self.tensor}
         return "_".join(word for word, degree in words.items() if degree != 1) or "tp"
 
+    @override
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
-        """Collective: put this rank's shards of a network here."""
         return PlacedContext(self, task, network, example)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.task import Task
@@ -32,32 +33,35 @@ class Zero1(Joined):
     bucket_mb: int = 25  # MiB of gradients or parameters that travel as one; larger: fewer and later
     owning: Group = field(init=False, repr=False)  # all ranks again, for gradients and parameters alone
 
+    @override
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse sparse gradients: buckets are dense."""
         super().check(task, network, world_size)
-        self._refuse_sparse(network)
+        self.refuse_sparse(network)
 
-    def _arrange(self) -> None:
-        super()._arrange()
+    @override
+    def make_groups(self) -> None:
+        super().make_groups()
         # gradients leave when a backward completes them, which may be at another moment on each rank: in a group of
         # their own they cannot be mistaken for what a network sends itself (sync_bn, gather)
         group = dist.new_group(timeout=self.machine.timeout)
         assert isinstance(group, ProcessGroup)
         self.owning = Group(group)
 
+    @override
     def copies(self, network: nn.Module) -> Copies:
-        """Collective: every rank's copy is compared with the others."""
         return compared(self, network)
 
+    @override
     def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
-        """Collective: put a copy of the network on every rank."""
         return _Placed(self, task, network, example)
 
 
 class _Placed(Placed):
     strategy: Zero1
 
-    def _wrap(self) -> Forward:
+    @override
+    def wrap(self) -> Forward:
         # who owns what follows from sizes alone, so nothing is agreed; alone on one rank nothing travels
         ranks = self.strategy.owning
         trainable = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
@@ -65,29 +69,34 @@ class _Placed(Placed):
         self._owner = dict(zip(trainable, owner, strict=True))
         self._buckets = owned_buckets(trainable, owner, self.strategy.bucket_mb * 2**20) if ranks.size > 1 else []
         self._delivery = Delivery(self._buckets, ranks)
-        return self._called
+        return self.step_module
 
-    def _sync(self, last: bool) -> Any:
+    @override
+    def grad_sync_context(self, last: bool) -> Any:
         if last:
             self._delivery.begin()
-        return super()._sync(last)
+        return super().grad_sync_context(last)
 
-    def _finish_gradients(self) -> None:
+    @override
+    def finish_gradients(self) -> None:
         self._delivery.finish()
 
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
+    @override
+    def grad_norm(self, gradients: list[Tensor]) -> Tensor:
         """Collective: the norm over what all ranks own; the same on each, also where a rank owns nothing."""
         own = global_norm(gradients) if gradients else torch.zeros((), device=self.strategy.device)
         square = to_accumulator(own.to(self.strategy.device)).square()
         self.strategy.data_group.all_reduce_sum_(square).wait()  # the data ranks; 8 bytes travel
-        return square.sqrt().to(self._machine.parameter_dtype)
+        return square.sqrt().to(self.machine.parameter_dtype)
 
+    @override
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
         """Collective: update what this rank owns, and tell all ranks: afterwards they hold the same bits."""
         norm = super().optimizer_step(optimizer, max_norm)
         send_from_owners(self._buckets, self.strategy.owning)
         return norm
 
+    @override
     def optimizer(self, make: Make, groups: Groups) -> torch.optim.Optimizer:
         """Build the optimizer over what this rank owns, with every group, also where none of it is this rank's.
 
