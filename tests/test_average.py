@@ -18,7 +18,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.learning.cadence import Due, Every
 from trainer.loop.evaluation import evaluate
 from trainer.refusal import Refusal
-from trainer.strategies.ema import Average
+from trainer.strategies.ema import MovingAverage
 
 WORDS = [*SMALL, "schedule=constant", "loop.global_batch=120", "loop.eval_every=4", "loop.save_every=4"]
 
@@ -104,7 +104,7 @@ def test_it_goes_on_where_other_parameters_are_frozen(tmp_path: Path) -> None:
 
 def test_a_step_that_was_left_out_moves_nothing() -> None:
     network = nn.Linear(2, 2)
-    average = Average(network, 0.5, 1)
+    average = MovingAverage(network, 0.5, 1)
     average.update(1, 0.0)
     first = network.weight.detach().clone()
     nn.init.zeros_(network.weight)

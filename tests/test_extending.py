@@ -73,7 +73,7 @@ def test_a_sink_of_a_lab_is_cut_back_when_a_run_goes_on(home: Path) -> None:
 
 
 TURNED = """
-from trainer import Placed, Strategy
+from trainer import ParallelModel, Strategy
 
 
 class Turned(Strategy):
@@ -81,7 +81,7 @@ class Turned(Strategy):
         return PlacedTurned(self, task, network, example)
 
 
-class PlacedTurned(Placed):
+class PlacedTurned(ParallelModel):
     def finish_gradients(self):
         for parameter in self.network.parameters():
             parameter.grad = parameter.grad.contiguous()

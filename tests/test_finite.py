@@ -170,7 +170,7 @@ def test_numbers_of_an_accelerator_are_looked_at_now_and_then_and_none_is_missed
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(nonfinite_monitor, "perf_counter", lambda: now[0])
-    afar, fine = nonfinite_monitor.LookoutAfar(Ranks(), torch.device("cpu")), torch.tensor(1.0)
+    afar, fine = nonfinite_monitor.NonFiniteCheckOnDevice(Ranks(), torch.device("cpu")), torch.tensor(1.0)
     seen = []
     for step in range(1, 9):  # the second one is bad; the first look is at step 1, the next one 0.05 s later, at step 5
         now[0] = step / 64
@@ -187,7 +187,7 @@ def test_a_step_left_out_on_an_accelerator_is_told_once(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(nonfinite_monitor, "perf_counter", lambda: now[0])
-    afar, one = nonfinite_monitor.LookoutAfar(Ranks(), torch.device("cpu"), allowed=1), torch.tensor(1.0)
+    afar, one = nonfinite_monitor.NonFiniteCheckOnDevice(Ranks(), torch.device("cpu"), allowed=1), torch.tensor(1.0)
     for step in range(1, 150):  # all is told that has been seen, though the copies that come later have it once more
         now[0] = step / 64
         afar.refuse(afar.seen() or step % 7 == 0)

@@ -73,7 +73,7 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
         "Data",
         "Joined",
         "Plan",
-        "Placed",
+        "ParallelModel",
         "Preparation",
         "Refusal",
         "Schedule",

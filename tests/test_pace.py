@@ -17,7 +17,7 @@ from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import DONE, Ranks, Waitable
 from trainer.strategies.stopwatch import NoStalls, Stalls, Stopwatch
-from trainer.strategies.straggler import PaceApart
+from trainer.strategies.straggler import StragglerCheck
 
 # Rank 1 stops at each step for a while, as a debugger or a hypervisor would have it; or reads slowly.
 LAB = """
@@ -107,7 +107,7 @@ class Company(Ranks):
 
 def test_it_is_told_once_and_again_only_after_the_rank_was_well() -> None:
     ranks, watch = Company(), Stopwatch(NoStalls())
-    pace = PaceApart(ranks, 0, on_cpu=True)
+    pace = StragglerCheck(ranks, 0, on_cpu=True)
 
     def line(*rows: list[float]) -> list[str]:
         ranks.others = torch.tensor(rows, dtype=torch.float64)
@@ -143,7 +143,7 @@ def test_the_thread_that_looks_at_the_clock_ends_with_whoever_wanted_it() -> Non
 @pytest.mark.parametrize(("seconds", "steps"), [(8.0, 9.0), (1.9, 1000.0)])
 def test_a_few_steps_say_nothing_yet_and_a_short_time_neither(seconds: float, steps: float) -> None:
     ranks = Company()
-    pace = PaceApart(ranks, 0, on_cpu=True)
+    pace = StragglerCheck(ranks, 0, on_cpu=True)
     ranks.others = torch.tensor([[seconds, 0.0, 0.0, seconds, steps], [0.0, 0.0, 0.0, seconds, steps]])
     pace.tell(Stopwatch(NoStalls()))
     assert pace.heard() == []

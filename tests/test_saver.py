@@ -27,7 +27,7 @@ from trainer.records.checkpoint import Checkpoints, FailedSave
 from trainer.records.checkpoint_store import look_into
 from trainer.records.checkpoint_writer import AsyncSaver
 from trainer.records.manifest import read_manifest
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 
 # A rate of 1: weights of another step are far away.
 WORDS = (
@@ -45,10 +45,10 @@ MLP = SMALL[:3]
 @contextmanager
 def late(last: int) -> Iterator[list[int]]:
     """Files are written only when the next step has changed the weights; yields the steps that were written."""
-    after_step, write, written = Placed.after_step, tensor_files.write_tensors, []
+    after_step, write, written = ParallelModel.after_step, tensor_files.write_tensors, []
     done, moved = [0], threading.Condition()
 
-    def stepped(self: Placed, step: int) -> None:
+    def stepped(self: ParallelModel, step: int) -> None:
         after_step(self, step)
         with moved:
             done[0] = step
@@ -62,7 +62,7 @@ def late(last: int) -> Iterator[list[int]]:
         write(folder, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Placed, "after_step", stepped)
+        patch.setattr(ParallelModel, "after_step", stepped)
         patch.setattr(tensor_files, "write_tensors", writing_late)
         yield written
 
@@ -107,14 +107,14 @@ def test_the_same_on_several_ranks(processes: Processes, tmp_path: Path, strateg
 def test_a_save_under_way_survives_an_error_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (*WORDS, *SAVES, *MLP, f"run.dir={tmp_path}")
     with late(6), monkeypatch.context() as patch:
-        counted = Placed.after_step
+        counted = ParallelModel.after_step
 
-        def breaks(self: Placed, step: int) -> None:
+        def breaks(self: ParallelModel, step: int) -> None:
             counted(self, step)
             if step == 3:
                 raise ZeroDivisionError
 
-        patch.setattr(Placed, "after_step", breaks)
+        patch.setattr(ParallelModel, "after_step", breaks)
         with pytest.raises(ZeroDivisionError):
             here(*words)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]

@@ -201,7 +201,7 @@ def test_stages_of_one_rank_are_one_module_with_the_networks_names() -> None:
     assert network.second.training
 
 
-class Placed(Chain):
+class ParallelModel(Chain):
     """Places and a mask that follow from the length of the batch, as a transformer makes them."""
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class Placed(Chain):
 
 
 def test_what_follows_from_the_length_of_a_batch_is_made_by_every_stage() -> None:
-    network = Placed()
+    network = ParallelModel()
     stages = cut(network, 2)
     for size in (3, 5):
         inputs = {"x": torch.randn(size, 6)}

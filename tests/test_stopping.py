@@ -23,7 +23,7 @@ from trainer.records.checkpoint import Checkpoints
 from trainer.strategies import stop_votes
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 
 # 360 samples are evaluated, 60 at once
 WORDS = (
@@ -80,7 +80,7 @@ def test_an_evaluation_that_was_broken_off_is_made_up_for(whole, tmp_path, monke
     # the first attempt rehearses 1 batch and evaluates 6 of step 2; the second begins with step 2's
     for call, step, evaluated in ((4, 2, []), (1 + 6 + 6 + 3, 5, [2, 4])):
         with monkeypatch.context() as patch:
-            count = asked_during(patch, Placed, "evaluate", call)
+            count = asked_during(patch, ParallelModel, "evaluate", call)
             assert here(*WORDS, f"run.dir={folder}") == 75
             assert count() == call + 1  # the rest of the set was not looked at
         assert (status(folder)["state"], status(folder)["step"]) == ("preempted", step)

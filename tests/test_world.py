@@ -20,7 +20,7 @@ from trainer.records.checkpoint import Checkpoints
 from trainer.refusal import Refusal
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.process_topology import LATER
 
 CPU = torch.device("cpu")
@@ -136,8 +136,8 @@ def test_an_evaluation_and_a_save_have_the_time_of_the_first_step(tmp_path, monk
 
         monkeypatch.setattr(owner, name, noting)
 
-    note(Placed, "forward_backward")
-    note(Placed, "evaluate")
+    note(ParallelModel, "forward_backward")
+    note(ParallelModel, "evaluate")
     note(Checkpoints, "save")
     words = ("strategy=ddp", f"run.dir={tmp_path}", "loop.steps=5", "loop.eval_every=3")
     assert here(*SMALL, *words, "distributed.timeout=7min", "distributed.step_timeout=40s") == 0

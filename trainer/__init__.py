@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainer.refusal import BadData as BadData
     from trainer.refusal import Refusal as Refusal
     from trainer.strategies.base import Strategy as Strategy
-    from trainer.strategies.parallel_model import Placed as Placed
+    from trainer.strategies.parallel_model import ParallelModel as ParallelModel
     from trainer.strategies.process_groups import Joined as Joined
 
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ _HOMES = {
     "GatheredKeys": "trainer.parallel.context_parallel",
     "Job": "trainer.jobs.preparation",
     "Joined": "trainer.strategies.process_groups",
-    "Placed": "trainer.strategies.parallel_model",
+    "ParallelModel": "trainer.strategies.parallel_model",
     "Plan": "trainer.learning.parallel_plan",
     "Preparation": "trainer.data.preparation",
     "Refusal": "trainer.refusal",
@@ -53,7 +53,7 @@ __all__ = [
     "GatheredKeys",
     "Job",
     "Joined",
-    "Placed",
+    "ParallelModel",
     "Plan",
     "Preparation",
     "Refusal",

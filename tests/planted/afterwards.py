@@ -170,7 +170,7 @@ PLANTS = {
         ("strategy=ddp",),
         ("at step 1, forward, middle",),
         STRATEGY,
-        {"trainer.strategies.parallel_model.Placed.set_mode": evaluation_mode},
+        {"trainer.strategies.parallel_model.ParallelModel.set_mode": evaluation_mode},
     ),
     "kept_average": Plant(
         "after an evaluation the network keeps the average as its weights",
@@ -178,7 +178,7 @@ PLANTS = {
         ("strategy=fsdp",),
         ("at step 3, forward", "at step 1, resume"),
         STRATEGY,
-        {"trainer.strategies.ema.Average._in_place": kept_average},
+        {"trainer.strategies.ema.MovingAverage._in_place": kept_average},
     ),
     "lost_plateau": Plant(
         "what schedule=plateau has counted is not read",
@@ -210,7 +210,7 @@ PLANTS = {
         ("strategy=fsdp",),
         ("at step 2, update, ema/", "at step 1, update, ema/"),
         STRATEGY,
-        {"trainer.strategies.parallel_model.Placed.after_step": once_more},
+        {"trainer.strategies.parallel_model.ParallelModel.after_step": once_more},
     ),
     "decayed_twice": Plant(
         "shards are decayed twice",
@@ -218,7 +218,7 @@ PLANTS = {
         ("strategy=fsdp",),
         ("at step 1, optimizer step",),
         STRATEGY,
-        {"trainer.strategies.sharded_model.PlacedTensor.optimizer_step": decayed_twice},
+        {"trainer.strategies.sharded_model.ShardedModel.optimizer_step": decayed_twice},
     ),
     "rate_by_micro_batch": Plant(
         "the schedule goes on with each micro-batch",
@@ -268,7 +268,7 @@ PLANTS = {
         ("strategy=pp", MICRO),
         ("at step 1, norm",),
         STRATEGY,
-        {"trainer.strategies.pipeline_model.PlacedStages.grad_norm": first_stages_norm},
+        {"trainer.strategies.pipeline_model.PipelineModel.grad_norm": first_stages_norm},
     ),
     "first_stage_trains": Plant(
         "a stage is evaluated in training mode",
@@ -292,7 +292,7 @@ PLANTS = {
         ("strategy=cp",),
         LAST,
         STRATEGY,
-        {"trainer.strategies.sharded_model.PlacedContext.evaluate_batch": weighed_by_ranks},
+        {"trainer.strategies.sharded_model.ContextParallelModel.evaluate_batch": weighed_by_ranks},
     ),
     "local_variance": Plant(
         "the running variance is corrected by the samples of one rank",

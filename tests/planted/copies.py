@@ -14,7 +14,7 @@ from trainer.parallel.gradient_clipping import global_norm
 from trainer.parallel.ranks import Ranks
 
 SYNC = "trainer.strategies.ddp._Placed.grad_sync_context"
-LEARN = "trainer.strategies.parallel_model.Placed.run_micro_batches"
+LEARN = "trainer.strategies.parallel_model.ParallelModel.run_micro_batches"
 SHARES = "trainer.strategies.parallel_model.shares"
 TIMES = "trainer.strategies.parallel_model.times"
 
@@ -210,7 +210,7 @@ PLANTS = {
         ("strategy=single", MICRO),
         ("at step 3, gradient",),  # the second one begins anew, from a checkpoint
         STRATEGY,
-        {"trainer.strategies.parallel_model.Placed.optimizer_step": kept_gradients},
+        {"trainer.strategies.parallel_model.ParallelModel.optimizer_step": kept_gradients},
         size=1,
     ),
     "never_synced": Plant(
@@ -259,7 +259,7 @@ PLANTS = {
         ("strategy=ddp", MICRO),
         GRADIENT,
         STRATEGY,
-        {"trainer.strategies.parallel_model.Placed.share_of_loss": accumulated_in_bf16},
+        {"trainer.strategies.parallel_model.ParallelModel.share_of_loss": accumulated_in_bf16},
     ),
     "own_values": Plant(
         "rank 1 begins with weights of its own",
@@ -267,7 +267,7 @@ PLANTS = {
         ("strategy=ddp",),
         ("at initial values, embed.weight, rank 1",),
         STRATEGY,
-        {"trainer.strategies.parallel_model.Placed.materialize": own_values},
+        {"trainer.strategies.parallel_model.ParallelModel.materialize": own_values},
     ),
     "local_gather": Plant(
         "the backward of `gather` does not add up what other ranks found",

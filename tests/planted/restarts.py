@@ -118,7 +118,7 @@ PLANTS = {
         ("strategy=zero1",),
         ("at step 1, resume, ema/",),
         RESUME,
-        {"trainer.strategies.ema.Average.load": lambda original: lambda *_: None},
+        {"trainer.strategies.ema.MovingAverage.load": lambda original: lambda *_: None},
     ),
     "unread_shard": Plant(
         "one rank does not read its piece of a tensor",
@@ -135,7 +135,7 @@ PLANTS = {
         ("strategy=ddp", SYNC),
         ("at step 1, resume, middle.running",),
         RESUME,
-        {"trainer.strategies.parallel_model.Placed.load_weights": kept_buffers},
+        {"trainer.strategies.parallel_model.ParallelModel.load_weights": kept_buffers},
     ),
     "evaluated_in_training": Plant(
         "one rank evaluates in training mode",
@@ -144,7 +144,7 @@ PLANTS = {
         LAST,
         EVALUATION,
         {
-            "trainer.strategies.parallel_model.Placed.set_mode": lambda original: (
+            "trainer.strategies.parallel_model.ParallelModel.set_mode": lambda original: (
                 lambda self, training: original(self, training or rank() == 1)
             )
         },
@@ -171,7 +171,7 @@ PLANTS = {
         ("strategy=tp",),
         LAST,
         EVALUATION,
-        {"trainer.strategies.ema.Average.views": plain_views},
+        {"trainer.strategies.ema.MovingAverage.views": plain_views},
     ),
     "rank_by_rank": Plant(
         "what an evaluation keeps of each sample comes rank by rank, not in the order of the set",

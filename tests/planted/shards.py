@@ -164,8 +164,8 @@ def first_rank(original: property) -> property:
 CLIPPED = ("at step 1, clipped gradient", "at step 1, optimizer step", "at step 1, update")
 STEP = ("at step 1, optimizer step", "at step 1, update")
 TENSOR = "trainer.strategies.sharded_model"
-SPLIT = f"{TENSOR}.PlacedTensor._split"
-FINISH = f"{TENSOR}.PlacedTensor.finish_gradients"
+SPLIT = f"{TENSOR}.ShardedModel._split"
+FINISH = f"{TENSOR}.ShardedModel.finish_gradients"
 UNSEEN = {f"{TENSOR}.Shared": lambda original: type("Shared", (original,), {"refuse_apart": lambda self: None})}
 FOUR = 4
 
@@ -217,7 +217,7 @@ PLANTS = {
         ("strategy=fsdp",),
         STEP,
         STRATEGY,
-        {f"{TENSOR}.PlacedTensor.optimizer_step": left_out},
+        {f"{TENSOR}.ShardedModel.optimizer_step": left_out},
     ),
     "moved_frozen": Plant(
         "what is frozen is decayed",
@@ -225,7 +225,7 @@ PLANTS = {
         ("strategy=fsdp",),
         ("at step 1, update, embed.",),
         STRATEGY,
-        {"trainer.strategies.parallel_model.Placed.after_step": moved_frozen},
+        {"trainer.strategies.parallel_model.ParallelModel.after_step": moved_frozen},
     ),
     "decayed_biases": Plant(
         "biases and norms are decayed as weights are",
@@ -296,7 +296,7 @@ PLANTS = {
         ("strategy=ddp_tp",),
         ("at initial values",),
         STRATEGY,
-        {f"{TENSOR}.PlacedTensor._fill": own_copy},
+        {f"{TENSOR}.ShardedModel._fill": own_copy},
         FOUR,
     ),
     "first_ranks_samples": Plant(
@@ -305,7 +305,7 @@ PLANTS = {
         ("strategy=mesh", "strategy.shard=2", "strategy.tensor=2"),
         ("at step 1, data, inputs",),
         STRATEGY,
-        {"trainer.strategies.process_topology.Place.slice": first_rank},
+        {"trainer.strategies.process_topology.RankContext.slice": first_rank},
         FOUR,
     ),
 }

@@ -27,7 +27,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint import Checkpoints
 from trainer.refusal import Refusal
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 
 transformers = pytest.importorskip("transformers", reason="the package transformers is not installed: '.[hf]'")
 
@@ -227,9 +227,9 @@ def test_what_is_frozen_is_the_same_in_every_step_and_costs_no_memory_of_an_opti
 def traffic(launch: Launch, place: Path, words: list[str]) -> dict[str, int]:
     """How many numbers the collectives of a step's forward and backward take, by what they do; the third step."""
     steps: list[dict[str, int]] = []
-    own = Placed.forward_backward
+    own = ParallelModel.forward_backward
 
-    def counted(self: Placed, *args: Any) -> Any:
+    def counted(self: ParallelModel, *args: Any) -> Any:
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
             sums = own(self, *args)
             dist.barrier()  # what has no end yet is lost
@@ -244,7 +244,7 @@ def traffic(launch: Launch, place: Path, words: list[str]) -> dict[str, int]:
         return sums
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Placed, "forward_backward", counted)
+        patch.setattr(ParallelModel, "forward_backward", counted)
         assert product(launch, place, words) == 0
     return steps[2]
 

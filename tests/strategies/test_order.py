@@ -25,7 +25,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.parallel.buckets import Sums
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 
 BATCH = 24
 TOKENS, DEPTH = 6, 3
@@ -154,7 +154,7 @@ def train(launch: Launch, case: Order) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _evaluated(placed: Placed, strategy: Strategy) -> Sums:
+def _evaluated(placed: ParallelModel, strategy: Strategy) -> Sums:
     """The first evaluation batch, which has the same samples whatever the number of ranks."""
     data = ToyData()
     batch, valid = next(iter(EvaluationStream(data, data.evaluation(), strategy.slice, BATCH, 1, Loading()).batches()))
@@ -217,7 +217,7 @@ def collectives(launch: Launch, case: Order) -> Counter[str]:
     torch.manual_seed(3)
     with case.place(launch) as strategy:
         stream = _stream(strategy, case)
-        placed: Placed = strategy.build(Plain(), NETWORKS[case.network](), stream.example())
+        placed: ParallelModel = strategy.build(Plain(), NETWORKS[case.network](), stream.example())
         batches = next(iter(stream.epoch(0)))
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             placed.forward_backward(batches, 0)

@@ -27,7 +27,7 @@ from trainer.records.profile import NoProfile, Profile
 from trainer.records.resume_rules import read_config
 from trainer.records.sinks import Log, shows
 from trainer.refusal import Refusal
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 
 FORGIVEN = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed saves in a row after which a run goes on
 
@@ -90,7 +90,7 @@ def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRe
     )
 
 
-def make_optimizer(run: Prepared, placed: Placed, log: Log) -> Optimizer:
+def make_optimizer(run: Prepared, placed: ParallelModel, log: Log) -> Optimizer:
     """The optimizer over what this rank owns, with the rates that the schedule multiplies."""
     groups, settings = parameter_groups(placed.network, run.spare_vectors, run.rules), run.settings
     try:

@@ -36,7 +36,7 @@ from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.ranks import Ranks
 from trainer.proof.fixed_draws import FixedDraws
 from trainer.proof.record import EVALUATION, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
-from trainer.proof.recorded_model import Scribe
+from trainer.proof.recorded_model import SignatureRecorder
 from trainer.proof.recorded_step import Stepping
 from trainer.proof.signature import signatures, whole
 from trainer.refusal import Refusal
@@ -116,7 +116,7 @@ class ByHand:
             group["lr"] *= run.schedule.scale(run.settings.loop.global_batch)
         begin_momentum(self.optimizer)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.ear = Scribe(self.network.named_modules(), Ranks(), self.record)
+        self.ear = SignatureRecorder(self.network.named_modules(), Ranks(), self.record)
         self.size = size_of(run.training)
         self.length = len(self._order(0))
         self._mode(True)

@@ -36,7 +36,7 @@ from trainer.parallel.ranks import all_or_none
 from trainer.records.checkpoint_store import committed, damage, open_checkpoint, winner
 from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, Found, Manifest, read_state
 from trainer.refusal import Refusal
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 
 Split = Literal["evaluation", "train"]
 Which = Literal["best", "last"] | int  # or the step of one
@@ -50,7 +50,7 @@ _TRIES = 3  # a run that goes on may remove a checkpoint while it is read
 class Opened:
     """What a job works with."""
 
-    placed: Placed
+    placed: ParallelModel
     samples: Any  # the set that the stream reads
     stream: EvaluationStream
     found: Found  # the checkpoint
@@ -194,7 +194,7 @@ def best_figure(run: RunParts) -> str:
     return run.settings.checkpoint.best or run.task.best
 
 
-def give_weights(run: RunParts, placed: Placed, which: Which) -> Found:
+def give_weights(run: RunParts, placed: ParallelModel, which: Which) -> Found:
     """Collective: read the network's values, and their average; the checkpoint that they are of."""
     from trainer.records.tensor_files import read_into
 

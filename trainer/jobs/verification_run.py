@@ -24,7 +24,7 @@ from trainer.loop.evaluation import figures_of
 from trainer.loop.progress import Progress
 from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn, drop_nothing
 from trainer.proof.record import EVALUATION, Key, Record
-from trainer.proof.recorded_model import Surveyor, Watched
+from trainer.proof.recorded_model import RecordedModel, Surveyor
 from trainer.proof.signature import signatures
 from trainer.records.checkpoint_store import discard
 from trainer.records.checkpoint_writer import AsyncSaver, named
@@ -32,7 +32,7 @@ from trainer.records.folder import RunFolder
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 
 _SCALE = 2.0**-8  # of the scale of losses in fp16, which begins at 2**16
 
@@ -107,7 +107,7 @@ def trial(
             if shake and start is None:
                 shaken(trainer.placed.network, shake)
             _scale_down(trainer.placed)
-            watched: Any = Watched(trainer.placed, record, resume or ends[0], end, draws)
+            watched: Any = RecordedModel(trainer.placed, record, resume or ends[0], end, draws)
             if start is None:
                 watched.begin()
             # the loop itself, to this step; beside steps and saves it does no more than small evaluations
@@ -127,7 +127,7 @@ def trial(
     return True
 
 
-def _scale_down(placed: Placed) -> None:
+def _scale_down(placed: ParallelModel) -> None:
     """Which steps of fp16 overflow, and are left out, depends on how a batch is divided: so small, none does."""
     scaler = placed.scaler
     scaler.load({name: value * _SCALE for name, value in scaler.state().items() if name == "scaler/scale"})

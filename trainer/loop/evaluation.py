@@ -17,7 +17,7 @@ from trainer.loop.media_logging import NoShow
 from trainer.parallel.ranks import Ranks
 from trainer.refusal import Refusal, first_line, nearest
 from trainer.strategies.base import Strategy
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 
 Rows = Tensor | list[Any]  # of each sample: (N, …), or a list of N
 Piece = tuple[Tensor, Mapping[str, Rows]]  # of a micro-batch: the numbers of its samples, and what is kept of them
@@ -101,7 +101,7 @@ def _on_host(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def keeping(placed: Placed) -> Iterator[NothingKept]:
+def keeping(placed: ParallelModel) -> Iterator[NothingKept]:
     """Inside, the evaluation keeps what the task asks for."""
     if not gathers(innermost(placed.task)):
         yield NothingKept()
@@ -163,7 +163,7 @@ class Measured(Around):
         return {name: torch.zeros(pairs[name][0]) if name in self.differing else sums[name] for name in pairs}
 
 
-def refuse_metrics(placed: Placed, stream: EvaluationStream, ranks: Ranks) -> None:
+def refuse_metrics(placed: ParallelModel, stream: EvaluationStream, ranks: Ranks) -> None:
     """Collective: Refusal where the metrics of one sample have another shape than those of a micro-batch."""
     whole, _ = next(iter(stream.batches(range(1))))
     inner, placed.task = placed.task, (task := Measured(placed.task))
@@ -197,7 +197,7 @@ UNSEEN = NoShow()
 
 def rehearse(
     strategy: Strategy,
-    placed: Placed,
+    placed: ParallelModel,
     task: Task,
     stream: EvaluationStream,
     wanted: Mapping[str, str],
@@ -218,7 +218,12 @@ def rehearse(
 
 
 def figures_of(
-    strategy: Strategy, placed: Placed, task: Task, stream: EvaluationStream, at: Sequence[int], show: NoShow = UNSEEN
+    strategy: Strategy,
+    placed: ParallelModel,
+    task: Task,
+    stream: EvaluationStream,
+    at: Sequence[int],
+    show: NoShow = UNSEEN,
 ) -> dict[str, float]:
     """Collective: figures over some batches of a set, by their numbers."""
     figures: dict[str, float] = {}
@@ -233,7 +238,7 @@ def figures_of(
 
 def evaluate(
     strategy: Strategy,
-    placed: Placed,
+    placed: ParallelModel,
     task: Task,
     stream: EvaluationStream,
     asked: Callable[[], bool],

@@ -22,7 +22,7 @@ from trainer.parallel.local_shard import to_local
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.units import uncompiled
 from trainer.records.sinks import Log
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 
 KEPT = 10
 
@@ -90,7 +90,7 @@ class Watched(Around):
 class NoSample:
     """Nobody asked for one."""
 
-    def show(self, placed: Placed, step: int) -> None:
+    def show(self, placed: ParallelModel, step: int) -> None:
         """The evaluation of this step is done."""
 
 
@@ -100,7 +100,7 @@ class Sample(NoSample):
     def __init__(self, asked: Continuation, data: Data, log: Log) -> None:
         self._asked, self._data, self._log = asked, data, log
 
-    def show(self, placed: Placed, step: int) -> None:
+    def show(self, placed: ParallelModel, step: int) -> None:
         """Write the text, for the sinks that show it; training goes on as if nobody had."""
         place = placed.strategy
         if not place.world.is_main:  # the others wait for it where they next meet
@@ -121,17 +121,17 @@ class NoShow:
     def inputs(self, batch: Batch) -> None:
         """The first micro-batch of all."""
 
-    def parameters(self, placed: Placed, step: int, epochs_done: int | None) -> None:
+    def parameters(self, placed: ParallelModel, step: int, epochs_done: int | None) -> None:
         """Collective where it is due: weights and gradients of this step, before the weights change."""
 
-    def watching(self, placed: Placed, view: str) -> AbstractContextManager[Through]:
+    def watching(self, placed: ParallelModel, view: str) -> AbstractContextManager[Through]:
         """Inside, an evaluation of this view goes through its micro-batches."""
         return nullcontext(iter)
 
     def totals(self, view: str, totals: dict[str, Any]) -> None:
         """What the evaluation of this view has summed up over the whole set."""
 
-    def evaluation(self, placed: Placed, step: int) -> None:
+    def evaluation(self, placed: ParallelModel, step: int) -> None:
         """Collective: the evaluation is done, and its figures count."""
 
 
@@ -158,7 +158,7 @@ class Show(NoShow):
         if (pictures := self._data.as_pictures(inputs)) is not None:
             self._log.images("inputs", pictures, 0, self._data.as_words(targets))
 
-    def parameters(self, placed: Placed, step: int, epochs_done: int | None) -> None:
+    def parameters(self, placed: ParallelModel, step: int, epochs_done: int | None) -> None:
         """Collective where it is due: histograms of what is trained."""
         if not self._due.now(step, epochs_done, clock=False):
             return
@@ -171,7 +171,7 @@ class Show(NoShow):
         self._log.histograms("gradients", histograms(gradients, sizes, placed.scaler.unscaled(), self._ranks), step)
 
     @contextmanager
-    def watching(self, placed: Placed, view: str) -> Iterator[Through]:
+    def watching(self, placed: ParallelModel, view: str) -> Iterator[Through]:
         """Inside, the task also keeps the worst answers."""
         task = placed.task
         placed.task = self._watched[view] = Watched(task)
@@ -184,7 +184,7 @@ class Show(NoShow):
         """Keep the confusion matrix, if there is one."""
         self._confusion[view] = self._watched[view].confusion(totals)
 
-    def evaluation(self, placed: Placed, step: int) -> None:
+    def evaluation(self, placed: ParallelModel, step: int) -> None:
         """Collective: show the worst answers of all ranks, the confusion matrix, and a text where one is asked for."""
         for view, watched in self._watched.items():
             worst = watched.read(self._ranks)  # all ranks; a few numbers for each of a few samples

@@ -28,7 +28,7 @@ from trainer.records.profile import NoProfile
 from trainer.records.sinks import Log
 from trainer.refusal import NotFinite
 from trainer.strategies.base import Strategy
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Trainer:
     """Trains one network to a number of steps. Everything it needs is given; it holds no configuration."""
 
     strategy: Strategy
-    placed: Placed
+    placed: ParallelModel
     task: Task
     optimizer: Optimizer
     schedule: Schedule

@@ -18,7 +18,7 @@ from trainer.parallel.buckets import Totals, to_accumulator
 from trainer.records.checkpoint import Broken, Checkpoints
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 
 
 class Meter:
@@ -99,7 +99,7 @@ class Lines:
     def __init__(
         self,
         strategy: Strategy,
-        placed: Placed,
+        placed: ParallelModel,
         global_batch: int,
         checkpoints: Checkpoints,
         log: Log,

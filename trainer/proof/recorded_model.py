@@ -32,7 +32,7 @@ from trainer.proof.recorded_step import Stepping
 from trainer.proof.sample_dimension import Layout, by_sample, layouts
 from trainer.proof.signature import signatures, whole
 from trainer.refusal import FatalRunError
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 
 
 def call_together(network: nn.Module, ranks: Ranks, step: Callable[[], int | None]) -> None:
@@ -74,7 +74,7 @@ def _parted(names: list[str], step: int) -> str:
 _PLAIN = (Tensor, nn.Parameter)  # has values; what stands for a tensor of another rank's stage has a type of its own
 
 
-class Ear:
+class ModuleObserver:
     """Hears what goes into a step and what each module of a network makes of it."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks) -> None:
@@ -117,7 +117,7 @@ class Ear:
 Place = tuple[str, str, int]  # phase, name, call
 
 
-class Surveyor(Ear):
+class Surveyor(ModuleObserver):
     """Keeps what two batches give, the second one some samples of the first, to see where samples lie."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks) -> None:
@@ -146,7 +146,7 @@ class Surveyor(Ear):
         return found
 
 
-class Scribe(Ear):
+class SignatureRecorder(ModuleObserver):
     """Writes signatures of what it hears into a record, sample by sample."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks, record: Record) -> None:
@@ -199,10 +199,12 @@ class Scribe(Ear):
                 self.record.parts.setdefault(key, []).append((own, signatures(found)))
 
 
-class Watched:
+class RecordedModel:
     """A placed network, as the loop sees it, whose steps leave signatures."""
 
-    def __init__(self, placed: Placed, record: Record, resume: int, last: int, draws: AsDrawn = AS_DRAWN) -> None:
+    def __init__(
+        self, placed: ParallelModel, record: Record, resume: int, last: int, draws: AsDrawn = AS_DRAWN
+    ) -> None:
         """resume: the step after which a run goes on from a checkpoint, or might. last: the last step that is told.
 
         draws: what forwards draw.
@@ -212,7 +214,7 @@ class Watched:
         # a hook would be compiled, too, and change what is compiled: there only the step as a whole is heard
         modules = [] if placed.strategy.machine.compile else placed.network.named_modules()
         ranks = placed.strategy.data_group
-        self._ear = Scribe(modules, ranks, record)
+        self._ear = SignatureRecorder(modules, ranks, record)
         if not placed.strategy.machine.compile:
             call_together(placed.network, ranks, lambda: self._ear.step if self._ear.hears else None)
             placed.network.register_forward_pre_hook(lambda *_: draws.begin())

@@ -140,30 +140,30 @@ class Log(Sink):
 
     def say(self, fact: str) -> None:
         """Say something about the run."""
-        self._each("say", shown_lines(fact))
+        self.each_sink("say", shown_lines(fact))
 
     def train(self, line: Line) -> None:
         """Log the figures of a training step, and a word where the loss has jumped."""
-        self._each("train", line)
+        self.each_sink("train", line)
         for jump in self._spikes.look(line["step"], line["loss_mean"]):
             self.say(f"note        {jump}")
 
     def images(self, tag: str, images: Tensor, step: int, words: Sequence[str] = ()) -> None:
         """Show images (B, C, H, W), with words below them."""
-        self._each("images", tag, images.detach(), step, words)
+        self.each_sink("images", tag, images.detach(), step, words)
 
     def rewind(self, step: int) -> None:
         """Take back what was logged of steps after this one."""
         self._spikes = Spikes()
-        self._each("rewind", step)
+        self.each_sink("rewind", step)
 
     def close(self) -> None:
         """End the log. A second call does nothing."""
         self._lost.clear()  # what is not written now never will be, whatever was said before
-        self._each("close")
+        self.each_sink("close")
         self.sinks.clear()
 
-    def _each(self, verb: str, *values: Any, **named: Any) -> None:
+    def each_sink(self, verb: str, *values: Any, **named: Any) -> None:
         """Call all sinks, whichever cannot write; what it says the first time is shown, and that it writes again."""
         for sink in self.sinks:
             try:
@@ -183,7 +183,7 @@ class Log(Sink):
 
 # What a log adds nothing to goes to every sink as it is, so those verbs and their arguments are written once, in Sink.
 for _verb in ("eval", "confusion", "histograms", "text", "sample", "flush", "end"):
-    setattr(Log, _verb, partialmethod(Log._each, _verb))
+    setattr(Log, _verb, partialmethod(Log.each_sink, _verb))
 
 
 _PATIENCE = 30.0  # seconds that the end of a run waits for a service

@@ -18,16 +18,16 @@ from trainer.formatting import counted
 from trainer.learning.task import Task
 from trainer.parallel.batch_norm import batch_norms
 from trainer.refusal import Refusal
-from trainer.strategies.nonfinite_monitor import Lookout, LookoutAfar
-from trainer.strategies.parallel_model import Placed
-from trainer.strategies.process_topology import Place
-from trainer.strategies.replica_check import Copies
-from trainer.strategies.stop_votes import Votes
-from trainer.strategies.straggler import Pace
+from trainer.strategies.nonfinite_monitor import NonFiniteCheck, NonFiniteCheckOnDevice
+from trainer.strategies.parallel_model import ParallelModel
+from trainer.strategies.process_topology import RankContext
+from trainer.strategies.replica_check import NoReplicaCheck
+from trainer.strategies.stop_votes import StopVotes
+from trainer.strategies.straggler import StragglerCheck
 
 
 @dataclass
-class Strategy(Place):
+class Strategy(RankContext):
     """How a network is spread over processes and devices; its fields are the keys of the group `strategy`.
 
     Checks what it cannot do before training, then builds the network of this rank. This class itself: one process.
@@ -95,27 +95,27 @@ class Strategy(Place):
             return self.world.size
         return self.world.size * min(1.0, torch.accelerator.device_count() / self.machine.launch.local_world_size)
 
-    def votes(self) -> Votes:
+    def votes(self) -> StopVotes:
         """What the ranks of one loop ask each other in its steps: to stop? has a clock run out?"""
-        return Votes()
+        return StopVotes(self)
 
-    def pace(self) -> Pace:
+    def pace(self) -> StragglerCheck:
         """Collective: what compares how fast the ranks of one loop are."""
-        return Pace()
+        return StragglerCheck(self.world, stage=0, on_cpu=self.device.type == "cpu")
 
-    def copies(self, network: nn.Module) -> Copies:
+    def copies(self, network: nn.Module) -> NoReplicaCheck:
         """Collective: what compares the copies that ranks hold of one loop's network. Here nobody is to have any."""
-        return Copies()
+        return NoReplicaCheck()
 
-    def lookout(self, allowed: int = 0) -> Lookout:
+    def lookout(self, allowed: int = 0) -> NonFiniteCheck:
         """What looks at the numbers of every step of one loop, and at what it saves: are they finite?
 
         allowed: how many of a hundred steps may be left out instead.
         """
         if self.device.type == "cpu":
-            return Lookout(self.world, allowed)
-        return LookoutAfar(self.world, self.device, allowed)
+            return NonFiniteCheck(self.world, allowed)
+        return NonFiniteCheckOnDevice(self.world, self.device, allowed)
 
-    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+    def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
         """Collective: put a network here. `example`: one small (inputs, targets), for those that must see a step."""
-        return Placed(self, task, network, example)
+        return ParallelModel(self, task, network, example)

@@ -15,7 +15,7 @@ from trainer.learning.task import Task, carries
 from trainer.parallel.batch_gather import dealt, gather, gathering_over
 from trainer.parallel.optimizer_state import CARRIED
 from trainer.strategies.loss import Forward, TaskNetwork
-from trainer.strategies.process_topology import Place
+from trainer.strategies.process_topology import RankContext
 
 State = dict[str, Tensor]  # of some rows: by names, (rows, …) each, without a graph
 
@@ -61,7 +61,7 @@ class Carried(NothingCarried):
     on from it. An evaluation has states of its own.
     """
 
-    def __init__(self, task: Task, place: Place) -> None:
+    def __init__(self, task: Task, place: RankContext) -> None:
         self._task, self._place = task, place
         self._training: dict[int, State] = {}  # by where in the global batch a micro-batch begins
         self._evaluation: dict[int, State] = {}
@@ -152,6 +152,6 @@ def _told(x: Any) -> str:
     return f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
-def what_is_carried(task: Task, place: Place) -> NothingCarried:
+def what_is_carried(task: Task, place: RankContext) -> NothingCarried:
     """What keeps a task's states from batch to batch, if it has any."""
     return Carried(task, place) if carries(task) else NothingCarried()

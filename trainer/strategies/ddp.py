@@ -18,11 +18,12 @@ from trainer.learning.task import Task
 from trainer.parallel.units import uncompiled
 from trainer.refusal import FatalRunError, Refusal
 from trainer.strategies.loss import Forward, Listing, restored
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.process_groups import Joined
-from trainer.strategies.replica_check import Copies, compared
+from trainer.strategies.replica_check import NoReplicaCheck, compared
 
-# Running statistics are averaged before they are used (Placed.settle), not overwritten by rank 0's in every forward.
+# Running statistics are averaged before they are used (ParallelModel.settle), not overwritten in every forward by
+# those of rank 0.
 # torch 2.15 has a new name for that and deprecates the old one.
 _RENAMED = "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
 BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
@@ -47,15 +48,15 @@ class DDP(Joined):
             self.refuse_sparse(network)
 
     @override
-    def copies(self, network: nn.Module) -> Copies:
+    def copies(self, network: nn.Module) -> NoReplicaCheck:
         return compared(self, network)
 
     @override
-    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+    def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
         return _Placed(self, task, network, example)
 
 
-class _Placed(Placed):
+class _Placed(ParallelModel):
     strategy: DDP
 
     @override
@@ -73,7 +74,7 @@ class _Placed(Placed):
             Listing(self.step_module),
             process_group=strategy.world.group,
             bucket_cap_mb=strategy.bucket_mb,
-            init_sync=False,  # Placed has sent rank 0's tensors already
+            init_sync=False,  # ParallelModel has sent rank 0's tensors already
             gradient_as_bucket_view=True,
             static_graph=strategy.static_graph,
             find_unused_parameters=strategy.find_unused_parameters,

@@ -16,7 +16,7 @@ from trainer.learning.task import Task
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
 from trainer.strategies.loss import Forward
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 
 
 @dataclass
@@ -75,7 +75,7 @@ class DP(Strategy):
         return Replicas(whole, device_ids=self.devices()) if len(self.devices()) > 1 else whole
 
     @override
-    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+    def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
         return _Placed(self, task, network, example)
 
 
@@ -100,7 +100,7 @@ class Replicas(nn.DataParallel):
         return filled(outputs[0], super().gather([list(tensors(output)) for output in outputs], output_device))
 
 
-class _Placed(Placed):
+class _Placed(ParallelModel):
     strategy: DP
 
     @override

@@ -19,7 +19,7 @@ FIGURES = "ema_"  # of a figure's name
 Views = Iterator[tuple[str, AbstractContextManager[None]]]
 
 
-class NoAverage:
+class NoMovingAverage:
     """There is none: nothing is kept, and the weights are all that is evaluated and saved."""
 
     def update(self, step: int, skipped: Tensor | float) -> None:
@@ -45,7 +45,7 @@ class NoAverage:
         """Take it back."""
 
 
-class Average(NoAverage):
+class MovingAverage(NoMovingAverage):
     """Of each trainable parameter and of BatchNorm's running statistics, elementwise, of what this rank holds.
 
     The first update takes the weights as they are, each later one `decay` of the average and the rest of the weights:

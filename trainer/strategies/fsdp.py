@@ -14,9 +14,9 @@ from trainer.parallel.conditional_modules import Unused, always_called, used_alw
 from trainer.parallel.fully_shard import SameCalls, Sharding, reshard, shard
 from trainer.parallel.units import units
 from trainer.strategies.loss import Forward, Listing, TaskNetwork, restored
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.process_groups import Meshed
-from trainer.strategies.sharded_model import PlacedContext
+from trainer.strategies.sharded_model import ContextParallelModel
 
 
 @dataclass
@@ -52,11 +52,11 @@ class FSDP(Meshed):
         units(network, task.plan(network))
 
     @override
-    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+    def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
         return _Placed(self, task, network, example)
 
 
-class _Placed(PlacedContext):
+class _Placed(ContextParallelModel):
     strategy: FSDP
 
     @override

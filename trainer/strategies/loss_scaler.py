@@ -142,7 +142,7 @@ def steps_unless(left_out: Tensor, optimizer: torch.optim.Optimizer) -> bool:
     return not bool(left_out)
 
 
-class Skipping(NoScaler):
+class StepSkipper(NoScaler):
     """A scaler, and a step without effect where a loss or the gradient is not finite on any rank.
 
     Weights, the optimizer's memory and the moving average stay as they were, and so do buffers that the forward has

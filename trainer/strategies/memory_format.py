@@ -12,7 +12,7 @@ from trainer.data.nested_tensors import changed, floats_as
 from trainer.refusal import Refusal
 
 
-class Form:
+class MemoryFormat:
     """What batches and weights must look like to meet: fp64 for proofs, channels last where images are convolved.
 
     Channels last is the faster layout of convolutions, on GPUs and (by a fifth, measured) on CPUs.

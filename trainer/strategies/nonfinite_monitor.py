@@ -39,7 +39,7 @@ class Seen(NamedTuple):
     norm: Tensor | None  # of the whole gradient, on every rank the same; None: nobody has asked for it
 
 
-class Lookout:
+class NonFiniteCheck:
     """The last steps of one loop: what they read, and their numbers, where those are. Here: where the host has them."""
 
     def __init__(self, ranks: Ranks, allowed: int = 0) -> None:
@@ -156,7 +156,7 @@ class Lookout:
         return one is None or one.norm is not None
 
 
-class LookoutAfar(Lookout):
+class NonFiniteCheckOnDevice(NonFiniteCheck):
     """Numbers on an accelerator: now and then copies of them are begun, and read in the next step. Nothing waits."""
 
     def __init__(self, ranks: Ranks, device: torch.device, allowed: int = 0) -> None:

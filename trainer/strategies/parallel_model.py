@@ -24,20 +24,20 @@ from trainer.parallel.rng_policy import chances
 from trainer.parallel.sequence_pieces import Pieces
 from trainer.parallel.units import called, compile_network, uncompiled, units
 from trainer.strategies.carried_state import what_is_carried
-from trainer.strategies.ema import Average, NoAverage
+from trainer.strategies.ema import MovingAverage, NoMovingAverage
 from trainer.strategies.loss import Forward, add_share, by_name, evaluation_sums, shares, times, uncounted
-from trainer.strategies.loss_scaler import NoScaler, Scaler, Skipping
-from trainer.strategies.memory_format import Form, check_gradients, in_double, refuse_extra_state
-from trainer.strategies.process_topology import Place
+from trainer.strategies.loss_scaler import NoScaler, Scaler, StepSkipper
+from trainer.strategies.memory_format import MemoryFormat, check_gradients, in_double, refuse_extra_state
+from trainer.strategies.process_topology import RankContext
 
 
-class Placed:
+class ParallelModel:
     """The network on this rank, and the parts of a training step; `network` keeps its module and parameter names."""
 
-    def __init__(self, strategy: Place, task: Task, network: nn.Module, example: Any) -> None:
+    def __init__(self, strategy: RankContext, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
         self.machine, self.before_first_step = strategy.machine, True  # no step has been done
-        self.watch, self.average, self.carried = strategy.watch, NoAverage(), what_is_carried(task, strategy)
+        self.watch, self.average, self.carried = strategy.watch, NoMovingAverage(), what_is_carried(task, strategy)
         self.work = NoWork()  # until somebody has counted what a step computes
         half = self.machine.resolved_precision == "fp16"
         self.scaler = Scaler(strategy.device, strategy.loss_group.size) if half else NoScaler()
@@ -50,7 +50,7 @@ class Placed:
         # what is known of the whole network, while this rank has all its names and shapes
         self.shapes = {name: value.shape for name, value in network.state_dict().items()}
         self.plan = task.plan(network)
-        self.memory_format = Form(network, self.machine.parameter_dtype, self.machine.channels_last)
+        self.memory_format = MemoryFormat(network, self.machine.parameter_dtype, self.machine.channels_last)
         # values, the same everywhere; or an outline, where no rank need hold all of them
         self.network = self.materialize(network)
         names = self.unit_names()
@@ -236,11 +236,11 @@ class Placed:
 
     def keep_average(self, decay: float | None, every: int) -> None:
         """Keep a moving average of the weights from now on, updated at every so many steps; None: none."""
-        self.average = NoAverage() if decay is None else Average(self.network, decay, every)
+        self.average = NoMovingAverage() if decay is None else MovingAverage(self.network, decay, every)
 
     def skip_broken_steps(self) -> None:
         """From now on a step that is not finite on any rank changes nothing; else it would break the weights."""
-        self.scaler = Skipping(self.scaler, self.network, self.carried, self.strategy.world, self.strategy.device)
+        self.scaler = StepSkipper(self.scaler, self.network, self.carried, self.strategy.world, self.strategy.device)
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What a checkpoint stores: flat, under the network's own names, DTensors where sharded."""

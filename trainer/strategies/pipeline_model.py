@@ -24,7 +24,7 @@ from trainer.parallel.ranks import Group
 from trainer.parallel.units import called, matches, units
 from trainer.strategies.loss import TaskNetwork, evaluation_sums
 from trainer.strategies.process_groups import Meshed
-from trainer.strategies.sharded_model import PlacedTensor
+from trainer.strategies.sharded_model import ShardedModel
 
 
 class Stage(nn.Module):
@@ -42,7 +42,7 @@ class Stage(nn.Module):
         return self.turn(received)
 
 
-class PlacedStages(PlacedTensor):
+class PipelineModel(ShardedModel):
     """Some stages of a network. `network` holds those of this rank, under the whole network's names."""
 
     def __init__(

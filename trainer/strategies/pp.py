@@ -18,8 +18,8 @@ from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.stages import KINDS, Layout, Name, runs_over_gloo, takes
 from trainer.refusal import Refusal
 from trainer.strategies.loss import TaskNetwork
-from trainer.strategies.parallel_model import Placed
-from trainer.strategies.pipeline_model import PlacedStages
+from trainer.strategies.parallel_model import ParallelModel
+from trainer.strategies.pipeline_model import PipelineModel
 from trainer.strategies.process_groups import Meshed
 
 
@@ -121,9 +121,9 @@ class PP(Meshed):
         return [f"{mesh}; {self.layout(self.world.size).count} stages, {self.schedule}", *others]
 
     @override
-    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+    def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
         sharding = Sharding(self.reshard_after_forward, self.param_dtype)
-        return PlacedStages(self, task, network, example, self.layout(self.world.size), self.schedule, sharding)
+        return PipelineModel(self, task, network, example, self.layout(self.world.size), self.schedule, sharding)
 
     def _refuse_backend(self) -> None:
         """Refuse gloo where it cannot send what must be sent."""

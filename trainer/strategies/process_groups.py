@@ -21,10 +21,9 @@ from trainer.parallel.ranks import Group, Ranks, join_group, leave_group, refuse
 from trainer.parallel.tensor_parallel import refuse_plan
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
-from trainer.strategies.replica_check import Copies, compared
-from trainer.strategies.stop_votes import Votes, VotesApart
+from trainer.strategies.replica_check import NoReplicaCheck, compared
 from trainer.strategies.stopwatch import NoStalls, Stalls, Stopwatch
-from trainer.strategies.straggler import Pace, PaceApart
+from trainer.strategies.straggler import StragglerCheck
 
 
 @dataclass
@@ -79,13 +78,8 @@ class Joined(Strategy):
         return [*forgotten, *super().notes(network)]
 
     @override
-    def votes(self) -> Votes:
-        return VotesApart(self)
-
-    @override
-    def pace(self) -> Pace:
-        on_cpu = self.device.type == "cpu"
-        return PaceApart(self.world, self.at().get("pipe", 0), on_cpu) if self.world.size > 1 else Pace()
+    def pace(self) -> StragglerCheck:
+        return StragglerCheck(self.world, self.at().get("pipe", 0), on_cpu=self.device.type == "cpu")
 
     def at(self) -> dict[str, int]:
         """Where this rank is along each axis of the mesh, if there is one."""
@@ -192,7 +186,7 @@ class Meshed(Joined):
         return self._learning
 
     @override
-    def copies(self, network: nn.Module) -> Copies:
+    def copies(self, network: nn.Module) -> NoReplicaCheck:
         """Collective: shards are compared with those of the ranks that hold the same ones, and so is what is whole."""
         return compared(self, network, self.at())
 

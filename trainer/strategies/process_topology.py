@@ -24,7 +24,7 @@ LATER = timedelta(seconds=30)  # torch ends a collective so much later than the 
 
 
 @dataclass
-class Place:
+class RankContext:
     """A device and groups of ranks, and what every rank does there. It remembers no network.
 
     Its fields are its configuration. The facts below hold inside `with place:`.

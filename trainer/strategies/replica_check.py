@@ -20,7 +20,7 @@ from trainer.parallel.optimizer_state import AVERAGE
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.state_checks import bit_sums
 from trainer.refusal import FatalRunError
-from trainer.strategies.process_topology import Place
+from trainer.strategies.process_topology import RankContext
 
 # How a tensor can be split: the axes of the mesh along which ranks hold different shards of it.
 KINDS = [kind for count in range(len(AXES)) for kind in combinations(AXES[1:], count)]
@@ -40,7 +40,7 @@ class Comparison(NamedTuple):
     totals: Totals  # (ranks, kinds) int64: a row for each rank, with a sum for each kind
 
 
-class Copies:
+class NoReplicaCheck:
     """The copies of one loop's network. Here one of each tensor, so that there is nothing to compare."""
 
     def tell(self, step: int) -> None:
@@ -53,17 +53,17 @@ class Copies:
         """Collective: the same for what is to be saved of the network and its average. Waits for the answer."""
 
 
-def compared(place: Place, network: nn.Module, at: Mapping[str, int] | None = None) -> Copies:
+def compared(place: RankContext, network: nn.Module, at: Mapping[str, int] | None = None) -> NoReplicaCheck:
     """Collective: what compares the copies that the ranks of this place hold, unless nobody is to.
 
     `at`: where this rank is along each axis of the mesh; None: every rank holds the same.
     """
     if place.world.size == 1 or not place.machine.compare_copies:
-        return Copies()
-    return CopiesApart(place.world, place.device, network, at or {})
+        return NoReplicaCheck()
+    return ReplicaCheck(place.world, place.device, network, at or {})
 
 
-class CopiesApart(Copies):
+class ReplicaCheck(NoReplicaCheck):
     """The copies that several ranks hold: all of them, or those at the same place along some axes of a mesh."""
 
     def __init__(self, ranks: Ranks, device: torch.device, network: nn.Module, at: Mapping[str, int]) -> None:

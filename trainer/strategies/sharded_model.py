@@ -29,13 +29,13 @@ from trainer.parallel.sequence_pieces import Pieces, pieces
 from trainer.parallel.tensor_parallel import Shared, redistribute_gradients, refuse_drift, share_buffers
 from trainer.refusal import Refusal
 from trainer.strategies.loss import Forward
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.process_groups import Meshed
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW)  # whose fused step knows DTensors, on torch 2.11 to 2.15
 
 
-class PlacedTensor(Placed):
+class ShardedModel(ParallelModel):
     """A network of which ranks hold shards: split over those of the mesh's axis "tensor", where there is one."""
 
     strategy: Meshed
@@ -146,7 +146,7 @@ def _unmixed(group: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**group, "params": parameters} for parameters in alike.values()] or [group]  # an empty one stays
 
 
-class PlacedContext(PlacedTensor):
+class ContextParallelModel(ShardedModel):
     """A network that ranks may hold shards of, and whose sequences are cut over the context ranks, if there are any.
 
     Nobody above knows of stretches: batches come whole, and the sums that go back are those of whole sequences.

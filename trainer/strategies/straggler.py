@@ -6,7 +6,6 @@ import socket
 from statistics import median
 
 import torch
-from typing_extensions import override
 
 from trainer.parallel.buckets import Totals
 from trainer.parallel.ranks import Ranks
@@ -19,19 +18,11 @@ COMPUTED = 2  # the last cause, which says something among ranks of equal work a
 _CPU = torch.device("cpu")
 
 
-class Pace:
-    """How fast the ranks of one loop are. One that is alone holds up nobody."""
+class StragglerCheck:
+    """How fast the ranks of one loop are: of each, how long it stood still, read its data, and computed.
 
-    def tell(self, watch: Stopwatch) -> None:
-        """Collective, at a line: start telling all ranks what this one spent since the last line."""
-
-    def heard(self) -> list[str]:
-        """After what was told has arrived: a sentence for each rank that has begun to hold up the others."""
-        return []
-
-
-class PaceApart(Pace):
-    """Of each rank, how long it stood still, read its data, and computed; nothing of it is waiting for others."""
+    Nothing of it is waiting for others. One that is alone holds up nobody.
+    """
 
     def __init__(self, ranks: Ranks, stage: int, on_cpu: bool) -> None:
         """Collective. `stage`: which one of a pipeline this rank has: ranks of another have other work."""
@@ -44,8 +35,8 @@ class PaceApart(Pace):
         self._under_way: Totals | None = None
         self._slow: set[int] = set()  # ranks that were told of, and are not well yet
 
-    @override
     def tell(self, watch: Stopwatch) -> None:
+        """Collective, at a line: start telling all ranks what this one spent since the last line."""
         # a processor's time says how slow it is; beside a GPU it says nothing, for it spins while it waits
         computed = watch.worked / torch.get_num_threads() if self._on_cpu else 0.0
         stood, whole = (sum(times[phase] for phase in STEP) for times in (watch.stood, watch.spent))
@@ -55,8 +46,8 @@ class PaceApart(Pace):
         table[self._ranks.rank], self._before = now - self._before, now
         self._under_way = Totals({"": table}, self._ranks, _CPU)  # all ranks; each fills in its row, 40 bytes
 
-    @override
     def heard(self) -> list[str]:
+        """After what was told has arrived: a sentence for each rank that has begun to hold up the others."""
         if self._under_way is None:
             return []
         self._seen += self._under_way.read()[""]
@@ -71,10 +62,9 @@ class PaceApart(Pace):
     def _judge(self, rank: int, own: list[float], parts: list[list[float]]) -> list[str]:
         """What is new of a rank: who is slow is told once, and again only after it was well."""
         others = [at for at in range(len(parts)) if at != rank]
+        rest = others or [rank]  # one that is alone is compared with itself
         alike = [at for at in others if self._stages[at] == self._stages[rank]] or [rank]
-        usual = [
-            median(parts[at][cause] for at in (alike if cause == COMPUTED else others)) for cause in range(len(own))
-        ]
+        usual = [median(parts[at][cause] for at in (alike if cause == COMPUTED else rest)) for cause in range(len(own))]
         far, cause = max((mine - theirs, cause) for cause, (mine, theirs) in enumerate(zip(own, usual, strict=True)))
         new = far > FAR and rank not in self._slow
         self._slow = self._slow | {rank} if far > FAR else self._slow - {rank}

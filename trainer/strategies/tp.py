@@ -9,9 +9,9 @@ from torch import nn
 from typing_extensions import override
 
 from trainer.learning.task import Task
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.process_groups import Meshed
-from trainer.strategies.sharded_model import PlacedContext
+from trainer.strategies.sharded_model import ContextParallelModel
 
 
 @dataclass
@@ -35,5 +35,5 @@ class TP(Meshed):
         return "_".join(word for word, degree in words.items() if degree != 1) or "tp"
 
     @override
-    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
-        return PlacedContext(self, task, network, example)
+    def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
+        return ContextParallelModel(self, task, network, example)

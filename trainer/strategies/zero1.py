@@ -18,9 +18,9 @@ from trainer.parallel.gradient_clipping import global_norm
 from trainer.parallel.parameter_owners import Delivery, owned_buckets, owners, send_from_owners
 from trainer.parallel.ranks import Group
 from trainer.strategies.loss import Forward
-from trainer.strategies.parallel_model import Placed
+from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.process_groups import Joined
-from trainer.strategies.replica_check import Copies, compared
+from trainer.strategies.replica_check import NoReplicaCheck, compared
 
 
 @dataclass
@@ -49,15 +49,15 @@ class Zero1(Joined):
         self.owning = Group(group)
 
     @override
-    def copies(self, network: nn.Module) -> Copies:
+    def copies(self, network: nn.Module) -> NoReplicaCheck:
         return compared(self, network)
 
     @override
-    def build(self, task: Task, network: nn.Module, example: Any) -> Placed:
+    def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
         return _Placed(self, task, network, example)
 
 
-class _Placed(Placed):
+class _Placed(ParallelModel):
     strategy: Zero1
 
     @override
