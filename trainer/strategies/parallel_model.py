@@ -25,9 +25,20 @@ from trainer.parallel.sequence_pieces import Pieces
 from trainer.parallel.units import called, compile_network, uncompiled, units
 from trainer.strategies.carried_state import what_is_carried
 from trainer.strategies.ema import MovingAverage, NoMovingAverage
-from trainer.strategies.loss import Forward, add_share, by_name, evaluation_sums, shares, times, uncounted
+from trainer.strategies.loss import (
+    Forward,
+    MemoryFormat,
+    add_share,
+    by_name,
+    check_gradients,
+    evaluation_sums,
+    in_double,
+    refuse_extra_state,
+    shares,
+    times,
+    uncounted,
+)
 from trainer.strategies.loss_scaler import NoScaler, Scaler, StepSkipper
-from trainer.strategies.memory_format import MemoryFormat, check_gradients, in_double, refuse_extra_state
 from trainer.strategies.process_topology import RankContext
 
 
