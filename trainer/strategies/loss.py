@@ -1,4 +1,4 @@
-"""What a step learns from: the form of its tensors, what the task makes of the network, and losses with their weights."""
+"""What a step learns from: the form of tensors, what the task makes of the network, losses with their weights."""
 
 from __future__ import annotations
 
