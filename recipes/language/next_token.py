@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer.learning.task import Task
+from trainer.refusal import BadData
 
 
 class NextToken(Task):
@@ -21,7 +22,16 @@ class NextToken(Task):
         self._bytes, self._ignored = bytes_per_token, ignored
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean over the tokens that count of (B, T, vocabulary); 0 where there are none."""
+        """The mean over the tokens that count of (B, T, vocabulary); 0 where there are none.
+
+        BadData where the network or the data is of another kind.
+        """
+        if output.dim() != 3 or output.shape[:-1] != target.shape:
+            raise BadData(
+                f"the network gives {tuple(output.shape)} for targets {tuple(target.shape)}; task=language takes scores"
+                " (samples, tokens, vocabulary) and targets (samples, tokens), as of model=gpt_nano data=text;"
+                " task=classification takes (samples, classes)"
+            )
         skipped = -100 if self._ignored is None else self._ignored  # torch's own
         total = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=skipped)
         weight = self.weight(target)
