@@ -26,6 +26,7 @@ from trainer.launch.child_processes import Alone, alone
 from trainer.launch.file_validation import CONFIG, read_yaml
 from trainer.launch.launchers import meeting_at
 from trainer.launch.rendezvous import Launch
+from trainer.learning.cadence import Cadences, Every
 from trainer.learning.optimizer import exposed, fused_words, made_for_trial, refuse_rate, refuse_rules, spares_vectors
 from trainer.learning.schedule import Schedule, TorchSchedule
 from trainer.learning.task import Task
@@ -84,6 +85,7 @@ def assemble(
     idle = check_all(with_facts(cfg, dict.fromkeys(FACTS, 1)), kinds, names)
     make_optimizer, spare_vectors = optimizer_maker(cfg.optimizer, chosen, names)
     strategy = build(cfg.strategy, Strategy, "strategy", names, machine=machine)
+    strategy.cadences = cadences(chosen)
     if not opens_a_run(cfg):  # a trained run is only read, and may lie where nobody writes
         refuse_place(run.root, run.name, run.dir, machine.launch)
     # the data before all that is told its facts
@@ -171,6 +173,13 @@ def make_machine(chosen: Settings, launch: Launch) -> Machine:
         step_timeout=min(timeout, timedelta(seconds=chosen.distributed.step_timeout)),
         compare_copies=chosen.distributed.compare_copies,
     )
+
+
+def cadences(chosen: Settings) -> Cadences:
+    """How often a run does what beside its steps."""
+    loop, ema = chosen.loop, chosen.ema
+    average = () if ema.decay is None else (Every(steps=ema.every),)
+    return Cadences(log=loop.log_every, evaluate=loop.eval_every, save=loop.save_every, average=average)
 
 
 def label(cfg: DictConfig, strategy: Strategy) -> str:
