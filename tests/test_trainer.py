@@ -197,24 +197,48 @@ def test_what_is_due_after_a_step_comes_in_an_order(tmp_path: Path, monkeypatch:
     with made(tmp_path, steps=3, best="macro", **rhythms) as run:
         trainer = run.trainer
         trainer.begin(None)
-        tell(trainer.placed, "forward_backward", "optimizer_step", "after_step", "settle", "state")
+        tell(trainer.placed, "forward_backward", "optimizer_step", "after_step", "settle", "unsettle", "state")
         tell(trainer.log, "train", "eval", "flush")
         tell(trainer.checkpoints, "save")
         monkeypatch.setattr(trainer_module, "evaluate", lambda *_: {"macro": 1.0})
         tell(trainer_module, "evaluate")
         monkeypatch.setattr(trainer, "begin", lambda start: None)
         trainer.fit(None)
-    saved, learned = ["settle", "state", "flush", "save"], ["optimizer_step", "after_step"]
+    saved, learned = ["settle", "state", "flush", "save", "unsettle"], ["optimizer_step", "after_step"]
     assert told == [
         *("forward_backward", *learned),
         *("forward_backward", "train", *learned, "train", *saved),  # a line is read while the next step computes
-        *("forward_backward", *learned, "train", "settle", "evaluate", "eval", *saved),
+        *("forward_backward", *learned, "train", "settle", "evaluate", "eval", "unsettle", *saved),
     ]
     assert run.states == [("running", step) for step in (1, 2, 2, 3, 3)]
     assert [json.loads(path.read_text())["figures"] for path in sorted(run.folder.rglob("manifest.json"))] == [
         {},
         {"macro": 1.0},
     ]
+
+
+def test_the_network_is_as_steps_want_it_after_what_was_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def count(run: Made) -> None:
+        for name in ("settle", "unsettle", "state"):
+            listen(monkeypatch, run.trainer.placed, name, lambda *_, name=name: told.append(name))
+
+    with made(tmp_path / "stopped", steps=4, save_due=Due([])) as run:
+        count(run)
+        listen(monkeypatch, trainer_module, "evaluate", lambda *_: setattr(run.trainer.stop, "raised", True))
+        assert not run.trainer.fit(None)
+    assert told == ["settle", "unsettle", "settle", "state", "unsettle"]  # the evaluation, and the save that follows
+    told.clear()
+    # a save that finds a loss that is no number: the run might go back, and on from there
+    due: dict[str, Any] = {"log_due": Due([]), "eval_due": Due([]), "save_due": Due([Every(steps=4)])}
+    with made(tmp_path / "broken", Bad(4), **due) as run:
+        count(run)
+        with pytest.raises(FloatingPointError):
+            run.trainer.fit(None)
+    assert told == ["settle", "state", "unsettle"]
 
 
 def test_a_new_best_is_kept_at_once(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from trainer.launch.child_processes import Alone, alone
 from trainer.launch.file_validation import CONFIG, read_yaml
 from trainer.launch.launchers import meeting_at
 from trainer.launch.rendezvous import Launch
+from trainer.learning.cadence import Cadences, Every
 from trainer.learning.optimizer import exposed, fused_words, made_for_trial, refuse_rate, refuse_rules, spares_vectors
 from trainer.learning.schedule import Schedule, TorchSchedule
 from trainer.learning.task import Task
@@ -83,7 +84,7 @@ def assemble(
     kinds = {group: kind for group, kind in KINDS.items() if not of_torch(cfg[group], group, names)}
     idle = check_all(with_facts(cfg, dict.fromkeys(FACTS, 1)), kinds, names)
     make_optimizer, spare_vectors = optimizer_maker(cfg.optimizer, chosen, names)
-    strategy = build(cfg.strategy, Strategy, "strategy", names, machine=machine)
+    strategy = make_strategy(cfg.strategy, chosen, names, machine)
     if not opens_a_run(cfg):  # a trained run is only read, and may lie where nobody writes
         refuse_place(run.root, run.name, run.dir, machine.launch)
     # the data before all that is told its facts
@@ -170,6 +171,130 @@ def make_machine(chosen: Settings, launch: Launch) -> Machine:
         step_timeout=min(timeout, timedelta(seconds=chosen.distributed.step_timeout)),
         compare_copies=chosen.distributed.compare_copies,
     )
+
+
+def make_strategy(node: DictConfig, chosen: Settings, names: Names, machine: Machine) -> Strategy:
+    """The strategy, which is told where a run computes and how often it does what beside its steps."""
+    strategy = build(node, Strategy, "strategy", names, machine=machine)
+    loop, ema = chosen.loop, chosen.ema
+    average = () if ema.decay is None else (Every(steps=ema.every),)
+    strategy.cadences = Cadences(log=loop.log_every, evaluate=loop.eval_every, save=loop.save_every, average=average)
+    return strategy
+
+
+def assemble(
+    cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch: Launch, alone: Alone = alone
+) -> RunParts:
+    """Turn every node into an object; what is not one yet (a network, an optimizer) into what makes it.
+
+    labs: the folders of yaml files that the command line adds. alone: does words in another process.
+    Refusal where a node is not of its group's kind.
+    """
+    # the framework's own keys, all of them, before any name in a group is looked up
+    chosen = settings(cfg)
+    run, names = chosen.run, Names(trust=chosen.trust, folders=tuple(labs))
+    # on what they compute and where all meet: who is refused for it has built nothing yet
+    machine = make_machine(chosen, launch)
+    machine.check()
+    # before the first of them is called; what torch brings has no kind of ours, and is checked by its maker; what only
+    # the data knows (a folder's classes) is any number until then
+    kinds = {group: kind for group, kind in KINDS.items() if not of_torch(cfg[group], group, names)}
+    idle = check_all(with_facts(cfg, dict.fromkeys(FACTS, 1)), kinds, names)
+    make_optimizer, spare_vectors = optimizer_maker(cfg.optimizer, chosen, names)
+    strategy = make_strategy(cfg.strategy, chosen, names, machine)
+    if not opens_a_run(cfg):  # a trained run is only read, and may lie where nobody writes
+        refuse_place(run.root, run.name, run.dir, machine.launch)
+    # the data before all that is told its facts
+    data = build(cfg.data, Data, "data", names)
+    cfg = with_facts(cfg, {name: getattr(data, name, None) for name in FACTS})
+    machine.refuse_crowd()
+    cfg = with_sizes(cfg, words, names, run.dir or (f"{run.root}/{run.name}" if run.name else None))
+
+    def learning() -> dict[str, Any]:
+        schedule = make_schedule(cfg.schedule, make_optimizer, names)
+        return {"task": build(cfg.task, Task, "task", names), "schedule": schedule}
+
+    return RunParts(
+        job=build(cfg.job, Job, "job", names),
+        settings=chosen,
+        words=list(words),
+        alone=alone,
+        configuration=written(cfg),
+        idle=idle,
+        machine=machine,
+        strategy=strategy,
+        **learning(),
+        make_anew=lambda: {**learning(), "data": build(cfg.data, Data, "data", names)},
+        make_optimizer=make_optimizer,
+        spare_vectors=spare_vectors,
+        sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
+        open_folder=partial(
+            RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, label(cfg, strategy)
+        ),
+        data=data,
+        make_network=lambda: build(cfg.model, nn.Module, "model", names),
+    )
+
+
+def of_torch(node: DictConfig, group: str, names: Names) -> bool:
+    """Does the node name a scheduler of torch's?"""
+    target: Any = names.find(node.get("_target_"), f"{group}._target_") if group == "schedule" else None
+    return isinstance(target, type) and issubclass(target, LRScheduler)
+
+
+def optimizer_maker(node: DictConfig, chosen: Settings, names: Names) -> tuple[Callable[[Any], Optimizer], bool]:
+    """What makes the optimizer of parameters, and whether vectors are to be spared by its weight decay."""
+    # what its class can do is known before there are parameters to give it
+    kind: Any = names.find(node.get("_target_"), "optimizer._target_")
+    fused = fused_words(kind, chosen.optimizer.fused, node.get("dampening", 0))
+    refuse_rate(node.get("lr", 0.0))
+    refuse_rules(kind, chosen.optimizer.groups)
+    make = maker(node, Optimizer, "optimizer", names, **fused)
+    decays = [node.get("weight_decay"), *(rule.weight_decay or 0.0 for rule in chosen.optimizer.groups)]
+    return lambda groups: exposed(make(groups)), any(
+        spares_vectors(kind, amount, chosen.optimizer.decay) for amount in decays
+    )
+
+
+def make_schedule(node: DictConfig, make_optimizer: Callable[[Any], Optimizer], names: Names) -> Schedule:
+    """The schedule that the node names; around a scheduler of torch's lies one of ours, with the keys of all."""
+    if not of_torch(node, "schedule", names):
+        return build(node, Schedule, "schedule", names)
+    # some keys are ours, the others the scheduler's business
+    values: Any = OmegaConf.to_container(node, resolve=True)
+    keys = {each.name for each in fields(TorchSchedule)} & values.keys()
+    make = maker(OmegaConf.create({key: values[key] for key in values.keys() - keys}), LRScheduler, "schedule", names)
+    own = {"_target_": "trainer.learning.schedule.TorchSchedule", **{key: values[key] for key in keys}}
+    # absolute numbers of a scheduler are compared with the rate that an optimizer is made with
+    rate = made_for_trial(make_optimizer).param_groups[0]["lr"]
+    return build(OmegaConf.create(own), Schedule, "schedule", names, make=make, rate=rate)
+
+
+def make_machine(chosen: Settings, launch: Launch) -> Machine:
+    """Where this process computes, and among which others."""
+    timeout = timedelta(seconds=chosen.distributed.timeout)
+    return Machine(
+        launch=meeting_at(launch, chosen.distributed.init_method, timeout),
+        device=chosen.device,
+        precision=chosen.precision,
+        tf32=chosen.tf32,
+        channels_last=chosen.channels_last,
+        seed=chosen.seed,
+        compile=chosen.compile,
+        dropout=chosen.loop.dropout,
+        backend=chosen.distributed.backend,
+        interface=chosen.distributed.interface,
+        timeout=timeout,
+        step_timeout=min(timeout, timedelta(seconds=chosen.distributed.step_timeout)),
+        compare_copies=chosen.distributed.compare_copies,
+    )
+
+
+def cadences(chosen: Settings) -> Cadences:
+    """How often a run does what beside its steps."""
+    loop, ema = chosen.loop, chosen.ema
+    average = () if ema.decay is None else (Every(steps=ema.every),)
+    return Cadences(log=loop.log_every, evaluate=loop.eval_every, save=loop.save_every, average=average)
 
 
 def label(cfg: DictConfig, strategy: Strategy) -> str:

@@ -140,6 +140,7 @@ def _evaluated(run: Prepared, watched: Any, stream: EvaluationStream, record: Re
     count = len(stream)
     for name, value in figures_of(run.strategy, watched, run.task, stream, some_batches(count)).items():
         record.add(Key(step, EVALUATION, name), [0], signatures(torch.tensor([[value]], dtype=torch.float64)))
+    watched.unsettle()
 
 
 def some_batches(count: int) -> list[int]:

@@ -16,6 +16,20 @@ class Every:
     seconds: float | None = None  # since it happened last
 
 
+@dataclass(frozen=True)
+class Cadences:
+    """How often a run does what beside its steps, as it was asked to: of several rhythms whichever comes first.
+
+    Without a rhythm it is never due. A run also evaluates and saves after its last step, and saves when it is asked to
+    stop, and after an evaluation that is the best so far: that may be any step.
+    """
+
+    log: tuple[Every, ...] = ()  # a line of figures: loop.log_every
+    evaluate: tuple[Every, ...] = ()  # loop.eval_every
+    save: tuple[Every, ...] = ()  # loop.save_every
+    average: tuple[Every, ...] = ()  # the moving average follows the weights: ema.every; none without ema.decay
+
+
 class Due:
     """Tells at each step whether any of several rhythms has come round. Steps and epochs need no clock.
 

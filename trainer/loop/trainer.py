@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from time import monotonic
 from typing import Any
@@ -193,15 +194,15 @@ class Trainer:
         """
         assert self.evaluation is not None
         self._lines.write()
-        self.placed.settle()
-        figures = None
-        if not self._stopped:
-            figures = evaluate(self.strategy, self.placed, self.task, self.evaluation, self._asked, self.show)
-        if figures is None:
-            self._stopped, self.progress.owed = True, epoch
-            return None
-        self.log.eval({"step": self.progress.step, "epoch": epoch, "samples": self.evaluation.size, **figures})
-        self.show.evaluation(self.placed, self.progress.step)
+        with self._settled():
+            figures = None
+            if not self._stopped:
+                figures = evaluate(self.strategy, self.placed, self.task, self.evaluation, self._asked, self.show)
+            if figures is None:
+                self._stopped, self.progress.owed = True, epoch
+                return None
+            self.log.eval({"step": self.progress.step, "epoch": epoch, "samples": self.evaluation.size, **figures})
+            self.show.evaluation(self.placed, self.progress.step)
         self.figures = figures
         self.progress.stale = 0 if self.checkpoints.improves(figures) else self.progress.stale + 1
         self.schedule.hear(figures, self.checkpoints.best)
@@ -213,21 +214,33 @@ class Trainer:
     def save(self, figures: dict[str, float] | None) -> None:
         """Collective: keep all that a run needs to go on from here. NotFinite, Drifted instead of a broken network."""
         self._lines.write()
-        self.placed.settle()
         known = {"progress": asdict(self.progress), "schedule": self.schedule.state(), "horizon": self.horizon}
-        tensors = self.placed.state(self.optimizer)
-        self._lines.refuse_save(self.progress.step, tensors)
-        self.log.flush()  # first the lines, then the checkpoint: a resumed run drops what is later, but invents nothing
-        finite = moving(self.placed.network, tensors)
-        state, still = {**known, **self.facts}, frozen(self.placed.network)
-        saved = self.checkpoints.save(self.progress.step, tensors, state, figures, finite, still)
-        self._lines.refuse_saved(saved)
+        with self._settled():
+            tensors = self.placed.state(self.optimizer)
+            self._lines.refuse_save(self.progress.step, tensors)
+            # first the lines, then the checkpoint: a resumed run drops what is later, but invents nothing
+            self.log.flush()
+            finite = moving(self.placed.network, tensors)
+            state, still = {**known, **self.facts}, frozen(self.placed.network)
+            saved = self.checkpoints.save(self.progress.step, tensors, state, figures, finite, still)
+            self._lines.refuse_saved(saved)
         self.report("running", self.progress.step)
         self.save_due.restart()
         self._lines.resume()
         self.placed.watch.lap("save")
         # what they want is just done: the loop's own vote may be some steps away
         (self._stopped,) = self._votes.now(self._stopped or self._asked())
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Collective: inside, the network is ready for an evaluation or a save; afterwards for the next step again."""
+        self.placed.settle()
+        try:
+            yield
+        except NotFinite:  # the same for all, and the run may go on; after any other error some may not come here
+            self.placed.unsettle()
+            raise
+        self.placed.unsettle()
 
     def _asked(self) -> bool:
         """Is this process to stop?"""

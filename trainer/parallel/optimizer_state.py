@@ -14,7 +14,8 @@ from trainer.refusal import Refusal
 PREFIX = "optimizer/"
 AVERAGE = "ema/"
 CARRIED = "carried/"
-APART = (PREFIX, AVERAGE, CARRIED, "scaler/")  # begin names in a checkpoint that are not the network's
+OWN = "strategy/"  # of what one strategy alone keeps, and no other reads
+APART = (PREFIX, AVERAGE, CARRIED, OWN, "scaler/")  # begin names in a checkpoint that are not the network's
 
 
 def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

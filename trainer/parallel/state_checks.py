@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from trainer.parallel.batch_norm import statistics
 from trainer.parallel.local_shard import to_local
-from trainer.parallel.optimizer_state import AVERAGE, PREFIX
+from trainer.parallel.optimizer_state import AVERAGE, OWN, PREFIX
 
 
 def moving(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of a checkpoint's tensors those that training moves, so that all their numbers must be finite.
 
-    Trainable parameters, BatchNorm's running statistics, the averages of both, and the optimizer's memories. Other
-    buffers and frozen parameters may be infinite by design (masks of -inf, a best value that starts at inf), and so may
-    lone numbers that an optimizer keeps.
+    Trainable parameters, BatchNorm's running statistics, the averages of both, and the memories of optimizer and
+    strategy. Other buffers and frozen parameters may be infinite by design (masks of -inf, a best value that starts at
+    inf), and so may lone numbers that an optimizer keeps.
     """
     trainable = {name for name, one in network.named_parameters(remove_duplicate=False) if one.requires_grad}
     own = trainable | statistics(network).keys()
-    return {name: x for name, x in state.items() if name in own or (name.startswith((PREFIX, AVERAGE)) and x.ndim)}
+    return {name: x for name, x in state.items() if name in own or (name.startswith((PREFIX, AVERAGE, OWN)) and x.ndim)}
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -279,6 +279,7 @@ class RecordedModel:
         self._values(step, UPDATE, self._optimizer)
         if step == self._resume:
             self._values(step, RESUME, self._optimizer)
+        self._placed.unsettle()
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """Collective: take over a checkpoint; what is there then is compared with what was there before it."""

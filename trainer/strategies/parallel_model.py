@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.learning.flops_utilization import NoWork
 from trainer.learning.optimizer import Groups, Make
+from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
 from trainer.learning.untrained_parameters import refuse_gradients, with_gradient
 from trainer.parallel.activation_checkpointing import recompute
@@ -20,7 +21,7 @@ from trainer.parallel.batch_norm import average_statistics, synchronised
 from trainer.parallel.gradient_clipping import clip_, global_norm
 from trainer.parallel.optimizer_state import empty_optimizer_state, fits, optimizer_tensors, restore_optimizer
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.rng_policy import chances
+from trainer.parallel.rng_policy import TorchRNG, chances
 from trainer.parallel.sequence_pieces import Pieces
 from trainer.parallel.units import called, compile_network, uncompiled, units
 from trainer.strategies.carried_state import what_is_carried
@@ -39,11 +40,22 @@ from trainer.strategies.loss import (
     uncounted,
 )
 from trainer.strategies.loss_scaler import NoScaler, Scaler, StepSkipper
+from trainer.strategies.machine import Machine
 from trainer.strategies.process_topology import RankContext
 
 
 class ParallelModel:
     """The network on this rank, and the parts of a training step; `network` keeps its module and parameter names."""
+
+    network: nn.Module  # the one that is trained; where ranks hold parts, what this rank has of it
+    plan: Plan  # of the whole network
+    shapes: dict[str, torch.Size]  # of the whole network's tensors, by name
+    step_module: nn.Module  # task and network as one module: what a wrapper wraps
+    forward: Forward  # what `wrap` has returned: (inputs, targets) → the network's output
+    rng: TorchRNG  # whose random numbers a forward has
+    memory_format: MemoryFormat  # `cast` gives a batch the type and layout of the weights
+    machine: Machine  # the strategy's
+    before_first_step: bool  # has no step been done?
 
     def __init__(self, strategy: RankContext, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
@@ -238,6 +250,9 @@ class ParallelModel:
         # a rank may be busy for long there, while the others wait: there is time again until a step has been done
         self.strategy.use_long_timeout()
         self.average.on_statistics(partial(average_statistics, self.network, self.strategy.loss_group))
+
+    def unsettle(self) -> None:
+        """Collective, after an evaluation or a save: back to what the next step needs."""
 
     # Optimizer and state.
 

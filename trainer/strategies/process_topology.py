@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from trainer.data.sample_order import Slice
 from trainer.launch.watchdog import Pulse
+from trainer.learning.cadence import Cadences
 from trainer.parallel.buckets import Sums, Totals
 from trainer.parallel.ranks import Ranks, set_timeouts
 from trainer.strategies.machine import Machine
@@ -35,6 +36,7 @@ class RankContext:
     activation_checkpointing: Recomputed = "none"  # what the backward computes again instead of keeping it
     machine: Machine = field(default_factory=Machine)
 
+    cadences: Cadences = field(init=False, repr=False, compare=False, default=Cadences())  # how often the run does what
     device: torch.device = field(init=False, repr=False)  # where this rank computes
     world: Ranks = field(init=False, repr=False)  # all ranks
     data_group: Ranks = field(init=False, repr=False)  # the ranks that read different data
