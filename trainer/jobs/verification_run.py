@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainer.launch.stop_signals import StopRequest
 from trainer.learning.cadence import Due, Every
 from trainer.loop.evaluation import figures_of
 from trainer.loop.progress import Progress
+from trainer.parallel.ranks import Ranks
 from trainer.proof.dropout_off import drop_nothing
 from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn
 from trainer.proof.record import EVALUATION, Key, Record
@@ -43,12 +45,20 @@ _SAMPLES = 4  # of each micro-batch of a rank: more would show nothing new
 
 
 class AtLast(Beside):
-    """It writes its copy only when somebody waits for it: after steps that change what it must be a copy of."""
+    """It writes its copy only when somebody waits for it: after steps that change what it must be a copy of.
 
-    _work: Callable[[], None] | None = None
+    read: will a later start read what is saved now? What nobody reads is copied, and not written: that takes seconds.
+    """
+
+    def __init__(self, ranks: Ranks, timeout: timedelta, read: Callable[[], bool]) -> None:
+        super().__init__(ranks, timeout)
+        self._read = read
+        self._work: Callable[[], None] | None = None
 
     def start(self, work: Callable[[], None]) -> bool:
-        """Begin later, unless there is no room for a copy."""
+        """Begin later, unless there is no room for a copy; not at all where nobody will read it."""
+        if not self._read():
+            return False
         if not self._spare:
             return super().start(work)
         self._work = work
@@ -100,7 +110,11 @@ def trial(
     run = replace(run, folder=RunFolder(place))
     if run.strategy.world.is_main:
         (place / "checkpoints").mkdir(parents=True)
-    with make_checkpoints(run, AtLast) as checkpoints:
+
+    def read() -> bool:
+        return trainer.progress.step <= end < ends[-1]  # of this part the next one reads the checkpoint
+
+    with make_checkpoints(run, partial(AtLast, read=read)) as checkpoints:
         for end in ends:
             run = renewed(run)
             start, evaluation = checkpoints.newest(), make_evaluation(run)
@@ -122,8 +136,9 @@ def trial(
             trainer.eval_due, trainer.save_due = Due([Every(1)]), Due([Every(end)])
             if not trainer.fit(start):
                 return False
-            if trainer.steps > end and run.strategy.world.is_main:
-                discard(named(checkpoints.folder, trainer.steps))
+            later = named(checkpoints.folder, trainer.steps)
+            if trainer.steps > end and run.strategy.world.is_main and later.is_dir():
+                discard(later)
     if evaluation is not None and record.wants(EVALUATION):
         _evaluated(run, watched, evaluation, record, ends[-1])
     return True
