@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,20 +104,14 @@ def trial(
     each weight is moved before the first step. draws: what forwards draw. name: tells it from others of its precision.
     evaluates: does a small evaluation follow each step, as one follows an epoch?
     """
-    keep = replace(run.settings.checkpoint, keep=2)
-    run = replace(run, settings=replace(run.settings, checkpoint=keep))
-    # each trial goes on from its own checkpoints alone
-    place = run.folder.path / f"{run.machine.resolved_precision}{shake:g}{name}"
-    run = replace(run, folder=RunFolder(place))
-    if run.strategy.world.is_main:
-        (place / "checkpoints").mkdir(parents=True)
+    run = _apart(run, f"{run.machine.resolved_precision}{shake:g}{name}")
 
     def read() -> bool:
-        return trainer.progress.step <= end < ends[-1]  # of this part the next one reads the checkpoint
+        return follows and trainer.progress.step <= end  # the next part goes on from there
 
     with make_checkpoints(run, partial(AtLast, read=read)) as checkpoints:
-        for end in ends:
-            run = renewed(run)
+        for part, end in enumerate(ends, 1):
+            run, follows = renewed(run), part < len(ends)
             start, evaluation = checkpoints.newest(), make_evaluation(run)
             build_values(run, resuming=start is not None)
             trainer = make_trainer(run, checkpoints, Log([]), stop, beginning(run, ends[-1]))
@@ -136,12 +131,25 @@ def trial(
             trainer.eval_due, trainer.save_due = Due([Every(1)]), Due([Every(end)])
             if not trainer.fit(start):
                 return False
-            later = named(checkpoints.folder, trainer.steps)
-            if trainer.steps > end and run.strategy.world.is_main and later.is_dir():
-                discard(later)
+            if trainer.steps > end:
+                _discard(run, named(checkpoints.folder, trainer.steps))
     if evaluation is not None and record.wants(EVALUATION):
         _evaluated(run, watched, evaluation, record, ends[-1])
     return True
+
+
+def _apart(run: Prepared, name: str) -> Prepared:
+    """The run in a folder of its own: each trial goes on from its own checkpoints alone."""
+    keep, place = replace(run.settings.checkpoint, keep=2), run.folder.path / name
+    if run.strategy.world.is_main:
+        (place / "checkpoints").mkdir(parents=True)
+    return replace(run, settings=replace(run.settings, checkpoint=keep), folder=RunFolder(place))
+
+
+def _discard(run: Prepared, checkpoint: Path) -> None:
+    """Remove a checkpoint that is not to be read, if it was written: without a thread each is."""
+    if run.strategy.world.is_main and checkpoint.is_dir():
+        discard(checkpoint)
 
 
 def _scale_down(placed: Placed) -> None:
