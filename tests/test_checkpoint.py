@@ -496,11 +496,11 @@ import os, sys, torch
 from datetime import timedelta
 from pathlib import Path
 from trainer.records.checkpoint import Checkpoints
-from trainer.records.checkpoint_writer import AtOnce, Beside
+from trainer.records.checkpoint_writer import AsyncSaver, SyncSaver
 from trainer.parallel.ranks import Ranks
 
 def save_for_ever():
-    saver = Beside(Ranks(), timedelta(seconds=60)) if sys.argv[2] == "beside" else AtOnce(Ranks())
+    saver = AsyncSaver(Ranks(), timedelta(seconds=60)) if sys.argv[2] == "beside" else SyncSaver(Ranks())
     store = Checkpoints(Path(sys.argv[1]), Ranks(), keep=2, saver=saver)
     found, frozen = store.newest(), torch.arange(100_000)
     step = found.step if found else 0
@@ -563,12 +563,12 @@ from torch.distributed.tensor import DTensor, Shard
 from trainer.parallel.ranks import Group
 from trainer.records import tensor_files  # what a save imports, once for all children
 from trainer.records.checkpoint import Checkpoints
-from trainer.records.checkpoint_writer import Beside
+from trainer.records.checkpoint_writer import AsyncSaver
 
 def save_for_ever(rank, meeting):
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     ranks, mesh = Group(dist.group.WORLD), init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    store = Checkpoints(Path(sys.argv[1]), ranks, keep=2, saver=Beside(ranks, timedelta(seconds=60)))
+    store = Checkpoints(Path(sys.argv[1]), ranks, keep=2, saver=AsyncSaver(ranks, timedelta(seconds=60)))
     found = store.newest()
     step = found.step if found else 0
     os.write(1, f"{rank} {os.getpid()} {step}\\n".encode())  # in one call, as both speak at once

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 from torch.optim import Optimizer
@@ -20,6 +22,7 @@ from trainer.loop.media_logging import NoSample, NoShow, Sample, Show
 from trainer.loop.progress import Progress
 from trainer.loop.rollback import AFTER
 from trainer.loop.trainer import Trainer
+from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.checkpoint_writer import AsyncSaver, SyncSaver
 from trainer.records.manifest import FINITE, TO_RESUME
@@ -32,7 +35,7 @@ from trainer.strategies.parallel_model import ParallelModel
 FORGIVEN = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed saves in a row after which a run goes on
 
 
-def make_checkpoints(run: Prepared, beside: type[AsyncSaver] = AsyncSaver) -> Checkpoints:
+def make_checkpoints(run: Prepared, beside: Callable[[Ranks, timedelta], AsyncSaver] = AsyncSaver) -> Checkpoints:
     """Those of the run's folder. beside: what writes them where training goes on meanwhile."""
     best, strategy = run.settings.checkpoint.best or run.task.best, run.strategy
     # the loop saves nothing else; those of versions before it did are looked through when they are read

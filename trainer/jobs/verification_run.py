@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from trainer.launch.stop_signals import StopRequest
 from trainer.learning.cadence import Due, Every
 from trainer.loop.evaluation import figures_of
 from trainer.loop.progress import Progress
+from trainer.parallel.ranks import Ranks
 from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn, drop_nothing
 from trainer.proof.record import EVALUATION, Key, Record
 from trainer.proof.recorded_model import RecordedModel, Surveyor
@@ -41,12 +44,20 @@ _SAMPLES = 4  # of each micro-batch of a rank: more would show nothing new
 
 
 class AtLast(AsyncSaver):
-    """It writes its copy only when somebody waits for it: after steps that change what it must be a copy of."""
+    """It writes its copy only when somebody waits for it: after steps that change what it must be a copy of.
 
-    _work: Callable[[], None] | None = None
+    read: will a later start read what is saved now? What nobody reads is copied, and not written: that takes seconds.
+    """
+
+    def __init__(self, ranks: Ranks, timeout: timedelta, read: Callable[[], bool]) -> None:
+        super().__init__(ranks, timeout)
+        self._read = read
+        self._work: Callable[[], None] | None = None
 
     def start(self, work: Callable[[], None]) -> bool:
-        """Begin later, unless there is no room for a copy."""
+        """Begin later, unless there is no room for a copy; not at all where nobody will read it."""
+        if not self._read():
+            return False
         if not self._spare:
             return super().start(work)
         self._work = work
@@ -91,16 +102,14 @@ def trial(
     each weight is moved before the first step. draws: what forwards draw. name: tells it from others of its precision.
     evaluates: does a small evaluation follow each step, as one follows an epoch?
     """
-    keep = replace(run.settings.checkpoint, keep=2)
-    run = replace(run, settings=replace(run.settings, checkpoint=keep))
-    # each trial goes on from its own checkpoints alone
-    place = run.folder.path / f"{run.machine.resolved_precision}{shake:g}{name}"
-    run = replace(run, folder=RunFolder(place))
-    if run.strategy.world.is_main:
-        (place / "checkpoints").mkdir(parents=True)
-    with make_checkpoints(run, AtLast) as checkpoints:
-        for end in ends:
-            run = renewed(run)
+    run = _apart(run, f"{run.machine.resolved_precision}{shake:g}{name}")
+
+    def read() -> bool:
+        return follows and trainer.progress.step <= end  # the next part goes on from there
+
+    with make_checkpoints(run, partial(AtLast, read=read)) as checkpoints:
+        for part, end in enumerate(ends, 1):
+            run, follows = renewed(run), part < len(ends)
             start, evaluation = checkpoints.newest(), make_evaluation(run)
             build_values(run, resuming=start is not None)
             trainer = make_trainer(run, checkpoints, Log([]), stop, beginning(run, ends[-1]))
@@ -120,11 +129,25 @@ def trial(
             trainer.eval_due, trainer.save_due = Due([Every(1)]), Due([Every(end)])
             if not trainer.fit(start):
                 return False
-            if trainer.steps > end and run.strategy.world.is_main:
-                discard(named(checkpoints.folder, trainer.steps))
+            if trainer.steps > end:
+                _discard(run, named(checkpoints.folder, trainer.steps))
     if evaluation is not None and record.wants(EVALUATION):
         _evaluated(run, watched, evaluation, record, ends[-1])
     return True
+
+
+def _apart(run: Prepared, name: str) -> Prepared:
+    """The run in a folder of its own: each trial goes on from its own checkpoints alone."""
+    keep, place = replace(run.settings.checkpoint, keep=2), run.folder.path / name
+    if run.strategy.world.is_main:
+        (place / "checkpoints").mkdir(parents=True)
+    return replace(run, settings=replace(run.settings, checkpoint=keep), folder=RunFolder(place))
+
+
+def _discard(run: Prepared, checkpoint: Path) -> None:
+    """Remove a checkpoint that is not to be read, if it was written: without a thread each is."""
+    if run.strategy.world.is_main and checkpoint.is_dir():
+        discard(checkpoint)
 
 
 def _scale_down(placed: ParallelModel) -> None:

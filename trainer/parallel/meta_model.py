@@ -25,8 +25,8 @@ def outline(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     else:
         # a tensor that is neither parameter nor buffer would never get a value; a view keeps its base alive
-        own = [one for _, tensor in named_tensors(network) for one in (tensor, tensor._base)]
-        known = {id(one) for one in (*own, *before)}
+        own = [each for _, tensor in named_tensors(network) for each in (tensor, tensor._base)]
+        known = {id(each) for each in (*own, *before)}
         if all(id(tensor) in known for tensor in _without_memory()):
             return network, ""
         why = "it holds tensors that are neither parameters nor buffers"
@@ -99,5 +99,5 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _without_memory() -> list[Tensor]:
     """Every tensor on the meta device that is alive, wherever it is kept."""
-    alive = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+    alive = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
     return [tensor for tensor in alive if tensor.is_meta]

@@ -10,7 +10,6 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from trainer.parallel.optimizer_state import AVERAGE, PREFIX
 from trainer.proof.record import CLIPPED, GRADIENT, LOSS, NORM, Key, Record
@@ -165,16 +164,15 @@ def compared(reference: Record, own: Record, exact: Exactness, most: int = 100) 
     scaled = [*_scaled(reference, exact)]
     bounds = _bounds(reference, exact, scaled)
     found, gaps, seen, close = list[Difference](), dict[str, float](), dict[Key, int](), dict[str, Near]()
-    for at, (key, scale, _) in enumerate(scaled):
-        floor, limit = bounds[key]
-        for rows, apart, ratios in _apart(reference, own, key, scale):
-            gap = float(apart.max()) if len(rows) else 0.0
-            gaps[key.phase], seen[key] = max(gap, gaps.get(key.phase, 0.0)), seen.get(key, 0) + len(rows)
-            near = Near(gap / limit, gap, floor, key.step, key.phase, key.name)
-            close[key.phase] = max(near, close.get(key.phase, near))
-            if gap > limit and len(found) < most:
-                where = [row for row, one in zip(rows, apart.tolist(), strict=True) if one > limit]
-                found.append(Difference(at, key, gap, float(ratios[int(apart.argmax())]), where, floor))
+    for at, rows, apart, ratios in _apart(reference, own, scaled):
+        key, (floor, limit) = scaled[at][0], bounds[scaled[at][0]]
+        gap = max(apart, default=0.0)
+        gaps[key.phase], seen[key] = max(gap, gaps.get(key.phase, 0.0)), seen.get(key, 0) + len(rows)
+        near = Near(gap / limit, gap, floor, key.step, key.phase, key.name)
+        close[key.phase] = max(near, close.get(key.phase, near))
+        if gap > limit and len(found) < most:
+            where = [row for row, one in zip(rows, apart, strict=True) if one > limit]
+            found.append(Difference(at, key, gap, ratios[apart.index(gap)], where, floor))
     return Compared(found, gaps, seen, frozenset(own.values), close)
 
 
@@ -188,23 +186,37 @@ def nearest(found: Sequence[Compared]) -> dict[str, Near]:
 
 def floors(record: Record, shaken: Record, exact: Exactness) -> dict[Key, float]:
     """How far each thing is from itself where all weights have been moved by a last bit: so far rounding takes it."""
-    return {
-        key: max((float(apart.max()) for _, apart, _ in _apart(record, shaken, key, scale)), default=0.0)
-        for key, scale, _ in _scaled(record, exact)
-    }
+    scaled = [*_scaled(record, exact)]
+    found = {key: 0.0 for key, _, _ in scaled}
+    for at, _, apart, _ in _apart(record, shaken, scaled):
+        found[scaled[at][0]] = max(apart, default=found[scaled[at][0]])
+    return found
 
 
-def _apart(reference: Record, own: Record, key: Key, scale: float) -> Iterator[tuple[Sequence[int], Tensor, Tensor]]:
-    """The rows of a key, with how far each is apart, relative to its norm or the scale; and the ratios of the norms."""
-    if key not in own.values:
+def _apart(
+    reference: Record, own: Record, scaled: Sequence[Scaled]
+) -> Iterator[tuple[int, Sequence[int], list[float], list[float]]]:
+    """The rows of each key, with how far each is apart, relative to its norm or the scale; and the ratios of the norms.
+
+    All are compared at once: one by one, thousands of small tensors take half a second.
+    """
+    parts = [
+        (at, rows, signatures, reference.rows(key, rows), scale)
+        for at, (key, scale, _) in enumerate(scaled)
+        for rows, signatures in own.values.get(key, ())
+    ]
+    if not parts:
         return
-    table = reference.table(key, 1 + max((row for rows, _ in own.values[key] for row in rows), default=0))
-    for rows, signatures in own.values[key]:
-        wanted = table[list(rows)]
-        apart = moved(signatures, wanted) / wanted[:, LENGTH].clamp(min=scale)
-        # are the same numbers infinite, and the same NaN?
-        agreed = (signatures[:, PATTERN] == wanted[:, PATTERN]) & ~apart.isnan()
-        yield rows, torch.where(agreed, apart, torch.inf), signatures[:, LENGTH] / wanted[:, LENGTH].clamp(min=1e-300)
+    sizes = [len(rows) for _, rows, _, _, _ in parts]
+    signatures, wanted = torch.cat([part[2] for part in parts]), torch.cat([part[3] for part in parts])
+    scales = torch.tensor([part[4] for part in parts], dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
+    apart = moved(signatures, wanted) / wanted[:, LENGTH].maximum(scales)
+    # are the same numbers infinite, and the same NaN?
+    agreed = (signatures[:, PATTERN] == wanted[:, PATTERN]) & ~apart.isnan()
+    apart = torch.where(agreed, apart, torch.inf)
+    ratios = signatures[:, LENGTH] / wanted[:, LENGTH].clamp(min=1e-300)
+    for (at, rows, *_), own_apart, own_ratios in zip(parts, apart.split(sizes), ratios.split(sizes), strict=True):
+        yield at, rows, own_apart.tolist(), own_ratios.tolist()
 
 
 def _bounds(reference: Record, exact: Exactness, scaled: Sequence[Scaled]) -> dict[Key, tuple[float, float]]:
@@ -247,17 +259,14 @@ def _only_rounding(reference: Record, exact: Exactness, scaled: Sequence[Scaled]
 def _scaled(reference: Record, exact: Exactness) -> Iterator[Scaled]:
     """All of a reference, in order."""
     for _, group in groupby(reference.values, key=lambda key: (key.step, key.phase)):
-        norms = {key: _norm(reference, key) for key in group}
+        keys = [*group]
+        norms = dict(zip(keys, reference.norms(keys), strict=True))
         kinds: dict[str, list[float]] = {}
         for key, norm in norms.items():
             kinds.setdefault(_kind(key.name), []).append(norm)
         usual = {kind: exact.share * _usual(own) for kind, own in kinds.items()}
         for key, norm in norms.items():
             yield key, max(_OF_ROWS * norm, usual[_kind(key.name)], 1e-300), norm
-
-
-def _norm(reference: Record, key: Key) -> float:
-    return float(reference.table(key)[:, LENGTH].max())
 
 
 def _usual(norms: Sequence[float]) -> float:

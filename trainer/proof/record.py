@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainer.parallel.ranks import Group, Ranks
 from trainer.proof.sample_dimension import Layout
-from trainer.proof.signature import WIDTH, joined, signatures, whole
+from trainer.proof.signature import LENGTH, WIDTH, joined, signatures, whole
 
 # The phases of a step, in the order of time.
 INITIAL, DATA, FORWARD, LOSS, GRADIENT = "initial values", "data", "forward", "loss", "gradient"
@@ -73,14 +74,30 @@ class Record:
         table[rows] = torch.cat([signatures for _, signatures in self.values[key]])
         return table
 
+    def rows(self, key: Key, rows: Sequence[int]) -> Tensor:
+        """(len(rows), 10): the signatures of these rows of a key; zeros where one has no such thing."""
+        least = 1 + max(rows, default=0)
+        (of, own), *others = self.values[key]
+        # as a rule one process has all of it, in order
+        table = own if not others and [*of] == [*range(max(least, len(own)))] else self.table(key, least)
+        return table if len(rows) == len(table) == 1 else table[list(rows)]
+
+    def norms(self, keys: Sequence[Key]) -> list[float]:
+        """The largest norm of each of these keys: all at once, for they are thousands."""
+        sizes = [sum(len(rows) for rows, _ in self.values[key]) for key in keys]
+        every = torch.cat([signatures[:, LENGTH] for key in keys for _, signatures in self.values[key]]).tolist()
+        ends = [*accumulate(sizes, initial=0)]
+        return [max(every[begin:end], default=0.0) for begin, end in pairwise(ends)]
+
     def write(self, path: Path) -> None:
         """Write a whole record to a file of safetensors."""
-        tables = {str(at): self.table(key) for at, key in enumerate(self.values)}
+        tables = [self.table(key) for key in self.values]
         layouts = [[*key, *layout] for key, layout in self.layouts.items()]
         floors = [self.floors.get(key, 0.0) for key in self.values]
         told = {"keys": [*self.values], "layouts": layouts, "facts": self.facts, "floors": floors}
+        told["rows"] = [len(table) for table in tables]  # one tensor of all: thousands take long to write and read
         path.unlink(missing_ok=True)  # it may be a link
-        save_file(tables, path, {name: json.dumps(value) for name, value in told.items()})
+        save_file({"signatures": torch.cat(tables)}, path, {name: json.dumps(value) for name, value in told.items()})
 
     @classmethod
     def read(cls, path: Path) -> Record:
@@ -88,7 +105,7 @@ class Record:
         with safe_open(path, "pt") as file:
             told = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
             keys = [Key(*key) for key in told["keys"]]
-            tables = [file.get_tensor(str(at)) for at in range(len(keys))]
+            tables = file.get_tensor("signatures").split(told["rows"])
         values: dict[Key, list[tuple[Sequence[int], Tensor]]]
         values = {key: [(range(len(table)), table)] for key, table in zip(keys, tables, strict=True)}
         layouts = {(phase, name, call): Layout.of(*own) for phase, name, call, *own in told["layouts"]}

@@ -69,7 +69,7 @@ class MovingAverage(NoMovingAverage):
             self._kept = {name: own.detach().clone() for name, own in self._own.items()}
             return
         # shards and copies alike: nothing travels, and what ranks have in common stays the same bits
-        kept, own = ([to_local(one) for one in tensors.values()] for tensors in (self._kept, self._own))
+        kept, own = ([to_local(tensor) for tensor in tensors.values()] for tensors in (self._kept, self._own))
         if not isinstance(skipped, Tensor):
             self._move(kept, own, step)
             return
@@ -110,7 +110,7 @@ class MovingAverage(NoMovingAverage):
         """
         there = {name: state[AVERAGE + name] for name in self._own if AVERAGE + name in state}
         own = self._own if there else {}
-        self._kept = {n: there[n] if n in there else one.detach().clone() for n, one in own.items()}
+        self._kept = {n: there[n] if n in there else tensor.detach().clone() for n, tensor in own.items()}
 
     @contextmanager
     def _in_place(self, names: Collection[str]) -> Iterator[None]:
