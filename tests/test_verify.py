@@ -171,9 +171,10 @@ def test_ranks_that_gather_different_layers_are_told_so_before_they_do(
     assert "a choice of layers by a rank's own samples" in said
 
 
-def test_without_a_mistake_nothing_is_found(processes: Processes, home: Path) -> None:
-    words = [*NET, "loop.epochs=null", "loop.steps=2"]  # of three that are asked for
-    assert verdict(processes, home, 2, words, ["strategy=fsdp"]).startswith("SAME: fsdp on 2, 2 steps, ")
+@pytest.mark.parametrize(("steps", "counted"), [(1, "1 step"), (2, "2 steps")])
+def test_without_a_mistake_nothing_is_found(processes: Processes, home: Path, steps: int, counted: str) -> None:
+    words = [*NET, "loop.epochs=null", f"loop.steps={steps}"]  # of three that are asked for
+    assert verdict(processes, home, 2, words, ["strategy=fsdp"]).startswith(f"SAME: fsdp on 2, {counted}, ")
 
 
 def test_the_command_makes_its_own_reference(tmp_path: Path) -> None:
