@@ -174,7 +174,7 @@ PLANTS = {
         ("strategy=ddp_cp", "strategy.context=2"),
         STRETCH,
         STRATEGY,
-        {"trainer.strategies.sharded_model.stretch": own_tokens},
+        {"trainer.strategies.sharded_model.sequence_shard": own_tokens},
         FOUR,
     ),
     "unshifted_places": Plant(

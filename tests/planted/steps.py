@@ -121,7 +121,7 @@ PLANTS = {
         ("strategy=ddp",),
         ("at step 2, update, ema/",),
         STRATEGY,
-        {"trainer.strategies.parallel_model.Average": other_decay},
+        {"trainer.strategies.parallel_model.MovingAverage": other_decay},
     ),
     "other_scale": Plant(
         "one rank undoes another loss scale, in fp16 alone",
