@@ -41,6 +41,17 @@ def test_gradients_above_the_limit_are_scaled_to_it_and_those_below_stay(part: f
         assert own.grad is None
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_norm_of_millions_of_numbers_is_as_exact_as_its_dtype(layout: torch.memory_format) -> None:
+    """torch adds up the squares of a whole tensor on a CPU in one chain: five million of them lose three digits."""
+    gradient = torch.randn(1000, 50, 10, 10).to(memory_format=layout)
+    torch.testing.assert_close(global_norm([gradient]).double(), gradient.double().norm(), rtol=2e-7, atol=0)
+    halves = [torch.randn(3, 5), gradient[:500], gradient[500:]]
+    torch.testing.assert_close(
+        global_norm(halves).double(), torch.cat([half.double().flatten() for half in halves]).norm(), rtol=2e-7, atol=0
+    )
+
+
 def norms(launch: Launch, draws: list[list[float]]) -> list[float]:
     """The norm of each draw, of which a rank holds one number."""
     with FSDP(machine=Machine(launch=launch, device="cpu")) as strategy:

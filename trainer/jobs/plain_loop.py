@@ -175,7 +175,8 @@ class ByHand:
         gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
         for name, gradient in reversed(gradients.items()):
             self._add(step + 1, GRADIENT, name, gradient)
-        norm = get_total_norm([whole(gradient) for gradient in gradients.values()])
+        # in fp64: what differs from it is then the run's own rounding
+        norm = get_total_norm([whole(gradient).to("cpu", torch.float64) for gradient in gradients.values()])
         self._add(step + 1, NORM, "norm", norm)
         if run.settings.loop.max_norm is not None:
             for gradient in gradients.values():
