@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from trainer.proof.verdict import differences, picture
+from trainer.verify.verdict import differences, picture
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 WORDS = ["model=vit_tiny", "model.dropout=0.1", "loop.epochs=4", "loop.log_every=1", "checkpoint.keep=1"]

@@ -15,9 +15,9 @@ from tests.commands import TRANSFORMER
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_verify import IMAGES, LISTS, NET, verdict, verified
-from trainer.jobs.plain_loop import How, by_hand
-from trainer.jobs.verification_run import beginning
 from trainer.launch.rendezvous import Launch
+from trainer.verify.plain_loop import How, by_hand
+from trainer.verify.short_run import beginning
 
 pytestmark = pytest.mark.slow
 home = test_verify.home  # the fixture
@@ -47,7 +47,7 @@ def by_itself(launch: Launch, place: Path, words: list[str], how: How) -> tuple[
         assert not drawn
         return True
 
-    with patch("trainer.jobs.verify.trial", trial):
+    with patch("trainer.verify.job.trial", trial):
         return verified(launch, place, words)
 
 

@@ -22,10 +22,10 @@ from tests.planted.proofs import verdict, verified
 from tests.processes import Processes
 from tests.quick import quickly
 from trainer.jobs.preparation import Prepared
-from trainer.jobs.reference_process import made_apart
 from trainer.launch.rendezvous import Launch
-from trainer.proof.record import RATE, Record
 from trainer.refusal import Refusal
+from trainer.verify.reference import made_apart
+from trainer.verify.training_record import RATE, Record
 
 pytestmark = pytest.mark.slow
 
@@ -170,7 +170,7 @@ def test_a_pipeline_needs_a_layer_for_each_stage(processes: Processes, home: Pat
 
 def with_memory(launch: Launch, place: Path, words: list[str], free: float) -> tuple[Any, str]:
     """The same where so many bytes are free."""
-    with patch("trainer.jobs.reference_process.spare_memory", lambda: free):
+    with patch("trainer.verify.reference.spare_memory", lambda: free):
         return verified(launch, place, words)
 
 
@@ -197,7 +197,7 @@ def test_a_reference_whose_memory_ran_out_is_made_again_with_fewer_layers(home: 
         return made_apart(run, samples, path, layers) if layers else "can't allocate memory"
 
     words = [*NET, EXACT, "device=cpu", "model=deep", "model.kind=plain", f"run.dir={home / 'again'}", "job=verify"]
-    with patch("trainer.jobs.reference_process.made_apart", made):
+    with patch("trainer.verify.reference.made_apart", made):
         assert product(Launch(), home, words) == 0
         assert asked == [None, 2]
         said = json.loads((home / "again/verify/verify.json").read_text())

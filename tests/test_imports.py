@@ -86,8 +86,8 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
 
 
 # The rooms of trainer/ from the door down: who stands above may import who stands below, never the other way round.
-_DOOR = ("__main__", "door", "sweeps", "jobs", "configuration")
-_LOOP = ("proof", "loop", "records", "strategies")
+_DOOR = ("__main__", "door", "sweeps", "verify", "jobs", "configuration")
+_LOOP = ("loop", "records", "strategies")
 _GROUND = ("parallel", "learning", "data", "devices", "launch", "formatting", "refusal")
 FLOORS = (*_DOOR, *_LOOP, *_GROUND)
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
-from trainer.proof.record import UPDATE, Key, Record, Signing
-from trainer.proof.signature import joined, moved, signatures
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
+from trainer.verify.tensor_sketch import joined, moved, signatures
+from trainer.verify.training_record import UPDATE, Key, Record, Signing
 
 SHAPES = {"matrix": (7, 5), "vector": (3,), "large": (70_000, 3)}  # over four ranks no dimension is divided evenly
 

@@ -15,12 +15,12 @@ from tests.planted.plant import NET, write_lab
 from tests.planted.proofs import said_of, verdict, verified
 from tests.processes import Processes
 from tests.quick import quickly
-from trainer.proof import record as phases_of
-from trainer.proof.causes import AGAIN, ANEW, DIVIDED, SHOWN, Circumstances, First, Tried, likely
-from trainer.proof.comparison import EXACTNESS, compared
-from trainer.proof.record import INITIAL, LOSS, Key, Record
-from trainer.proof.signature import signatures
-from trainer.proof.verdict import picture
+from trainer.verify import training_record as phases_of
+from trainer.verify.causes import AGAIN, ANEW, DIVIDED, SHOWN, Circumstances, First, Tried, likely
+from trainer.verify.comparison import EXACTNESS, compared
+from trainer.verify.tensor_sketch import signatures
+from trainer.verify.training_record import INITIAL, LOSS, Key, Record
+from trainer.verify.verdict import picture
 
 pytestmark = pytest.mark.slow
 

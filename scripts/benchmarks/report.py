@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from trainer.proof.verdict import DARK, LIGHT, text
+from trainer.verify.verdict import DARK, LIGHT, text
 
 Row = Mapping[str, Any]  # work, peer, round, and figures or error
 

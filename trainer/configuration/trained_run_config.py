@@ -39,7 +39,7 @@ def reported_on(cfg: DictConfig) -> Path:
 
 def verifies(cfg: DictConfig) -> bool:
     """Does the job compare a strategy with one process? Then it leaves the run's own files as they are."""
-    return bool(cfg.job.get("_target_") == "trainer.jobs.verify.Verify")
+    return bool(cfg.job.get("_target_") == "trainer.verify.job.Verify")
 
 
 def makes_reference(cfg: DictConfig) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.proof.causes import First, Tried
-from trainer.proof.comparison import Compared, Difference, Near, Rounding, nearest
-from trainer.proof.record import FORWARD, GRADIENT, RESUME, STEP, UPDATE, Key, Record
+from trainer.verify.causes import First, Tried
+from trainer.verify.comparison import Compared, Difference, Near, Rounding, nearest
+from trainer.verify.training_record import FORWARD, GRADIENT, RESUME, STEP, UPDATE, Key, Record
 
 _EVERY = (GRADIENT, STEP, UPDATE, RESUME)  # phases of which nothing may be missing on all ranks
 

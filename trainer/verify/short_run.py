@@ -25,10 +25,6 @@ from trainer.learning.cadence import Due, Every
 from trainer.loop.evaluation import figures_of
 from trainer.loop.progress import Progress
 from trainer.parallel.ranks import Ranks
-from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn, drop_nothing
-from trainer.proof.record import EVALUATION, Key, Record
-from trainer.proof.recorded_model import RecordedModel, Surveyor
-from trainer.proof.signature import signatures
 from trainer.records.checkpoint_store import discard
 from trainer.records.checkpoint_writer import AsyncSaver, named
 from trainer.records.folder import RunFolder
@@ -36,6 +32,10 @@ from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 from trainer.strategies.parallel_model import ParallelModel
+from trainer.verify.fixed_randomness import AS_DRAWN, AsDrawn, drop_nothing
+from trainer.verify.recorded_model import RecordedModel, Surveyor
+from trainer.verify.tensor_sketch import signatures
+from trainer.verify.training_record import EVALUATION, Key, Record
 
 _SCALE = 2.0**-8  # of the scale of losses in fp16, which begins at 2**16
 

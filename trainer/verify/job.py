@@ -14,24 +14,16 @@ import torch
 from torch import nn
 
 from trainer.formatting import counted, expand_home
-from trainer.jobs.cause_experiments import Experiments
-from trainer.jobs.fewer_layers import Fewer, fewer_layers, short_of, shortened, shorter_lines
 from trainer.jobs.preparation import Job, Prepared, RunParts, prepare
-from trainer.jobs.reference_process import SMALLER, given, have_made, how_few, recorded, shortage
-from trainer.jobs.verification_run import (
-    exactly,
-    named_modules,
-    plainly,
-    trial,
-    with_batch,
-    without_dropout,
-)
 from trainer.launch import failure, rank_output
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.run_files import make_folder, real, refuse_strange, replace_file
 from trainer.launch.stop_signals import StopRequest
-from trainer.proof.causes import Circumstances, likely
-from trainer.proof.comparison import (
+from trainer.records.folder import RunFolder, choose
+from trainer.refusal import Refusal
+from trainer.verify.cause_experiments import Experiments
+from trainer.verify.causes import Circumstances, likely
+from trainer.verify.comparison import (
     COMPARED,
     EXACTNESS,
     Rounding,
@@ -44,10 +36,18 @@ from trainer.proof.comparison import (
     rounded,
     shake,
 )
-from trainer.proof.record import Key, Record
-from trainer.proof.verdict import Verdict, difference, judged, picture, spoken
-from trainer.records.folder import RunFolder, choose
-from trainer.refusal import Refusal
+from trainer.verify.fewer_layers import Fewer, fewer_layers, short_of, shortened, shorter_lines
+from trainer.verify.reference import SMALLER, given, have_made, how_few, recorded, shortage
+from trainer.verify.short_run import (
+    exactly,
+    named_modules,
+    plainly,
+    trial,
+    with_batch,
+    without_dropout,
+)
+from trainer.verify.training_record import Key, Record
+from trainer.verify.verdict import Verdict, difference, judged, picture, spoken
 
 Curves = Sequence[Sequence[float]]  # the losses of one process, and of the strategy
 Tell = Callable[[Verdict, Curves], None]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
-from trainer.proof.record import (
+from trainer.verify.training_record import (
     CLIPPED,
     DATA,
     EVALUATION,

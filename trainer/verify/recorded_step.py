@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.proof.record import CLIPPED, RATE, STEP, Key, Record, Signing
+from trainer.verify.training_record import CLIPPED, RATE, STEP, Key, Record, Signing
 
 _HOW = ("fused", "foreach", "capturable", "differentiable")  # say how it is computed, not what
 

@@ -26,13 +26,25 @@ from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.pipeline.stages import Stages
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.sequence_pieces import Pieces
-from trainer.proof.fixed_draws import AS_DRAWN, AsDrawn
-from trainer.proof.record import DATA, FORWARD, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record, Signing
-from trainer.proof.recorded_step import Stepping
-from trainer.proof.sample_dimension import Layout, by_sample, layouts
-from trainer.proof.signature import signatures, whole
 from trainer.refusal import FatalRunError
 from trainer.strategies.parallel_model import ParallelModel
+from trainer.verify.batch_dim_detection import Layout, by_sample, layouts
+from trainer.verify.fixed_randomness import AS_DRAWN, AsDrawn
+from trainer.verify.recorded_step import Stepping
+from trainer.verify.tensor_sketch import signatures, whole
+from trainer.verify.training_record import (
+    DATA,
+    FORWARD,
+    GRADIENT,
+    INITIAL,
+    LOSS,
+    NORM,
+    RESUME,
+    UPDATE,
+    Key,
+    Record,
+    Signing,
+)
 
 
 def call_together(network: nn.Module, ranks: Ranks, step: Callable[[], int | None]) -> None:

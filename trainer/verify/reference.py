@@ -20,15 +20,15 @@ from trainer.devices import spare_memory, spare_on
 from trainer.formatting import counted
 from trainer.jobs.preparation import Prepared, RunParts
 from trainer.jobs.run_messages import quoted
-from trainer.jobs.verification_run import exactly, surveyed, trial
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.launchers import unlaunched
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.optimizer import Make
 from trainer.parallel.local_shard import named_tensors
-from trainer.proof.comparison import exactness, floors, shake
-from trainer.proof.record import Record
 from trainer.refusal import Refusal
+from trainer.verify.comparison import exactness, floors, shake
+from trainer.verify.short_run import exactly, surveyed, trial
+from trainer.verify.training_record import Record
 
 # Bytes of a number in fp64. Measured with gpt_nano of width 512 and 2 and 10 blocks, by the peak of the process: 54.7
 # for each parameter under AdamW and 38.8 under SGD with momentum; by this sum 56 and 40.

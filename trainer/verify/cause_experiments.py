@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.jobs.plain_loop import How, by_hand
 from trainer.jobs.preparation import Prepared
-from trainer.jobs.verification_run import beginning, trial
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.task import carries, gathers
-from trainer.proof.causes import (
+from trainer.refusal import Refusal
+from trainer.verify.causes import (
     AGAIN,
     ANEW,
     CONSTANT,
@@ -28,10 +27,11 @@ from trainer.proof.causes import (
     First,
     Tried,
 )
-from trainer.proof.comparison import Compared, Exactness, compared
-from trainer.proof.fixed_draws import FixedDraws
-from trainer.proof.record import EVALUATION, RATE, RESUME, Record
-from trainer.refusal import Refusal
+from trainer.verify.comparison import Compared, Exactness, compared
+from trainer.verify.fixed_randomness import FixedDraws
+from trainer.verify.plain_loop import How, by_hand
+from trainer.verify.short_run import beginning, trial
+from trainer.verify.training_record import EVALUATION, RATE, RESUME, Record
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.data.nested_tensors import lists, named
 from trainer.parallel.sequence_pieces import Pieces
-from trainer.proof.signature import LENGTH, moved, signatures
+from trainer.verify.tensor_sketch import LENGTH, moved, signatures
 
 _ALIKE = 1e-9  # of two signatures in float64, relative to the norm
 

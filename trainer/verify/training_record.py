@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.parallel.ranks import Group, Ranks
-from trainer.proof.sample_dimension import Layout
-from trainer.proof.signature import LENGTH, WIDTH, joined, signatures, whole
+from trainer.verify.batch_dim_detection import Layout
+from trainer.verify.tensor_sketch import LENGTH, WIDTH, joined, signatures, whole
 
 # The phases of a step, in the order of time.
 INITIAL, DATA, FORWARD, LOSS, GRADIENT = "initial values", "data", "forward", "loss", "gradient"

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from trainer.parallel.optimizer_state import AVERAGE, PREFIX
-from trainer.proof.record import CLIPPED, GRADIENT, LOSS, NORM, Key, Record
-from trainer.proof.signature import FIRST, LENGTH, PATTERN, moved
+from trainer.verify.tensor_sketch import FIRST, LENGTH, PATTERN, moved
+from trainer.verify.training_record import CLIPPED, GRADIENT, LOSS, NORM, Key, Record
 
 # of a number, relative to it: half of it at most, but of weights in fp64 a whole one, for half of it rounds to nothing
 LAST_BIT = {"fp64": 2.0**-52, "fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12}

@@ -25,7 +25,6 @@ from trainer.data.stream import Batch
 from trainer.jobs.allocator import evaluation_batch
 from trainer.jobs.initial_weights import Initial
 from trainer.jobs.preparation import Prepared, read_data, seeded_network
-from trainer.jobs.verification_run import some_batches
 from trainer.learning.optimizer import begin_momentum, no_fused_step, parameter_groups, set_rates
 from trainer.learning.task import units
 from trainer.loop.progress import Progress
@@ -34,12 +33,13 @@ from trainer.parallel.batch_norm import batch_norms
 from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.ranks import Ranks
-from trainer.proof.fixed_draws import FixedDraws
-from trainer.proof.record import EVALUATION, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
-from trainer.proof.recorded_model import SignatureRecorder
-from trainer.proof.recorded_step import Stepping
-from trainer.proof.signature import signatures, whole
 from trainer.refusal import Refusal
+from trainer.verify.fixed_randomness import FixedDraws
+from trainer.verify.recorded_model import SignatureRecorder
+from trainer.verify.recorded_step import Stepping
+from trainer.verify.short_run import some_batches
+from trainer.verify.tensor_sketch import signatures, whole
+from trainer.verify.training_record import EVALUATION, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
 
 
 class How(NamedTuple):
