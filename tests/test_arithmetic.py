@@ -3,7 +3,7 @@ from math import ceil
 import pytest
 
 from trainer.configuration.compose import compose
-from trainer.configuration.settings import settings
+from trainer.configuration.schema import settings
 from trainer.data.sample_order import spans
 from trainer.jobs.batch_sizes import Batches, deal, measure, more_micro_batches
 from trainer.refusal import Refusal

@@ -28,11 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.quick import quickly
 from trainer.parallel.ranks import Group, Ranks
-from trainer.records import checkpoint_store as shelf_module
-from trainer.records import checkpoint_writer as writing_module
-from trainer.records.checkpoint import Checkpoints, FailedSave
-from trainer.records.checkpoint_store import committed, damage, open_checkpoint
-from trainer.records.manifest import CorruptCheckpoint, manifest_bytes, read_manifest
+from trainer.records.checkpoint import store, writer
+from trainer.records.checkpoint.manager import Checkpoints, FailedSave
+from trainer.records.checkpoint.manifest import CorruptCheckpoint, manifest_bytes, read_manifest
+from trainer.records.checkpoint.store import committed, damage, open_checkpoint
 from trainer.refusal import FatalRunError
 
 ROOT = Path(__file__).parents[1]
@@ -226,7 +225,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_one_warning(tmp_path, caplog, 
     _, newest = save_some(tmp_path, [1, 2])
     damage(newest)
     assert checkpoints(tmp_path).newest().step == 1
-    (record,) = [record for record in caplog.records if record.name == shelf_module.__name__]
+    (record,) = [record for record in caplog.records if record.name == store.__name__]
     assert record.levelno == logging.WARNING
     assert "step-00000002" in record.getMessage()
     with pytest.raises(CorruptCheckpoint, match="step-00000002"):
@@ -270,7 +269,7 @@ def forge(path, file, data):
     """Put other bytes in a file and make the manifest agree."""
     file.write_bytes(data)
     manifest = read_manifest(path)
-    manifest.files[file.name] = writing_module._sealed(file)
+    manifest.files[file.name] = writer._sealed(file)
     (path / "manifest.json").write_bytes(manifest_bytes(manifest))
 
 
@@ -456,7 +455,7 @@ def test_too_little_space_is_said_before_writing(tmp_path, monkeypatch):
 LIMITED = """
 import resource, signal, sys, torch
 from pathlib import Path
-from trainer.records.checkpoint import Checkpoints, FailedSave
+from trainer.records.checkpoint.manager import Checkpoints, FailedSave
 from trainer.parallel.ranks import Ranks
 store = Checkpoints(Path(sys.argv[1]), Ranks())
 store.save(1, {"weight": torch.ones(1000)}, {})
@@ -495,8 +494,8 @@ SAVING = """
 import os, sys, torch
 from datetime import timedelta
 from pathlib import Path
-from trainer.records.checkpoint import Checkpoints
-from trainer.records.checkpoint_writer import AsyncSaver, SyncSaver
+from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.writer import AsyncSaver, SyncSaver
 from trainer.parallel.ranks import Ranks
 
 def save_for_ever():
@@ -561,9 +560,9 @@ from pathlib import Path
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from trainer.parallel.ranks import Group
-from trainer.records import tensor_files  # what a save imports, once for all children
-from trainer.records.checkpoint import Checkpoints
-from trainer.records.checkpoint_writer import AsyncSaver
+from trainer.records.checkpoint import tensor_files  # what a save imports, once for all children
+from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.writer import AsyncSaver
 
 def save_for_ever(rank, meeting):
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
@@ -627,7 +626,7 @@ def test_a_kill_while_two_ranks_save_beside_their_steps_leaves_one_step_whole(tm
 TRACED = """
 import sys, torch
 from pathlib import Path
-from trainer.records.checkpoint import Checkpoints
+from trainer.records.checkpoint.manager import Checkpoints
 from trainer.parallel.ranks import Ranks
 Checkpoints(Path(sys.argv[1]), Ranks()).save(1, {"weight": torch.ones(9), "optimizer/weight/m": torch.ones(9)}, {})
 """
@@ -715,7 +714,7 @@ def headers_read(ranks, action):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("safetensors.safe_open", counting)  # torch's reader
-        patch.setattr("trainer.records.manifest.safe_open", counting)
+        patch.setattr("trainer.records.checkpoint.manifest.safe_open", counting)
         action()
     return sorted(name for each in ranks.all_gather_values(names) for name in each)
 
@@ -744,7 +743,7 @@ def exchange(folder, ranks):
     ranks.barrier()
     assert Checkpoints(folder / "two", ranks).newest().step == 1
 
-    for place in ("trainer.records.tensor_files.save_file", "trainer.records.checkpoint_writer._sealed"):
+    for place in ("trainer.records.checkpoint.tensor_files.save_file", "trainer.records.checkpoint.writer._sealed"):
         with pytest.MonkeyPatch.context() as patch:
             if ranks.rank == 1:  # an error that only one rank has
                 patch.setattr(place, fail_to_write)
@@ -755,7 +754,7 @@ def exchange(folder, ranks):
         assert not list((folder / "two").glob(".tmp-*"))
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 1:  # before anybody writes
-            patch.setattr("trainer.records.tensor_files._hash", fail_to_write)
+            patch.setattr("trainer.records.checkpoint.tensor_files._hash", fail_to_write)
         with pytest.raises(FailedSave, match="disk of rank 1"):
             Checkpoints(folder / "none", ranks).save(1, split, {})
 

@@ -16,7 +16,7 @@ import yaml
 
 from trainer.configuration.compose import compose
 from trainer.configuration.multirun import multirun
-from trainer.configuration.settings import settings
+from trainer.configuration.schema import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 SLURM, KUBERNETES = ROOT / "scripts" / "slurm", ROOT / "scripts" / "kubernetes"

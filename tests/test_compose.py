@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 import trainer
 from trainer.configuration.command_line import read
 from trainer.configuration.compose import compose
-from trainer.configuration.resolved import flat, written
+from trainer.configuration.interpolation import flat, written
 from trainer.configuration.resource_paths import root
-from trainer.configuration.settings import settings
+from trainer.configuration.schema import settings
 from trainer.configuration.suggestions import _ELSEWHERE
 from trainer.refusal import Refusal
 

@@ -19,8 +19,8 @@ from tests.watch import PHASES, Watch
 from trainer.devices import widest
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import refuse_backend
-from trainer.records.checkpoint_store import look_into
-from trainer.records.manifest import read_manifest
+from trainer.records.checkpoint.manifest import read_manifest
+from trainer.records.checkpoint.store import look_into
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 

@@ -18,9 +18,9 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
 from trainer.launch.rendezvous import Launch
-from trainer.records import checkpoint, tensor_files
-from trainer.records.checkpoint import FailedSave
-from trainer.records.manifest import read_manifest
+from trainer.records.checkpoint import manager, tensor_files
+from trainer.records.checkpoint.manager import FailedSave
+from trainer.records.checkpoint.manifest import read_manifest
 
 WORDS = (
     *SMALL,
@@ -80,7 +80,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_save_that_fails_costs_that_save_alone(whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with full(2, 4), caplog.at_level(logging.WARNING, checkpoint.__name__):
+    with full(2, 4), caplog.at_level(logging.WARNING, manager.__name__):
         assert here(*WORDS, f"run.dir={tmp_path}") == 0
     assert saved(tmp_path) == [2, 6, 10]
     same(tmp_path, whole)

@@ -23,7 +23,7 @@ from trainer.learning.untrained_parameters import freeze, trainable
 from trainer.parallel.batch_norm import batch_norms, synchronised
 from trainer.parallel.meta_model import outline
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint import Checkpoints
+from trainer.records.checkpoint.manager import Checkpoints
 from trainer.refusal import Refusal
 
 WORDS = (*IMAGES, *TRANSFORMER, "loop.global_batch=8", "loop.log_every=1", "loop.eval_every=null", "precision=fp64")

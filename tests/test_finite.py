@@ -17,9 +17,9 @@ from trainer.data.stream import Batch
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.state_checks import moving, not_finite
-from trainer.records.checkpoint import Checkpoints
-from trainer.records.checkpoint_store import open_checkpoint
-from trainer.records.manifest import CorruptCheckpoint
+from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manifest import CorruptCheckpoint
+from trainer.records.checkpoint.store import open_checkpoint
 from trainer.strategies import nonfinite_monitor
 
 # Sample 37 is read in step 5, by rank 1 of 2. What it breaks is said in its task's name.

@@ -18,9 +18,9 @@ from tests.test_sinks import table
 from trainer.launch.rank_output import note
 from trainer.launch.status import Status, mark_failed
 from trainer.loop.trainer import Trainer
-from trainer.records.checkpoint import FailedSave
+from trainer.records.checkpoint.manager import FailedSave
 from trainer.records.console import LogFile
-from trainer.records.metrics import CSV, Figures
+from trainer.records.metrics_files import CSV, Figures
 from trainer.records.sinks import Log
 from trainer.records.tensorboard import TensorBoard
 

@@ -153,7 +153,7 @@ def test_no_strategy_inherits_from_another() -> None:
 
 
 def test_the_checkpoint_has_never_heard_of_strategies() -> None:
-    for path in (*(CHECKOUT / "trainer/records").glob("*.py"), *(CHECKOUT / "trainer/launch").glob("*.py")):
+    for path in (*(CHECKOUT / "trainer/records").rglob("*.py"), *(CHECKOUT / "trainer/launch").glob("*.py")):
         assert not [found for found in imports(path) if starts(found, "trainer.strategies")]
 
 
@@ -199,7 +199,7 @@ def test_configuration_stops_at_the_door() -> None:
 
 def test_one_place_calls_what_the_configuration_names() -> None:
     callers = [path.name for path in PRODUCT if any(starts(name, "hydra.utils.instantiate") for name in imports(path))]
-    assert callers in ([], ["build.py"])
+    assert callers in ([], ["instantiate.py"])
 
 
 FORBIDDEN = [

@@ -21,7 +21,7 @@ from trainer.jobs.initial_weights import Initial
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.meta_model import outline
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint import Checkpoints
+from trainer.records.checkpoint.manager import Checkpoints
 from trainer.refusal import Refusal
 
 IMAGES = ("data=synthetic_images", "data.size=32", "data.evaluation_size=0", "data.image_size=8")

@@ -18,9 +18,9 @@ from tests.quick import quickly
 from tests.test_initial import equal, saved
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint import Checkpoints
-from trainer.records.checkpoint_store import open_checkpoint
-from trainer.records.manifest import CorruptCheckpoint
+from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manifest import CorruptCheckpoint
+from trainer.records.checkpoint.store import open_checkpoint
 
 
 def state(step: int = 0) -> dict[str, Tensor]:

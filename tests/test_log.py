@@ -18,7 +18,7 @@ import torch
 
 from trainer.formatting import duration, number
 from trainer.records.console import Console, LogFile, evaluation_words, training_words
-from trainer.records.metrics import Figures
+from trainer.records.metrics_files import Figures
 from trainer.records.sinks import Log, Waiting
 from trainer.records.tensorboard import TensorBoard
 
@@ -168,7 +168,7 @@ def test_lines_that_do_not_fit_on_the_disk_wait_and_leave_no_half(tmp_path):
 WRITING = """
 import sys
 from pathlib import Path
-from trainer.records.metrics import Figures
+from trainer.records.metrics_files import Figures
 log, step = Figures(), 0
 log.open(Path(sys.argv[1]), 0, None, None)
 while True:

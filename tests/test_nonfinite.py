@@ -18,9 +18,9 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_finite import ended
 from trainer.launch.rendezvous import Launch
-from trainer.records.checkpoint_store import look_into
-from trainer.records.manifest import read_manifest
-from trainer.records.tensor_files import read_into
+from trainer.records.checkpoint.manifest import read_manifest
+from trainer.records.checkpoint.store import look_into
+from trainer.records.checkpoint.tensor_files import read_into
 
 # Samples are read in their order, 8 a step; of the poisoned ones the first number is NaN. `without`: steps whose
 # samples are not there at all.

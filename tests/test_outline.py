@@ -24,7 +24,7 @@ from trainer.data.seeds import seed_all
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.meta_model import all_stored, is_outline, outline
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint import Checkpoints
+from trainer.records.checkpoint.manager import Checkpoints
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 

@@ -22,11 +22,11 @@ from tests.quick import quickly
 from trainer.devices import spare_memory
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Group, Ranks
-from trainer.records import checkpoint_writer, tensor_files
-from trainer.records.checkpoint import Checkpoints, FailedSave
-from trainer.records.checkpoint_store import look_into
-from trainer.records.checkpoint_writer import AsyncSaver
-from trainer.records.manifest import read_manifest
+from trainer.records.checkpoint import tensor_files, writer
+from trainer.records.checkpoint.manager import Checkpoints, FailedSave
+from trainer.records.checkpoint.manifest import read_manifest
+from trainer.records.checkpoint.store import look_into
+from trainer.records.checkpoint.writer import AsyncSaver
 from trainer.strategies.parallel_model import ParallelModel
 
 # A rate of 1: weights of another step are far away.
@@ -138,13 +138,13 @@ def test_memory_is_kept_and_nothing_reaches_into_it(tmp_path: Path) -> None:
 def test_what_goes_wrong_is_heard_afterwards_and_has_beaten_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, before = threading.Event(), checkpoint_writer._begin
+    go, before = threading.Event(), writer._begin
 
     def full(*args: Any) -> None:
         assert go.wait(60)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_writer, "_begin", full)
+    monkeypatch.setattr(writer, "_begin", full)
     store = Checkpoints(tmp_path, Ranks(), saver=AsyncSaver(Ranks(), timedelta(seconds=60)))
     assert store.save(1, {"weight": torch.ones(3)}, {}, {"loss": 1.0}) == (0, ())
     assert not store.failed()
@@ -154,7 +154,7 @@ def test_what_goes_wrong_is_heard_afterwards_and_has_beaten_nobody(
         store.settle()
     assert store.is_best({"loss": 2.0})
     # what is not finite is found in the copy, and is not written
-    monkeypatch.setattr(checkpoint_writer, "_begin", before)
+    monkeypatch.setattr(writer, "_begin", before)
     assert store.save(
         2, {"weight": torch.tensor([1.0, torch.nan]), "mask": torch.tensor(torch.inf)}, {}, None, ["weight"]
     ) == (0, ())
@@ -226,7 +226,7 @@ def test_the_thread_that_saves_uses_the_device_of_its_rank(monkeypatch: pytest.M
 def test_without_room_for_a_copy_the_loop_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     saver, weight, written = AsyncSaver(Ranks(), timedelta(seconds=10)), torch.ones(1000), []
     for spare, copied in ((1e9, True), (4000.0, True), (4000.0, False)):
-        monkeypatch.setattr("trainer.records.checkpoint_writer.spare_memory", partial(float, spare))
+        monkeypatch.setattr("trainer.records.checkpoint.writer.spare_memory", partial(float, spare))
         if not copied:
             saver._kept.clear()  # memory that it has already is no question
         held = saver.copied({"weight": weight})["weight"]

@@ -1,168 +1,190 @@
-"""Files of a run that were tampered with or come from elsewhere: said in words, and passed over."""
+"""Framework keys: what each takes, what is said about the rest, and how cadences and times are written."""
 
-from __future__ import annotations
-
-import json
-import re
-import shutil
-import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
-from tests.commands import SMALL, curve, finish, single, status
-from tests.inside import here
-from trainer.jobs.resume_precheck import glance
-from trainer.launch.file_validation import readable
-from trainer.launch.status import read_status
-from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint_store import newest_in
-from trainer.records.checkpoint_writer import _sealed
-from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, manifest_bytes, read_manifest
+from trainer.configuration.interpolation import resolved, written
+from trainer.configuration.resource_paths import root
+from trainer.configuration.schema import GROUPS, SECTIONS, Settings, settings
+from trainer.configuration.value_types import cadence, packages, seconds
+from trainer.learning.cadence import Every
 from trainer.refusal import Refusal
 
-WORDS = (*SMALL, "strategy=single", "schedule=constant", "loop.global_batch=120", "loop.save_every=2")
+
+def configuration(**changes: Any) -> DictConfig:
+    """The product's own config.yaml without its groups, with some keys changed: `loop__epochs=3`."""
+    cfg = OmegaConf.load(root() / "conf" / "config.yaml")
+    assert isinstance(cfg, DictConfig)
+    for name in ("defaults", "hydra"):
+        del cfg[name]
+    cfg.job = {"_target_": "trainer.jobs.fit.Fit"}
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
+    return cfg
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 2 and 4."""
-    folder = tmp_path_factory.mktemp("schema") / "trained"
-    assert here(*WORDS, f"run.dir={folder}", "loop.steps=4") == 0
-    return folder
+def test_the_defaults_are_what_the_contract_says() -> None:
+    found = settings(configuration())
+    assert (found.seed, found.device, found.precision, found.compile) == (0, "auto", "auto", False)
+    assert (found.loop.epochs, found.loop.steps, found.loop.global_batch) == (10, None, 128)  # neither given: 10 epochs
+    assert found.loop.log_every == (Every(steps=10),)
+    assert found.loop.save_every == (Every(epochs=1), Every(seconds=900.0))
+    assert (found.run.root, found.run.name, found.run.dir, found.run.resume) == ("runs", None, None, "auto")
+    assert (found.checkpoint.keep, found.checkpoint.best, found.trust) == (3, None, ())
 
 
-@pytest.fixture
-def folder(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be tampered with."""
-    return Path(shutil.copytree(trained, tmp_path / "run"))
+def test_steps_alone_leave_epochs_open() -> None:
+    found = settings(configuration(loop__steps=5))
+    assert (found.loop.epochs, found.loop.steps) == (None, 5)
 
 
-def forge(folder: Path, change: Callable[[Any], Any]) -> None:
-    """Change what the newest state.json says, and make the manifest agree."""
-    path = folder / "checkpoints" / "step-00000004"
-    said = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps(change(said) or said))
-    manifest = read_manifest(path)
-    manifest.files["state.json"] = _sealed(path / "state.json")
-    (path / "manifest.json").write_bytes(manifest_bytes(manifest))
-
-
-def progress(**values: Any) -> Callable[[Any], None]:
-    return lambda said: said["progress"].update(values)
-
-
-def nested(depth: int) -> Any:
-    return {"a": nested(depth - 1)} if depth else 1
-
-
-STATES = {
-    "a negative position": (progress(position=-120), "progress.position is -120, not a whole number"),
-    "a huge position": (
-        progress(position=10**12),
-        "progress.position is 1,000,000,000,000, more than",
-    ),
-    "behind the epoch": (progress(position=10**6, samples=10**6), "progress.position is 1,000,000, an epoch has 1,437"),
-    "a huge step": (progress(step=10**9, samples=10**12), "progress.step is 1,000,000,000, the manifest is of step 4"),
-    "a huge epoch": (progress(epoch=10**9), "progress.epoch is 1,000,000,000, more than progress.step"),
-    "beyond JSON": (progress(samples=10**300), "progress.samples is 1000"),
-    "a text": (progress(samples="many"), "progress.samples is 'many', not a whole number"),
-    "true": (progress(epoch=True), "progress.epoch is True, not a whole number"),
-    "a fraction": (progress(position=0.5), "progress.position is 0.5, not a whole number"),
-    "no position": (lambda said: said["progress"].pop("position") and None, "progress.position is missing"),
-    "no progress": (lambda said: said.pop("progress") and None, "progress is missing"),
-    "another kind": (lambda said: [said], "what it holds is list, not a mapping"),
-    "a list of data": (lambda said: said.update(data=[1]), "data is list, not a mapping"),
-    "no samples": (lambda said: said["data"].update(training={"fingerprint": ""}), "data.training.samples is missing"),
-    "too deep": (lambda said: said.update(configuration=nested(400)), "what it holds is nested more than 40 deep"),
-    "too large": (lambda said: said.update(more="x" * 2**23), "larger than 8,388,608 bytes"),
-}
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_a_state_that_cannot_be_true_is_passed_over_in_words(folder: Path, caplog: Any, name: str) -> None:
-    change, said = STATES[name]
-    forge(folder, change)
-    found, rejected = newest_in(folder / "checkpoints", Ranks(), TO_RESUME)
-    assert found is not None
-    assert (found.step, [path.name for path in rejected]) == (2, ["step-00000004"])
-    (record,) = caplog.records
-    assert f"state.json: {said}" in record.getMessage()
-    assert glance(folder).step == 2
-
-
-def test_a_run_goes_on_from_the_checkpoint_before_whatever_else_is_damaged(folder: Path, caplog: Any) -> None:
-    forge(folder, progress(position=-120))
-    (folder / "status.json").write_text("[1, 2]")
-    (folder / "config.yaml").write_text("a: [1\nb: 2\n")
-    # what the run was is still compared: the checkpoint knows it
-    with pytest.raises(Refusal, match=r"optimizer\.lr: 0\.\d+ → 0\.25"):
-        here(*WORDS, f"run.dir={folder}", "loop.steps=6", "optimizer.lr=0.25")
-    said = caplog.messages
-    assert re.search(r"damaged, and not used: .*config\.yaml: ParserError: .*line 2", said[0])
-    # as a user meets it, in a process of its own
-    (folder / "status.json").write_text('{"state": "completed", "step": "99"}')
-    screen = finish(single("device=cpu", *WORDS, f"run.dir={folder}", "loop.steps=6"), folder.parent)
-    assert screen.count("progress.position is -120, not a whole number from 0") == 1
-    assert screen.count("config.yaml: ParserError") == 1
-    assert screen.count("status.json; starts are counted from 1 again") == 1
-    assert (status(folder)["state"], status(folder)["resume_step"], status(folder)["attempt"]) == ("completed", 2, 1)
-    assert len(curve(folder)) == 6
+def test_every_key_of_config_yaml_is_read_and_every_reader_has_a_key() -> None:
+    cfg = configuration()
+    assert set(cfg) <= set(SECTIONS) | set(GROUPS) | set(Settings.__dataclass_fields__)
+    for name, section in SECTIONS.items():
+        assert list(cfg[name]) == list(section.__dataclass_fields__), name
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{", '{"state": "done", "step": 1}', '{"state": "running", "step": -1}', "[" * 10**5, '{"step": 1}']
-)
-def test_a_status_that_cannot_be_true_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "status.json").write_text(text)
-    assert read_status(tmp_path) is None
-
-
-def test_a_manifest_is_read_up_to_a_size_and_names_no_file_elsewhere(folder: Path) -> None:
-    path = folder / "checkpoints" / "step-00000004"
-    manifest = read_manifest(path)
-    manifest.files["../../config.yaml"] = {"size": 1, "sha256": "0" * 64}
-    (path / "manifest.json").write_bytes(manifest_bytes(manifest))
-    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json: a name in files is '\.\./\.\./config\.yaml'"):
-        read_manifest(path)
-    del manifest.files["../../config.yaml"]
-    manifest.figures["accuracy"] = "high"  # type: ignore[assignment]
-    (path / "manifest.json").write_bytes(manifest_bytes(manifest))
-    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json: figures\.accuracy is 'high', not a number"):
-        read_manifest(path)
-    (path / "manifest.json").write_text("[" + "{}," * (26 * 2**20 // 3) + "{}]")
-    tracemalloc.start()
-    try:
-        with pytest.raises(CorruptCheckpoint, match=r"manifest\.json: larger than 8,388,608 bytes"):
-            read_manifest(path)
-        assert tracemalloc.get_traced_memory()[1] < 2**25
-    finally:
-        tracemalloc.stop()
-
-
-BOMB = "a: &a [1, 1]\n" + "".join(
-    f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in zip("abcdefghij", "bcdefghijk", strict=True)
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
+    ("written", "expected"),
     [
-        (BOMB, "refers to other places"),
-        ("- 1\n", "what it holds is list, not a mapping"),
-        ("checkpoint: {best: 3}\n", "checkpoint.best is 3, not a text"),
-        ("a: !!python/object/apply:os.system [true]\n", "ConstructorError"),
+        (500, (Every(steps=500),)),
+        ("1ep", (Every(epochs=1),)),
+        ("15min", (Every(seconds=900.0),)),
+        ("90s", (Every(seconds=90.0),)),
+        ("2h", (Every(seconds=7200.0),)),
+        ("1.5h", (Every(seconds=5400.0),)),
+        (["2ep", "10min", 7], (Every(epochs=2), Every(seconds=600.0), Every(steps=7))),
+        (None, ()),
     ],
 )
-def test_a_damaged_configuration_is_said_by_the_jobs_that_need_it(folder: Path, text: str, said: str) -> None:
-    (folder / "config.yaml").write_text(text)
-    for words in (["job=evaluate", f"run.dir={folder}"], [*SMALL, f"init_from={folder}", f"run.dir={folder}-on"]):
-        with pytest.raises(Refusal, match=rf"(?s)config\.yaml: .*{said}"):
-            here(*words)
+def test_a_rhythm_is_steps_epochs_time_or_a_list(written: Any, expected: tuple[Every, ...]) -> None:
+    assert cadence(written) == expected
 
 
-def test_what_could_not_be_read_again_is_not_written() -> None:
-    with pytest.raises(Exception, match=r"state\.json would have 8,388,609 bytes"):
-        readable(b"x" * (2**23 + 1), "state.json")
+@pytest.mark.parametrize("written", [0, -1, 1.5, True, "soon", "0ep", "1.5ep", "15 min", "ep", "", [0], [["1ep"]], {}])
+def test_what_is_no_rhythm_is_said(written: Any) -> None:
+    with pytest.raises(Refusal, match="1ep"):
+        cadence(written)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"), [(5, 5.0), ("90s", 90.0), ("01:30:00", 5400.0), ("0:00:07", 7.0), ("1d", 86400.0)]
+)
+def test_a_time_is_seconds_or_written_out(written: Any, expected: float) -> None:
+    assert seconds(written) == expected
+
+
+@pytest.mark.parametrize("written", [0, -5, "later", "1:90:00", "30", True, [1], float("inf"), float("nan")])
+def test_what_is_no_time_is_said(written: Any) -> None:
+    with pytest.raises(Refusal, match="HH:MM:SS"):
+        seconds(written)
+
+
+def test_scalars_are_taken_at_their_word() -> None:
+    assert settings(configuration(run__name=2024, loop__steps=1e4)).run.name == "2024"
+    assert repr(settings(configuration(loop__steps=1e4)).loop.steps) == "10000"
+    assert packages(["monai"]) == ("monai",)
+    for key, wrong in (
+        ("compile", 1),
+        ("run__name", True),
+        ("run__root", ""),
+        ("seed", 2**63),
+        ("trust", ["a b"]),
+    ):
+        with pytest.raises(Refusal, match="expected"):
+            settings(configuration(**{key: wrong}))
+
+
+def test_everything_wrong_is_listed_at_once() -> None:
+    with pytest.raises(Refusal) as refusal:
+        settings(configuration(loop__epochs=-1, seed=1.5, precision="fp8", run__stop_after="later", checkpoint__keep=0))
+    lines = str(refusal.value).splitlines()
+    assert [line.split("=")[0] for line in lines] == [
+        "run.stop_after",
+        "loop.epochs",
+        "checkpoint.keep",
+        "seed",
+        "precision",
+    ]
+    assert lines[-1] == "precision=fp8: expected one of auto, fp32, bf16, fp16, fp64"
+
+
+def test_the_number_of_slices_or_their_size_but_not_both() -> None:
+    assert settings(configuration(loop__micro_batch=8)).loop.micro_batch == 8
+    with pytest.raises(Refusal, match="not both"):
+        settings(configuration(loop__micro_batch=8, loop__micro_batches=2))
+
+
+def test_the_framework_s_keys_beside_an_optimizer() -> None:
+    found = settings(configuration(optimizer={"decay": "all", "fused": False, "lr": 1}))
+    assert (found.optimizer.decay, found.optimizer.fused) == ("all", False)
+    with pytest.raises(Refusal, match=r"optimizer\.decay=none: expected one of weights, all"):
+        settings(configuration(optimizer={"decay": "none"}))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("${nope}", "'nope' not found"),
+        ("${oc.env:SURELY_NOT_SET}", "'SURELY_NOT_SET' not found"),
+        ("???", "a value must be given"),
+        ("${loop.steps}", "ecursive"),
+        ("${unheard:1}", "unheard"),
+    ],
+)
+def test_what_does_not_resolve_is_said_with_its_key(value: str, said: str) -> None:
+    with pytest.raises(Refusal, match=r"loop\.steps=") as refusal:
+        settings(configuration(loop__steps=value))
+    assert said in str(refusal.value)
+
+
+class TestSecrets:
+    @pytest.fixture(autouse=True)
+    def _secret(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SECRET_TOK", "tok123")
+
+    def test_a_secret_is_read_but_not_written(self) -> None:
+        cfg = configuration(
+            data={
+                "token": "${oc.env:SECRET_TOK}",
+                "url": "https://x/${data.token}",
+                "all": ["${data.url}", 1],
+                "n": "${seed}",
+            },
+            model={"copy": "${data}", "decoded": "${oc.decode:${data.token}}"},
+        )
+        values, problems = resolved(cfg)
+        assert problems == {}
+        assert values["data"]["url"] == "https://x/tok123"
+        page = written(cfg)
+        assert "tok123" not in page
+        data = OmegaConf.to_container(OmegaConf.create(page), resolve=False)["data"]  # type: ignore[index, call-overload]
+        assert data == {
+            "token": "${oc.env:SECRET_TOK}",
+            "url": "https://x/${data.token}",
+            "all": ["${data.url}", 1],
+            "n": 0,
+        }
+        again = OmegaConf.create(page)
+        assert again.data.url == "https://x/tok123"  # and it means the same where the variable is set
+        assert values["data"]["token"] == cfg.data.token == "tok123"  # reading works again after writing
+
+    @pytest.mark.parametrize(
+        "value", ["${oc.env:SECRET_TOK}", "${run.name}", "${${oc.env:SECRET_TOK}}", "${${run.name}}"]
+    )
+    def test_a_secret_is_in_no_message(self, value: str) -> None:
+        with pytest.raises(Refusal) as refusal:
+            settings(configuration(run__name="${oc.env:SECRET_TOK}", loop__epochs=value))
+        assert "loop.epochs=${" in str(refusal.value)
+        assert "tok123" not in str(refusal.value)
+
+
+def test_the_yaml_of_config_is_commented(tmp_path: Path) -> None:
+    lines = (root() / "conf" / "config.yaml").read_text().split("\nhydra:")[0].split("_self_")[1].splitlines()
+    keys = [line for line in lines if ": " in line and not line.lstrip().startswith(("#", "-"))]
+    bare = [line.split(":")[0].strip() for line in keys if "#" not in line]
+    assert bare == ["eval_every"]  # said one line above

@@ -19,7 +19,7 @@ from tests.commands import SMALL, curve, finish, single, status
 from tests.inside import here
 from trainer.data.data import Data
 from trainer.jobs.resume_precheck import known_sets, set_changes
-from trainer.records.manifest import Found
+from trainer.records.checkpoint.manifest import Found
 from trainer.refusal import Refusal
 
 

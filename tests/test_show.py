@@ -35,7 +35,7 @@ from trainer.loop.media_logging import KEPT, NoSample, Show
 from trainer.parallel.histograms import BINS, histograms
 from trainer.parallel.ranks import DONE, Ranks, Waitable
 from trainer.records import tensorboard
-from trainer.records.image_grid import confusion, grid
+from trainer.records.image_plots import confusion, grid
 from trainer.records.sinks import Log, Sink
 from trainer.refusal import Refusal
 from trainer.strategies.loss_scaler import NoScaler, Scaler

@@ -22,7 +22,7 @@ from tests.commands import SMALL, finish, lines, single, status
 from tests.inside import here
 from trainer.loop.trainer import Trainer
 from trainer.records import sinks
-from trainer.records.metrics import CSV, Figures
+from trainer.records.metrics_files import CSV, Figures
 from trainer.records.metrics_reader import backwards
 from trainer.records.sinks import Log, Service, Sink
 from trainer.refusal import Refusal

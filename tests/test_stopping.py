@@ -19,7 +19,7 @@ from trainer.data.stream import EvaluationStream, Stream
 from trainer.launch.rendezvous import Launch
 from trainer.loop.evaluation import evaluate
 from trainer.loop.trainer import Trainer
-from trainer.records.checkpoint import Checkpoints
+from trainer.records.checkpoint.manager import Checkpoints
 from trainer.strategies import stop_votes
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine

@@ -29,8 +29,8 @@ from trainer.loop import trainer as trainer_module
 from trainer.loop import training_lines
 from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
-from trainer.records.checkpoint import Checkpoints
-from trainer.records.metrics import Figures
+from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.metrics_files import Figures
 from trainer.records.sinks import Log
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine

@@ -16,7 +16,7 @@ from trainer.configuration.compose import compose
 from trainer.jobs.assembly import assemble
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Group, join_group, leave_group, set_timeouts
-from trainer.records.checkpoint import Checkpoints
+from trainer.records.checkpoint.manager import Checkpoints
 from trainer.refusal import Refusal
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine

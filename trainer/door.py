@@ -22,8 +22,8 @@ from omegaconf import DictConfig
 from trainer.configuration import resource_paths
 from trainer.configuration.command_line import read
 from trainer.configuration.compose import compose, quoted
-from trainer.configuration.resolved import as_written
-from trainer.configuration.settings import settings
+from trainer.configuration.interpolation import as_written
+from trainer.configuration.schema import settings
 from trainer.configuration.suggestions import meant, unknown
 from trainer.configuration.trained_run_config import opens_a_run, reads_files, reported_on, verifies
 from trainer.configuration.value_types import shown
@@ -178,7 +178,7 @@ def reported(cfg: DictConfig, launch: Launch) -> int:
 def run_folder(cfg: DictConfig, launch: Launch) -> Path:
     """The folder that the configuration names, or one that is named now, on all ranks the same."""
     from trainer.launch.agreement import decided_by_main
-    from trainer.records.folder import choose
+    from trainer.records.run_folder import choose
 
     label, own = str(cfg.model.get("_target_")).rsplit(".", 1)[-1].lower(), settings(cfg).run
 

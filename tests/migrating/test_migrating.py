@@ -29,7 +29,7 @@ from tests.inside import product
 from tests.migrating.files import TESTED, write
 from tests.processes import Processes
 from trainer.configuration.compose import compose
-from trainer.configuration.settings import settings
+from trainer.configuration.schema import settings
 from trainer.jobs.initial_weights import Initial
 from trainer.launch.rendezvous import Launch
 from trainer.refusal import Refusal

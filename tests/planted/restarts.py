@@ -99,7 +99,7 @@ PLANTS = {
         ("at step 1, resume, ",),
         RESUME,
         {
-            "trainer.records.checkpoint_writer.AsyncSaver.copied": lambda original: (
+            "trainer.records.checkpoint.writer.AsyncSaver.copied": lambda original: (
                 lambda self, tensors: {name: to_local(one.detach()) for name, one in tensors.items()}
             )
         },
@@ -126,7 +126,7 @@ PLANTS = {
         ("strategy=fsdp_pp", MICRO),
         ("at step 1, resume, ",),
         RESUME,
-        {"trainer.records.tensor_files.read_into": first_shards},
+        {"trainer.records.checkpoint.tensor_files.read_into": first_shards},
         FOUR,
     ),
     "kept_buffers": Plant(

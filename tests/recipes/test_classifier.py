@@ -25,7 +25,7 @@ from tests.test_initial import saved
 from trainer.data.sample_order import Order
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint import Checkpoints
+from trainer.records.checkpoint.manager import Checkpoints
 from trainer.refusal import Refusal
 from trainer.strategies.parallel_model import ParallelModel
 

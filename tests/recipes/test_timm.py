@@ -16,7 +16,7 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_initial import IMAGES, saved
 from trainer.configuration.allowed_targets import Names
-from trainer.configuration.build import build
+from trainer.configuration.instantiate import build
 from trainer.refusal import Refusal
 
 timm = pytest.importorskip("timm")

@@ -20,7 +20,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.learning.untrained_parameters import freeze
 from trainer.loop.evaluation import evaluate
 from trainer.parallel.local_shard import to_local
-from trainer.records.checkpoint import Checkpoints
+from trainer.records.checkpoint.manager import Checkpoints
 from trainer.strategies.auto import mesh
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDP

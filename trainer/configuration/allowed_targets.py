@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trainer.configuration.resolved import quoted_from
+from trainer.configuration.interpolation import quoted_from
 from trainer.configuration.value_types import converted, in_steps, shown
 from trainer.data.data import Data
 from trainer.learning.task import Task

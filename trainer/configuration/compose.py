@@ -22,9 +22,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.configuration.command_line import Words, line, parse, read
-from trainer.configuration.resolved import as_written, flat, resolved
+from trainer.configuration.interpolation import as_written, flat, resolved
 from trainer.configuration.resource_paths import root
-from trainer.configuration.settings import BESIDE, GROUPS, examine
+from trainer.configuration.schema import BESIDE, GROUPS, examine
 from trainer.configuration.suggestions import assort, dashed, misnamed, mistyped, unread
 from trainer.configuration.trained_run_config import of_run, opens_a_run
 from trainer.refusal import Refusal, first_line, listed, nearest

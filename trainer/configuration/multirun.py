@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.configuration.command_line import Words, line, parse, read
 from trainer.configuration.compose import compose, composing, load, quoted
+from trainer.configuration.schema import Count, Natural, Word
 from trainer.configuration.search_space import Axis, Between, Choice, Space, Trial
-from trainer.configuration.settings import Count, Natural, Word
 from trainer.configuration.suggestions import options
 from trainer.configuration.trained_run_config import opens_a_run, reads_files
 from trainer.configuration.value_types import converted

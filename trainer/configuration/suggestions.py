@@ -13,8 +13,8 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from trainer.configuration.command_line import line
-from trainer.configuration.resolved import flat, quoted_from
-from trainer.configuration.settings import GROUPS, SECTIONS, Settings
+from trainer.configuration.interpolation import flat, quoted_from
+from trainer.configuration.schema import GROUPS, SECTIONS, Settings
 from trainer.configuration.value_types import converted, fits, in_steps, shown
 from trainer.refusal import Refusal, nearest
 

@@ -9,7 +9,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.configuration.settings import GROUPS, settings
+from trainer.configuration.schema import GROUPS, settings
 from trainer.formatting import expand_home
 from trainer.launch.file_validation import CONFIG, ENVIRONMENT, Damaged, read_json, read_yaml
 from trainer.launch.run_files import real

@@ -10,7 +10,7 @@ from dataclasses import replace
 from traceback import walk_tb
 from typing import Any
 
-from trainer.configuration.settings import Loop
+from trainer.configuration.schema import Loop
 from trainer.data.sample_order import size_of
 from trainer.formatting import counted
 from trainer.jobs.batch_sizes import more_micro_batches
@@ -18,7 +18,7 @@ from trainer.jobs.preparation import Prepared
 from trainer.launch.failure import chain
 from trainer.loop.evaluation import evaluate, rehearse
 from trainer.loop.trainer import Trainer
-from trainer.records.checkpoint_writer import AsyncSaver
+from trainer.records.checkpoint.writer import AsyncSaver
 from trainer.refusal import Refusal
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD

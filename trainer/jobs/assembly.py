@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.configuration.allowed_targets import Names, real_name
-from trainer.configuration.build import FACTS, build, check_all, maker, with_facts
-from trainer.configuration.resolved import written
-from trainer.configuration.settings import Settings, settings
+from trainer.configuration.instantiate import FACTS, build, check_all, maker, with_facts
+from trainer.configuration.interpolation import written
+from trainer.configuration.schema import Settings, settings
 from trainer.configuration.trained_run_config import opens_a_run
 from trainer.data.data import Data
 from trainer.formatting import expand_home
@@ -30,7 +30,7 @@ from trainer.learning.cadence import Cadences, Every
 from trainer.learning.optimizer import exposed, fused_words, made_for_trial, refuse_rate, refuse_rules, spares_vectors
 from trainer.learning.schedule import Schedule, TorchSchedule
 from trainer.learning.task import Task
-from trainer.records.folder import RunFolder, refuse_place
+from trainer.records.run_folder import RunFolder, refuse_place
 from trainer.records.sinks import Sink
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy

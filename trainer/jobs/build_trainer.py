@@ -23,10 +23,10 @@ from trainer.loop.progress import Progress
 from trainer.loop.rollback import AFTER
 from trainer.loop.trainer import Trainer
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint import Checkpoints
-from trainer.records.checkpoint_writer import AsyncSaver, SyncSaver
-from trainer.records.manifest import FINITE, TO_RESUME
-from trainer.records.profile import NoProfile, Profile
+from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manifest import FINITE, TO_RESUME
+from trainer.records.checkpoint.writer import AsyncSaver, SyncSaver
+from trainer.records.profiler import NoProfile, Profile
 from trainer.records.resume_rules import read_config
 from trainer.records.sinks import Log, shows
 from trainer.refusal import Refusal

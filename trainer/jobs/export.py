@@ -275,7 +275,7 @@ def trained(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
 
 
 def _safetensors(network: nn.Module, path: Path) -> None:
-    from trainer.records.tensor_files import write_file
+    from trainer.records.checkpoint.tensor_files import write_file
 
     # every name has its values: load_state_dict wants those of tied weights, too, which the format keeps apart
     write_file(path, network.state_dict())

@@ -24,10 +24,10 @@ from trainer.launch.stop_signals import StopRequest, left_behind
 from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
 from trainer.parallel.meta_model import is_outline
-from trainer.records.checkpoint_store import newest_in, open_checkpoint
+from trainer.records.checkpoint.manifest import TO_RESUME, Found
+from trainer.records.checkpoint.store import newest_in, open_checkpoint
 from trainer.records.console import LogFile
-from trainer.records.manifest import TO_RESUME, Found
-from trainer.records.metrics import Figures
+from trainer.records.metrics_files import Figures
 from trainer.records.resume_rules import is_checkpoint, start_path
 from trainer.records.sinks import Log
 from trainer.refusal import Refusal

@@ -16,7 +16,7 @@ from trainer.launch.status import CRASHED, read_starts, read_status
 from trainer.refusal import Refusal
 
 if TYPE_CHECKING:
-    from trainer.records.folder import RunFolder
+    from trainer.records.run_folder import RunFolder
     from trainer.strategies.stopwatch import Stopwatch
 
 _LOST = ("start", "down", "repeated", "save")  # what no step and no evaluation has of a run's time

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.configuration.settings import Settings
+from trainer.configuration.schema import Settings
 from trainer.data.data import Data
 from trainer.data.reader import Loading
 from trainer.data.sample_order import Order, Slice, size_of
@@ -31,8 +31,8 @@ from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task, carries, gathers, refuse_metric_objects
 from trainer.learning.untrained_parameters import freeze, refuse_frozen, refuse_parameters
 from trainer.parallel.meta_model import all_stored, allocate_empty, is_outline
-from trainer.records.folder import RunFolder
-from trainer.records.profile import refuse_window
+from trainer.records.profiler import refuse_window
+from trainer.records.run_folder import RunFolder
 from trainer.records.sinks import Sink, shows
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy

@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.configuration.settings import Settings
+from trainer.configuration.schema import Settings
 from trainer.data.class_names import names_of, shown
 from trainer.data.data import Data
 from trainer.data.sample_order import size_of
 from trainer.jobs.batch_sizes import Length
 from trainer.parallel.optimizer_state import differences
-from trainer.records.checkpoint_store import candidates, look_into
-from trainer.records.folder import RunFolder
-from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, Found, check_sizes, read_manifest
+from trainer.records.checkpoint.manifest import TO_RESUME, CorruptCheckpoint, Found, check_sizes, read_manifest
+from trainer.records.checkpoint.store import candidates, look_into
 from trainer.records.resume_rules import Change, changes, is_checkpoint, read_config
+from trainer.records.run_folder import RunFolder
 from trainer.refusal import Refusal
 
 

@@ -30,9 +30,9 @@ from trainer.launch.rendezvous import Launch
 from trainer.learning.untrained_parameters import trainable
 from trainer.loop.progress import Progress
 from trainer.parallel.optimizer_state import AVERAGE
-from trainer.records.checkpoint import Checkpoints
-from trainer.records.checkpoint_store import committed, winner
-from trainer.records.manifest import Found
+from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manifest import Found
+from trainer.records.checkpoint.store import committed, winner
 from trainer.strategies.machine import Machine
 
 _SHOWN = 5  # names in a line

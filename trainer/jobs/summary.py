@@ -10,8 +10,8 @@ from trainer.jobs.goodput_report import cost_lines, costs, spoken
 from trainer.jobs.preparation import Prepared
 from trainer.launch.status import read_status
 from trainer.loop.trainer import Trainer
-from trainer.records.checkpoint import Checkpoints
-from trainer.records.checkpoint_store import committed, winner
+from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.store import committed, winner
 from trainer.records.console import figure
 from trainer.records.metrics_reader import figures, last_of
 from trainer.strategies.stopwatch import STEP, Stopwatch

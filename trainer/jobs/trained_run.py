@@ -33,8 +33,8 @@ from trainer.launch.status import STATUS_FILE
 from trainer.launch.stop_signals import StopRequest
 from trainer.parallel.meta_model import all_stored, is_outline
 from trainer.parallel.ranks import all_or_none
-from trainer.records.checkpoint_store import committed, damage, open_checkpoint, winner
-from trainer.records.manifest import TO_RESUME, CorruptCheckpoint, Found, Manifest, read_state
+from trainer.records.checkpoint.manifest import TO_RESUME, CorruptCheckpoint, Found, Manifest, read_state
+from trainer.records.checkpoint.store import committed, damage, open_checkpoint, winner
 from trainer.refusal import Refusal
 from trainer.strategies.parallel_model import ParallelModel
 
@@ -196,7 +196,7 @@ def best_figure(run: RunParts) -> str:
 
 def give_weights(run: RunParts, placed: ParallelModel, which: Which) -> Found:
     """Collective: read the network's values, and their average; the checkpoint that they are of."""
-    from trainer.records.tensor_files import read_into
+    from trainer.records.checkpoint.tensor_files import read_into
 
     ranks = run.strategy.world
     for left in reversed(range(_TRIES)):

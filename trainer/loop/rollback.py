@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainer.records.manifest import Found
+from trainer.records.checkpoint.manifest import Found
 from trainer.refusal import NotFinite
 
 TRIES = 3  # times that one checkpoint is gone back to

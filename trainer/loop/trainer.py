@@ -23,9 +23,9 @@ from trainer.loop.progress import Progress
 from trainer.loop.rollback import Stop
 from trainer.loop.training_lines import Lines
 from trainer.parallel.state_checks import moving
-from trainer.records.checkpoint import Checkpoints
-from trainer.records.manifest import Found
-from trainer.records.profile import NoProfile
+from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manifest import Found
+from trainer.records.profiler import NoProfile
 from trainer.records.sinks import Log
 from trainer.refusal import NotFinite
 from trainer.strategies.base import Strategy

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.data.stream import Batch, digest
 from trainer.learning.flops_utilization import NoWork
 from trainer.parallel.buckets import Totals, to_accumulator
-from trainer.records.checkpoint import Broken, Checkpoints
+from trainer.records.checkpoint.manager import Broken, Checkpoints
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.launch.run_files import make_folder, open_file, replace_file
 from trainer.parallel.histograms import Histogram
-from trainer.records.image_grid import confusion, grid
+from trainer.records.image_plots import confusion, grid
 from trainer.records.resume_rules import read_config
 from trainer.records.sinks import NO_FIGURES, Line, Service
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from trainer.launch.file_validation import CONFIG, Damaged, read_yaml
 from trainer.parallel.optimizer_state import APART, AVERAGE
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint_store import committed, open_checkpoint, winner
-from trainer.records.manifest import CorruptCheckpoint, Found
+from trainer.records.checkpoint.manifest import CorruptCheckpoint, Found
+from trainer.records.checkpoint.store import committed, open_checkpoint, winner
 from trainer.records.resume_rules import has_checkpoint, is_checkpoint
 from trainer.refusal import Refusal
 
@@ -60,7 +60,7 @@ class CheckpointWeights(Weights):
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill these in place, whoever wrote which shard of them."""
-        from trainer.records.tensor_files import read_into
+        from trainer.records.checkpoint.tensor_files import read_into
 
         there = {AVERAGE + name if name in self.averaged else name: tensor for name, tensor in tensors.items()}
         read_into({name: tensor.detach() for name, tensor in there.items()}, self.found)

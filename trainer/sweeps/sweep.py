@@ -12,8 +12,8 @@ from trainer.launch.launchers import meeting_at
 from trainer.launch.namesake import refuse_namesake
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_files import real, refuse_strange
-from trainer.records.folder import choose
 from trainer.records.folder_lock import lock
+from trainer.records.run_folder import choose
 from trainer.refusal import Refusal
 from trainer.sweeps.device_shares import gpus, shares
 from trainer.sweeps.parallel_runs import run_concurrently

@@ -19,7 +19,7 @@ from trainer.launch import failure, rank_output
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.run_files import make_folder, real, refuse_strange, replace_file
 from trainer.launch.stop_signals import StopRequest
-from trainer.records.folder import RunFolder, choose
+from trainer.records.run_folder import RunFolder, choose
 from trainer.refusal import Refusal
 from trainer.verify.cause_experiments import Experiments
 from trainer.verify.causes import Circumstances, likely

@@ -25,9 +25,9 @@ from trainer.learning.cadence import Due, Every
 from trainer.loop.evaluation import figures_of
 from trainer.loop.progress import Progress
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint_store import discard
-from trainer.records.checkpoint_writer import AsyncSaver, named
-from trainer.records.folder import RunFolder
+from trainer.records.checkpoint.store import discard
+from trainer.records.checkpoint.writer import AsyncSaver, named
+from trainer.records.run_folder import RunFolder
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine

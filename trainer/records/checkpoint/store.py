@@ -25,7 +25,7 @@ from trainer.formatting import shown
 from trainer.launch.run_files import make_folder, sync
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.state_checks import prints
-from trainer.records.manifest import (
+from trainer.records.checkpoint.manifest import (
     FINITE,
     FROZEN,
     CorruptCheckpoint,
@@ -101,8 +101,10 @@ def newest_in(folder: Path, ranks: Ranks, needed: Collection[str] = ()) -> tuple
 
 def open_checkpoint(path: Path, ranks: Ranks, needed: Collection[str] = ()) -> Found:
     """Verify one checkpoint, every byte of it. Collective; CorruptCheckpoint in words, on all ranks or none."""
-    from trainer.records.manifest import read_headers  # here: what they import takes longer than a first step
-    from trainer.records.tensor_files import check_numbers
+    from trainer.records.checkpoint.manifest import (
+        read_headers,  # here: what they import takes longer than a first step
+    )
+    from trainer.records.checkpoint.tensor_files import check_numbers
 
     known: list[tuple[Manifest, dict[str, Any]]] = []
 
@@ -125,13 +127,13 @@ def open_checkpoint(path: Path, ranks: Ranks, needed: Collection[str] = ()) -> F
 
 def look_into(manifest: Manifest, needed: Collection[str] = ()) -> Found:
     """What a checkpoint says about itself: its state, and the headers of its tensors."""
-    from trainer.records.manifest import read_headers  # here: what it imports takes longer than a first step
+    from trainer.records.checkpoint.manifest import read_headers  # here: what it imports takes longer than a first step
 
     return _found(manifest, read_state(manifest, needed), read_headers(manifest.path, sorted(manifest.files)))
 
 
 def _found(manifest: Manifest, state: dict[str, Any], headers: Headers) -> Found:
-    from trainer.records.manifest import whole  # here: what it imports takes longer than a first step
+    from trainer.records.checkpoint.manifest import whole  # here: what it imports takes longer than a first step
 
     return Found(**vars(manifest), state=state, tensors=whole(manifest.path, headers), headers=headers)
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.state_checks import prints
-from trainer.records.checkpoint_store import (
+from trainer.records.checkpoint.manifest import CorruptCheckpoint, Found
+from trainer.records.checkpoint.store import (
     NONE,
     UNLINKED,
     Kept,
@@ -31,10 +32,9 @@ from trainer.records.checkpoint_store import (
     surplus,
     sweep,
 )
-from trainer.records.checkpoint_writer import BrokenState, Contents, FailedSave, SyncSaver, named, write
-from trainer.records.manifest import CorruptCheckpoint, Found
+from trainer.records.checkpoint.tensor_files import Writers
+from trainer.records.checkpoint.writer import BrokenState, Contents, FailedSave, SyncSaver, named, write
 from trainer.records.metrics_reader import rank
-from trainer.records.tensor_files import Writers
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ class Checkpoints:
         Ranks may ask for different ones. CorruptCheckpoint, before any is touched, where one is missing or has another
         shape there.
         """
-        from trainer.records.tensor_files import read_into
+        from trainer.records.checkpoint.tensor_files import read_into
 
         all_or_none(self.ranks, lambda: read_into(tensors, found), CorruptCheckpoint)
         self._kept = as_read(found, tensors)

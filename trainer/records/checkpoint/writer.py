@@ -28,9 +28,9 @@ from trainer.launch.run_files import make_folder, sync
 from trainer.parallel.local_shard import to_local
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.state_checks import not_finite
-from trainer.records.checkpoint_store import DRAFT, Links, put_in_place
-from trainer.records.manifest import MANIFEST, STATE, Manifest, encode, manifest_bytes, sha256_of
-from trainer.records.tensor_files import FailedSave, Share
+from trainer.records.checkpoint.manifest import MANIFEST, STATE, Manifest, encode, manifest_bytes, sha256_of
+from trainer.records.checkpoint.store import DRAFT, Links, put_in_place
+from trainer.records.checkpoint.tensor_files import FailedSave, Share
 
 
 class BrokenState(Exception):
@@ -112,7 +112,9 @@ def _begin(ranks: Ranks, draft: Path, needed: int, links: Links) -> None:
 
 def _write(ranks: Ranks, draft: Path, contents: Contents) -> None:
     """This rank's tensors, and on the main rank what JSON takes."""
-    from trainer.records.tensor_files import write_tensors  # here: what it imports takes longer than first steps
+    from trainer.records.checkpoint.tensor_files import (
+        write_tensors,  # here: what it imports takes longer than first steps
+    )
 
     if contents.held:
         write_tensors(draft, contents.held, contents.share, contents.frozen, ranks.rank)

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from trainer.configuration import allowed_targets
 from trainer.configuration.allowed_targets import Names, real_name, refuse_inside
-from trainer.configuration.resolved import as_written, quoted_from
-from trainer.configuration.settings import BESIDE
+from trainer.configuration.interpolation import as_written, quoted_from
+from trainer.configuration.schema import BESIDE
 from trainer.data.data import Data
 from trainer.learning.optimizer import made_for_trial
 from trainer.refusal import Refusal, listed

@@ -1,4 +1,4 @@
-"""The framework's own keys: what each may be. The keys of groups are judged by their targets' signatures (build.py).
+"""The keys of the framework and the type of each. Keys of groups are checked against signatures (instantiate.py).
 
 Not OmegaConf's structured configs: they know no ranges and no grammars, and end at the first mistake.
 """
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from omegaconf import DictConfig
 
-from trainer.configuration.resolved import as_written, quoted_from, resolved
+from trainer.configuration.interpolation import as_written, quoted_from, resolved
 from trainer.configuration.value_types import (
     Written,
     at_least,

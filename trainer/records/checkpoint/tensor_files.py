@@ -29,7 +29,7 @@ from trainer.parallel.local_shard import to_local
 from trainer.parallel.optimizer_state import APART
 from trainer.parallel.parameter_owners import owners
 from trainer.parallel.ranks import Ranks, all_or_none
-from trainer.records.manifest import FROZEN, SHARDS, TENSORS, CorruptCheckpoint, Found, KnownHeaders
+from trainer.records.checkpoint.manifest import FROZEN, SHARDS, TENSORS, CorruptCheckpoint, Found, KnownHeaders
 from trainer.refusal import FatalRunError
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.configuration.allowed_targets import Names
-from trainer.configuration.build import build, check_all, maker
+from trainer.configuration.instantiate import build, check_all, maker
 from trainer.data.data import Data
 from trainer.learning.schedule import Cosine, Schedule
 from trainer.learning.task import Task

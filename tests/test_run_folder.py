@@ -22,9 +22,8 @@ from trainer.launch.polling import poll
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_files import replace_file
 from trainer.launch.status import mark_failed, read_status
-from trainer.records import folder as folder_module
 from trainer.records import folder_lock as lock_module
-from trainer.records.folder import RunFolder, generated_name
+from trainer.records import run_folder as folder_module
 from trainer.records.folder_lock import holder
 from trainer.records.resume_rules import (
     changes,
@@ -35,6 +34,7 @@ from trainer.records.resume_rules import (
     refuse_changes,
     start_path,
 )
+from trainer.records.run_folder import RunFolder, generated_name
 from trainer.refusal import Refusal
 
 ROOT = Path(__file__).parents[1]
@@ -136,8 +136,8 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, dir, monkeypatc
 
 HOLDING = """
 import sys
-from trainer.records import folder as folder_module
-from trainer.records.folder import RunFolder
+from trainer.records import run_folder as folder_module
+from trainer.records.run_folder import RunFolder
 from trainer.launch.rendezvous import Launch
 folder = RunFolder.open(sys.argv[1], "a", None, "auto", Launch(), "", lambda _: None)
 print("locked", "torch" in sys.modules, flush=True)

@@ -1,0 +1,1 @@
+"""Checkpoints: saved whole or not at all, verified before they are used."""
