@@ -16,8 +16,8 @@ from tests.strategies.toys import STRATEGIES, Net, Plain, ToyData, built
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
 from trainer.launch.rendezvous import Launch
-from trainer.parallel.local_shard import to_local
-from trainer.parallel.state_checks import bit_sums
+from trainer.parallel.device_mesh import to_local
+from trainer.parallel.tensor_statistics import bit_sums
 from trainer.strategies.machine import Machine
 from trainer.strategies.replica_check import Drifted
 

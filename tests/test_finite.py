@@ -16,7 +16,7 @@ from tests.processes import Processes
 from trainer.data.stream import Batch
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.state_checks import moving, not_finite
+from trainer.parallel.tensor_statistics import moving, not_finite
 from trainer.records.checkpoint.manager import Checkpoints
 from trainer.records.checkpoint.manifest import CorruptCheckpoint
 from trainer.records.checkpoint.store import open_checkpoint

@@ -32,14 +32,14 @@ PRIVATE = {
     # Weak references of LSTMs and their like to their weights, which keep these from being swapped; in 2.11 to 2.15.
     "torch.nn.LSTM(1, 1)._flat_weight_refs": "trainer/parallel/meta_model.py",
     # The mode that sees operators; torch's pages show it under this name, as there is no other.
-    "torch.utils._python_dispatch": "trainer/parallel/rng_functions.py",
+    "torch.utils._python_dispatch": "trainer/parallel/rng/random_functions.py",
     # Tensors that have a shape and no values, and lie on any device: torch's pages describe them, under this name.
-    "torch._subclasses": "trainer/parallel/pipeline/shape_forward.py",
+    "torch._subclasses": "trainer/parallel/pipeline/fake_forward.py",
     # What bool(), item() and unique() of a tensor are for who sees operators; the public names are not seen there.
-    "torch.ops.aten._local_scalar_dense": "trainer/parallel/conditional_modules.py",
-    "torch.ops.aten._unique2": "trainer/parallel/conditional_modules.py",
+    "torch.ops.aten._local_scalar_dense": "trainer/parallel/unused_parameters.py",
+    "torch.ops.aten._unique2": "trainer/parallel/unused_parameters.py",
     # Was a tensor written to? The public way is to copy and compare it, where what is no number equals nothing.
-    "torch.zeros(1)._version": "trainer/parallel/pipeline/shape_forward.py",
+    "torch.zeros(1)._version": "trainer/parallel/pipeline/fake_forward.py",
     # Does autograd's engine call? What is recomputed in a backward is no call of its own; torch's checkpoint asks so.
     "torch._C": "trainer/parallel/activation_checkpointing.py",
     "torch._C._current_graph_task_id": "trainer/parallel/activation_checkpointing.py",

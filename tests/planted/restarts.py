@@ -14,7 +14,7 @@ from tests.planted.networks import rank
 from tests.planted.plant import DROPOUT, NET, STRATEGY, VIT, Plant
 from tests.planted.shards import FOUR
 from tests.planted.steps import SYNC, SYNCED
-from trainer.parallel.local_shard import to_local
+from trainer.parallel.device_mesh import to_local
 
 RESUME = (*STRATEGY, "the resume")
 EVALUATION = (*STRATEGY, "the evaluation")

@@ -14,7 +14,7 @@ from torch.nn import functional
 from tests.planted.copies import GRADIENT, TIMES
 from tests.planted.networks import rank
 from tests.planted.plant import NET, STRATEGY, VIT, Change, Plant
-from trainer.parallel.local_shard import split_axes, to_local
+from trainer.parallel.device_mesh import split_axes, to_local
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.units import matches
 

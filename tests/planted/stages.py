@@ -120,11 +120,7 @@ PLANTS = {
         ("strategy=pp", MICRO),
         ("at step 1, gradient, blocks.0",),
         STRATEGY,
-        {
-            "trainer.parallel.pipeline.stage_exchange.InOrder.backward": lambda original: (
-                lambda ctx, gradient: gradient / 2
-            )
-        },
+        {"trainer.parallel.pipeline.schedule.InOrder.backward": lambda original: lambda ctx, gradient: gradient / 2},
     ),
     "pipelines_apart": Plant(
         "two pipelines do not average their gradients",
@@ -201,7 +197,7 @@ PLANTS = {
         ("strategy=cp",),
         STRETCH,
         (*STRATEGY, "random numbers"),
-        {"trainer.parallel.rng_policy.SampleRNG.cut": lambda original: lambda *_: None},
+        {"trainer.parallel.rng.sample_rng.SampleRNG.cut": lambda original: lambda *_: None},
     ),
     "masks_of_shards": Plant(
         "a tensor rank draws as if its tokens were all of the sequence",
@@ -209,6 +205,6 @@ PLANTS = {
         ("strategy=tp",),
         ("at step 1, forward",),
         (*STRATEGY, "random numbers"),
-        {"trainer.parallel.rng_policy.SampleRNG.split": lambda original: lambda *_: None},
+        {"trainer.parallel.rng.sample_rng.SampleRNG.split": lambda original: lambda *_: None},
     ),
 }

@@ -20,7 +20,7 @@ from tests.strategies import toys
 from trainer import Plan, Task
 from trainer.data.stream import Batch
 from trainer.launch.rendezvous import Launch
-from trainer.parallel.pipeline.stages import KINDS, Layout, runs_over_gloo, takes
+from trainer.parallel.pipeline.schedule import KINDS, Layout, runs_over_gloo, takes
 from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 from trainer.strategies.pp import PP

@@ -19,7 +19,7 @@ from trainer.data.stream import EvaluationStream, Stream, digest
 from trainer.launch.rendezvous import Launch
 from trainer.learning.untrained_parameters import freeze
 from trainer.loop.evaluation import evaluate
-from trainer.parallel.local_shard import to_local
+from trainer.parallel.device_mesh import to_local
 from trainer.records.checkpoint.manager import Checkpoints
 from trainer.strategies.auto import mesh
 from trainer.strategies.base import Strategy

@@ -17,7 +17,7 @@ from trainer.devices import names
 from trainer.jobs.preparation import Prepared
 from trainer.learning.flops_utilization import NoWork, Work
 from trainer.learning.task import Task
-from trainer.parallel.pipeline.shape_forward import shapes
+from trainer.parallel.pipeline.fake_forward import shapes
 from trainer.records.sinks import Log
 from trainer.refusal import first_line
 

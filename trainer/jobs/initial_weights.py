@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.formatting import counted, expand_home, named
 from trainer.launch.run_files import real
-from trainer.parallel.local_shard import named_tensors
+from trainer.parallel.meta_model import named_tensors
 from trainer.records.weight_files import Weights, open_weights
 from trainer.refusal import Refusal
 

@@ -17,9 +17,9 @@ from trainer.data.stream import Batch, EvaluationStream
 from trainer.learning.cadence import Due
 from trainer.learning.generation_request import Continuation
 from trainer.learning.task import Around, Task, innermost
-from trainer.parallel.histograms import histograms
-from trainer.parallel.local_shard import to_local
+from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks
+from trainer.parallel.tensor_statistics import histograms
 from trainer.parallel.units import uncompiled
 from trainer.records.sinks import Log
 from trainer.strategies.parallel_model import ParallelModel

@@ -22,7 +22,7 @@ from trainer.loop.media_logging import NoShow
 from trainer.loop.progress import Progress
 from trainer.loop.rollback import Stop
 from trainer.loop.training_lines import Lines
-from trainer.parallel.state_checks import moving
+from trainer.parallel.tensor_statistics import moving
 from trainer.records.checkpoint.manager import Checkpoints
 from trainer.records.checkpoint.manifest import Found
 from trainer.records.profiler import NoProfile

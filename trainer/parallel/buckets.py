@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.devices import pins, widest
-from trainer.parallel.local_shard import to_local
+from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks, Waitable
 
 BUCKET = 25 * 2**20  # bytes that travel as one, where nobody has said

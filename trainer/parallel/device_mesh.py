@@ -7,7 +7,9 @@ from math import log, prod
 from operator import itemgetter
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from trainer.parallel.ranks import Group, Ranks
 from trainer.refusal import Refusal
@@ -92,3 +94,17 @@ def ranks_along(mesh: DeviceMesh, *axes: str) -> Ranks:
     group, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # all ranks; every such group is made in one order
     assert isinstance(group, dist.ProcessGroup)  # every rank is in one of them
     return Group(group)
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its shard, or all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def split_axes(tensor: Tensor) -> tuple[str, ...]:
+    """The axes of the mesh along which ranks hold different shards of a tensor; none: each of them holds all of it."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    # FSDP2 over tensor parallelism has a kind of its own that is_shard() denies: whatever is not replicated is split
+    axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+    return tuple(axis for axis, placement in axes if not placement.is_replicate())

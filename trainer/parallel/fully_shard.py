@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.batch_norm import with_statistics
-from trainer.parallel.local_shard import split_axes, to_local
+from trainer.parallel.device_mesh import split_axes, to_local
 from trainer.parallel.ranks import ALWAYS, Ranks
 from trainer.refusal import FatalRunError, Refusal
 

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.nn.utils import get_total_norm
 
-from trainer.parallel.device_mesh import ranks_along
-from trainer.parallel.local_shard import split_axes, to_local
+from trainer.parallel.device_mesh import ranks_along, split_axes, to_local
 
 # numbers whose squares torch may add up in one chain
 CHAIN = 4096

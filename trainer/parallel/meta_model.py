@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.parallel.local_shard import named_tensors, to_local
+from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks
 
 Values = dict[tuple[str, ...], Tensor]  # all names of a tensor → it; on the meta device where only its shape is known
@@ -101,3 +101,9 @@ def _without_memory() -> list[Tensor]:
     """Every tensor on the meta device that is alive, wherever it is kept."""
     alive = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
     return [tensor for tensor in alive if tensor.is_meta]
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer, under each of its names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -18,13 +17,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from trainer.data.seeds import mix
-from trainer.devices import generator_of
 from trainer.learning.parallel_plan import Plan
 from trainer.parallel.buckets import buckets, packed, to_accumulator, unpacked
-from trainer.parallel.local_shard import split_axes, to_local
+from trainer.parallel.device_mesh import split_axes, to_local
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.units import matched, matches
+from trainer.parallel.units import matched
 from trainer.refusal import Refusal
 
 DRIFT = 1e-3  # of a parameter: more than a run's rounding adds up to
@@ -178,57 +175,6 @@ def _degrees(size: int) -> str:
     return "degrees that work: " + ", ".join(str(d) for d in range(1, min(size, 64) + 1) if size % d == 0)
 
 
-class Masks:
-    """Which random numbers a forward draws on this rank; it changes at the modules that a plan names.
-
-    All tensor ranks have one seed, so a dropout between a column-wise and a row-wise layer would hide the same places
-    of every shard. There each rank draws from a stream of its own, which follows from the common one: nothing is
-    counted, so recomputing, which puts the generator back to where a unit began, draws the same again.
-    """
-
-    def __init__(self, device: torch.device, rank: int) -> None:
-        self._generator = generator_of(device)
-        self._rank = rank
-        # own seed → the common stream where it was left, the own stream as it began
-        self._left: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def follow(self, network: nn.Module, plan: Plan) -> None:
-        """Change streams where the plan's modules split activations and where they put them together."""
-        for key, style in plan.tensor.items():
-            before, after = layouts(style)
-            for _, module in matches(network, key):
-                if before:
-                    module.register_forward_pre_hook(self._own if _is_split(before) else self._common)
-                if after:
-                    module.register_forward_hook(self._own if _is_split(after) else self._common)
-
-    def forget(self) -> None:
-        """A step is over: nobody will recompute any of it."""
-        self._left.clear()
-
-    @torch.compiler.disable
-    def _own(self, module: nn.Module, *_: Any) -> None:
-        if not module.training or self._generator.initial_seed() in self._left:
-            return
-        # the own stream follows from where the common one stands, so no two splits of a forward draw the same
-        common = self._generator.get_state()
-        seed = mix(_number(common), self._rank)
-        self._generator.manual_seed(seed)
-        self._left[seed] = common, self._generator.get_state()
-
-    @torch.compiler.disable
-    def _common(self, module: nn.Module, *_: Any) -> None:
-        seed = self._generator.initial_seed()
-        if not module.training or seed not in self._left:
-            return
-        # back to whole activations, where all ranks must draw alike
-        common, began = self._left[seed]
-        if torch.equal(self._generator.get_state(), began):
-            self._generator.set_state(common)  # nothing was drawn: go on as one process does
-        else:
-            self._generator.manual_seed(mix(_number(common)))  # or the next split would find the own stream again
-
-
 def layouts(style: ParallelStyle) -> tuple[Any, Any]:
     """How activations lie when a module begins and when it has ended; None: as they were."""
     if isinstance(style, PrepareModuleInputOutput):
@@ -239,14 +185,6 @@ def layouts(style: ParallelStyle) -> tuple[Any, Any]:
         if hasattr(style, name):
             return None, getattr(style, name)
     return None, None
-
-
-def _is_split(layouts: Any) -> bool:
-    return any(isinstance(layout, Shard) for layout in (layouts if isinstance(layouts, tuple) else (layouts,)))
-
-
-def _number(state: Tensor) -> int:
-    return int.from_bytes(blake2b(state.numpy().tobytes(), digest_size=7).digest())
 
 
 def redistribute_gradients(parameters: Iterator[Tensor]) -> None:

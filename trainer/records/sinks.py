@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer.formatting import counted, shown_lines
-from trainer.parallel.histograms import Histogram
+from trainer.parallel.tensor_statistics import Histogram
 from trainer.refusal import Refusal, first_line
 
 _WINDOW = 50  # lines that a jump is compared with

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.devices import memory
 from trainer.formatting import counted
 from trainer.launch.run_files import make_folder, refuse_full
-from trainer.parallel.histograms import Histogram
+from trainer.parallel.tensor_statistics import Histogram
 from trainer.records.image_plots import confusion, grid
 from trainer.records.resume_rules import read_config
 from trainer.records.sinks import NO_FIGURES, Line, Sink, Waiting

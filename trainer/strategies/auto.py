@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from trainer.parallel.pipeline.stages import Name
+from trainer.parallel.pipeline.schedule import Name
 from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDP

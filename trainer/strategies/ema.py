@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
 from trainer.parallel.batch_norm import statistics
-from trainer.parallel.local_shard import to_local
+from trainer.parallel.device_mesh import to_local
 from trainer.parallel.optimizer_state import AVERAGE
 
 FIGURES = "ema_"  # of a figure's name

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer.learning.task import Task
-from trainer.parallel.conditional_modules import Unused, always_called, used_always
 from trainer.parallel.fully_shard import SameCalls, Sharding, reshard, shard
 from trainer.parallel.units import units
+from trainer.parallel.unused_parameters import Unused, always_called, used_always
 from trainer.strategies.loss import Forward, Listing, TaskNetwork, restored
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.process_groups import Meshed

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer.parallel.buckets import buckets, packed, unpacked
+from trainer.parallel.device_mesh import to_local
 from trainer.parallel.gradient_clipping import multiply_
-from trainer.parallel.local_shard import to_local
 from trainer.parallel.ranks import DONE, Ranks, Waitable
 from trainer.strategies.carried_state import NothingCarried
 

@@ -18,11 +18,11 @@ from trainer.learning.untrained_parameters import refuse_gradients, with_gradien
 from trainer.parallel.activation_checkpointing import recompute
 from trainer.parallel.batch_gather import dealt, gathering_over
 from trainer.parallel.batch_norm import average_statistics, synchronised
+from trainer.parallel.context_parallel import Pieces
 from trainer.parallel.gradient_clipping import clip_, global_norm
 from trainer.parallel.optimizer_state import empty_optimizer_state, fits, optimizer_tensors, restore_optimizer
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.rng_policy import TorchRNG, chances
-from trainer.parallel.sequence_pieces import Pieces
+from trainer.parallel.rng.sample_rng import TorchRNG, chances
 from trainer.parallel.units import called, compile_network, uncompiled, units
 from trainer.strategies.carried_state import what_is_carried
 from trainer.strategies.ema import MovingAverage, NoMovingAverage

@@ -15,13 +15,13 @@ from trainer.data.nested_tensors import floats_as, tensors
 from trainer.learning.task import Task
 from trainer.parallel.batch_gather import dealt
 from trainer.parallel.buckets import Sums
-from trainer.parallel.conditional_modules import Unused, always_called, used_always
 from trainer.parallel.fully_shard import SameCalls, Sharding, reshard, shard
 from trainer.parallel.pipeline.cut import cut_stages
-from trainer.parallel.pipeline.stage_exchange import Handover, InOrder, broadcast_sums, in_order
-from trainer.parallel.pipeline.stages import Layout, Stages, buffers_kept, make_schedule
+from trainer.parallel.pipeline.schedule import Handover, InOrder, Layout, broadcast_sums, in_order, make_schedule
+from trainer.parallel.pipeline.stages import Stages, buffers_kept
 from trainer.parallel.ranks import Group
 from trainer.parallel.units import called, matches, units
+from trainer.parallel.unused_parameters import Unused, always_called, used_always
 from trainer.strategies.loss import TaskNetwork, evaluation_sums
 from trainer.strategies.process_groups import Meshed
 from trainer.strategies.sharded_model import ShardedModel

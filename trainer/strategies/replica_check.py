@@ -14,11 +14,10 @@ from typing_extensions import override
 
 from trainer.parallel.batch_norm import statistics
 from trainer.parallel.buckets import Totals
-from trainer.parallel.device_mesh import AXES
-from trainer.parallel.local_shard import split_axes
+from trainer.parallel.device_mesh import AXES, split_axes
 from trainer.parallel.optimizer_state import AVERAGE
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.state_checks import bit_sums
+from trainer.parallel.tensor_statistics import bit_sums
 from trainer.refusal import FatalRunError
 from trainer.strategies.process_topology import RankContext
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.nested_tensors import lists, named
-from trainer.parallel.sequence_pieces import Pieces
+from trainer.parallel.context_parallel import Pieces
 from trainer.verify.tensor_sketch import LENGTH, moved, signatures
 
 _ALIKE = 1e-9  # of two signatures in float64, relative to the norm

@@ -17,9 +17,8 @@ from trainer.learning.parallel_plan import Plan
 from trainer.learning.parameter_patterns import Rule, fits, resolve_rules
 from trainer.learning.task import Task
 from trainer.learning.untrained_parameters import freeze
-from trainer.parallel.local_shard import named_tensors
-from trainer.parallel.meta_model import outline
-from trainer.parallel.pipeline.shape_forward import shapes
+from trainer.parallel.meta_model import named_tensors, outline
+from trainer.parallel.pipeline.fake_forward import shapes
 from trainer.parallel.units import enclosing, matches
 from trainer.refusal import Refusal
 

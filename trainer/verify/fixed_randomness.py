@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.seeds import seed_torch
-from trainer.parallel.rng_functions import Operators
+from trainer.parallel.rng.random_functions import Operators
 
 # where classes keep their probability: nn.Dropout and its like and torchvision's StochasticDepth in `p`, timm's
 # DropPath in `drop_prob`, nn.MultiheadAttention and recurrent layers in `dropout`

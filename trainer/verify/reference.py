@@ -24,7 +24,7 @@ from trainer.launch.agreement import decided_by_main
 from trainer.launch.launchers import unlaunched
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.optimizer import Make
-from trainer.parallel.local_shard import named_tensors
+from trainer.parallel.meta_model import named_tensors
 from trainer.refusal import Refusal
 from trainer.verify.comparison import exactness, floors, shake
 from trainer.verify.short_run import exactly, surveyed, trial

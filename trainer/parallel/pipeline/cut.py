@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.parallel.local_shard import named_tensors
-from trainer.parallel.per_sample_draw import drawn_by
-from trainer.parallel.pipeline.balance import between_blocks, equal_cuts
-from trainer.parallel.pipeline.shape_forward import Uncut
-from trainer.parallel.pipeline.trace import ROOT, Flow, Untraceable, attribute, trace, writes
+from trainer.data.nested_tensors import changed
+from trainer.parallel.meta_model import named_tensors
+from trainer.parallel.pipeline.fake_forward import Uncut, cloned
+from trainer.parallel.pipeline.fx_trace import ROOT, Flow, Untraceable, trace
+from trainer.parallel.pipeline.stages import ELSE, _graphs
 from trainer.parallel.pipeline.untraced_stage import running_stages
-from trainer.parallel.units import enclosing, matched
-from trainer.refusal import Refusal, nearest
-
-ELSE = "strategy=fsdp and strategy=ddp need no cutting"
-BATCH = 2  # arguments of every stage before what is handed on: inputs, targets
+from trainer.parallel.units import blocks, matched
+from trainer.refusal import Refusal
 
 
 def cut_stages(
@@ -66,18 +64,6 @@ def cut_stages(
         ) from error
 
 
-def _graphs(step: nn.Module, names: list[str], count: int) -> list[fx.GraphModule]:
-    """The stages as ranges of a graph of calls. Untraceable where the forward is none."""
-    network = step.get_submodule(ROOT)
-    flow = Flow(trace(step, {above for name in names for above in enclosing(name)}), network)
-    # what is refused here would hang or train wrongly later
-    bounds = [0, *_ends(flow, names), len(flow.nodes)]
-    _refuse_stages(network, flow, bounds)
-    stages = [_stage(network, flow, bounds, index) for index in range(count)]
-    _keep_state(network, stages)
-    return stages
-
-
 def _equal(step: nn.Module, count: int, example: Any) -> list[str]:
     names = equal_cuts(step, count, example)
     if len(names) < count - 1:
@@ -90,135 +76,157 @@ def _equal(step: nn.Module, count: int, example: Any) -> list[str]:
     return names
 
 
-def _ends(flow: Flow, names: list[str]) -> list[int]:
-    """Where in the flow each stage after the first begins. Refusal where that is nowhere, or out of order."""
-    # a module that is called several times begins where it is called first
-    calls: dict[str, int] = {}
-    for index, node in enumerate(flow.nodes):
-        if node.op == "call_module":
-            calls.setdefault(str(node.target), index)
-    for name in names:
-        if name not in calls:
-            near = nearest(name, calls)
-            raise Refusal(f"the plan's cut {name!r} is never called by the forward{near}; {ELSE}")
-    ends = [calls[name] for name in names]
-    if ends != sorted(set(ends)):
-        order = ", ".join(sorted(names, key=calls.__getitem__))
-        raise Refusal(f"the plan's cuts are not in the order of the forward, which is {order}")
-    return ends
+UNEVEN = 1.5  # times as heavy as need be: so much may the heaviest stage be where one value travels instead of several
 
 
-def _refuse_stages(network: nn.Module, flow: Flow, bounds: list[int]) -> None:
-    """Refuse parameters that two stages would share, and stages that have none."""
-    held: dict[int, tuple[int, str]] = {}
-    for index, (start, end) in enumerate(pairwise(bounds)):
-        held_any = False
-        for node in flow.nodes[start:end]:
-            if flow.is_copied(node):
-                continue
-            # a tensor in two stages would be two tensors, which learn different things
-            for tensor in flow.state(node):
-                held_any |= isinstance(tensor, nn.Parameter)
-                other, name = held.setdefault(id(tensor), (index, str(node.target)))
-                if other != index:
-                    raise Refusal(
-                        f"{name} and {node.target} share a parameter or buffer, and would lie in stages {other} and"
-                        f" {index}: tied parts must be in one stage; {ELSE}"
-                    )
-        if not held_any:
-            raise Refusal(f"stage {index} of {len(bounds) - 1} would have no parameter: cut elsewhere; {ELSE}")
-        if index and not flow.handed(start):
-            raise Refusal(f"stage {index - 1} gives stage {index} no value: cut elsewhere; {ELSE}")
+Weights = dict[str, float]  # name of a module or parameter → its share of the network, in bytes and arithmetic
 
 
-def _stage(network: nn.Module, flow: Flow, bounds: list[int], index: int) -> fx.GraphModule:
-    """One stage's piece of the graph, with the modules that it calls."""
-    graph = fx.Graph()
-    here: dict[fx.Node, fx.Node] = {}
-    for node in flow.nodes[:BATCH]:
-        here[node] = graph.placeholder(str(node.target))
-    # beside the batch, a stage takes what earlier ones have worked out
-    received = flow.handed(bounds[index]) if index else []
-    for node in received:
-        here[node] = graph.placeholder(node.name)
-    for node in received:
-        if _is_changed(network, flow.nodes[bounds[index] : bounds[index + 1]], node):
-            here[node] = graph.call_method("clone", (here[node],))  # autograd forbids writing into what it began with
+def equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
+    """The first module of each stage after the first, so that the heaviest stage is as light as can be.
 
-    def find(node: fx.Node) -> fx.Node:
-        if node not in here:
-            here[node] = graph.node_copy(node, find)  # worked out here again
-        return here[node]
-
-    # its own nodes, in their order; what every stage has anyway is worked out when somebody asks for it
-    for node in flow.nodes[bounds[index] : bounds[index + 1]]:
-        if node.op == "output":
-            graph.output(fx.node.map_arg(node.args[0], find))
-        elif not flow.is_copied(node):
-            here[node] = graph.node_copy(node, find)
-    # the network's output ends the last stage; others end with what the rest needs, also what they only pass on
-    if index < len(bounds) - 2:
-        graph.output(tuple(find(node) for node in flow.handed(bounds[index + 1])))
-    _tell_who_draws(graph)
-    stage = fx.GraphModule(network, graph, class_name="Stage")
-    # of a module that several stages call, as all of them may call a dropout, these calls are earlier ones
-    vars(stage)["earlier_calls"] = Counter(
-        node.target for node in flow.nodes[: bounds[index]] if node.op == "call_module"
-    )
-    return stage
-
-
-def _tell_who_draws(graph: fx.Graph) -> None:
-    """Have functions that draw know the module in whose code they stood; a graph has the code of several."""
-    for node in [node for node in graph.nodes if "drawn" in node.meta]:
-        function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
-        with graph.inserting_before(node):
-            told = graph.call_function(drawn_by(node.meta["drawn"], function), node.args, node.kwargs)
-        node.replace_all_uses_with(told)
-        graph.erase_node(node)
-
-
-def _is_changed(network: nn.Module, nodes: list[fx.Node], value: fx.Node) -> bool:
-    """May one of these nodes write into this value? A module that does anything in place might."""
-    for node in nodes:
-        if value not in node.all_input_nodes:
-            continue
-        if node.op == "call_module":
-            # torch's layers say it by this attribute; of others nothing is known
-            if any(getattr(m, "inplace", False) for m in network.get_submodule(str(node.target)).modules()):
-                return True
-        elif writes(node):
-            return True
-    return False
-
-
-def _keep_state(network: nn.Module, stages: list[fx.GraphModule]) -> None:
-    """See to it that the stages together have the network's own names, no more and no fewer.
-
-    What no stage uses stays with the first. A buffer that is no part of the network's state is none of a stage's.
+    Cuts where one value is handed on come first, and modules are left whole as long as that serves. Shorter than asked
+    for where there are fewer places to cut. Untraceable where the forward cannot be followed; into what outweighs a
+    stage, where there are blocks to cut between. example: (inputs, targets), of which only shapes are looked at, on the
+    meta device.
     """
-    # a checkpoint is the union of all stages: it must be that of the whole network
-    stored = set(network.state_dict())
-    held = {name for stage in stages for name, _ in named_tensors(stage)}
-    for name, tensor in named_tensors(network):
-        if name not in held:
-            _hold(stages[0], name, tensor, name in stored)
-    # fx has made buffers persistent that the network does not store
-    for stage in stages:
-        for name in set(stage.state_dict()) - stored:
-            _hold(stage, name, attribute(stage, name), persistent=False)
+    network = step.get_submodule(ROOT)
+    weight = _weights(step, example)
+    heavy = {name for name, share in weight.items() if share > weight[""] / count}
+    lists = {name for name, module in network.named_modules() if type(module).forward is nn.Sequential.forward}
+    names: list[str] = []
+    # what is heavy must be opened to be shared out; everything is, only where that was not enough
+    for wanted in (heavy | lists, set(weight)):
+        graph, closed = _opened(step, wanted)
+        if (whole := sorted(heavy & closed.keys())) and between_blocks(network, count):
+            raise Untraceable(f"that of {whole[0]} not: {closed[whole[0]]}")
+        flow = Flow(graph, network)
+        # one value is the least that can travel; with skip connections there may be no such cut, or none in the middle
+        starts = _starts(flow)
+        lean = _lightest(flow, [each for each in starts if len(flow.handed(flow.at[each])) <= 1], count, weight)
+        free = _lightest(flow, starts, count, weight)
+        chosen = lean if (len(lean[1]), -lean[0]) >= (len(free[1]), -UNEVEN * free[0]) else free
+        if len(chosen[1]) == count - 1:
+            return chosen[1]
+        names = max(names, chosen[1], key=len)
+    return names
 
 
-def _hold(stage: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None:
-    """Give a stage a tensor under a name of the network; what it lies in there has no code."""
-    holder, (*path, last) = stage, name.split(".")
-    for part in path:
-        if not hasattr(holder, part):
-            holder.add_module(part, nn.Module())
-        holder = holder.get_submodule(part)
-    if isinstance(tensor, nn.Parameter):
-        holder.register_parameter(last, tensor)
-    else:
-        if hasattr(holder, last):
-            delattr(holder, last)
-        holder.register_buffer(last, tensor, persistent)
+def between_blocks(network: nn.Module, count: int) -> list[str]:
+    """The first block of each stage after the first, about as many blocks to each; none where there are too few.
+
+    The blocks are those that the network repeats in a list, of several lists in the one with the most bytes.
+    """
+    lists = {name: blocks(module) for name, module in network.named_modules()}
+    weight = {name: sum(map(_bytes, found.values())) for name, found in lists.items()}
+    name = max(weight, key=weight.__getitem__)
+    words = list(lists[name])
+    if len(words) < count:
+        return []
+    return [f"{name}.{words[len(words) * stage // count]}".strip(".") for stage in range(1, count)]
+
+
+def _weights(step: nn.Module, example: Any) -> Weights:
+    """How heavy each module and parameter is: its share of all bytes, plus that of the arithmetic of a forward.
+
+    Without an example, or where the forward needs values, bytes alone count. The same on every rank.
+    """
+    network = step.get_submodule(ROOT)
+    # bytes: a rank must hold its stages
+    total = max(_bytes(network), 1)
+    weight = {name: _bytes(module) / total for name, module in network.named_modules()}
+    weight |= {name: parameter.nbytes / total for name, parameter in network.named_parameters()}
+    # arithmetic: all wait for the slowest stage
+    work = {} if example is None else _work(step, example)
+    return {name: share + work.get(name, 0) / max(work.get("", 0), 1) for name, share in weight.items()}
+
+
+def _opened(step: nn.Module, wanted: set[str]) -> tuple[fx.Graph, dict[str, str]]:
+    """A trace that looks into every module that is wanted; and those whose forwards cannot be followed, with why."""
+    network = step.get_submodule(ROOT)
+    opened: set[str] = set()
+    closed: dict[str, str] = {}
+    graph = trace(step, opened)
+    # one level at a time: what a module calls is seen only when it has been opened
+    while True:
+        names = [
+            name
+            for name in dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "call_module")
+            if name in wanted - closed.keys() and any(True for _ in network.get_submodule(name).children())
+        ]
+        if not names:
+            return graph, closed
+        for name in names:
+            try:
+                graph = trace(step, opened | {name})
+                opened.add(name)
+            except Untraceable as error:
+                closed[name] = str(error)  # it stays a single call, and nothing is lost but a place to cut
+
+
+def _starts(flow: Flow) -> list[fx.Node]:
+    """Modules with parameters before which the network can be cut: none of its parameters is used on both sides."""
+    # a tensor must lie in one stage: between its first and its last use no cut can be
+    span: dict[int, tuple[int, int]] = {}
+    for index, node in enumerate(flow.nodes):
+        for tensor in flow.state(node):
+            if isinstance(tensor, nn.Parameter) or node.op == "call_module":
+                span[id(tensor)] = (span.get(id(tensor), (index, index))[0], index)
+    # a module that is called twice can only be a stage's first where it is called first
+    first: dict[Any, fx.Node] = {}
+    for node in flow.nodes:
+        if node.op == "call_module" and any(isinstance(tensor, nn.Parameter) for tensor in flow.state(node)):
+            first.setdefault(node.target, node)
+    return [node for node in first.values() if not any(a < flow.at[node] <= b for a, b in span.values())]
+
+
+def _lightest(flow: Flow, starts: list[fx.Node], count: int, weight: Weights) -> tuple[float, list[str]]:
+    """The cuts before these modules whose heaviest stage is lightest; as many stages as can be, at most `count`.
+
+    The weight of that stage, and the cuts. Every stage has a parameter.
+    """
+    # sums from the flow's beginning: what lies between two of them is a difference
+    ends = [0, *(flow.at[start] for start in starts), len(flow.nodes)]
+    brought = [node.op in ("call_module", "get_attr") for node in flow.nodes]
+    own = [weight.get(str(node.target), 0.0) * some for node, some in zip(flow.nodes, brought, strict=True)]
+    sums = [0.0, *accumulate(own)]
+    seen = [0, *accumulate(sum(isinstance(one, nn.Parameter) for one in flow.state(node)) for node in flow.nodes)]
+    # best[e]: for stages that end at ends[e], (heaviest, squares of all, the cuts), by the number of stages so far
+    best: list[dict[int, tuple[float, float, list[int]]]] = [{0: (0.0, 0.0, [])}]
+    for e in range(1, len(ends)):
+        best.append({})
+        for s in range(e):
+            if seen[ends[s]] == seen[ends[e]]:
+                continue
+            # the last stage from s to e, behind the best of all ways to s
+            mass = sums[ends[e]] - sums[ends[s]]
+            for stages, (heaviest, squares, cuts) in best[s].items():
+                found = (max(heaviest, round(mass, 6)), squares + mass**2, [*cuts, s])
+                if stages < count and found[:2] < best[e].get(stages + 1, (float("inf"), 0.0, []))[:2]:
+                    best[e][stages + 1] = found
+    if not best[-1]:
+        return 0.0, []
+    heaviest, _, cuts = best[-1][max(best[-1])]  # as many stages as can be; the first one begins without a cut
+    return heaviest, [str(starts[cut - 1].target) for cut in cuts[1:]]
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _work(step: nn.Module, example: Any) -> dict[str, int]:
+    """Floating-point operations of each module in one forward, counted on shapes; nothing where that fails."""
+
+    def shapes(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="meta")
+
+    state = {tensor: shapes(tensor.detach()) for _, tensor in named_tensors(step)}
+    try:
+        # a copy: of a module with two names torch's functional_call would not put everything back
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            cloned(step, state)(*changed(example, shapes))
+    except Exception:  # a forward that needs values; the bytes alone must do
+        return {}
+    prefix = f"{type(step).__name__}.{ROOT}"
+    counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
+    return {name.removeprefix(prefix).removeprefix("."): n for name, n in counts.items() if name.startswith(prefix)}

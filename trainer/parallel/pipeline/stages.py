@@ -2,88 +2,168 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
-Name = Literal["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+from trainer.parallel.meta_model import named_tensors
+from trainer.parallel.pipeline.fx_trace import ROOT, Flow, attribute, trace, writes
+from trainer.parallel.rng.random_draw import drawn_by
+from trainer.parallel.units import enclosing
+from trainer.refusal import Refusal, nearest
 
-
-@dataclass(frozen=True)
-class Kind:
-    """What is particular about a schedule."""
-
-    several: bool = True  # a rank may hold several stages
-    turns_back: bool = False  # two stages a rank, down the ranks and back up: rank 0 holds the first and the last
-    splits: bool = False  # gradients of inputs and of weights are computed apart
-    rounds: bool = False  # micro-batches come in equal rounds of about as many as there are ranks
-    full: bool = False  # as many micro-batches as stages, or more
+ELSE = "strategy=fsdp and strategy=ddp need no cutting"
+BATCH = 2  # arguments of every stage before what is handed on: inputs, targets
 
 
-KINDS: dict[str, Kind] = {
-    "1F1B": Kind(several=False),
-    "GPipe": Kind(several=False),
-    "Interleaved1F1B": Kind(rounds=True),
-    "LoopedBFS": Kind(),
-    "InterleavedZeroBubble": Kind(splits=True, rounds=True),
-    "ZBVZeroBubble": Kind(turns_back=True, splits=True),
-    "DualPipeV": Kind(turns_back=True, splits=True, full=True),
-}
+def _graphs(step: nn.Module, names: list[str], count: int) -> list[fx.GraphModule]:
+    """The stages as ranges of a graph of calls. Untraceable where the forward is none."""
+    network = step.get_submodule(ROOT)
+    flow = Flow(trace(step, {above for name in names for above in enclosing(name)}), network)
+    # what is refused here would hang or train wrongly later
+    bounds = [0, *_ends(flow, names), len(flow.nodes)]
+    _refuse_stages(network, flow, bounds)
+    stages = [_stage(network, flow, bounds, index) for index in range(count)]
+    _keep_state(network, stages)
+    return stages
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Which rank of a pipeline holds which stages."""
-
-    ranks: int
-    each: int  # stages a rank
-    turns_back: bool = False
-
-    @property
-    def count(self) -> int:
-        """How many stages there are."""
-        return self.ranks * self.each
-
-    def owner(self, stage: int) -> int:
-        """The rank that holds a stage: in turn, or back up again."""
-        loop, at = divmod(stage, self.ranks)
-        return self.ranks - 1 - at if self.turns_back and loop % 2 else at
-
-    def held_by(self, rank: int) -> list[int]:
-        """The stages of a rank, in order."""
-        return [stage for stage in range(self.count) if self.owner(stage) == rank]
+def _ends(flow: Flow, names: list[str]) -> list[int]:
+    """Where in the flow each stage after the first begins. Refusal where that is nowhere, or out of order."""
+    # a module that is called several times begins where it is called first
+    calls: dict[str, int] = {}
+    for index, node in enumerate(flow.nodes):
+        if node.op == "call_module":
+            calls.setdefault(str(node.target), index)
+    for name in names:
+        if name not in calls:
+            near = nearest(name, calls)
+            raise Refusal(f"the plan's cut {name!r} is never called by the forward{near}; {ELSE}")
+    ends = [calls[name] for name in names]
+    if ends != sorted(set(ends)):
+        order = ", ".join(sorted(names, key=calls.__getitem__))
+        raise Refusal(f"the plan's cuts are not in the order of the forward, which is {order}")
+    return ends
 
 
-def takes(name: str, layout: Layout, micro_batches: int) -> bool:
-    """Can this schedule run so many micro-batches? What it cannot is an error or a hang in torch."""
-    kind = KINDS[name]
-    if kind.full and micro_batches < layout.count:
-        return False
-    return not kind.rounds or micro_batches % max(1, micro_batches // layout.ranks) == 0
+def _refuse_stages(network: nn.Module, flow: Flow, bounds: list[int]) -> None:
+    """Refuse parameters that two stages would share, and stages that have none."""
+    held: dict[int, tuple[int, str]] = {}
+    for index, (start, end) in enumerate(pairwise(bounds)):
+        held_any = False
+        for node in flow.nodes[start:end]:
+            if flow.is_copied(node):
+                continue
+            # a tensor in two stages would be two tensors, which learn different things
+            for tensor in flow.state(node):
+                held_any |= isinstance(tensor, nn.Parameter)
+                other, name = held.setdefault(id(tensor), (index, str(node.target)))
+                if other != index:
+                    raise Refusal(
+                        f"{name} and {node.target} share a parameter or buffer, and would lie in stages {other} and"
+                        f" {index}: tied parts must be in one stage; {ELSE}"
+                    )
+        if not held_any:
+            raise Refusal(f"stage {index} of {len(bounds) - 1} would have no parameter: cut elsewhere; {ELSE}")
+        if index and not flow.handed(start):
+            raise Refusal(f"stage {index - 1} gives stage {index} no value: cut elsewhere; {ELSE}")
 
 
-def runs_over_gloo(name: str) -> bool:
-    """Can gloo run it? Before torch 2.13 two neighbouring stages on one rank begin with a message to themselves."""
-    return not KINDS[name].turns_back or torch.__version__ >= "2.13"
+def _stage(network: nn.Module, flow: Flow, bounds: list[int], index: int) -> fx.GraphModule:
+    """One stage's piece of the graph, with the modules that it calls."""
+    graph = fx.Graph()
+    here: dict[fx.Node, fx.Node] = {}
+    for node in flow.nodes[:BATCH]:
+        here[node] = graph.placeholder(str(node.target))
+    # beside the batch, a stage takes what earlier ones have worked out
+    received = flow.handed(bounds[index]) if index else []
+    for node in received:
+        here[node] = graph.placeholder(node.name)
+    for node in received:
+        if _is_changed(network, flow.nodes[bounds[index] : bounds[index + 1]], node):
+            here[node] = graph.call_method("clone", (here[node],))  # autograd forbids writing into what it began with
+
+    def find(node: fx.Node) -> fx.Node:
+        if node not in here:
+            here[node] = graph.node_copy(node, find)  # worked out here again
+        return here[node]
+
+    # its own nodes, in their order; what every stage has anyway is worked out when somebody asks for it
+    for node in flow.nodes[bounds[index] : bounds[index + 1]]:
+        if node.op == "output":
+            graph.output(fx.node.map_arg(node.args[0], find))
+        elif not flow.is_copied(node):
+            here[node] = graph.node_copy(node, find)
+    # the network's output ends the last stage; others end with what the rest needs, also what they only pass on
+    if index < len(bounds) - 2:
+        graph.output(tuple(find(node) for node in flow.handed(bounds[index + 1])))
+    _tell_who_draws(graph)
+    stage = fx.GraphModule(network, graph, class_name="Stage")
+    # of a module that several stages call, as all of them may call a dropout, these calls are earlier ones
+    vars(stage)["earlier_calls"] = Counter(
+        node.target for node in flow.nodes[: bounds[index]] if node.op == "call_module"
+    )
+    return stage
 
 
-def make_schedule(name: str, stages: list[Any], micro_batches: int) -> Any:
-    """A schedule over this rank's stages (torch's PipelineStage), of which the last of all returns the loss itself.
+def _tell_who_draws(graph: fx.Graph) -> None:
+    """Have functions that draw know the module in whose code they stood; a graph has the code of several."""
+    for node in [node for node in graph.nodes if "drawn" in node.meta]:
+        function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
+        with graph.inserting_before(node):
+            told = graph.call_function(drawn_by(node.meta["drawn"], function), node.args, node.kwargs)
+        node.replace_all_uses_with(told)
+        graph.erase_node(node)
 
-    1F1B wants as many micro-batches as stages; with fewer it is the same work in GPipe's order.
+
+def _is_changed(network: nn.Module, nodes: list[fx.Node], value: fx.Node) -> bool:
+    """May one of these nodes write into this value? A module that does anything in place might."""
+    for node in nodes:
+        if value not in node.all_input_nodes:
+            continue
+        if node.op == "call_module":
+            # torch's layers say it by this attribute; of others nothing is known
+            if any(getattr(m, "inplace", False) for m in network.get_submodule(str(node.target)).modules()):
+                return True
+        elif writes(node):
+            return True
+    return False
+
+
+def _keep_state(network: nn.Module, stages: list[fx.GraphModule]) -> None:
+    """See to it that the stages together have the network's own names, no more and no fewer.
+
+    What no stage uses stays with the first. A buffer that is no part of the network's state is none of a stage's.
     """
-    from torch.distributed import pipelining  # here, because the import takes seconds
+    # a checkpoint is the union of all stages: it must be that of the whole network
+    stored = set(network.state_dict())
+    held = {name for stage in stages for name, _ in named_tensors(stage)}
+    for name, tensor in named_tensors(network):
+        if name not in held:
+            _hold(stages[0], name, tensor, name in stored)
+    # fx has made buffers persistent that the network does not store
+    for stage in stages:
+        for name in set(stage.state_dict()) - stored:
+            _hold(stage, name, attribute(stage, name), persistent=False)
 
-    if name == "1F1B" and micro_batches < stages[0].num_stages:
-        name = "GPipe"
-    make: Callable[..., Any] = getattr(pipelining, f"Schedule{name}")
-    own = stages if KINDS[name].several else stages[0]
-    # the last stage knows the targets and returns its loss; torch wants a function all the same
-    return make(own, micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
+
+def _hold(stage: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None:
+    """Give a stage a tensor under a name of the network; what it lies in there has no code."""
+    holder, (*path, last) = stage, name.split(".")
+    for part in path:
+        if not hasattr(holder, part):
+            holder.add_module(part, nn.Module())
+        holder = holder.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        holder.register_parameter(last, tensor)
+    else:
+        if hasattr(holder, last):
+            delattr(holder, last)
+        holder.register_buffer(last, tensor, persistent)
 
 
 class Stages(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.nested_tensors import first_tensor, tensors
-from trainer.parallel.pipeline.shape_forward import (
+from trainer.parallel.pipeline.fake_forward import (
     Place,
     TensorSubstitutions,
     Trial,
@@ -20,7 +20,7 @@ from trainer.parallel.pipeline.shape_forward import (
     has_values,
     shapes,
 )
-from trainer.parallel.pipeline.trace import ROOT
+from trainer.parallel.pipeline.fx_trace import ROOT
 from trainer.parallel.units import enclosing
 
 Kind = Literal["own", "elsewhere", "opened"]  # of this stage; of others; what runs between

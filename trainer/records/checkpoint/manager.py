@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from trainer.parallel.ranks import Ranks, all_or_none
-from trainer.parallel.state_checks import prints
+from trainer.parallel.tensor_statistics import prints
 from trainer.records.checkpoint.manifest import CorruptCheckpoint, Found
 from trainer.records.checkpoint.store import (
     NONE,

@@ -24,7 +24,7 @@ from torch import Tensor
 from trainer.formatting import shown
 from trainer.launch.run_files import make_folder, sync
 from trainer.parallel.ranks import Ranks, all_or_none
-from trainer.parallel.state_checks import prints
+from trainer.parallel.tensor_statistics import prints
 from trainer.records.checkpoint.manifest import (
     FINITE,
     FROZEN,

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from trainer.parallel.local_shard import to_local
+from trainer.parallel.device_mesh import to_local
 from trainer.parallel.optimizer_state import APART
 from trainer.parallel.parameter_owners import owners
 from trainer.parallel.ranks import Ranks, all_or_none

@@ -25,9 +25,9 @@ from torch import Tensor
 from trainer.devices import pins, spare_memory
 from trainer.launch.file_validation import readable
 from trainer.launch.run_files import make_folder, sync
-from trainer.parallel.local_shard import to_local
+from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks, all_or_none
-from trainer.parallel.state_checks import not_finite
+from trainer.parallel.tensor_statistics import not_finite
 from trainer.records.checkpoint.manifest import MANIFEST, STATE, Manifest, encode, manifest_bytes, sha256_of
 from trainer.records.checkpoint.store import DRAFT, Links, put_in_place
 from trainer.records.checkpoint.tensor_files import FailedSave, Share

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.data.nested_tensors import changed, tensors
-from trainer.parallel.local_shard import split_axes
-from trainer.parallel.pipeline.shape_forward import Shapes, cloned, has_values, leaves, shapes
-from trainer.parallel.pipeline.trace import ROOT
+from trainer.parallel.device_mesh import split_axes
+from trainer.parallel.pipeline.fake_forward import Shapes, cloned, has_values, leaves, shapes
+from trainer.parallel.pipeline.fx_trace import ROOT
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.units import can_be_unit, enclosing
 

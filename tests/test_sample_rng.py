@@ -15,8 +15,8 @@ from torch.distributions import Beta, Binomial, Gamma
 from torch.utils.checkpoint import checkpoint
 
 from trainer.data.sample_random import Part, Random
-from trainer.parallel import rng_functions
-from trainer.parallel.rng_policy import SampleRNG
+from trainer.parallel.rng import random_functions
+from trainer.parallel.rng.sample_rng import SampleRNG
 
 BATCH, WIDTH = 6, 8
 
@@ -356,9 +356,9 @@ def test_attention_that_keeps_all_its_weights_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For flash attention draws by itself; short sequences lose nothing that is worth a word."""
-    rng_functions._tell_of_weights.cache_clear()
+    random_functions._tell_of_weights.cache_clear()
     chance, network = chanced(DRAWING["attention"]())
-    for many, words in ((rng_functions._MANY, 0), (BATCH * 25, 1), (1, 1)):
-        monkeypatch.setattr(rng_functions, "_MANY", many)
+    for many, words in ((random_functions._MANY, 0), (BATCH * 25, 1), (1, 1)):
+        monkeypatch.setattr(random_functions, "_MANY", many)
         drawn(chance, network, torch.randn(BATCH, 5, WIDTH), slice(0, BATCH))
         assert sum("loop.dropout=native" in record.getMessage() for record in caplog.records) == words

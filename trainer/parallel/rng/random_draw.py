@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.data.sample_random import Part, Random
 from trainer.data.seeds import POSITIVE, mix, seed_torch
-from trainer.parallel.sequence_pieces import Pieces
+from trainer.parallel.context_parallel import Pieces
 
 
 class Strays:

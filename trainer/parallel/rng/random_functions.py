@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.parallel.per_sample_draw import Cut, Draw, Source, Stretch
-from trainer.parallel.sequence_pieces import Pieces
+from trainer.parallel.context_parallel import Pieces
+from trainer.parallel.rng.random_draw import Cut, Draw, Source, Stretch
 
 
 class Operators(TorchDispatchMode):

@@ -17,10 +17,12 @@ from trainer.data.nested_tensors import first_tensor, moved
 from trainer.data.sample_random import Random
 from trainer.data.seeds import mix, seed_torch, signed
 from trainer.learning.parallel_plan import Plan
-from trainer.parallel.per_sample_draw import Cut, Draw, Strays, Stretch, drawer
+from trainer.parallel.context_parallel import Pieces, computed, pieces
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.rng_functions import RandomFunctionMode
-from trainer.parallel.sequence_pieces import Pieces, computed, pieces
+from trainer.parallel.rng.random_draw import Cut, Draw, Strays, Stretch, drawer
+from trainer.parallel.rng.random_functions import RandomFunctionMode
+from trainer.parallel.rng.torch_rng import TorchRNG
+from trainer.parallel.tensor_parallel import layouts
 from trainer.parallel.units import matches
 
 OUTSIDE = "the task"  # draws when no module of the network runs; no module has such a name
@@ -86,56 +88,6 @@ def number(name: str) -> int:
 
 _LEARNING, _EVALUATING = 0x6C6561726E, 0x6576616C  # set a forward's numbers apart from those of augmentation
 _OF_TORCH = ("Dropout", "Transformer", "Attention", "RNN", "LSTM", "GRU", "RReLU", "Fractional")  # modules that draw
-
-
-class TorchRNG:
-    """Random numbers follow from (seed, step, micro-batch, data rank), and are torch's own."""
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed, self._device = seed, device
-        self._masks: list[Any] = []  # of the tensor ranks, if there are any
-
-    def __enter__(self) -> None:
-        """Around forwards, and around their backwards, in which they may be computed again."""
-
-    def __exit__(self, *error: object) -> None:
-        """Draws are torch's own again."""
-
-    def follow(self, network: nn.Module, may_draw: bool) -> None:
-        """Know the modules of a network, which is whole as yet, by their names. may_draw: so may what calls it."""
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What a function gives that is no part of the network, and may draw."""
-        return function(*args)
-
-    def begin(self, indices: Tensor, step: int, *place: int) -> None:
-        """A forward begins, of these samples. place: the micro-batch, the data rank, the stage if there are several."""
-        seed_torch(mix(self._seed, step, *place), self._device)
-
-    def go_on(self, calls: Mapping[str, int]) -> None:
-        """The forward that begins is the rest of one that has called these modules so often."""
-
-    def begin_evaluation(self, indices: Tensor) -> None:
-        """The same where nothing is learned."""
-
-    def split(self, network: nn.Module, plan: Plan, ranks: Ranks) -> None:
-        """These ranks have layers of a network in parts, as the plan says."""
-        from trainer.parallel.tensor_parallel import Masks  # here, because torch's part for it takes long to import
-
-        self._masks.append(Masks(self._device, ranks.rank))
-        self._masks[-1].follow(network, plan)
-
-    def cut(self, ranks: Ranks, tokens: int, most: int) -> None:
-        """In this forward these ranks have stretches of so many tokens of each sample, of at most so many pieces."""
-
-    def heard(self) -> list[str]:
-        """What a user should know of the draws since this was asked last."""
-        return []
-
-    def forget(self) -> None:
-        """A step is over: nobody will compute any of it again."""
-        for masks in self._masks:
-            masks.forget()
 
 
 class SampleRNG(TorchRNG):
@@ -211,8 +163,6 @@ class SampleRNG(TorchRNG):
 
     def split(self, network: nn.Module, plan: Plan, ranks: Ranks) -> None:
         """Know which part of an activation is this rank's: that changes at the modules that a plan names."""
-        from trainer.parallel.tensor_parallel import layouts  # here, because torch's part for it takes long to import
-
         for key, style in plan.tensor.items():
             before, after = layouts(style)
             for _, module in matches(network, key):

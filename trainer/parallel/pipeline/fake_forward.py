@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainer.data.nested_tensors import changed, tensors
-from trainer.parallel.local_shard import named_tensors
-from trainer.parallel.pipeline.trace import ROOT
+from trainer.parallel.meta_model import named_tensors
+from trainer.parallel.pipeline.fx_trace import ROOT
 from trainer.parallel.units import enclosing
 
 _AT = torch.ops.aten
