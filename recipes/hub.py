@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.formatting import expand_home
-from trainer.refusal import Refusal, nearest
+from trainer.messages import Refusal, did_you_mean, expand_home
 
 
 def located(name: str, key: str) -> str:
@@ -20,7 +19,7 @@ def located(name: str, key: str) -> str:
     first, *rest = name.split("/")
     if name.startswith((".", "~")) or first == "" or len(rest) > 1 or (rest and Path(first).is_dir()):
         beside = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
-        raise Refusal(f"{key}{name}: there is no folder {path.absolute()}{nearest(path.name, beside)}")
+        raise Refusal(f"{key}{name}: there is no folder {path.absolute()}{did_you_mean(path.name, beside)}")
     return name
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy
 
-from trainer.formatting import expand_home
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, expand_home
 
 _SNIFFED = 4096  # bytes that tell text from other files
 

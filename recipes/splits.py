@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recipes.hub import located
-from trainer.refusal import Refusal, first_line, nearest
+from trainer.messages import Refusal, did_you_mean, first_line
 
 
 def splits(
@@ -67,7 +67,7 @@ def class_count(asked: int | None, found: int, where: str) -> int:
 
 
 def _missing(said: str, name: str, there: Collection[str]) -> str:
-    return f"{said}; it has {', '.join(there)}{nearest(name, there)}"
+    return f"{said}; it has {', '.join(there)}{did_you_mean(name, there)}"
 
 
 def _loaded(path: str, subset: str | None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ sys.path.insert(0, str(CHECKOUT))
 from recipes.hub import located  # noqa: E402 - found through the line above
 from recipes.language.shards import INDEX, Writer  # noqa: E402
 from recipes.text.tokenizer import loaded  # noqa: E402
-from trainer.refusal import Refusal, first_line  # noqa: E402
+from trainer.messages import Refusal, first_line  # noqa: E402
 
 Encode = Callable[[str], ArrayLike]  # the tokens of a piece of text
 Document = Iterable[str]  # its pieces, in order; they can be read again

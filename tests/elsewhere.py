@@ -29,7 +29,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from tests import inside
 from tests.watch import PHASES, Watch
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 KIND = "elsewhere"
 

@@ -26,7 +26,7 @@ from tests.planted.plant import NET, write_lab
 from tests.processes import Processes
 from tests.test_verify import LISTS
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import FatalRunError, Refusal
+from trainer.messages import FatalRunError, Refusal
 
 PAGE = ROOT / "docs" / "verify.md"
 BEGIN, END = "<!-- written by python -m tests.healthy -->", "<!-- end of healthy networks -->"

@@ -12,10 +12,10 @@ from unittest.mock import patch
 import torch
 
 from tests.commands import ROOT
+from trainer.api import build_run, print_report
 from trainer.configuration.command_line import read
 from trainer.configuration.compose import compose
 from trainer.configuration.trained_run_config import reads_files
-from trainer.door import build_run, reported
 from trainer.launch import failure
 from trainer.launch.rendezvous import Launch
 from trainer.records import folder_lock
@@ -31,7 +31,7 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
         if read(words).multirun:
             return run_all(words, launch)
         if reads_files(cfg := compose(words)):
-            return reported(cfg, launch)
+            return print_report(cfg, launch)
         run = build_run(words, launch, cfg)
         with patch("trainer.jobs.fit.keep_freed_memory"):  # or all tests would keep what the largest network has freed
             return run.job(run)

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.vision.vit import VisionTransformer
 from trainer import Plan
+from trainer.messages import Refusal
 from trainer.parallel.activation_checkpointing import DEAR, _dear, _keep, recompute
 from trainer.parallel.units import units
-from trainer.refusal import Refusal
 
 modes = pytest.mark.parametrize("mode", ["units", "operators"])
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from tests.commands import PATIENCE, SMALL, Command, curve, single, status
+from trainer.api import processes_to_start
 from trainer.configuration.compose import compose
-from trainer.door import wanted
 from trainer.jobs.goodput_report import costs
 from trainer.launch import child_processes
 from trainer.launch.child_processes import run_with_restarts
 from trainer.launch.failure import STOPPED
 from trainer.launch.rendezvous import Launch
 from trainer.launch.status import read_status
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 KILLED = "Another process of the run ended without a message"
 # of each try: its exit code, the last step that it reports, its newest checkpoint, what it says went wrong
@@ -79,12 +79,12 @@ CASES = {
 def test_a_failure_is_tried_again_as_long_as_there_is_progress(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tries, restarts, wanted = CASES[case]
-    assert end_of(tries, restarts, tmp_path, monkeypatch) == wanted
+    tries, restarts, expected = CASES[case]
+    assert end_of(tries, restarts, tmp_path, monkeypatch) == expected
     said = capsys.readouterr().err.splitlines()
-    assert [line.startswith("restart     from ") for line in said[: wanted[1] - 1]] == [True] * (wanted[1] - 1)
+    assert [line.startswith("restart     from ") for line in said[: expected[1] - 1]] == [True] * (expected[1] - 1)
     ends = [line for line in said if line.startswith("no restart  ")]
-    assert len(ends) == (wanted[0] == 1 and restarts > 0)
+    assert len(ends) == (expected[0] == 1 and restarts > 0)
 
 
 def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +93,11 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path, monke
 
 def test_restarts_stand_with_processes() -> None:
     with pytest.raises(Refusal, match=r"distributed\.restarts=2 .* add processes=N"):
-        wanted(compose(["distributed.restarts=2"]), Launch())
-    counts = {words: wanted(compose(words.split()), Launch()) for words in ("processes=1", "processes=2", "seed=1")}
+        processes_to_start(compose(["distributed.restarts=2"]), Launch())
+    cases = ("processes=1", "processes=2", "seed=1")
+    counts = {words: processes_to_start(compose(words.split()), Launch()) for words in cases}
     assert counts == {"processes=1": 0, "processes=2": 2, "seed=1": 0}
-    assert wanted(compose(["processes=1", "distributed.restarts=2"]), Launch()) == 1
+    assert processes_to_start(compose(["processes=1", "distributed.restarts=2"]), Launch()) == 1
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ from trainer.configuration.compose import compose
 from trainer.configuration.schema import settings
 from trainer.data.sample_order import spans
 from trainer.jobs.batch_sizes import Batches, deal, measure, more_micro_batches
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 def test_a_global_batch_is_dealt_to_ranks_and_micro_batches() -> None:

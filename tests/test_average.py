@@ -17,7 +17,7 @@ from tests.test_trainer import made
 from trainer.launch.rendezvous import Launch
 from trainer.learning.cadence import Due, Every
 from trainer.loop.evaluation import evaluate
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 from trainer.strategies.ema import MovingAverage
 
 WORDS = [*SMALL, "schedule=constant", "loop.global_batch=120", "loop.eval_every=4", "loop.save_every=4"]

@@ -12,7 +12,7 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 WORDS = [*SMALL, "loop.global_batch=479", "loop.eval_every=null", "optimizer.lr=0.01"]  # an epoch has 3 steps
 

@@ -27,12 +27,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.quick import quickly
+from trainer.messages import FatalRunError
 from trainer.parallel.ranks import Group, Ranks
 from trainer.records.checkpoint import store, writer
 from trainer.records.checkpoint.manager import Checkpoints, FailedSave
 from trainer.records.checkpoint.manifest import CorruptCheckpoint, manifest_bytes, read_manifest
 from trainer.records.checkpoint.store import committed, damage, open_checkpoint
-from trainer.refusal import FatalRunError
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.inside import here, product
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 COLOURS = {"ant": (200, 30, 30), "bee": (30, 200, 30), "cat": (30, 30, 200)}
 WORDS = ("data=imagefolder", "data.image_size=8", "data.window.area=[1,1]", "model=mlp", "model.width=16")

@@ -16,7 +16,7 @@ from trainer.configuration.interpolation import flat, written
 from trainer.configuration.resource_paths import root
 from trainer.configuration.schema import settings
 from trainer.configuration.suggestions import _ELSEWHERE
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 @pytest.fixture
@@ -336,7 +336,7 @@ def process(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
     """Compose in a process of its own, as the program does before it imports torch, and in 1 GiB of memory."""
     script = (
         "import resource, sys\nresource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))\n"
-        "from trainer.configuration.compose import compose\nfrom trainer.refusal import Refusal\n"
+        "from trainer.configuration.compose import compose\nfrom trainer.messages import Refusal\n"
         "try:\n    compose(sys.argv[1:])\n"
         "except Refusal as refusal:\n    print(refusal)\n"
         "finally:\n    assert 'torch' not in sys.modules\n"

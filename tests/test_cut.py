@@ -16,10 +16,10 @@ from recipes.vision.resnet import resnet18, resnet50
 from recipes.vision.vit import VisionTransformer
 from tests.levels import Levels
 from tests.strategies.toys import CLASSES, WIDTH, Asserting, Stubborn, Unread
+from trainer.messages import Refusal
 from trainer.parallel.meta_model import named_tensors
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.stages import Stages
-from trainer.refusal import Refusal
 
 
 class Step(nn.Module):

@@ -16,12 +16,12 @@ import torch
 from tests.commands import SMALL, TRANSFORMER, curve, finish, lines
 from tests.inside import here
 from tests.watch import PHASES, Watch
-from trainer.devices import widest
+from trainer.launch.devices import accumulation_dtype
 from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal
 from trainer.parallel.ranks import refuse_backend
 from trainer.records.checkpoint.manifest import read_manifest
 from trainer.records.checkpoint.store import look_into
-from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 
 STEPS = ("schedule=constant", "loop.global_batch=120", "loop.micro_batches=2", "loop.max_norm=1", "loop.log_every=1")
@@ -146,7 +146,7 @@ def test_several_processes_wait_no_more_than_one(tmp_path, monkeypatch):
 
 
 def test_the_cpu_adds_up_in_float64():
-    assert widest(torch.device("cpu")) == torch.float64
+    assert accumulation_dtype(torch.device("cpu")) == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def refused(launch: Launch, seen: list[list[str]]) -> str:
     """What a rank is told if each sees these GPUs; each is refused, or none."""
     properties = [SimpleNamespace(uuid=uuid) for uuid in seen[launch.rank]]
     with (
-        patch("trainer.strategies.machine.accelerator", lambda: "xpu"),
+        patch("trainer.strategies.machine.accelerator_type", lambda: "xpu"),
         patch("torch.accelerator.device_count", lambda: len(properties)),
         patch("torch.xpu.get_device_properties", lambda device: properties[device.index]),
     ):

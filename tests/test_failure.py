@@ -122,7 +122,7 @@ def test_the_first_failing_rank_speaks_alone_and_last(tmp_path):
 
 
 def test_of_bad_data_the_sentence_is_all_that_is_said(tmp_path):
-    fault = 'from trainer.refusal import BadData; raise BadData("3.jpg cannot be read")'
+    fault = 'from trainer.messages import BadData; raise BadData("3.jpg cannot be read")'
     codes, screen = ranks(GROUP.replace("FAULT", fault), tmp_path)
     assert (codes, screen) == ([1, 1], "rank 1 of 2 failed at step 17:\n3.jpg cannot be read\n")
     assert status(tmp_path)["reason"] == "3.jpg cannot be read"

@@ -23,7 +23,7 @@ from tests.processes import Processes
 from tests.quick import quickly
 from trainer.jobs.preparation import Prepared
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 from trainer.verify.reference import made_apart
 from trainer.verify.training_record import RATE, Record
 
@@ -170,7 +170,7 @@ def test_a_pipeline_needs_a_layer_for_each_stage(processes: Processes, home: Pat
 
 def with_memory(launch: Launch, place: Path, words: list[str], free: float) -> tuple[Any, str]:
     """The same where so many bytes are free."""
-    with patch("trainer.verify.reference.spare_memory", lambda: free):
+    with patch("trainer.verify.reference.available_host_memory", lambda: free):
         return verified(launch, place, words)
 
 

@@ -20,11 +20,11 @@ from tests.test_initial import IMAGES, saved
 from trainer.learning.optimizer import parameter_groups
 from trainer.learning.parameter_patterns import Rule, fits, resolve_rules
 from trainer.learning.untrained_parameters import freeze, trainable
+from trainer.messages import Refusal
 from trainer.parallel.batch_norm import batch_norms, synchronised
 from trainer.parallel.meta_model import outline
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manager import Checkpoints
-from trainer.refusal import Refusal
 
 WORDS = (*IMAGES, *TRANSFORMER, "loop.global_batch=8", "loop.log_every=1", "loop.eval_every=null", "precision=fp64")
 # one block does not learn, one slowly, the head fast and without decay

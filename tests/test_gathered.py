@@ -13,7 +13,7 @@ from tests.commands import lines
 from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 pytestmark = pytest.mark.slow
 

@@ -65,8 +65,7 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
         "data.data",
         "data.sample_random",
         "data.preparation",
-        "refusal",
-        "formatting",
+        "messages",
     )
     names = (
         "BadData",
@@ -86,9 +85,9 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
 
 
 # The rooms of trainer/ from the door down: who stands above may import who stands below, never the other way round.
-_DOOR = ("__main__", "door", "sweeps", "verify", "jobs", "configuration")
+_DOOR = ("__main__", "api", "sweeps", "verify", "jobs", "configuration")
 _LOOP = ("loop", "records", "strategies")
-_GROUND = ("parallel", "learning", "data", "devices", "launch", "formatting", "refusal")
+_GROUND = ("parallel", "learning", "data", "launch", "messages")
 FLOORS = (*_DOOR, *_LOOP, *_GROUND)
 
 
@@ -187,7 +186,7 @@ def test_the_loop_has_no_word_of_parallelism() -> None:
 
 
 # Hydra and OmegaConf end at these: below them a function takes its arguments, not a configuration.
-DOOR = {"__main__", "door", "assembly"}
+DOOR = {"__main__", "api", "assembly"}
 
 
 def test_configuration_stops_at_the_door() -> None:
@@ -263,7 +262,7 @@ def test_no_file_is_named_for_nothing() -> None:
     [
         "trainer",
         "trainer.configuration.resource_paths",
-        "trainer.refusal",
+        "trainer.messages",
         "trainer.launch.rendezvous",
         "trainer.configuration.compose",
     ],

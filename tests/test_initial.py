@@ -19,10 +19,10 @@ from tests.quick import quickly
 from tests.strategies.toys import Net
 from trainer.jobs.initial_weights import Initial
 from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal
 from trainer.parallel.meta_model import outline
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manager import Checkpoints
-from trainer.refusal import Refusal
 
 IMAGES = ("data=synthetic_images", "data.size=32", "data.evaluation_size=0", "data.image_size=8")
 WORDS = (*IMAGES, "loop.global_batch=8", "loop.log_every=1", "schedule=constant", "loop.steps=1")

@@ -18,7 +18,7 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.test_classes import COLOURS, TRAINING, colours
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 WORDS = ("job=predict", "run.dir=run")
 SPREAD = {"ddp on 3": (3, ("strategy=ddp",)), "fsdp on 2": (2, ("strategy=fsdp",)), "pp on 2": (2, ("strategy=pp",))}

@@ -19,8 +19,8 @@ from trainer.configuration.instantiate import build, check_all, maker
 from trainer.data.data import Data
 from trainer.learning.schedule import Cosine, Schedule
 from trainer.learning.task import Task
+from trainer.messages import Refusal
 from trainer.records.sinks import Sink
-from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single

@@ -18,10 +18,10 @@ from recipes.vision.digits import Digits
 from tests.commands import TRANSFORMER, finish, lines, single
 from tests.inside import here, product
 from tests.processes import Processes
-from trainer.door import build_run
+from trainer.api import build_run
 from trainer.jobs.trained_run import evaluation_stream, samples_of
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 USE = """
 import sys

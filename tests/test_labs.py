@@ -26,7 +26,7 @@ from trainer.data.sample_order import Slice
 from trainer.data.seeds import seed_all
 from trainer.data.stream import Stream
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 pytestmark = pytest.mark.slow
 

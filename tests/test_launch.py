@@ -20,7 +20,7 @@ from trainer.launch import rendezvous as launching
 from trainer.launch.agreement import everywhere, first_on_node
 from trainer.launch.launchers import first_host, launched, meeting, meeting_at, tasks_per_node
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 ROOT = Path(__file__).parents[1]
 MOMENT = timedelta(milliseconds=300)

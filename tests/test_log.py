@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.formatting import duration, number
+from trainer.messages import format_duration, format_number
 from trainer.records.console import Console, LogFile, evaluation_words, training_words
 from trainer.records.metrics_files import Figures
 from trainer.records.sinks import Log, Waiting
@@ -217,14 +217,14 @@ def test_words_say_what_is_known_and_no_more():
     assert evaluation_words({"step": 5, "loss": 1e-7, "perplexity": 12345.678, "ema_accuracy": 1.0}) == (
         "eval  step 5  loss 1e-07  perplexity 1.235e+04  ema_accuracy 100.0 %"
     )
-    assert [number(value) for value in (0.0, 1.0, math.inf, -0.5, 9999.0)] == [
+    assert [format_number(value) for value in (0.0, 1.0, math.inf, -0.5, 9999.0)] == [
         "0.0000",
         "1.0000",
         "inf",
         "-0.5000",
         "9999.0000",
     ]
-    assert [duration(value) for value in (0.4, 41, 61, 600, 3723, 90000)] == [
+    assert [format_duration(value) for value in (0.4, 41, 61, 600, 3723, 90000)] == [
         "0:00",
         "0:41",
         "1:01",

@@ -22,10 +22,10 @@ from tests.processes import Processes
 from tests.strategies.toys import STRATEGIES, WIDTH, Net, Plain, built
 from trainer.data.seeds import seed_all
 from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_stored, is_outline, outline
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manager import Checkpoints
-from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 
 

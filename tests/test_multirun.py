@@ -14,7 +14,7 @@ from tests.commands import SMALL, Command, files_below, finish, single, status, 
 from trainer.configuration.multirun import Multirun, multirun, whole_words
 from trainer.launch.child_processes import combine_exit_codes
 from trainer.launch.failure import STOPPED
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 # --------------------------------------------------------------------------------------------------- what is asked for
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.commands import PATIENCE, SMALL, Command, status
-from tests.test_door import BLOCK, DOCS
+from tests.test_api import BLOCK, DOCS
 
 pytest.importorskip("ipykernel", reason="a notebook needs ipykernel: pip install -e '.[test]'")
 from jupyter_client.blocking import BlockingKernelClient

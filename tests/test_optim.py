@@ -17,7 +17,7 @@ from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
 from trainer.learning.optimizer import begin_momentum, fused_words, parameter_groups, spares_vectors
 from trainer.learning.untrained_parameters import refuse_frozen
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 class Late(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.commands import curve, lines
 from tests.inside import here
 from trainer.learning.optimizer_trial import refuse_step
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 class Both(torch.optim.Optimizer):

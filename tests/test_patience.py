@@ -16,7 +16,7 @@ from trainer.data.reader import Loading
 from trainer.data.stream import EvaluationStream
 from trainer.launch.rendezvous import Launch
 from trainer.loop.evaluation import evaluate
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.commands import PATIENCE, SMALL, Command, curve, files_below, lines, single, status, torchrun
 from trainer.launch import rendezvous
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 WORDS = (*SMALL, "strategy=ddp", "device=cpu", "loop.global_batch=120", "loop.eval_every=null")
 

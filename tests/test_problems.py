@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.inside import here
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "problems.md").read_text()
 ANSWERS = re.findall(r"^\$ python -m trainer (.+)\n((?:(?!```).+\n)+)```", PAGE, re.MULTILINE)

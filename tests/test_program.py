@@ -21,7 +21,7 @@ from tests.inside import here, product
 from tests.quick import quickly
 from tests.recipes.test_folder import picture
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 PAGE = (Path(__file__).parents[1] / "docs" / "jobs.md").read_text(encoding="utf-8")
 CLASSES = ("ant", "bee", "cat")

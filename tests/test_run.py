@@ -9,10 +9,10 @@ import pytest
 
 from tests.commands import SMALL, finish, single, status
 from tests.inside import here
-from trainer.door import build_run
+from trainer.api import build_run
 from trainer.launch.rendezvous import Launch
 from trainer.learning.cadence import Cadences, Every
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 WORDS = (*SMALL, "strategy=single", "schedule=constant", "loop.global_batch=120", "loop.steps=1")
 

@@ -22,6 +22,7 @@ from trainer.launch.polling import poll
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_files import replace_file
 from trainer.launch.status import mark_failed, read_status
+from trainer.messages import Refusal
 from trainer.records import folder_lock as lock_module
 from trainer.records import run_folder as folder_module
 from trainer.records.folder_lock import holder
@@ -35,7 +36,6 @@ from trainer.records.resume_rules import (
     start_path,
 )
 from trainer.records.run_folder import RunFolder, generated_name
-from trainer.refusal import Refusal
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.commands import lines
 from tests.inside import here, product
 from tests.processes import Processes
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 WORDS = (
     "data=text",

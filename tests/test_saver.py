@@ -19,7 +19,7 @@ from tests.commands import SMALL, TRANSFORMER, curve, status
 from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
-from trainer.devices import spare_memory
+from trainer.launch.devices import available_host_memory
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Group, Ranks
 from trainer.records.checkpoint import tensor_files, writer
@@ -226,7 +226,7 @@ def test_the_thread_that_saves_uses_the_device_of_its_rank(monkeypatch: pytest.M
 def test_without_room_for_a_copy_the_loop_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     saver, weight, written = AsyncSaver(Ranks(), timedelta(seconds=10)), torch.ones(1000), []
     for spare, copied in ((1e9, True), (4000.0, True), (4000.0, False)):
-        monkeypatch.setattr("trainer.records.checkpoint.writer.spare_memory", partial(float, spare))
+        monkeypatch.setattr("trainer.records.checkpoint.writer.available_host_memory", partial(float, spare))
         if not copied:
             saver._kept.clear()  # memory that it has already is no question
         held = saver.copied({"weight": weight})["weight"]
@@ -236,4 +236,4 @@ def test_without_room_for_a_copy_the_loop_waits(monkeypatch: pytest.MonkeyPatch)
             assert written[-1] == 1000
         saver.wait()
     assert written == [1000.0] * 3
-    assert 0 < spare_memory() < float("inf")
+    assert 0 < available_host_memory() < float("inf")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.learning.schedule import WSD, Constant, Cosine, Linear, Step, TorchSchedule
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 def curve(schedule, horizon=100):

@@ -11,7 +11,7 @@ from trainer.configuration.resource_paths import root
 from trainer.configuration.schema import GROUPS, SECTIONS, Settings, settings
 from trainer.configuration.value_types import cadence, packages, seconds
 from trainer.learning.cadence import Every
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 def configuration(**changes: Any) -> DictConfig:

@@ -19,8 +19,8 @@ from tests.commands import SMALL, curve, finish, single, status
 from tests.inside import here
 from trainer.data.data import Data
 from trainer.jobs.resume_precheck import known_sets, set_changes
+from trainer.messages import Refusal
 from trainer.records.checkpoint.manifest import Found
-from trainer.refusal import Refusal
 
 
 def picture(path: Path, grey: int) -> None:

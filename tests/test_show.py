@@ -32,12 +32,12 @@ from trainer.data.stream import Batch
 from trainer.jobs.run_messages import curves_command
 from trainer.learning.cadence import Due
 from trainer.loop.media_logging import KEPT, NoSample, Show
+from trainer.messages import Refusal
 from trainer.parallel.ranks import DONE, Ranks, Waitable
 from trainer.parallel.tensor_statistics import BINS, histograms
 from trainer.records import tensorboard
 from trainer.records.image_plots import confusion, grid
 from trainer.records.sinks import Log, Sink
-from trainer.refusal import Refusal
 from trainer.strategies.loss_scaler import NoScaler, Scaler
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard's reader

@@ -21,11 +21,11 @@ import pytest
 from tests.commands import SMALL, finish, lines, single, status
 from tests.inside import here
 from trainer.loop.trainer import Trainer
+from trainer.messages import Refusal
 from trainer.records import sinks
 from trainer.records.metrics_files import CSV, Figures
 from trainer.records.metrics_reader import backwards
 from trainer.records.sinks import Log, Service, Sink
-from trainer.refusal import Refusal
 
 WORDS = (*SMALL, "schedule=constant", "loop.global_batch=120", "loop.eval_every=2", "loop.save_every=2")
 SECRET = "+data.vocab_size=${oc.env:TRAINER_TEST_SECRET}"

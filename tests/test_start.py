@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import SMALL, files_below, lines, status
 from tests.inside import here
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 WORDS = (*SMALL, "strategy=single", "schedule=constant", "loop.global_batch=120")
 

@@ -13,7 +13,7 @@ import pytest
 from tests.commands import Command, single
 from tests.inside import here
 from tests.recipes.test_folder import CLASSES, SHORT, WORDS, write
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 RUN = ("model=mlp", "model.width=8", "loop.global_batch=64", "loop.epochs=null", "loop.eval_every=null")
 EVERYTHING = (*RUN, "loop.steps=8", "loop.save_every=2", "log=[console,csv,tensorboard]", "profile=[2,3]")

@@ -21,8 +21,8 @@ from trainer.data.sample_order import Order, size_of
 from trainer.data.sample_order import Slice as Dealt
 from trainer.data.seeds import Seeded
 from trainer.data.stream import EvaluationStream, Stream, digest
+from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
-from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 

@@ -19,7 +19,7 @@ from trainer.jobs.summary import notes, throughput_lines, time_lines
 from trainer.launch import status as status_module
 from trainer.launch.status import Status
 from trainer.loop.trainer import Trainer
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 from trainer.strategies.stopwatch import PHASES, STEP, NoStalls, Stopwatch
 
 WORDS = (*SMALL, "schedule=constant", "loop.global_batch=120", "loop.eval_every=4", "loop.steps=12", "log=[console]")

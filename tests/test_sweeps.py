@@ -22,7 +22,7 @@ from tests.warm import ROOT
 from trainer.configuration.multirun import multirun
 from trainer.configuration.search_space import Trial, brief
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 from trainer.sweeps import sweep
 from trainer.sweeps.device_shares import shares
 from trainer.sweeps.results import Outcome, SweepResults, best_line, headings, short, table

@@ -17,11 +17,11 @@ from tests.inside import here
 from trainer.jobs.resume_precheck import glance
 from trainer.launch.file_validation import readable
 from trainer.launch.status import read_status
+from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manifest import TO_RESUME, CorruptCheckpoint, manifest_bytes, read_manifest
 from trainer.records.checkpoint.store import newest_in
 from trainer.records.checkpoint.writer import _sealed
-from trainer.refusal import Refusal
 
 WORDS = (*SMALL, "strategy=single", "schedule=constant", "loop.global_batch=120", "loop.save_every=2")
 

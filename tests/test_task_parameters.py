@@ -14,7 +14,7 @@ from tests.inside import here, product
 from tests.processes import Processes
 from trainer import Task
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 class Weighted(Task):

@@ -29,10 +29,10 @@ from trainer.loop import trainer as trainer_module
 from trainer.loop import training_lines
 from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
+from trainer.messages import Refusal
 from trainer.records.checkpoint.manager import Checkpoints
 from trainer.records.metrics_files import Figures
 from trainer.records.sinks import Log
-from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single
 

@@ -14,8 +14,8 @@ from recipes.vision.resnet import resnet18
 from recipes.vision.vit import VisionTransformer
 from tests.strategies.toys import BatchNormNet, Net, SequenceNet
 from trainer import Plan
+from trainer.messages import Refusal
 from trainer.parallel.units import units
-from trainer.refusal import Refusal
 
 
 class Block(nn.Module):

@@ -24,8 +24,8 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_verify import LISTS
 from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal
 from trainer.parallel.context_parallel import ShiftedPlaces
-from trainer.refusal import Refusal
 
 pytestmark = pytest.mark.slow
 home = test_verify.home  # the fixture

@@ -15,9 +15,9 @@ from tests.inside import here
 from trainer.configuration.compose import compose
 from trainer.jobs.assembly import assemble
 from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal
 from trainer.parallel.ranks import Group, join_group, leave_group, set_timeouts
 from trainer.records.checkpoint.manager import Checkpoints
-from trainer.refusal import Refusal
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 from trainer.strategies.parallel_model import ParallelModel

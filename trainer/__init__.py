@@ -4,21 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer.api import Result as Result
+    from trainer.api import run as run
     from trainer.data.data import Data as Data
     from trainer.data.preparation import Preparation as Preparation
-    from trainer.door import Result as Result
-    from trainer.door import run as run
     from trainer.jobs.preparation import Job as Job
     from trainer.learning.parallel_plan import Plan as Plan
     from trainer.learning.schedule import Schedule as Schedule
     from trainer.learning.task import Task as Task
     from trainer.loop.trainer import Trainer as Trainer
+    from trainer.messages import BadData as BadData
+    from trainer.messages import Refusal as Refusal
     from trainer.parallel.batch_gather import gather as gather
     from trainer.parallel.context_parallel import GatheredKeys as GatheredKeys
     from trainer.parallel.context_parallel import ShiftedPlaces as ShiftedPlaces
     from trainer.records.sinks import Sink as Sink
-    from trainer.refusal import BadData as BadData
-    from trainer.refusal import Refusal as Refusal
     from trainer.strategies.base import Strategy as Strategy
     from trainer.strategies.parallel_model import ParallelModel as ParallelModel
     from trainer.strategies.process_groups import Joined as Joined
@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 # Where each public name lives. They are imported when they are first asked for, so that the command line can refuse a
 # typo before it has paid for importing torch.
 _HOMES = {
-    "BadData": "trainer.refusal",
+    "BadData": "trainer.messages",
     "Data": "trainer.data.data",
     "GatheredKeys": "trainer.parallel.context_parallel",
     "Job": "trainer.jobs.preparation",
@@ -36,8 +36,8 @@ _HOMES = {
     "ParallelModel": "trainer.strategies.parallel_model",
     "Plan": "trainer.learning.parallel_plan",
     "Preparation": "trainer.data.preparation",
-    "Refusal": "trainer.refusal",
-    "Result": "trainer.door",
+    "Refusal": "trainer.messages",
+    "Result": "trainer.api",
     "Schedule": "trainer.learning.schedule",
     "ShiftedPlaces": "trainer.parallel.context_parallel",
     "Sink": "trainer.records.sinks",
@@ -45,7 +45,7 @@ _HOMES = {
     "Task": "trainer.learning.task",
     "Trainer": "trainer.loop.trainer",
     "gather": "trainer.parallel.batch_gather",
-    "run": "trainer.door",
+    "run": "trainer.api",
 }
 __all__ = [
     "BadData",

@@ -10,10 +10,10 @@ from functools import partial
 
 from omegaconf import DictConfig
 
+from trainer.api import build_run, import_run_modules, print_report, processes_to_start, run_in_processes
 from trainer.configuration.command_line import read
 from trainer.configuration.compose import compose
 from trainer.configuration.trained_run_config import makes_reference, reads_files
-from trainer.door import build_run, import_all, reported, run_in_processes, wanted
 from trainer.launch import failure
 from trainer.launch.child_processes import Alone, alone, executed
 from trainer.launch.forked_processes import ForkedProcess, Spare, become, may_fork
@@ -22,7 +22,7 @@ from trainer.launch.namesake import refuse_overwritten
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
 from trainer.launch.status import process_age
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 def main() -> None:
@@ -37,12 +37,12 @@ def main() -> None:
             from trainer.sweeps.sweep import run_all
 
             code = run_all(words, launch)
-        elif count := wanted(cfg := compose(words), launch):
+        elif count := processes_to_start(cfg := compose(words), launch):
             code, _, _ = run_in_processes(
                 words, cfg, count, partial(_forked, cfg) if may_fork(cfg.device) else executed
             )
         elif reads_files(cfg):
-            code = reported(cfg, launch)
+            code = print_report(cfg, launch)
         else:
             with failure.exits_are_errors():  # of a lab, as it is imported or its data are read
                 parts = build_run(words, launch, cfg, _spare(cfg, launch))
@@ -67,7 +67,7 @@ def _forked(
     """One of several processes, forked from this one, which imports once what all of them need."""
     if "torch" not in sys.modules:
         os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]  # OpenMP reads it once, as torch is imported
-    import_all(cfg)
+    import_run_modules(cfg)
     # a rank that is started again has no imports to wait for
     age = process_age() if environment["TORCHELASTIC_RESTART_COUNT"] == "0" else 0.0
 
@@ -82,7 +82,7 @@ def _spare(cfg: DictConfig, launch: Launch) -> Alone:
     """What does words in a process of its own; where a reference will be made, one that has imported all by then."""
     if not (launch.is_main and makes_reference(cfg) and may_fork(cfg.device)):
         return alone
-    import_all(cfg)
+    import_run_modules(cfg)
     return Spare(main)
 
 

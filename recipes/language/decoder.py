@@ -15,7 +15,7 @@ from recipes.language.generation import continued
 from recipes.language.past import NoPast
 from recipes.language.rotary import NoRotary, Rotary
 from trainer.learning.parallel_plan import Plan
-from trainer.refusal import Refusal, nearest
+from trainer.messages import Refusal, did_you_mean
 
 ALL = NoPast()
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
@@ -245,4 +245,4 @@ def _refuse(width: int, heads: int, groups: int, norm: str, mlp: str, context: i
         raise Refusal(f"model.heads {heads} ÷ model.groups {groups} is not whole; groups that work: {fit}")
     for key, word, known in (("norm", norm, NORMS), ("mlp", mlp, MLPS)):
         if word not in known:
-            raise Refusal(f"model.{key}={word}: there are {', '.join(known)}{nearest(word, known)}")
+            raise Refusal(f"model.{key}={word}: there are {', '.join(known)}{did_you_mean(word, known)}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from recipes.language.settings import refuse_others
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 # What Llama and GPT-2 call the layers of a block, of which one of ours is one of theirs.
 _LLAMA = {

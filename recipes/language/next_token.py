@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer.learning.task import Task
-from trainer.refusal import BadData
+from trainer.messages import BadData
 
 
 class NextToken(Task):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 class Rotary(nn.Module):

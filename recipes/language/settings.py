@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 # What may differ: it changes no score, or the shapes of tensors tell, which a start names.
 _FREE = {"architectures", "vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id"}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 from numpy.typing import ArrayLike, NDArray
 
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 INDEX = "tokens.json"  # written last: a folder that has it is whole
 _OPEN = 256  # files of a split, at most: a set may have more than a process may open

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from trainer.data.data import Data
 from trainer.data.sample_random import Random
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 _NOISE = 0.25  # of the tokens, where the rest can be learned
 

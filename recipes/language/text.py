@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from recipes.gzipped import unpacked
 from trainer.data.data import Data
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 BOOK = Path(__file__).with_name("moby-dick.txt.gz")  # Herman Melville, 1851; in the public domain
 

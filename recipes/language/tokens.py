@@ -13,8 +13,7 @@ from torch.utils.data import Dataset
 
 from recipes.language.shards import Shards, opened
 from trainer.data.data import Data
-from trainer.formatting import expand_home
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, expand_home
 
 PADDED = -100  # the target where a window has no more tokens
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from recipes.hub import located, own_code
 from recipes.text.lora import OWN, adapt, merge
 from recipes.text.pooling import POOLS, usual
-from trainer.refusal import Refusal, first_line, nearest
+from trainer.messages import Refusal, did_you_mean, first_line
 
 HEADS = ("score", "classifier")  # what transformers calls the last layer
 
@@ -45,7 +45,7 @@ class HFClassifier(nn.Module):
 
         self.path, self.pool, self.dropout = path, usual(config) if pool is None else pool, dropout
         if self.pool not in POOLS:
-            raise Refusal(f"model.pool={pool}: there are {', '.join(POOLS)}{nearest(self.pool, POOLS)}")
+            raise Refusal(f"model.pool={pool}: there are {', '.join(POOLS)}{did_you_mean(self.pool, POOLS)}")
         config.use_cache = False  # of the keys and values of tokens, which only generation reads again
         self.body = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False)
         if self.pool != "cls" and getattr(self.body, "pooler", None) is not None:

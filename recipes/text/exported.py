@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from recipes.text.tokenizer import loaded
-from trainer.refusal import Refusal, first_line
+from trainer.messages import Refusal, first_line
 
 CLOSE = 1e-3  # of scores, relative and absolute: rounding, and nothing else
 

@@ -15,7 +15,7 @@ from recipes.text.tokenizer import loaded
 from recipes.text.unlabelled import Unlabelled, new_texts
 from trainer.data.data import Data
 from trainer.data.preparation import Preparation
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 _IGNORED = -100  # the target that a cross entropy of torch's leaves out
 

@@ -19,8 +19,7 @@ from recipes.text.tokenizer import loaded
 from recipes.text.unlabelled import Unlabelled, new_texts
 from trainer.data.data import Data
 from trainer.data.preparation import Preparation
-from trainer.formatting import expand_home
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, expand_home
 
 ADDRESSES = Path(__file__).with_name("state-of-the-union.jsonl.gz")  # passages of speeches since 1934; public domain
 _TOKENS = "{input_ids, attention_mask}: int64 (B, T) each, of at most `length` tokens, filled up behind"

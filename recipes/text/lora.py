@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 OWN = ("lora_a", "lora_b")  # the names of an adapter's parameters
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.gzipped import unpacked
-from trainer.formatting import shown
-from trainer.refusal import Refusal, nearest
+from trainer.messages import Refusal, did_you_mean, escape_line
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
@@ -39,9 +38,9 @@ def column(rows: Sequence[dict[str, Any]], name: str, key: str, path: Path) -> l
     """One value of each row. Refusal where a row does not have it."""
     for at, row in enumerate(rows):
         if not isinstance(row, dict) or row.get(name) is None:
-            there = [shown(each) for each in row] if isinstance(row, dict) else []
+            there = [escape_line(each) for each in row] if isinstance(row, dict) else []
             raise Refusal(
                 f"{key}={name}: row {at + 1} of {path} has no such column; it has {', '.join(there)}"
-                + nearest(name, there)
+                + did_you_mean(name, there)
             )
     return [row[name] for row in rows]

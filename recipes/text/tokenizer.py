@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recipes.hub import located, own_code
-from trainer.refusal import Refusal, first_line
+from trainer.messages import Refusal, first_line
 
 
 def loaded(name: str, whose: str = "data.tokenizer=") -> Any:

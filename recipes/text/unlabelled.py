@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from recipes.inputs import listed
 from recipes.text.table import SEPARATORS
-from trainer.refusal import Refusal, nearest
+from trainer.messages import Refusal, did_you_mean
 
 ENDINGS = tuple(f"{ending}{packed}" for ending in (".txt", ".jsonl", *SEPARATORS) for packed in ("", ".gz"))
 
@@ -87,7 +87,7 @@ def _rows(path: Path, file: IO[str], columns: Sequence[str]) -> Iterator[tuple[i
         for name in columns:
             if name not in (there := list(rows.fieldnames or ())):
                 raise Refusal(
-                    f"job.inputs: {path} has no column {name}; it has {', '.join(there)}{nearest(name, there)}"
+                    f"job.inputs: {path} has no column {name}; it has {', '.join(there)}{did_you_mean(name, there)}"
                 )
         yield from ((rows.line_num, row) for row in rows)
     elif kind == ".jsonl":

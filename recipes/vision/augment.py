@@ -20,7 +20,7 @@ from recipes.vision.pixels.geometry import affine, crop, resized_crop
 from recipes.vision.pixels.mixing import mix
 from recipes.vision.pixels.trivial import trivial
 from trainer.data.sample_random import Random
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 @dataclass(frozen=True)

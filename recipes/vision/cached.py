@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 _PATIENCE = 5.0  # seconds for a silent server
 

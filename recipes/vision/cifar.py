@@ -18,8 +18,7 @@ from recipes.vision.pictures import Pictures
 from recipes.vision.plain_pickle import read_plain
 from recipes.vision.prepared import preparation
 from trainer.data.preparation import Preparation
-from trainer.formatting import expand_home
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, expand_home
 
 _SIDE = 32
 _MOST = 256  # classes: the binary release has a byte for them

@@ -12,7 +12,7 @@ from torch.nn import functional
 from recipes.vision.plans import torchvision_plan
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
-from trainer.refusal import BadData, Refusal
+from trainer.messages import BadData, Refusal
 
 _IGNORED = -100  # a label that torch's cross entropy passes over
 

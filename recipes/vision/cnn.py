@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 def _convolution(inputs: int, outputs: int, halve: bool = False) -> nn.Sequential:

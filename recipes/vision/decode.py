@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 Window = Callable[[float, float], Box]  # of a picture's width and height

@@ -15,8 +15,7 @@ from recipes.vision.pictures import Pictures
 from recipes.vision.prepared import preparation
 from recipes.vision.unlabelled import Unlabelled
 from trainer.data.preparation import Preparation
-from trainer.formatting import shown
-from trainer.refusal import BadData, Refusal
+from trainer.messages import BadData, Refusal, escape_line
 
 _MOST = 100  # damaged pictures in a row; then nothing is there that could be read
 _SHOWN = 5  # names in a message
@@ -126,10 +125,10 @@ class Decoded(Dataset):
                 picture = decode(self.sources.source(at), self._size, self._channels, self._window)
             except Exception as error:  # PIL has many, as formats have
                 reason = " ".join(str(error).split()) or type(error).__name__
-                self._damaged.met(at, f"{shown(self.sources.name(at))} cannot be read as a picture: {reason}")
+                self._damaged.met(at, f"{escape_line(self.sources.name(at))} cannot be read as a picture: {reason}")
                 continue
             return picture, int(self.labels[at])
-        raise BadData(f"{shown(self.sources.name(index))} and the {_MOST - 1} pictures after it cannot be read")
+        raise BadData(f"{escape_line(self.sources.name(index))} and the {_MOST - 1} pictures after it cannot be read")
 
     def fingerprint(self) -> str:
         """That of the sources: no picture is decoded for it."""
@@ -141,7 +140,7 @@ class Decoded(Dataset):
 
     def replaced(self) -> list[str]:
         """The names of those that were damaged and replaced so far."""
-        return [shown(self.sources.name(at)) for at in self._damaged.seen()]
+        return [escape_line(self.sources.name(at)) for at in self._damaged.seen()]
 
 
 class Strict:
@@ -171,7 +170,7 @@ class Lenient:
         self._flags[at] = True
         bad, size = int(self._flags.sum()), len(self._flags)
         if bad > math.ceil(self._budget * size):
-            names = [shown(self._sources.name(one)) for one in self.seen()[:_SHOWN]] + ["…"] * (bad > _SHOWN)
+            names = [escape_line(self._sources.name(one)) for one in self.seen()[:_SHOWN]] + ["…"] * (bad > _SHOWN)
             raise BadData(
                 f"{said}; it is one of {bad} damaged pictures of {size}, and data.bad_budget={self._budget:g} allows no"
                 f" more than {math.ceil(self._budget * size)}: {', '.join(names)}"

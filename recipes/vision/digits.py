@@ -12,7 +12,7 @@ from recipes.gzipped import unpacked
 from recipes.vision.augment import Augment
 from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 _SAMPLES, _EVALUATION, _SIDE, _WHITE = 1797, 360, 8, 16
 

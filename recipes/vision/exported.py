@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.vision.vit import VisionTransformer
-from trainer.refusal import Refusal, first_line
+from trainer.messages import Refusal, first_line
 
 CLOSE = 1e-3  # of scores, relative and absolute: rounding, and nothing else
 _LUMA = (0.299, 0.587, 0.114)  # of red, green and blue in a grey pixel, as PIL has it

@@ -9,8 +9,7 @@ from recipes.vision.cached import cached
 from recipes.vision.idx import read_idx
 from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
-from trainer.formatting import expand_home
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, expand_home
 
 _FILES = {part: (f"{part}-images-idx3-ubyte.gz", f"{part}-labels-idx1-ubyte.gz") for part in ("train", "t10k")}
 _NAMES = [name for pair in _FILES.values() for name in pair]

@@ -18,8 +18,7 @@ import torch
 from recipes.vision.augment import Augment
 from recipes.vision.decode import ENDINGS, Windows
 from recipes.vision.decoded import DecodedPictures
-from trainer.formatting import expand_home, shown
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, escape_line, expand_home
 
 _SHOWN = 5  # names of classes in a line
 _SIZES = 64  # files that are asked for their size: each is a request to a file server
@@ -73,7 +72,8 @@ class ImageFolder(DecodedPictures):
 
     def notes(self) -> list[str]:
         """Which classes there are, and where the evaluation set comes from if there is no folder for it."""
-        names = ", ".join(map(shown, self.class_names[:_SHOWN])) + (", …" if len(self.class_names) > _SHOWN else "")
+        more = ", …" if len(self.class_names) > _SHOWN else ""
+        names = ", ".join(map(escape_line, self.class_names[:_SHOWN])) + more
         held_out = f"; no folder val, so data.held_out={self._held_out:g} of each is for evaluation"
         return [f"classes {names}{held_out if self._val is None else ''}"]
 
@@ -90,7 +90,7 @@ class ImageFolder(DecodedPictures):
         else:
             strange = set(_classes(self._val)) - set(self.class_names)
             if strange:
-                names = ", ".join(map(shown, sorted(strange)[:5]))
+                names = ", ".join(map(escape_line, sorted(strange)[:5]))
                 raise Refusal(f"{self._val} has classes that {self._train} has not: {names}")
             split = {True: files, False: _listed(self._val, self.class_names)}
         return {training: Paths(part, self._root) for training, part in split.items() if part}
@@ -151,7 +151,7 @@ def _listed(folder: Path, classes: Sequence[str]) -> Files:
         pictures = [(number, path) for path in sorted(_below(folder / name)) if path.lower().endswith(ENDINGS)]
         if not pictures:
             what = "has no pictures" if (folder / name).is_dir() else "is not there: a class of the training pictures"
-            raise Refusal(f"{shown(folder / name)} {what}; expected files ending in {' '.join(ENDINGS)}")
+            raise Refusal(f"{escape_line(folder / name)} {what}; expected files ending in {' '.join(ENDINGS)}")
         files += pictures
     return files
 
@@ -171,7 +171,9 @@ def _below(folder: Path) -> Iterator[str]:
         folders[:] = sorted(name for name in folders if name[0] != ".")
         for path in (os.path.join(at, name) for name in folders):
             if os.path.islink(path) and Path(place).is_relative_to(goal := os.path.realpath(path)):
-                raise Refusal(f"{shown(path)} is a link to {shown(goal)}, a folder that it lies in: remove the link")
+                raise Refusal(
+                    f"{escape_line(path)} is a link to {escape_line(goal)}, a folder that it lies in: remove the link"
+                )
         yield from (os.path.join(at, name) for name in names if name[0] != ".")
 
 

@@ -10,7 +10,7 @@ from recipes.splits import class_count, class_names, labels, numbered, splits
 from recipes.vision.augment import Augment
 from recipes.vision.decode import Windows
 from recipes.vision.decoded import DecodedPictures
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 _PICTURES = 16  # whose bytes tell one set from another
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recipes.gzipped import unpacked
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 _UNSIGNED_BYTE = 8
 

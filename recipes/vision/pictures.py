@@ -16,7 +16,7 @@ from recipes.vision.sampling import appearances, sampled
 from recipes.vision.unlabelled import Unlabelled
 from trainer.data.data import Data
 from trainer.data.preparation import Preparation
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 class Pictures(Data):

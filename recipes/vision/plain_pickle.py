@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.refusal import Refusal, first_line
+from trainer.messages import Refusal, first_line
 
 _TUPLES = 1000  # a published file has about ten
 _OPCODES = 10_000_000  # of the published ones the largest has less than a million

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from recipes.vision.cached import patiently
-from trainer.refusal import Refusal, nearest
+from trainer.messages import Refusal, did_you_mean
 
 
 def offer(network: nn.Module, name: str, weights: str) -> nn.Module:
@@ -26,7 +26,7 @@ def offer(network: nn.Module, name: str, weights: str) -> nn.Module:
     if weights not in known:
         listed = f"there are: {', '.join(known) or 'none'}"
         raise Refusal(
-            f"model.weights={weights}: torchvision's {name} has no such weights{nearest(weights, known)}; {listed}"
+            f"model.weights={weights}: torchvision's {name} has no such weights{did_you_mean(weights, known)}; {listed}"
         )
     find = partial(_refuse_old_names, name) if name.startswith("densenet") else partial(from_hub, known[weights].url)
     vars(network)["pretrained"] = find

@@ -11,7 +11,7 @@ from torch import nn
 from recipes.vision.backbone import marked
 from recipes.vision.published import from_hub
 from recipes.vision.zoo import refuse_unknown, try_on_shapes
-from trainer.refusal import Refusal, first_line, nearest
+from trainer.messages import Refusal, did_you_mean, first_line
 
 
 def timm_model(name: str, num_classes: int, channels: int, image_size: int, **more: Any) -> nn.Module:
@@ -26,12 +26,12 @@ def timm_model(name: str, num_classes: int, channels: int, image_size: int, **mo
         raise Refusal("model=timm needs the package timm: pip install -e '.[timm]'") from error
 
     if not timm.is_model(name):
-        near = nearest(name.split(".")[0], timm.list_models())
+        near = did_you_mean(name.split(".")[0], timm.list_models())
         raise Refusal(f"timm has no network {name!r}{near}; timm.list_models('*{name[:4]}*') lists some")
     try:
         config: Any = vars(timm.models)["get_pretrained_cfg"](name)
     except RuntimeError as error:  # a tag behind the point that it does not know
-        near = nearest(name, timm.list_pretrained(f"{name.split('.')[0]}.*"))
+        near = did_you_mean(name, timm.list_pretrained(f"{name.split('.')[0]}.*"))
         raise Refusal(f"timm has no such weights: {error}{near}") from error
     # networks of tokens are built for one size of images; others take any, and no such argument
     size = {"img_size": image_size} if config is not None and config.fixed_input_size else {}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer.learning.parallel_plan import Plan
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 class Attention(nn.Module):

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from recipes.vision.backbone import marked
 from recipes.vision.published import offer
-from trainer.refusal import Refusal, first_line, nearest
+from trainer.messages import Refusal, did_you_mean, first_line
 
 
 def torchvision_model(
@@ -30,7 +30,7 @@ def torchvision_model(
 
     names = models.list_models(module=models)
     if name not in names:
-        raise Refusal(f"torchvision has no classifier {name!r}{nearest(name, names)}")
+        raise Refusal(f"torchvision has no classifier {name!r}{did_you_mean(name, names)}")
     arguments = {**_special(name, channels, image_size), **more}
     try:
         network = models.get_model(name, num_classes=num_classes, **arguments)

@@ -19,8 +19,7 @@ from scripts.faults.driven import Driven, Stuck
 from scripts.faults.report import differences, report
 from scripts.faults.strikes import KILLS, STRIKES
 from scripts.faults.two import DISK, INSIDE, QUIET, RUN, TEMPORARY, both
-from trainer.formatting import named
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, format_names
 
 CACHE = f"torchinductor_{getuser()}"  # of torch, for all programs of this user; no run's own
 
@@ -41,7 +40,8 @@ def main(words: Sequence[str] | None = None, start: Start = popen) -> int:
     outlived = undisturbed.outlived + run.outlived
     wrong += [f"{outlived} processes did not end with their command"] if outlived else []
     wrong += [f"left behind: {name}" for name in (*litter, *shm.left(before))]
-    lines += [f"note        left in TMPDIR by killed processes and torchrun: {named(excused, 3)}"] if excused else []
+    if excused:
+        lines.append(f"note        left in TMPDIR by killed processes and torchrun: {format_names(excused, 3)}")
     same = ["the same    every loss to the bit, evaluations, weights, optimizer; nothing is left behind"]
     print(*lines, *([f"differs     {one}" for one in wrong] or same), sep="\n")
     return 1 if wrong else 0

@@ -15,7 +15,7 @@ from scripts.faults.disk import Disk
 from scripts.faults.left import Left
 from scripts.faults.plan import Fault
 from scripts.faults.strikes import CHECKPOINTS, MAY_GO_ON, STRIKES, Scene
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 T = TypeVar("T")
 PATIENCE = 300.0  # seconds for anything that is waited for

@@ -20,7 +20,7 @@ from scripts.faults.possible import impossible
 from scripts.faults.strikes import STRIKES
 from trainer.configuration.compose import compose, quoted
 from trainer.configuration.resource_paths import present_folder
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 DISK, INSIDE, TEMPORARY = "disk", "inside", "tmp"  # folders: a disk of its own; what asks the task; TMPDIR of each run
 QUIET, RUN = "undisturbed", f"{DISK}/run"  # the folders of the runs

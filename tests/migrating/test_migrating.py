@@ -32,7 +32,7 @@ from trainer.configuration.compose import compose
 from trainer.configuration.schema import settings
 from trainer.jobs.initial_weights import Initial
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from tests.planted import PLANTS
 from tests.planted.plant import EXACT, planted
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import FatalRunError, Refusal
+from trainer.messages import FatalRunError, Refusal
 
 
 def verified(launch: Launch, place: Path, words: list[str]) -> tuple[Any, str]:

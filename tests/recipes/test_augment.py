@@ -12,7 +12,7 @@ from recipes.vision.pixels.mixing import mix as mix_images
 from recipes.vision.pixels.trivial import trivial
 from trainer.data.sample_random import Random, _quantiles
 from trainer.data.seeds import mix
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 INDICES = torch.randperm(60_000, generator=torch.Generator().manual_seed(1))[:128]
 # the parts in which the same 128 samples may come: at once, in slices, in another order

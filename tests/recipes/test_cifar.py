@@ -20,7 +20,7 @@ from tests.commands import SMALL, curve, far, lines
 from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 def pictures(count: int, classes: int = 10, seed: int = 0) -> tuple[Any, list[int]]:

@@ -10,7 +10,7 @@ from recipes.vision.pictures import Pictures
 from tests.commands import SMALL
 from tests.inside import here
 from trainer.learning.parallel_plan import Plan
-from trainer.refusal import BadData, Refusal
+from trainer.messages import BadData, Refusal
 
 
 def outputs(batch=12, classes=4):

@@ -24,9 +24,9 @@ from tests.quick import quickly
 from tests.test_initial import saved
 from trainer.data.sample_order import Order
 from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manager import Checkpoints
-from trainer.refusal import Refusal
 from trainer.strategies.parallel_model import ParallelModel
 
 transformers = pytest.importorskip("transformers", reason="the package transformers is not installed: '.[hf]'")

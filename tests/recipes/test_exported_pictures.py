@@ -17,7 +17,7 @@ from tests.inside import product
 from tests.quick import quickly
 from tests.test_program import CLASSES, SHORT, WORDS, answers, photos
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 transformers = pytest.importorskip("transformers")
 VIT = ("model=vit_tiny", "model.width=24", "model.heads=4", "model.depth=2")

@@ -22,7 +22,7 @@ from tests.commands import curve, far, finish, lines, single, status
 from tests.inside import here, product
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import BadData, Refusal
+from trainer.messages import BadData, Refusal
 
 WORDS = ("data=imagefolder", "data.image_size=16", "model=mlp", "model.width=16", "loop.global_batch=12")
 SHORT = ("loop.epochs=2", "loop.log_every=1", "schedule=constant", "data.augment.cutmix=1.0")

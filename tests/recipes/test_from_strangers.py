@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from tests.commands import Command, single
 from tests.inside import here
 from tests.recipes.test_folder import SHORT, WORDS, data, write
-from trainer.refusal import BadData, Refusal
+from trainer.messages import BadData, Refusal
 
 TEXTS = ("data=labelled_text", "data.tokenizer=nothing", "model=hf_classifier", "model.path=nothing")
 

@@ -11,7 +11,7 @@ import pytest
 from recipes.hub import located
 from tests.commands import ROOT
 from tests.inside import here
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 def test_what_can_only_be_a_folder_is_none_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.recipes.test_folder import CLASSES, SHORT, WHOLE, picture
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 datasets = pytest.importorskip("datasets", reason="the package datasets is not installed: pip install '.[hf]'")
 

@@ -22,7 +22,7 @@ from tests.recipes.nano import GPT, train
 from trainer.data.sample_order import Order
 from trainer.jobs.generate import Generate
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 SIZES: dict[str, Any] = {"vocab_size": 256, "context": 16, "width": 32, "depth": 2, "heads": 4}
 LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "rotary": 10000.0, "bias": False, "groups": 2, "inner": 48}

@@ -12,7 +12,7 @@ from torchvision import models
 
 from tests.inside import here
 from tests.test_initial import WORDS, saved
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 @pytest.fixture

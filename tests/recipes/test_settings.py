@@ -13,7 +13,7 @@ import yaml
 from recipes.language.decoder import Decoder
 from tests.inside import here
 from trainer.jobs.initial_weights import Initial
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 SIZES: dict[str, Any] = {"vocab_size": 30, "context": 16, "width": 32, "depth": 2, "heads": 4}
 GPT2: dict[str, Any] = {**SIZES, "mlp": "gelu_tanh"}

@@ -14,7 +14,7 @@ from tests.commands import curve, far, lines
 from tests.inside import here, product
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 datasets = pytest.importorskip("datasets", reason="the package datasets is not installed: pip install '.[hf]'")
 

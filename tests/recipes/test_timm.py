@@ -17,7 +17,7 @@ from tests.quick import quickly
 from tests.test_initial import IMAGES, saved
 from trainer.configuration.allowed_targets import Names
 from trainer.configuration.instantiate import build
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 timm = pytest.importorskip("timm")
 

@@ -16,7 +16,7 @@ from recipes.language.text import Text
 from recipes.language.tokens import Tokens
 from tests.commands import ROOT, lines
 from tests.inside import here
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 MADE = ("data=synthetic_tokens", "task=language", "data.length=8", "data.vocab_size=16", "data.evaluation_size=16")
 SMALL = ("model=gpt_nano", "model.width=16", "model.depth=1", "model.heads=2", "strategy=single", "loop.log_every=1")

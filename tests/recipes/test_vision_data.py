@@ -20,7 +20,7 @@ from recipes.vision.huggingface import HuggingFaceImages
 from recipes.vision.idx import read_idx
 from recipes.vision.images import Images
 from recipes.vision.synthetic import SyntheticImages
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 PLAIN = Augment()
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")

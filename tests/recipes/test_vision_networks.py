@@ -16,7 +16,7 @@ from recipes.vision.resnet import resnet18, resnet50
 from recipes.vision.vit import Attention, VisionTransformer, patch_for
 from recipes.vision.zoo import torchvision_model
 from tests.quick import quickly
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 OWN: dict[str, Callable[..., nn.Module]] = {
     "cnn": CNN,

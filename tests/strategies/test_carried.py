@@ -22,7 +22,7 @@ from trainer.data.seeds import seed_all
 from trainer.data.stream import Batch
 from trainer.launch.rendezvous import Launch
 from trainer.learning.task import Task
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 from trainer.strategies.carried_state import Carried
 from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single

@@ -20,9 +20,9 @@ from tests.strategies.toys import BATCH, STRATEGIES, Case, built, run
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
 from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal
 from trainer.parallel.context_parallel import Pieces, pieces
 from trainer.parallel.rng.random_draw import Cut, Stretch
-from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 from trainer.strategies.tp import TP
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.processes import Processes
 from tests.strategies.toys import CLASSES, NETWORKS, WIDTH, Activated, Case, Plain, run
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 

@@ -17,7 +17,7 @@ from tests.strategies.toys import STRATEGIES, Case, run
 from trainer.data.nested_tensors import first_tensor, rows
 from trainer.launch.rendezvous import Launch
 from trainer.learning.task import Task
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 from trainer.strategies.dp import DP, Replicas
 from trainer.strategies.machine import Machine
 

@@ -18,7 +18,7 @@ from trainer.data.reader import Loading
 from trainer.data.seeds import seed_all
 from trainer.data.stream import Stream
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
 

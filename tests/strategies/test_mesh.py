@@ -8,8 +8,8 @@ import pytest
 
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal
 from trainer.parallel.device_mesh import make_mesh, ranks_along, spread
-from trainer.refusal import Refusal
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 

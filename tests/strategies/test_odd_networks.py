@@ -16,7 +16,7 @@ from tests.processes import Processes
 from tests.strategies.toys import CLASSES, NETWORKS, TASKS, WIDTH, Case, Net, Plain, Routed, run
 from trainer import Plan, Task
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 from trainer.strategies.tp import TP
 
 

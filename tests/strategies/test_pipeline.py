@@ -20,8 +20,8 @@ from tests.strategies import toys
 from trainer import Plan, Task
 from trainer.data.stream import Batch
 from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal
 from trainer.parallel.pipeline.schedule import KINDS, Layout, runs_over_gloo, takes
-from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 from trainer.strategies.pp import PP
 from trainer.strategies.single import Single

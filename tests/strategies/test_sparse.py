@@ -13,7 +13,7 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import FatalRunError, Refusal
+from trainer.messages import FatalRunError, Refusal
 
 WORDS = ("--config-dir", "conf", "trust=[tests]", "loader.workers=0", "loop.global_batch=8", "loop.steps=6")
 NETWORKS = {

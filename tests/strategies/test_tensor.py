@@ -17,7 +17,7 @@ from trainer import Plan, Task
 from trainer.data.reader import Loading
 from trainer.data.stream import Stream
 from trainer.launch.rendezvous import Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 from trainer.strategies.machine import Machine
 from trainer.strategies.tp import TP
 

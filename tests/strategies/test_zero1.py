@@ -17,10 +17,10 @@ from tests.strategies import toys
 from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.toys import CLASSES, NETWORKS, WIDTH, Case, Net, Plain, Routed, ToyData, run
 from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal
 from trainer.parallel.parameter_owners import Delivery
 from trainer.records.checkpoint.manifest import read_manifest
 from trainer.records.checkpoint.store import look_into
-from trainer.refusal import Refusal
 from trainer.strategies.machine import Machine
 from trainer.strategies.zero1 import Zero1
 

@@ -29,7 +29,7 @@ from trainer.configuration.interpolation import quoted_from
 from trainer.configuration.value_types import converted, in_steps, shown
 from trainer.data.data import Data
 from trainer.learning.task import Task
-from trainer.refusal import Refusal, nearest
+from trainer.messages import Refusal, did_you_mean
 
 PACKAGES = ("trainer", "recipes", "torch", "torchvision", "timm", "transformers")
 
@@ -129,7 +129,7 @@ def _walk(name: str, where: str) -> Any:
         elif isinstance(found, ModuleType):
             found = _import(f"{so_far}.{part}", name, where)
         else:
-            raise Refusal(f"{where}: {name}: {so_far} has no {part}{nearest(part, dir(found))}")
+            raise Refusal(f"{where}: {name}: {so_far} has no {part}{did_you_mean(part, dir(found))}")
         so_far = f"{so_far}.{part}"
     return found
 
@@ -144,7 +144,7 @@ def _import(module: str, name: str, where: str) -> Any:
             error.add_note(f"while importing {module}, which {where}={name} names")
             raise
     parent, _, last = module.rpartition(".")
-    hint = nearest(last, dir(sys.modules[parent])) if parent in sys.modules else "; is it installed?"
+    hint = did_you_mean(last, dir(sys.modules[parent])) if parent in sys.modules else "; is it installed?"
     raise Refusal(f"{where}: {name}: there is no {module}{hint}")
 
 
@@ -174,7 +174,7 @@ def bind_arguments(
         if name in given or (name not in named and not anything and not (more and _meant(name, target, named))):
             free = [each for each in named if each not in given]
             listed = f"; it takes {', '.join(free[:12]) or 'none'}"
-            problems.append(f"{where}.{name}: {called} takes no such key{nearest(name, free) or listed}")
+            problems.append(f"{where}.{name}: {called} takes no such key{did_you_mean(name, free) or listed}")
         # `width: int = None` is written by many and means what it says
         elif name in named and name in types_of and not (value is None and named[name].default is None):
             try:

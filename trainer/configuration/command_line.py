@@ -14,8 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from trainer.formatting import expand_home
-from trainer.refusal import Refusal, nearest
+from trainer.messages import Refusal, did_you_mean, expand_home
 
 _MOST = 2_000  # values in one word: half a second of Hydra's parser, whose time grows with their square
 
@@ -93,7 +92,7 @@ def _with_value(flag: str, argv: list[str], overrides: list[str], parser: Argume
     """A flag that does not exist, as KEY=VALUE; takes its value out of the overrides. Refusal where a flag is near."""
     flags = re.findall(r"--[\w-]+", parser.format_usage())
     if get_close_matches(flag, flags, cutoff=0.75) or not flag.startswith("--"):
-        raise Refusal(f"{flag}: there is no such flag{nearest(flag, flags)}; --help shows what there is")
+        raise Refusal(f"{flag}: there is no such flag{did_you_mean(flag, flags)}; --help shows what there is")
     # --epochs 3: the value is the next word, unless it is one of its own.
     key, _, value = flag.removeprefix("--").partition("=")
     after = argv[argv.index(flag) + 1 : argv.index(flag) + 2]
@@ -107,7 +106,7 @@ def _folder(name: str) -> Path:
     # Hydra would go on without it and miss an option later.
     if not folder.is_dir():
         beside = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
-        raise Refusal(f"--config-dir {name}: there is no folder {folder}{nearest(folder.name, beside)}")
+        raise Refusal(f"--config-dir {name}: there is no folder {folder}{did_you_mean(folder.name, beside)}")
     return folder
 
 

@@ -27,7 +27,7 @@ from trainer.configuration.resource_paths import root
 from trainer.configuration.schema import BESIDE, GROUPS, examine
 from trainer.configuration.suggestions import assort, dashed, misnamed, mistyped, unread
 from trainer.configuration.trained_run_config import of_run, opens_a_run
-from trainer.refusal import Refusal, first_line, listed, nearest
+from trainer.messages import Refusal, did_you_mean, first_line, join_problems
 
 _MOST = 10_000  # values of a file in which every reference has been replaced by what it refers to
 
@@ -97,7 +97,7 @@ def compose(argv: Sequence[str]) -> DictConfig:
         _answer(words, [*chosen, *map(_for_hydra, changes)])
     later = {path: f"{said}{_behind(path, options, places)}" for path, said in later.items()}
     if problems := [*problems, *lines.values(), *later.values()]:
-        raise Refusal(listed(problems))
+        raise Refusal(join_problems(problems))
     return cfg
 
 
@@ -148,7 +148,7 @@ def _brief(error: BaseException) -> str:
     if isinstance(error, yaml.YAMLError):  # several lines, with the file and the place in it
         return f"this is not valid YAML: {' '.join(str(error).split())}"
     missing, there_are = getattr(error, "missing_cfg_file", None), getattr(error, "options", None)
-    return first_line(error) + (nearest(missing.split("/")[-1], there_are) if missing and there_are else "")
+    return first_line(error) + (did_you_mean(missing.split("/")[-1], there_are) if missing and there_are else "")
 
 
 def _behind(path: str, options: Mapping[str, str], places: list[Path]) -> str:

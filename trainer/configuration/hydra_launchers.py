@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from trainer.launch.child_processes import command
 from trainer.launch.slurm_requeue import to_run_again
-from trainer.refusal import Refusal, first_line
+from trainer.messages import Refusal, first_line
 
 
 def submit(cfg: DictConfig, jobs: Sequence[Sequence[str]], folder: Path) -> list[tuple[int, float]]:

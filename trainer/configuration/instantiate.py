@@ -22,7 +22,7 @@ from trainer.configuration.interpolation import as_written, quoted_from
 from trainer.configuration.schema import BESIDE
 from trainer.data.data import Data
 from trainer.learning.optimizer import made_for_trial
-from trainer.refusal import Refusal, listed
+from trainer.messages import Refusal, join_problems
 
 # What a data set's yaml says for models to interpolate. It is not passed to a Data that does not name it.
 FACTS = ("num_classes", "channels", "image_size", "vocab_size", "bytes_per_token", "ignored")
@@ -174,7 +174,7 @@ class _Check:
             first = list(inspect.signature(target).parameters)[: len(args)]
             problems += allowed_targets.missing(target, {*words, *given, *first}, where)
         if problems:
-            raise Refusal(listed(problems))
+            raise Refusal(join_problems(problems))
         args = self.within(args, f"{where}._args_")
         plain = [name for name, value in words.items() if not isinstance(value, dict)]
         said = [quoted_from(self.written, f"{where}.{name}").removeprefix(f"{where}.") for name in plain]

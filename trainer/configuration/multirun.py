@@ -20,7 +20,7 @@ from trainer.configuration.search_space import Axis, Between, Choice, Space, Tri
 from trainer.configuration.suggestions import options
 from trainer.configuration.trained_run_config import opens_a_run, reads_files
 from trainer.configuration.value_types import converted
-from trainer.refusal import Refusal, listed
+from trainer.messages import Refusal, join_problems
 
 _PLACE = {"run", "run.root", "run.name", "run.dir"}  # all runs share one folder
 _OF_HYDRA = re.compile(r"hydra[./](mode|launcher|sweeper)\b")
@@ -59,7 +59,7 @@ def multirun(argv: Sequence[str]) -> Multirun:
     words = read(argv)
     overrides, problems = parse(words.overrides, sweeps=True)
     if problems:
-        raise Refusal(listed(problems))
+        raise Refusal(join_problems(problems))
     of_hydra = [each for each in overrides if _OF_HYDRA.match(each.key_or_group)]
     with composing(words.folders) as places:
         # An experiment's yaml may list values, too. Of two words for one key the last holds, the command line's here.
@@ -120,7 +120,7 @@ def _of_yaml(composed: DictConfig) -> list[Override]:
             raise Refusal(f"hydra.sweeper.params: only the command line can set {word}, but a yaml file does")
     added, problems = parse(written, sweeps=True)
     if problems:
-        raise Refusal(listed(problems))
+        raise Refusal(join_problems(problems))
     return added
 
 
@@ -189,7 +189,7 @@ def _checked(trials: Iterable[Trial]) -> DictConfig:
         except Refusal as refusal:
             problems += str(refusal).splitlines()
     if problems:
-        raise Refusal(listed([*dict.fromkeys(problems)]))
+        raise Refusal(join_problems([*dict.fromkeys(problems)]))
     if opens_a_run(composed[0]) or reads_files(composed[0]):
         raise Refusal("-m trains several runs in one folder; a job that opens a run takes one run.dir: leave out -m")
     return composed[0]

@@ -30,7 +30,7 @@ from trainer.configuration.value_types import (
 )
 from trainer.learning.cadence import Every
 from trainer.learning.parameter_patterns import Rule
-from trainer.refusal import Refusal, listed
+from trainer.messages import Refusal, join_problems
 
 # Groups whose keys belong to what their `_target_` names; `experiment` is a group too, but leaves no key of its own.
 GROUPS = ("job", "strategy", "model", "task", "data", "optimizer", "schedule", "log")
@@ -190,7 +190,7 @@ def settings(cfg: DictConfig) -> Settings:
     values, wrong = resolved(cfg)
     found = examine(values, as_written(cfg), wrong)
     if found is None:
-        raise Refusal(listed([*wrong.values()]))
+        raise Refusal(join_problems([*wrong.values()]))
     return found
 
 

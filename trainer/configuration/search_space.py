@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

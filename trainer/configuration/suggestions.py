@@ -16,7 +16,7 @@ from trainer.configuration.command_line import line
 from trainer.configuration.interpolation import flat, quoted_from
 from trainer.configuration.schema import GROUPS, SECTIONS, Settings
 from trainer.configuration.value_types import converted, fits, in_steps, shown
-from trainer.refusal import Refusal, nearest
+from trainer.messages import Refusal, did_you_mean
 
 LISTED = (*GROUPS, "experiment")  # in config.yaml's defaults: +experiment=x can only mean experiment=x
 SINGLE = {*GROUPS} - {"log"}  # groups of which one option is chosen
@@ -82,7 +82,7 @@ def _instead(group: str, option: str, there_are: Iterable[str]) -> str:
         return "; write strategy=ddp strategy.find_unused_parameters=true."
     plain = group != "strategy" or "deepspeed" in option or "zero" in option
     paths = group != "data" or re.search(r"^[.~]|/", option)
-    near = nearest(option, there_are)
+    near = did_you_mean(option, there_are)
     if group == "optimizer" and not (option := _published(option)):
         general = "optimizer=torch optimizer._target_=PACKAGE.NAME takes any class of torch.optim"
         return f"{near}; {general}; other packages need trust=[PACKAGE]."

@@ -10,10 +10,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.configuration.schema import GROUPS, settings
-from trainer.formatting import expand_home
 from trainer.launch.file_validation import CONFIG, ENVIRONMENT, Damaged, read_json, read_yaml
 from trainer.launch.run_files import real
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, expand_home
 
 # What is never taken over: what is to be done, where, with whose code, and sinks, which are for what is trained.
 _OWN = ("job", "run", "processes", "trust", "log")

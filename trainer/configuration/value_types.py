@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from trainer.launch.launchers import meeting
 from trainer.learning.cadence import Every
 from trainer.learning.parameter_patterns import Rule
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
 _LISTS = (list, tuple, set, frozenset, Sequence, Iterable)

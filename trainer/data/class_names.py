@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.data.data import Data
-from trainer.refusal import BadData, Refusal
+from trainer.messages import BadData, Refusal
 
 _MOST = 2**21  # characters of all names that are kept: they are in the JSON of every checkpoint
 _SHOWN = 12  # names in a message

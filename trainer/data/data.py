@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate
 
 from trainer.data.preparation import Preparation
 from trainer.data.seeds import mix, put_back, seed_all
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 if TYPE_CHECKING:
     from trainer.data.sample_random import Random

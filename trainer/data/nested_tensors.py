@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.devices import pins
+from trainer.launch.devices import uses_pinned_memory
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
@@ -130,7 +130,7 @@ def moved(tree: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         return tree  # where it was read
     if isinstance(tree, Tensor):
-        pinned = pins(device)
+        pinned = uses_pinned_memory(device)
         # pinned memory is kept by torch until the copy is done, so nobody need wait here
         return (tree.pin_memory() if pinned and tree.is_cpu else tree).to(device, non_blocking=pinned)
     if callable(go := getattr(tree, "to", None)):

@@ -14,9 +14,8 @@ from trainer.data.reader import Loading, by_item, reading
 from trainer.data.sample_order import Slice
 from trainer.data.sample_random import Random
 from trainer.data.seeds import mix
-from trainer.devices import pins
-from trainer.formatting import counted
-from trainer.refusal import Refusal
+from trainer.launch.devices import uses_pinned_memory
+from trainer.messages import Refusal, format_count
 
 MIXING = 0x6D6978  # sets the numbers of mixing apart from those of augmenting
 
@@ -29,7 +28,7 @@ class Samples:
 
     def __init__(self, data: Data, dataset: Any, own: Slice, loading: Loading) -> None:
         self._data, self._device, self._seed = data, own.device, own.seed
-        self._read = reading(dataset, data.collate, own.seed, loading, pin=pins(own.device))
+        self._read = reading(dataset, data.collate, own.seed, loading, pin=uses_pinned_memory(own.device))
 
     def read(self, epoch: int, lists: Iterable[Tensor], training: bool) -> Iterator[Share]:
         """(indices, inputs, targets) of each list, in order; the indices stay on the CPU."""
@@ -166,6 +165,7 @@ def _uncut(share: Share) -> str:
         if not has_rows(tree, size):
             for place, x in named(tree, name):
                 if x.shape[:1] != (size,):
-                    return f"of {counted(size, 'sample')} {place} has the shape {tuple(x.shape)}"
-            return f"of {counted(size, 'sample')} the {name} are a {type(tree).__name__} that is not one tensor (B, …)"
+                    return f"of {format_count(size, 'sample')} {place} has the shape {tuple(x.shape)}"
+            kind = type(tree).__name__
+            return f"of {format_count(size, 'sample')} the {name} are a {kind} that is not one tensor (B, …)"
     return "a batch has no rows"

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainer.data.data import Data
 from trainer.data.seeds import Seeded
 from trainer.launch.stop_signals import obey_parent_alone
-from trainer.refusal import BadData
+from trainer.messages import BadData
 
 _MOST = 16  # workers that a rank takes by itself
 

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from trainer.data.data import Data
 from trainer.data.seeds import mix
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 _ORDER = 0x6F72646572  # sets the order's stream of random numbers apart from all others of the same seed
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.seeds import GOLDEN, POSITIVE, mix, mixed, signed
-from trainer.devices import widest
+from trainer.launch.devices import accumulation_dtype
 
 _SPREAD = 0x9E3779B1 - 2**32  # a prime near 2^32 over the golden ratio, as the int32 that torch understands
 
@@ -59,7 +59,7 @@ class Random:
         """
         drawn = self._words(shape)
         # 33 bits want float64: where the device has none the host computes, and waits for it
-        words = drawn if widest(drawn.device) == torch.float64 else drawn.cpu()
+        words = drawn if accumulation_dtype(drawn.device) == torch.float64 else drawn.cpu()
         tail, power = torch.frexp(((words >> 31) + 1).double())  # P(|z| > result) = tail · 2^power / 2^32
         place = (tail - 0.5) * 512
         cell = place.floor()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from trainer.devices import generator_of
+from trainer.launch.devices import default_generator
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: multiples of it lie as evenly as can be
 POSITIVE = 2**63 - 1  # all bits but the sign
@@ -59,7 +59,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
 def seed_more_gpus(indices: Iterable[int]) -> None:
     """Seed further CUDA GPUs, each otherwise, from the seed that the CPU's generator was given last."""
     for index in indices:
-        generator_of(torch.device("cuda", index)).manual_seed(mix(torch.initial_seed(), index))
+        default_generator(torch.device("cuda", index)).manual_seed(mix(torch.initial_seed(), index))
 
 
 def seed_all(seed: int) -> None:

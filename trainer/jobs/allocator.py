@@ -12,14 +12,13 @@ from typing import Any
 
 from trainer.configuration.schema import Loop
 from trainer.data.sample_order import size_of
-from trainer.formatting import counted
 from trainer.jobs.batch_sizes import more_micro_batches
 from trainer.jobs.preparation import Prepared
 from trainer.launch.failure import chain
 from trainer.loop.evaluation import evaluate, rehearse
 from trainer.loop.trainer import Trainer
+from trainer.messages import Refusal, format_count
 from trainer.records.checkpoint.writer import AsyncSaver
-from trainer.refusal import Refusal
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 _NEVER, _LARGE = 2**30, 2**20  # bytes
@@ -79,8 +78,8 @@ def _in_evaluation(run: Prepared) -> str:
     ranks, count = run.batches.ranks, run.batches.micro_batches
     whole, samples = evaluation_batch(run.settings.loop), size_of(run.evaluation)
     largest = min(-(-whole // (ranks * count)), -(-samples // ranks))  # samples of a rank in one forward
-    dealt = f"{counted(ranks, 'data rank')} / {counted(count, 'micro-batch')}"
-    said = f"{counted(largest, 'sample')} at once (evaluation batch {whole} / {dealt})"
+    dealt = f"{format_count(ranks, 'data rank')} / {format_count(count, 'micro-batch')}"
+    said = f"{format_count(largest, 'sample')} at once (evaluation batch {whole} / {dealt})"
     remedy = f"Try loop.eval_batch={largest // 2 * ranks * count}." if largest > 1 else f"There is no less; {_SPREAD}."
     return f"The device's memory ran out in an evaluation, with {said}. {remedy}"
 

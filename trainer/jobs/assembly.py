@@ -20,7 +20,6 @@ from trainer.configuration.interpolation import written
 from trainer.configuration.schema import Settings, settings
 from trainer.configuration.trained_run_config import opens_a_run
 from trainer.data.data import Data
-from trainer.formatting import expand_home
 from trainer.jobs.preparation import Job, RunParts
 from trainer.launch.child_processes import Alone, alone
 from trainer.launch.file_validation import CONFIG, read_yaml
@@ -30,9 +29,9 @@ from trainer.learning.cadence import Cadences, Every
 from trainer.learning.optimizer import exposed, fused_words, made_for_trial, refuse_rate, refuse_rules, spares_vectors
 from trainer.learning.schedule import Schedule, TorchSchedule
 from trainer.learning.task import Task
+from trainer.messages import Refusal, expand_home
 from trainer.records.run_folder import RunFolder, refuse_place
 from trainer.records.sinks import Sink
-from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 

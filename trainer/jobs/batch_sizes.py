@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trainer.formatting import counted
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, format_count
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,9 @@ class Batches:
 
     def __str__(self) -> str:
         samples = f"{self.smallest} to " if self.largest != self.smallest else ""
-        samples += counted(self.largest, "sample")
-        dealt = f"{samples} × {counted(self.micro_batches, 'micro-batch')} × {counted(self.ranks, 'data rank')}"
-        return f"{dealt} = global batch {self.total}"
+        samples += format_count(self.largest, "sample")
+        micro_batches = format_count(self.micro_batches, "micro-batch")
+        return f"{samples} × {micro_batches} × {format_count(self.ranks, 'data rank')} = global batch {self.total}"
 
 
 def deal(global_batch: int, ranks: int, micro_batches: int, local: int | None, uneven: bool = False) -> Batches:
@@ -57,8 +56,8 @@ def deal(global_batch: int, ranks: int, micro_batches: int, local: int | None, u
     fitting = [number for number in range(1, global_batch // ranks + 1) if dealt(number, uneven)]
     fitting = sorted(sorted(fitting, key=lambda number: abs(number - wanted))[:2])
     raise Refusal(
-        f"loop.global_batch {global_batch} / {counted(ranks, 'data rank')} / "
-        + (counted(wanted, "micro-batch") if local is None else f"{key} {wanted}")
+        f"loop.global_batch {global_batch} / {format_count(ranks, 'data rank')} / "
+        + (format_count(wanted, "micro-batch") if local is None else f"{key} {wanted}")
         + f" {'leaves some without a sample' if uneven else 'is not whole'}; nearest: {nearest}"
         + (f"; or {key}={' or '.join(map(str, fitting))}" if fitting else "")
         + ("; or loop.uneven=true" if dealt(wanted, uneven=True) else "")
@@ -85,10 +84,10 @@ class Length:
 
     def __str__(self) -> str:
         epochs = self.steps / self.per_epoch
-        left_out = counted(self.left_out, "sample")
+        left_out = format_count(self.left_out, "sample")
         tail = f"; each epoch leaves out {left_out}, not always the same ones" if self.left_out else ""
-        length = f"{epochs:.3g} epoch{'' if epochs == 1 else 's'} of {counted(self.per_epoch, 'step')}"
-        return f"{counted(self.steps, 'step')}, {length}{tail}"
+        length = f"{epochs:.3g} epoch{'' if epochs == 1 else 's'} of {format_count(self.per_epoch, 'step')}"
+        return f"{format_count(self.steps, 'step')}, {length}{tail}"
 
 
 def measure(samples: int, global_batch: int, epochs: int | None, steps: int | None, unit: int) -> Length:
@@ -101,7 +100,9 @@ def measure(samples: int, global_batch: int, epochs: int | None, steps: int | No
     if samples < global_batch:
         most = samples // unit * unit
         fits = f"at most {most} fits" if most else f"the smallest that these processes can divide is {unit}"
-        raise Refusal(f"the training set has {counted(samples, 'sample')}, loop.global_batch is {global_batch}; {fits}")
+        raise Refusal(
+            f"the training set has {format_count(samples, 'sample')}, loop.global_batch is {global_batch}; {fits}"
+        )
     per_epoch = samples // global_batch
     bounds = [bound for bound in (steps, None if epochs is None else epochs * per_epoch) if bound is not None]
     return Length(min(bounds), per_epoch, samples % global_batch)

@@ -22,6 +22,7 @@ from trainer.loop.media_logging import NoSample, NoShow, Sample, Show
 from trainer.loop.progress import Progress
 from trainer.loop.rollback import AFTER
 from trainer.loop.trainer import Trainer
+from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manager import Checkpoints
 from trainer.records.checkpoint.manifest import FINITE, TO_RESUME
@@ -29,7 +30,6 @@ from trainer.records.checkpoint.writer import AsyncSaver, SyncSaver
 from trainer.records.profiler import NoProfile, Profile
 from trainer.records.resume_rules import read_config
 from trainer.records.sinks import Log, shows
-from trainer.refusal import Refusal
 from trainer.strategies.parallel_model import ParallelModel
 
 FORGIVEN = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed saves in a row after which a run goes on

@@ -20,15 +20,14 @@ from trainer.data.preparation import Preparation
 from trainer.data.reader import Loading
 from trainer.data.sample_order import Slice
 from trainer.data.stream import EvaluationStream
-from trainer.formatting import expand_home
 from trainer.jobs.preparation import Job, RunParts, seeded_network
 from trainer.jobs.trained_run import Which, as_average, chosen, classes_of, names_there, run_folder, samples_of
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_files import make_folder, replace_file
 from trainer.learning.task import Task
+from trainer.messages import Refusal, expand_home
 from trainer.parallel.optimizer_state import fits
 from trainer.records.weight_files import of_checkpoint
-from trainer.refusal import Refusal
 
 
 @dataclass(frozen=True)

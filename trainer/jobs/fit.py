@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
-from trainer.formatting import counted
 from trainer.jobs.allocator import give_back_freed_memory, keep_freed_memory, remedy
 from trainer.jobs.build_trainer import make_checkpoints, make_trainer
 from trainer.jobs.determinism import way_out
@@ -23,6 +22,7 @@ from trainer.launch.status import process_age
 from trainer.launch.stop_signals import StopRequest, left_behind
 from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
+from trainer.messages import Refusal, format_count
 from trainer.parallel.meta_model import is_outline
 from trainer.records.checkpoint.manifest import TO_RESUME, Found
 from trainer.records.checkpoint.store import newest_in, open_checkpoint
@@ -30,7 +30,6 @@ from trainer.records.console import LogFile
 from trainer.records.metrics_files import Figures
 from trainer.records.resume_rules import is_checkpoint, start_path
 from trainer.records.sinks import Log
-from trainer.refusal import Refusal
 
 
 class Fit(Job):
@@ -126,7 +125,7 @@ def end(run: Prepared, trainer: Trainer, stop: StopRequest, done: bool, began: f
     # all ranks; each hears what any was asked: one may have heard of it a second before the others do
     asked = [] if done else run.strategy.world.all_gather_values(stop.reason)
     why = next(filter(None, asked), f"run.stop_after={run.settings.run.stop_after or 0:g} s")
-    early = f"{counted(trainer.progress.stale, 'evaluation')} in a row without improvement: loop.patience"
+    early = f"{format_count(trainer.progress.stale, 'evaluation')} in a row without improvement: loop.patience"
     ended = early if step < trainer.steps else None
     reason = ended if done else "another machine left the run" if lost else why
     state = "completed" if done else "preempted"

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.nested_tensors import changed, first_tensor, tensors
-from trainer.devices import names
 from trainer.jobs.preparation import Prepared
+from trainer.launch.devices import accelerator_names
 from trainer.learning.flops_utilization import NoWork, Work
 from trainer.learning.task import Task
+from trainer.messages import first_line
 from trainer.parallel.pipeline.fake_forward import shapes
 from trainer.records.sinks import Log
-from trainer.refusal import first_line
 
 # Dense matrix products, without sparsity, in 10¹² operations a second: in bf16 and fp16, TF32, fp32, fp64. Where a name
 # fits several lines, the first one counts; a number that no data sheet gives is missing. MI250X: of each half, which is
@@ -73,9 +73,10 @@ def _peak(run: Prepared, log: Log) -> float | None:
     if asked is not None or not machine.on_gpu:
         return asked
     tf32 = machine.tf32 and machine.kind == "cuda" and machine.resolved_precision == "fp32"
-    found = peak_flops(names()[0], "tf32" if tf32 else machine.resolved_precision)
+    found = peak_flops(accelerator_names()[0], "tf32" if tf32 else machine.resolved_precision)
     if found is None:
-        log.say(f"note        no utilisation: the peak of {names()[0]} is not known; loop.peak_flops=… gives it")
+        name = accelerator_names()[0]
+        log.say(f"note        no utilisation: the peak of {name} is not known; loop.peak_flops=… gives it")
     return found
 
 

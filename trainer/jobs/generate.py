@@ -9,13 +9,13 @@ from typing import Literal
 
 import torch
 
-from trainer.devices import accelerator
 from trainer.jobs.export import trained
 from trainer.jobs.preparation import Job, RunParts
 from trainer.jobs.trained_run import Which, as_average, chosen, run_folder
+from trainer.launch.devices import accelerator_type
 from trainer.launch.run_files import make_folder, open_file
 from trainer.learning.generation_request import Continuation
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 class Generate(Job):
@@ -49,7 +49,7 @@ class Generate(Job):
         found = chosen(run, self.checkpoint)
         network = trained(run, found.path, as_average(run, self.weights))
         self.asked.refuse_network("job=generate", network)
-        device = torch.device("cpu" if run.machine.device == "cpu" else accelerator() or "cpu")
+        device = torch.device("cpu" if run.machine.device == "cpu" else accelerator_type() or "cpu")
         text = self.asked.text(network.to(device), run.data, device)
         print(text)
         asked = asdict(self.asked)

@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.formatting import counted, duration
 from trainer.launch.run_files import make_folder, refuse_strange, replace_file
 from trainer.launch.status import CRASHED, read_starts, read_status
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, format_count, format_duration
 
 if TYPE_CHECKING:
     from trainer.records.run_folder import RunFolder
@@ -105,13 +104,16 @@ def cost_lines(said: dict[str, Any]) -> list[str]:
     words = [f"saves {spoken(lost['save'])}", f"starting {spoken(lost['start'])}"]
     if said["restarts"]:
         words += [f"down {spoken(lost['down'])}"]
-        words += [f"repeating {counted(said['steps_repeated'], 'step')} {spoken(lost['repeated'])}"]
+        words += [f"repeating {format_count(said['steps_repeated'], 'step')} {spoken(lost['repeated'])}"]
     steps, seconds = (f"{100 * said[name]:.1f} %" for name in ("goodput", "goodput_seconds"))
     return [
         f"goodput     {steps} of the steps, {seconds} of {spoken(said['seconds'])}",
         f"lost        {', '.join(words)}",
         *(
-            [f"restarts    {said['restarts']} of {counted(starts, 'start')}; checkpoints kept {spoken(said['kept'])}"]
+            [
+                f"restarts    {said['restarts']} of {format_count(starts, 'start')};"
+                f" checkpoints kept {spoken(said['kept'])}"
+            ]
             if said["restarts"]
             else []
         ),
@@ -140,5 +142,5 @@ def _after(start: dict[str, Any]) -> str:
 def spoken(seconds: float) -> str:
     """A time with as many digits as matter."""
     if seconds >= 100:
-        return duration(seconds)
+        return format_duration(seconds)
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from torch import nn
 
-from trainer.formatting import counted, expand_home, named
 from trainer.launch.run_files import real
+from trainer.messages import Refusal, expand_home, format_count, format_names
 from trainer.parallel.meta_model import named_tensors
 from trainer.records.weight_files import Weights, open_weights
-from trainer.refusal import Refusal
 
 _SHOWN = 4  # names of a kind in a line
 
@@ -80,7 +79,8 @@ def _left_random(network: nn.Module) -> list[str]:
     if not count or not callable(getattr(network, "pretrained", None)):
         return []
     return [
-        f"note        {counted(count, 'frozen tensor')} with random values; init_from=pretrained loads published ones"
+        f"note        {format_count(count, 'frozen tensor')} with random values;"
+        " init_from=pretrained loads published ones"
     ]
 
 
@@ -152,11 +152,12 @@ def _place(source: str, network: nn.Module) -> Path:
 def _strangers(path: Path, there: Collection[str], network: nn.Module, replaced: Sequence[str]) -> str:
     kind, own = type(network).__name__, network.state_dict()
     if replaced:
-        return f"no tensor of {path} has the shape that {kind} has for it: {named(replaced, _SHOWN)}"
+        return f"no tensor of {path} has the shape that {kind} has for it: {format_names(replaced, _SHOWN)}"
     if not there:
         return f"{path} holds no tensor by name"
-    return f"no name in {path} is one of {kind}'s; there: {named(there, _SHOWN)}; here: {named(own, _SHOWN)}"
+    in_file, here = format_names(there, _SHOWN), format_names(own, _SHOWN)
+    return f"no name in {path} is one of {kind}'s; there: {in_file}; here: {here}"
 
 
 def _line(what: str, names: Sequence[str]) -> list[str]:
-    return [f"weights     {len(names)} {what}: {named(names, _SHOWN)}"] if names else []
+    return [f"weights     {len(names)} {what}: {format_names(names, _SHOWN)}"] if names else []

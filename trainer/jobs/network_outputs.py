@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainer.jobs.trained_run import Opened
 from trainer.learning.task import Task
+from trainer.messages import BadData
 from trainer.parallel.ranks import Ranks
-from trainer.refusal import BadData
 from trainer.strategies.base import Strategy
 
 Piece = dict[str, NDArray[Any]]  # named rows (n, …) of neighbouring samples

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from trainer.data.data import Data
-from trainer.formatting import counted, expand_home
 from trainer.jobs.network_outputs import Piece, Stopped, answers
 from trainer.jobs.preparation import Job, RunParts
 from trainer.jobs.trained_run import (
@@ -29,8 +28,8 @@ from trainer.jobs.trained_run import (
 )
 from trainer.launch import failure
 from trainer.learning.task import Task
+from trainer.messages import BadData, Refusal, expand_home, format_count
 from trainer.records.prediction_files import Table, Tensors, drafts, json_line
-from trainer.refusal import BadData, Refusal
 
 _BEST = 5  # classes of an input whose probabilities are written
 _SHOWN = 20  # inputs, or damaged ones, on the screen
@@ -99,16 +98,16 @@ class Classified:
     def lines(self) -> list[str]:
         """For the screen: the answers where they are few, and what could not be read."""
         read = self._count - self._bad
-        many = [f"classified  {counted(read, 'input')} of {self._count:,}"]
+        many = [f"classified  {format_count(read, 'input')} of {self._count:,}"]
         more = [f"  … and {self._bad - _SHOWN:,} more; the error of each is in its row"] if self._bad > _SHOWN else []
-        damaged = [f"damaged     {self._bad:,} of {counted(self._count, 'input')}", *self._damaged, *more]
+        damaged = [f"damaged     {self._bad:,} of {format_count(self._count, 'input')}", *self._damaged, *more]
         return [*(self._shown if read <= _SHOWN else many), *(damaged if self._bad else [])]
 
     def refusal(self, what: str, path: Path) -> str:
         """Why there is no answer at all; empty where there is one."""
         if self._bad < self._count:
             return ""
-        return f"{what}: none of {counted(self._count, 'input')} could be read; the reason of each is in {path}"
+        return f"{what}: none of {format_count(self._count, 'input')} could be read; the reason of each is in {path}"
 
 
 def _rounded(probability: float) -> float:

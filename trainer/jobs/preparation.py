@@ -30,11 +30,11 @@ from trainer.learning.parameter_patterns import Rule, resolve_rules
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task, carries, gathers, refuse_metric_objects
 from trainer.learning.untrained_parameters import freeze, refuse_frozen, refuse_parameters
+from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_stored, allocate_empty, is_outline
 from trainer.records.profiler import refuse_window
 from trainer.records.run_folder import RunFolder
 from trainer.records.sinks import Sink, shows
-from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 

@@ -17,12 +17,12 @@ from trainer.data.class_names import names_of, shown
 from trainer.data.data import Data
 from trainer.data.sample_order import size_of
 from trainer.jobs.batch_sizes import Length
+from trainer.messages import Refusal
 from trainer.parallel.optimizer_state import differences
 from trainer.records.checkpoint.manifest import TO_RESUME, CorruptCheckpoint, Found, check_sizes, read_manifest
 from trainer.records.checkpoint.store import candidates, look_into
 from trainer.records.resume_rules import Change, changes, is_checkpoint, read_config
 from trainer.records.run_folder import RunFolder
-from trainer.refusal import Refusal
 
 
 def known_sets(data: Data, training: Any, length: int, evaluation: Any) -> dict[str, Any]:

@@ -23,12 +23,12 @@ from trainer import __version__
 from trainer.configuration.command_line import code_words
 from trainer.data.class_names import names_of
 from trainer.data.sample_order import size_of
-from trainer.devices import names
-from trainer.formatting import counted, named
 from trainer.jobs.preparation import Prepared
+from trainer.launch.devices import accelerator_names
 from trainer.launch.rendezvous import Launch
 from trainer.learning.untrained_parameters import trainable
 from trainer.loop.progress import Progress
+from trainer.messages import format_count, format_names
 from trainer.parallel.optimizer_state import AVERAGE
 from trainer.records.checkpoint.manager import Checkpoints
 from trainer.records.checkpoint.manifest import Found
@@ -56,7 +56,7 @@ def describe(run: Prepared) -> dict[str, Any]:
             **{name: next((each.version for each in distributions(name=name)), None) for name in PACKAGES},
         },
         **{name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")},  # torch was built for
-        "gpus": names(),
+        "gpus": accelerator_names(),
         "cpus": os.cpu_count(),
         "git": _revision(),
         "strategy": strategy.name,
@@ -76,10 +76,10 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
     count, learn = sum(parameter.numel() for parameter in run.network.parameters()), trainable(run.network)
     frozen = f", of which {learn:,} are trained" if learn < count else ""
     never_full = run.schedule.warmup > run.length.steps
-    evaluated = counted(size_of(run.evaluation), "sample") if run.evaluation is not None else ""
+    evaluated = format_count(size_of(run.evaluation), "sample") if run.evaluation is not None else ""
     return [
         f"run folder  {run.folder.path}",
-        f"strategy    {strategy.name} on {counted(strategy.world.size, 'process')}; {devices(machine)}",
+        f"strategy    {strategy.name} on {format_count(strategy.world.size, 'process')}; {devices(machine)}",
         f"precision   {arithmetic(machine)}",
         f"network     {type(run.network).__name__}, {count:,} parameters{frozen}",
         *[f"optimizer   {rule}; {rule.covers(run.network):,} parameters" for rule in run.rules],
@@ -104,7 +104,8 @@ def found(run: Prepared) -> str:
     """How much there is to train on, and in how many classes where the data knows."""
     samples = run.length.per_epoch * run.batches.total + run.length.left_out
     classes = getattr(run.data, "num_classes", None)
-    return counted(samples, "sample") + (f" in {counted(classes, 'class')}" if isinstance(classes, int) else "")
+    in_classes = f" in {format_count(classes, 'class')}" if isinstance(classes, int) else ""
+    return format_count(samples, "sample") + in_classes
 
 
 def uncalled_notes(network: nn.Module) -> list[str]:
@@ -131,13 +132,13 @@ def devices(machine: Machine) -> str:
     """The devices in use of those that this machine has, and how to use them all."""
     used = machine.launch.local_world_size
     if not machine.on_gpu:
-        threads, cores = counted(torch.get_num_threads(), "thread"), counted(os.cpu_count() or 1, "core")
-        return f"cpu, {counted(used, 'process')} of {threads} on {cores}"
-    seen = names()
+        threads, cores = format_count(torch.get_num_threads(), "thread"), format_count(os.cpu_count() or 1, "core")
+        return f"cpu, {format_count(used, 'process')} of {threads} on {cores}"
+    seen = accelerator_names()
     if used > len(seen) and not machine.shares_devices:
-        return f"{counted(used, 'GPU')}, each seen by one process alone, {seen[0]}"
+        return f"{format_count(used, 'GPU')}, each seen by one process alone, {seen[0]}"
     more = "; all of them: processes=auto strategy=ddp"
-    return f"{used} of {counted(len(seen), 'GPU')}, {seen[0]}{more if used < len(seen) else ''}"
+    return f"{used} of {format_count(len(seen), 'GPU')}, {seen[0]}{more if used < len(seen) else ''}"
 
 
 def arithmetic(machine: Machine) -> str:
@@ -155,15 +156,15 @@ def replaced_lines(of_ranks: Sequence[Sequence[str]]) -> list[str]:
     every = sorted(set(chain.from_iterable(of_ranks)))
     if not every:
         return []
-    which = named(every, _SHOWN)
-    return [f"replaced    {counted(len(every), 'sample')} that could not be read, others in their place: {which}"]
+    which = format_names(every, _SHOWN)
+    return [f"replaced    {format_count(len(every), 'sample')} that could not be read, others in their place: {which}"]
 
 
 def left_out_lines(skipped: int, progress: Progress) -> list[str]:
     """How much of what was read has taught nothing, because a loss, a gradient or a weight was not finite."""
-    times, samples = counted(progress.rollbacks, "time"), counted(progress.left_out, "sample")
+    times, samples = format_count(progress.rollbacks, "time"), format_count(progress.left_out, "sample")
     return [
-        *([f"left out    {counted(skipped, 'step')} whose loss or gradient was not finite"] if skipped else []),
+        *([f"left out    {format_count(skipped, 'step')} whose loss or gradient was not finite"] if skipped else []),
         *([f"went back   {times} to a checkpoint, and left out {samples}"] if progress.rollbacks else []),
     ]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.formatting import counted, number
 from trainer.jobs.goodput_report import cost_lines, costs, spoken
 from trainer.jobs.preparation import Prepared
 from trainer.launch.status import read_status
 from trainer.loop.trainer import Trainer
+from trainer.messages import format_count, format_number
 from trainer.records.checkpoint.manager import Checkpoints
 from trainer.records.checkpoint.store import committed, winner
 from trainer.records.console import figure
@@ -47,7 +47,7 @@ def figure_lines(path: Path, checkpoints: Checkpoints) -> list[str]:
     if len(names) > _SHOWN:
         rows.append((f"  and {len(names) - _SHOWN} more in metrics.jsonl",))
     if "train" in last:
-        rows.append(("  training loss", number(last["train"]["loss_mean"])))
+        rows.append(("  training loss", format_number(last["train"]["loss_mean"])))
     return _aligned([("metrics", "last", *(["best"] if chosen else [])), *rows]) if rows else []
 
 
@@ -79,7 +79,10 @@ def notes(before: int, ahead: bool) -> list[str]:
     """What the times do not say. before: the steps of earlier starts; ahead: the host runs ahead of a GPU."""
     return [
         *(
-            [f"note        the table is of this start only; earlier starts did the first {counted(before, 'step')}"]
+            [
+                "note        the table is of this start only;"
+                f" earlier starts did the first {format_count(before, 'step')}"
+            ]
             if before
             else []
         ),

@@ -31,11 +31,11 @@ from trainer.launch.rendezvous import Launch
 from trainer.launch.run_files import make_folder, real, refuse_strange
 from trainer.launch.status import STATUS_FILE
 from trainer.launch.stop_signals import StopRequest
+from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_stored, is_outline
 from trainer.parallel.ranks import all_or_none
 from trainer.records.checkpoint.manifest import TO_RESUME, CorruptCheckpoint, Found, Manifest, read_state
 from trainer.records.checkpoint.store import committed, damage, open_checkpoint, winner
-from trainer.refusal import Refusal
 from trainer.strategies.parallel_model import ParallelModel
 
 Split = Literal["evaluation", "train"]

@@ -21,12 +21,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from trainer.formatting import counted
 from trainer.launch.failure import STOPPED
 from trainer.launch.file_validation import MANIFEST, Damaged, read_json
 from trainer.launch.rank_output import Relay, say
 from trainer.launch.status import read_status
 from trainer.launch.stop_signals import REQUESTS
+from trainer.messages import format_count
 
 _LOOK = 0.1  # seconds between two looks at the processes
 _ACCOUNT = 10.0  # seconds that the others have to notice that one has failed, and to say so
@@ -258,7 +258,7 @@ def run_with_restarts(
             say(f"no restart  the same failure twice at step {last.step:,}: {last.reason}")
             return code, asked, said
         if not left:
-            say(f"no restart  {counted(restarts, 'restart')} without a new checkpoint (distributed.restarts)")
+            say(f"no restart  {format_count(restarts, 'restart')} without a new checkpoint (distributed.restarts)")
             return code, asked, said
         left -= 1
         where = f"from step {last.saved:,}" if last.saved >= 0 else "from the beginning"

@@ -27,7 +27,7 @@ from trainer.launch.polling import poll
 from trainer.launch.rank_output import note, say
 from trainer.launch.rendezvous import Launch, say_goodbye
 from trainer.launch.status import mark_failed, read_status
-from trainer.refusal import FatalRunError, Refusal
+from trainer.messages import FatalRunError, Refusal
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.formatting import shown
 from trainer.launch.run_files import open_file
+from trainer.messages import escape_line
 
 _BYTES = 2**23  # of a JSON file that is read: in memory it takes up to 25 times as much
 _YAML_BYTES = 2**20  # yaml is a hundred times slower
@@ -28,7 +28,7 @@ class Damaged(Exception):
     """A file that is not as the program writes it; the message names the file, the field and what is wrong."""
 
     def __init__(self, said: str) -> None:
-        super().__init__(shown(said))  # names of files and of fields are in it, which others have chosen
+        super().__init__(escape_line(said))  # names of files and of fields are in it, which others have chosen
 
 
 def whole(value: Any, where: str) -> None:
@@ -124,8 +124,8 @@ def _named(where: str) -> str:
 
 
 def _wrong(where: str, value: Any, wanted: str) -> Damaged:
-    shown = f"{type(value).__name__}" if isinstance(value, (Mapping, list)) else repr(value)[:80]
-    return Damaged(f"{_named(where)} is {shown}, not {wanted}")
+    found = f"{type(value).__name__}" if isinstance(value, (Mapping, list)) else repr(value)[:80]
+    return Damaged(f"{_named(where)} is {found}, not {wanted}")
 
 
 def read_json(path: Path, kind: Kind) -> tuple[dict[str, Any], bytes]:

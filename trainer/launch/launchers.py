@@ -15,7 +15,7 @@ from datetime import timedelta
 from urllib.parse import unquote
 
 from trainer.launch.rendezvous import PATIENCE, Launch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 _OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 _MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]

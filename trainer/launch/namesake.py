@@ -7,7 +7,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 import trainer
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 HERE = Path(__file__).resolve().parent.parent  # the folder of this program's package
 

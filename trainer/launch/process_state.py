@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 PutBack = Callable[[], None]
 _at_work = threading.Lock()  # one run at a time: another one would take this one's changes for what was there before

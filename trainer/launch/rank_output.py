@@ -16,8 +16,8 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any, Self, TextIO
 
-from trainer.formatting import shown_lines
 from trainer.launch.run_files import make_folder, open_file, opener
+from trainer.messages import escape_text
 
 _console: TextIO | None = None  # the console's stderr, where this process's own was led into a file
 
@@ -49,7 +49,7 @@ def say(text: str) -> None:
     screen = _console or sys.stderr
     clear = "\r\x1b[2K" if screen.isatty() else ""
     with suppress(OSError):  # what comes after it, such as status.json, matters more
-        print(f"{clear}{shown_lines(text)}", file=screen, flush=True)
+        print(f"{clear}{escape_text(text)}", file=screen, flush=True)
 
 
 def note(text: str, folder: Path | None, rank: int) -> bool:
@@ -57,7 +57,7 @@ def note(text: str, folder: Path | None, rank: int) -> bool:
     if folder is not None:
         try:
             with open_file(log_path(folder, rank), "ab") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {shown_lines(text)}\n".encode())
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {escape_text(text)}\n".encode())
         except OSError:
             return False
     return True
@@ -101,7 +101,7 @@ class _Seen(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as text."""
-        return shown_lines(super().format(record))
+        return escape_text(super().format(record))
 
 
 class _LogFile(logging.FileHandler):

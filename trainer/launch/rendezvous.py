@@ -24,7 +24,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from trainer.launch.polling import poll, with_timeout
-from trainer.refusal import Refusal, first_line
+from trainer.messages import Refusal, first_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store

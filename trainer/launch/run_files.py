@@ -18,8 +18,7 @@ from io import BufferedRandom
 from pathlib import Path
 from typing import cast
 
-from trainer.formatting import shown
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, escape_line
 
 _PASS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -29,8 +28,8 @@ class Strange(Refusal, OSError):
 
     def __init__(self, path: str | Path, what: str) -> None:
         super().__init__(
-            f"{shown(path)} is {what}: in a run's folder no link is followed, and nothing is opened but regular files."
-            " Remove it; a folder on another disk is chosen with run.root or run.dir"
+            f"{escape_line(path)} is {what}: in a run's folder no link is followed, and nothing is opened but regular"
+            " files. Remove it; a folder on another disk is chosen with run.root or run.dir"
         )
         self.strerror = f"it is {what}, which is not opened in a run's folder"
 
@@ -84,7 +83,7 @@ def refuse_strange(folder: Path) -> None:
 def kind(path: str | Path) -> str:
     """What stands there, in words."""
     if os.path.islink(path):
-        return f"a link to {shown(os.readlink(path))}"
+        return f"a link to {escape_line(os.readlink(path))}"
     return "a folder" if os.path.isdir(path) else "no regular file"
 
 

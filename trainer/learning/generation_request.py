@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.data.data import Data
 from trainer.data.seeds import seed_all, seed_torch
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 @dataclass(frozen=True)

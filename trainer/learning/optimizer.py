@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.learning.parameter_patterns import Rule
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 EMPTY = "empty parameter list"  # what torch says of an optimizer that gets nothing
 

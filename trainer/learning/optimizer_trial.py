@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from trainer.formatting import counted
 from trainer.learning.optimizer import Make, sparse_embeddings
-from trainer.refusal import Refusal, first_line
+from trainer.messages import Refusal, first_line, format_count
 
 _ERRORS = (RuntimeError, ValueError, Refusal)
 
@@ -78,7 +77,7 @@ def _refuse_dimensions(make: Make, names: dict[int, str], error: Exception) -> N
         except _ERRORS as own:
             if str(own) == str(error):
                 raise Refusal(
-                    f"optimizer: it cannot train {name}, which has {counted(dims, 'dimension')}: {error}"
+                    f"optimizer: it cannot train {name}, which has {format_count(dims, 'dimension')}: {error}"
                 ) from error
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from trainer.refusal import Refusal, nearest
+from trainer.messages import Refusal, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ def spelled_out(network: nn.Module, pattern: str, where: str) -> tuple[str, ...]
             return said
         raise Refusal(f"{where}: {kind} does not say what its backbone is; its parts are {tops}")
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name)
-    near = nearest(pattern, [*modules, *names])
+    near = did_you_mean(pattern, [*modules, *names])
     raise Refusal(f"{where}: {pattern!r} matches no parameter of {kind}; it has {tops}{near}")
 
 

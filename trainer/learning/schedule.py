@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 class StatelessSchedule:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.data.nested_tensors import first_tensor, named
 from trainer.learning.parallel_plan import Plan
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 class Task:

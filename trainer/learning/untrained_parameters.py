@@ -8,10 +8,9 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from trainer.formatting import named
 from trainer.learning.parameter_patterns import spelled_out, within
 from trainer.learning.task import Task
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, format_names
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # that know the samples of their own process alone
 NORMS = (*BATCH_NORMS, nn.SyncBatchNorm)  # what has running statistics
@@ -85,7 +84,7 @@ def refuse_parameters(task: Task) -> None:
     """Refuse parameters that a task has made for itself. A network inside it may be one that is not to learn."""
     own = [name for name, value in _held(vars(task), ()) if isinstance(value, nn.Parameter) and value.requires_grad]
     if own:
-        raise Refusal(f"task: {type(task).__name__} has parameters of its own, {named(own, 8)}: {_WORDS}")
+        raise Refusal(f"task: {type(task).__name__} has parameters of its own, {format_names(own, 8)}: {_WORDS}")
 
 
 def with_gradient(task: Task, network: nn.Module) -> list[str]:
@@ -99,8 +98,8 @@ def refuse_gradients(task: Task, names: list[str]) -> None:
     """Refuse a task whose weights got gradients, for these would be all that comes of them."""
     if names:
         raise Refusal(
-            f"task: weights that {type(task).__name__} holds get gradients, {named(names, 8)}: {_WORDS}. Where they are"
-            " not to learn (a teacher, a network that measures a loss): requires_grad_(False)"
+            f"task: weights that {type(task).__name__} holds get gradients, {format_names(names, 8)}: {_WORDS}. Where"
+            " they are not to learn (a teacher, a network that measures a loss): requires_grad_(False)"
         )
 
 

@@ -14,8 +14,8 @@ from trainer.data.nested_tensors import changed
 from trainer.data.stream import Batch, EvaluationStream
 from trainer.learning.task import Around, Task, gathers, innermost, lists_samples
 from trainer.loop.media_logging import NoShow
+from trainer.messages import Refusal, did_you_mean, first_line
 from trainer.parallel.ranks import Ranks
-from trainer.refusal import Refusal, first_line, nearest
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
 
@@ -213,7 +213,7 @@ def rehearse(
     for key, name in wanted.items():
         if (bare := name.removeprefix("-")) not in figures:
             averaged = bare.startswith("ema_") and not any(each.startswith("ema_") for each in figures)
-            hint = "; those of a moving average come with ema.decay=0.999" if averaged else nearest(bare, figures)
+            hint = "; those of a moving average come with ema.decay=0.999" if averaged else did_you_mean(bare, figures)
             raise Refusal(f"{key}={name}: the task's metrics are {', '.join(figures)}{hint}")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trainer.messages import NotFinite
 from trainer.records.checkpoint.manifest import Found
-from trainer.refusal import NotFinite
 
 TRIES = 3  # times that one checkpoint is gone back to
 

@@ -22,12 +22,12 @@ from trainer.loop.media_logging import NoShow
 from trainer.loop.progress import Progress
 from trainer.loop.rollback import Stop
 from trainer.loop.training_lines import Lines
+from trainer.messages import NotFinite
 from trainer.parallel.tensor_statistics import moving
 from trainer.records.checkpoint.manager import Checkpoints
 from trainer.records.checkpoint.manifest import Found
 from trainer.records.profiler import NoProfile
 from trainer.records.sinks import Log
-from trainer.refusal import NotFinite
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 def in_backward() -> bool:

@@ -15,9 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from trainer.learning.untrained_parameters import BATCH_NORMS, FrozenBatchNorm
+from trainer.messages import Refusal
 from trainer.parallel.buckets import average
 from trainer.parallel.ranks import Group, Ranks
-from trainer.refusal import Refusal
 
 
 def batch_norms(network: nn.Module) -> list[_BatchNorm]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.devices import pins, widest
+from trainer.launch.devices import accumulation_dtype, uses_pinned_memory
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks, Waitable
 
@@ -101,7 +101,7 @@ class Totals:
         self, sums: Sums, ranks: Ranks, device: torch.device, alike: Mapping[str, Tensor] | None = None
     ) -> None:
         """`alike`: numbers that are equal on all ranks already, to be read at the same time."""
-        ahead = pins(device)  # else a copy is done when it is there to be read
+        ahead = uses_pinned_memory(device)  # else a copy is done when it is there to be read
         self._alike = {name: value.to("cpu", non_blocking=ahead) for name, value in (alike or {}).items()}
         # one message for each type and device, in an order that is the same on every rank
         own = {name: to_accumulator(value).detach() for name, value in sums.items()}
@@ -130,5 +130,5 @@ def to_accumulator(value: Tensor | float) -> Tensor:
     """A number in the type in which numbers are added up: int64 if it is whole, else the widest where it is."""
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
-    kind = widest(value.device) if value.dtype.is_floating_point else torch.int64
+    kind = accumulation_dtype(value.device) if value.dtype.is_floating_point else torch.int64
     return value if value.dtype == kind else value.to(kind)

@@ -20,9 +20,9 @@ from torch.nn.functional import pad
 
 from trainer.data.nested_tensors import changed, filled, first_tensor, named, tensors
 from trainer.learning.parallel_plan import Plan
+from trainer.messages import Refusal
 from trainer.parallel.ranks import Group, Ranks
 from trainer.parallel.units import matched
-from trainer.refusal import Refusal
 
 
 class Pieces(NamedTuple):

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from trainer.messages import Refusal
 from trainer.parallel.ranks import Group, Ranks
-from trainer.refusal import Refusal
 
 AXES = ("pipe", "replicate", "shard", "tensor")  # of parameters; the outermost first: neighbours are tensor ranks
 # what a user says: context ranks hold copies or shards as data ranks do, and differ in which tokens they read

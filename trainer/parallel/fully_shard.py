@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from trainer.messages import FatalRunError, Refusal
 from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.batch_norm import with_statistics
 from trainer.parallel.device_mesh import split_axes, to_local
 from trainer.parallel.ranks import ALWAYS, Ranks
-from trainer.refusal import FatalRunError, Refusal
 
 _PATIENCE = timedelta(seconds=30)  # for ranks that have done the same as ever: they do not come
 

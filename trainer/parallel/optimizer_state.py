@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, zeros
 
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 PREFIX = "optimizer/"
 AVERAGE = "ema/"

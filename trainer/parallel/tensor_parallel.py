@@ -18,11 +18,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer.learning.parallel_plan import Plan
+from trainer.messages import Refusal
 from trainer.parallel.buckets import buckets, packed, to_accumulator, unpacked
 from trainer.parallel.device_mesh import split_axes, to_local
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.units import matched
-from trainer.refusal import Refusal
 
 DRIFT = 1e-3  # of a parameter: more than a run's rounding adds up to
 APART = 0.25  # of a gradient: further than rounding moves it, in bf16 too, unless it is made of nothing else

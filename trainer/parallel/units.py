@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.parameter_patterns import fits
-from trainer.refusal import Refusal, nearest
+from trainer.messages import Refusal, did_you_mean
 
 SMALL = 1 / 8  # of the network's parameters: what has no more than that is not taken apart
 LARGE = 1 / 4  # a repeated block of more than that is, where blocks repeat inside it, too
@@ -30,7 +30,7 @@ def matched(network: nn.Module, key: str, what: str, instead: str = "") -> dict[
     found = dict(matches(network, key))
     if not found:
         names = [name for name, _ in network.named_modules() if name]
-        raise Refusal(f"{what} {key!r} matches no module{nearest(key, names)}{instead}")
+        raise Refusal(f"{what} {key!r} matches no module{did_you_mean(key, names)}{instead}")
     return found
 
 

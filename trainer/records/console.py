@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from time import monotonic
 
-from trainer.formatting import duration, number
 from trainer.launch.rank_output import log_path, note
 from trainer.launch.run_files import full
+from trainer.messages import format_duration, format_number
 from trainer.records.sinks import NO_FIGURES, Line, Sink
 
 _CLEAR = "\r\x1b[2K"  # back to the start of the line, and empty it
@@ -103,12 +103,12 @@ class LogFile(Sink):
 def training_words(line: Line, steps: int | None = None, epochs: int | None = None, left: float | None = None) -> str:
     """A training line in words: `epoch  3/30  step  360/4200  loss 0.2134  12,345 samples/s  0:41 left`."""
     words = [f"epoch {_of(line['epoch'] + 1, epochs)}", f"step {_of(line['step'], steps)}"]
-    words += [f"loss {number(line['loss'])}", f"{line['samples_per_s']:>9,.0f} samples/s"]
+    words += [f"loss {format_number(line['loss'])}", f"{line['samples_per_s']:>9,.0f} samples/s"]
     # of what only some runs have
     words += [f"{line['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in line else []
     words += [f"{100 * line['utilisation']:.1f} % of peak"] if "utilisation" in line else []
     if left is not None:
-        words.append(f"{duration(left)} left")
+        words.append(f"{format_duration(left)} left")
     return "  ".join(words)
 
 
@@ -124,7 +124,7 @@ def evaluation_words(line: Line) -> str:
 def figure(name: str, value: float) -> str:
     """A figure as people read it: accuracies in percent."""
     share = name == "accuracy" or name.endswith("_accuracy")
-    return f"{value * 100:5.1f} %" if share else number(value)
+    return f"{value * 100:5.1f} %" if share else format_number(value)
 
 
 def _of(count: int, total: int | None) -> str:

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 PATIENCE = 2.0  # seconds; a run that was just stopped may still be leaving
 LEASE = 100.0  # seconds; a file server keeps the locks of a machine that died for 90 (NFS 4's lease)

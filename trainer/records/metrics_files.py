@@ -15,8 +15,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from trainer.formatting import counted
 from trainer.launch.run_files import full, make_folder, open_file, opener, replace_file
+from trainer.messages import format_count
 from trainer.records.metrics_reader import backwards, forwards, parsed
 from trainer.records.sinks import Line, Sink, Waiting
 
@@ -68,7 +68,7 @@ class Figures(Sink):
             # half a line would be glued to the next one; where this fails, too, the next try begins with it
             with contextlib.suppress(OSError), open_file(self._path, "r+b", buffering=0) as file:
                 file.truncate(self._size)
-            waiting = counted(len(self._waiting), "line")
+            waiting = format_count(len(self._waiting), "line")
             raise Waiting(f"{self._path}: {error.strerror or error}; waiting for room: {waiting}") from error
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Figures(Sink):
         with contextlib.suppress(OSError):
             self.flush()
         if lost := len(self._waiting) + self._dropped:
-            raise OSError(f"{self._path}: {counted(lost, 'line')} found no room on the disk")
+            raise OSError(f"{self._path}: {format_count(lost, 'line')} found no room on the disk")
 
     def _append(self, kind: str, line: Line) -> None:
         """Numbers that are none stand there as Python writes them: NaN, Infinity."""

@@ -15,7 +15,7 @@ import numpy
 from numpy.typing import NDArray
 
 from trainer.launch.run_files import make_folder, open_file, sync
-from trainer.refusal import BadData
+from trainer.messages import BadData
 
 Piece = Mapping[str, NDArray[Any]]  # named rows (n, …) of neighbouring samples
 

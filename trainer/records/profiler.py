@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
 from trainer.launch.run_files import make_folder
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 
 
 class NoProfile:

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.formatting import counted, expand_home
 from trainer.launch.run_files import real
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, expand_home, format_count
 
 # A change under these keys changes what is learned. data.root is among them: for an image folder it is the data, and
 # nobody here can tell such a set from one that only moved.
@@ -66,7 +65,7 @@ def stopped_early(status: Mapping[str, Any] | None, stale: int, patience: int | 
     if not status or status["state"] != "completed" or patience is None or stale < patience:
         return None
     return (
-        f"this run is complete at step {status['step']:,}: {counted(stale, 'evaluation')} in a row without"
+        f"this run is complete at step {status['step']:,}: {format_count(stale, 'evaluation')} in a row without"
         " improvement; a larger loop.patience extends it, loop.patience=null takes it to the end"
     )
 

@@ -16,15 +16,14 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from trainer.formatting import expand_home
 from trainer.launch.agreement import decided_by_main, everywhere
 from trainer.launch.file_validation import CONFIG, ENVIRONMENT, Damaged, read_yaml
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_files import Strange, kind, make_folder, open_file, probe, real, refuse_strange, replace_file
 from trainer.launch.status import Status
+from trainer.messages import Refusal, expand_home
 from trainer.records.folder_lock import holder, lock, unlock
 from trainer.records.resume_rules import has_checkpoint, start_path
-from trainer.refusal import Refusal
 
 _SIGHT = 10.0  # seconds until a network file system shows one machine what another has written
 _LEFT = {"config.yaml": CONFIG, "environment.json": ENVIRONMENT}  # what an attempt leaves for the next one

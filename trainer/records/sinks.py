@@ -17,9 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.formatting import counted, shown_lines
+from trainer.messages import Refusal, escape_text, first_line, format_count
 from trainer.parallel.tensor_statistics import Histogram
-from trainer.refusal import Refusal, first_line
 
 _WINDOW = 50  # lines that a jump is compared with
 _FAR = 8.0  # robust standard deviations
@@ -140,7 +139,7 @@ class Log(Sink):
 
     def say(self, fact: str) -> None:
         """Say something about the run."""
-        self.each_sink("say", shown_lines(fact))
+        self.each_sink("say", escape_text(fact))
 
     def train(self, line: Line) -> None:
         """Log the figures of a training step, and a word where the loss has jumped."""
@@ -177,7 +176,7 @@ class Log(Sink):
                 # a call that does nothing has shown nothing
                 if id(sink) in self._lost and shows(sink, verb):
                     lost = self._lost.pop(id(sink))
-                    what = f"{counted(lost, 'call')} meanwhile were lost" if lost else "nothing was lost"
+                    what = f"{format_count(lost, 'call')} meanwhile were lost" if lost else "nothing was lost"
                     _console.warning("note        %s writes again; %s", type(sink).__name__, what)
 
 

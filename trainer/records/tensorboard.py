@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.devices import memory
-from trainer.formatting import counted
+from trainer.launch.devices import memory_usage
 from trainer.launch.run_files import make_folder, refuse_full
+from trainer.messages import format_count
 from trainer.parallel.tensor_statistics import Histogram
 from trainer.records.image_plots import confusion, grid
 from trainer.records.resume_rules import read_config
@@ -61,7 +61,7 @@ class TensorBoard(Sink):
     def train(self, line: Line) -> None:
         """Add a point to every training curve, and to those of the main rank's memory."""
         figures = {_tag(_GROUPS.get(name, "loss"), name): value for name, value in _figures(line)}
-        figures |= {f"memory/{place}_gib": size / _GIB for place, size in memory().items()}
+        figures |= {f"memory/{place}_gib": size / _GIB for place, size in memory_usage().items()}
         self._add(self._train, figures, line)
 
     def eval(self, line: Line) -> None:
@@ -80,7 +80,7 @@ class TensorBoard(Sink):
         try:
             refuse_full(self._folder)
         except OSError as error:
-            waiting = counted(len(self._waiting), "line")
+            waiting = format_count(len(self._waiting), "line")
             raise Waiting(f"{self._folder / 'tensorboard'}: {error.strerror}; waiting for room: {waiting}") from error
         while self._waiting:
             writer, figures, line = self._waiting.popleft()

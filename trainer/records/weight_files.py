@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from trainer.launch.file_validation import CONFIG, Damaged, read_yaml
+from trainer.messages import Refusal
 from trainer.parallel.optimizer_state import APART, AVERAGE
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manifest import CorruptCheckpoint, Found
 from trainer.records.checkpoint.store import committed, open_checkpoint, winner
 from trainer.records.resume_rules import has_checkpoint, is_checkpoint
-from trainer.refusal import Refusal
 
 # Under which of these a training script keeps the network's own tensors, beside its optimizer's and others.
 NESTED = ("state_dict", "model_state_dict", "model")

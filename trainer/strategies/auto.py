@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
+from trainer.messages import Refusal
 from trainer.parallel.pipeline.schedule import Name
-from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDP
 from trainer.strategies.fsdp import FSDP

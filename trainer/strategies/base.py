@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from trainer.formatting import counted
 from trainer.learning.task import Task
+from trainer.messages import Refusal, format_count
 from trainer.parallel.batch_norm import batch_norms
-from trainer.refusal import Refusal
 from trainer.strategies.nonfinite_monitor import NonFiniteCheck, NonFiniteCheckOnDevice
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.process_topology import RankContext
@@ -79,11 +78,11 @@ class Strategy(RankContext):
         notes = []
         # layers whose effect depends on how samples are dealt to ranks and micro-batches: with them no two curves agree
         if norms := 0 if self.sync_bn else len(batch_norms(network)):
-            layers = counted(norms, "BatchNorm layer")
+            layers = format_count(norms, "BatchNorm layer")
             notes.append(f"{layers}: the curve depends on micro-batches and, without strategy.sync_bn, on data ranks")
         drops = sum(isinstance(module, _DropoutNd) and module.p > 0 for module in network.modules())
         if drops and self.dropout == "native":
-            layers = counted(drops, "dropout layer")
+            layers = format_count(drops, "dropout layer")
             mended = "loop.dropout=sample mends that" + (", without compile" if self.machine.compile else "")
             notes.append(f"{layers}: the curve depends on micro-batches and data ranks; {mended}")
         return notes

@@ -13,10 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from trainer.formatting import named
 from trainer.learning.task import Task
+from trainer.messages import FatalRunError, Refusal, format_names
 from trainer.parallel.units import uncompiled
-from trainer.refusal import FatalRunError, Refusal
 from trainer.strategies.loss import Forward, Listing, restored
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.process_groups import Joined
@@ -68,7 +67,7 @@ class _Placed(ParallelModel):
         unused = [] if strategy.find_unused_parameters or strategy.static_graph else self._rehearse(self.step_module)
         if unused:
             raise Refusal(
-                f"these parameters get no gradient: {named(unused, 8)}; set strategy.find_unused_parameters=true"
+                f"these parameters get no gradient: {format_names(unused, 8)}; set strategy.find_unused_parameters=true"
             )
         self._replica = DistributedDataParallel(
             Listing(self.step_module),
@@ -100,7 +99,7 @@ class _Placed(ParallelModel):
         if unused:
             raise FatalRunError(
                 f"these parameters get no gradient from the samples of rank {self.strategy.world.rank}:"
-                f" {named(unused, 8)}; set strategy.find_unused_parameters=true"
+                f" {format_names(unused, 8)}; set strategy.find_unused_parameters=true"
             )
 
     def _without_gradient(self) -> list[str]:

@@ -11,9 +11,8 @@ from typing_extensions import override
 
 from trainer.data.nested_tensors import filled, has_rows, tensors
 from trainer.data.seeds import seed_more_gpus
-from trainer.formatting import counted
 from trainer.learning.task import Task
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, format_count
 from trainer.strategies.base import Strategy
 from trainer.strategies.loss import Forward
 from trainer.strategies.parallel_model import ParallelModel
@@ -57,7 +56,7 @@ class DP(Strategy):
         count = len(self.devices())
         line = f"dp: each micro-batch is divided over {count} GPUs"
         if count < 2:
-            line = f"dp: {counted(count, 'CUDA GPU')} visible; trains on {self.device} like strategy=single"
+            line = f"dp: {format_count(count, 'CUDA GPU')} visible; trains on {self.device} like strategy=single"
         return [line, *super().notes(network)]
 
     @property

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from trainer.data.nested_tensors import changed, filled, floats_as, tensors
-from trainer.devices import widest
+from trainer.launch.devices import accumulation_dtype
 from trainer.learning.task import Task, units
+from trainer.messages import Refusal
 from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.ranks import Ranks
-from trainer.refusal import Refusal
 
 
 class MemoryFormat:
@@ -195,5 +195,6 @@ def uncounted(sums: dict[str, Tensor | float]) -> dict[str, Tensor | float]:
 def _on(device: torch.device, number: Tensor | float) -> Tensor:
     """A number as a tensor of this device: filled in there, for a copy from the host would wait for the device."""
     if isinstance(number, Tensor) and number.device == device:
-        return number.to(widest(device))
-    return torch.full((), float(number), dtype=widest(device), device=device)  # the host knows its own numbers
+        return number.to(accumulation_dtype(device))
+    # the host knows its own numbers
+    return torch.full((), float(number), dtype=accumulation_dtype(device), device=device)

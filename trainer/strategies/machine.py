@@ -14,12 +14,11 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.devices import accelerator, claims_bf16, identity, widest
-from trainer.formatting import counted
 from trainer.launch.agreement import everywhere, machine
+from trainer.launch.devices import accelerator_type, accumulation_dtype, device_identity, is_bf16_supported
 from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal, format_count
 from trainer.parallel.ranks import backend_of, refuse_backend
-from trainer.refusal import Refusal
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -50,7 +49,7 @@ class Machine:
                 f"distributed.interface={self.interface}: {socket.gethostname()} has no such network interface; it has "
                 + ", ".join(there)
             )
-        found = accelerator()
+        found = accelerator_type()
         if self.device not in ("auto", "cpu", found):
             seen = f"only {found}" if found else "no GPU"
             raise Refusal(
@@ -73,28 +72,28 @@ class Machine:
         store = self.launch.store()
         if store is None or self.shares_devices:
             return
-        key = f"device-of-{machine()}-{identity(self.place)}"
+        key = f"device-of-{machine()}-{device_identity(self.place)}"
         if (holder := store.compare_set(key, "", str(self.launch.rank)).decode()) != str(self.launch.rank):
             processes, count = self.launch.local_world_size, torch.accelerator.device_count()
             trial = "; to share a GPU for a trial: distributed.backend=gloo" if self.kind == "cuda" else ""
             raise Refusal(
-                f"{processes} processes on this machine, but {counted(count, 'GPU')}, and rank {self.launch.rank} has"
-                f" that of rank {holder}: one process a GPU; start with --nproc-per-node {count}, or use"
+                f"{processes} processes on this machine, but {format_count(count, 'GPU')}, and rank {self.launch.rank}"
+                f" has that of rank {holder}: one process a GPU; start with --nproc-per-node {count}, or use"
                 f" device=cpu{trial}"
             )
 
     def _refuse_precision(self) -> None:
         """Refuse what the device cannot compute in."""
         precision = self.resolved_precision
-        if precision == "bf16" and self.on_gpu and claims_bf16(self.kind, emulated=True) is False:
+        if precision == "bf16" and self.on_gpu and is_bf16_supported(self.kind, emulated=True) is False:
             raise Refusal("precision=bf16: this GPU has no bfloat16; use precision=fp16 or fp32")
-        if precision == "fp64" and widest(self.place) != torch.float64:
+        if precision == "fp64" and accumulation_dtype(self.place) != torch.float64:
             raise Refusal(f"precision=fp64: {self.kind} has no float64; use device=cpu, or precision=fp32")
 
     @property
     def kind(self) -> str:
         """The kind of device that this run computes on: cpu, cuda, xpu, mps."""
-        return "cpu" if self.device == "cpu" else accelerator() or "cpu"
+        return "cpu" if self.device == "cpu" else accelerator_type() or "cpu"
 
     @property
     def on_gpu(self) -> bool:
@@ -133,7 +132,7 @@ class Machine:
         """The precision that `auto` stands for: bf16 where the GPU says that it has it, else fp32."""
         if self.precision != "auto":
             return self.precision
-        return "bf16" if self.on_gpu and claims_bf16(self.kind, emulated=False) else "fp32"
+        return "bf16" if self.on_gpu and is_bf16_supported(self.kind, emulated=False) else "fp32"
 
     @property
     def parameter_dtype(self) -> torch.dtype:

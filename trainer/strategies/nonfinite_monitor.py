@@ -17,10 +17,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from trainer.data.stream import Batch
-from trainer.formatting import named
+from trainer.messages import NotFinite, format_names
 from trainer.parallel.buckets import Totals, to_accumulator
 from trainer.parallel.ranks import Ranks
-from trainer.refusal import NotFinite
 
 SECONDS = 0.05  # between two looks at a GPU: each copies a few numbers, which a short step would notice
 KEPT = 256  # steps of which is known which samples they read; more than go by from a step to its look and its vote
@@ -148,7 +147,7 @@ class NonFiniteCheck:
         indices = next((one.indices for one in self._kept if one.step == step), None)
         if indices is None:
             return "not known"
-        return named(map(str, torch.cat(indices).tolist()), SAID)
+        return format_names(map(str, torch.cat(indices).tolist()), SAID)
 
     def _was_fine(self, step: int) -> bool:
         """Is it known of a step that its gradient was finite, or was there none?"""

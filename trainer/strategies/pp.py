@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from trainer.data.sample_order import Slice
 from trainer.learning.task import Task, carries
+from trainer.messages import Refusal
 from trainer.parallel.device_mesh import described
 from trainer.parallel.fully_shard import Sharding
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.schedule import KINDS, Layout, Name, runs_over_gloo, takes
-from trainer.refusal import Refusal
 from trainer.strategies.loss import TaskNetwork
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.pipeline_model import PipelineModel

@@ -13,13 +13,13 @@ from typing_extensions import override
 
 from trainer.learning.optimizer import sparse_embeddings
 from trainer.learning.task import Task, carries
+from trainer.messages import Refusal
 from trainer.parallel.batch_norm import refuse_own_statistics
 from trainer.parallel.context_parallel import refuse_context, refuse_sequences
 from trainer.parallel.device_mesh import DEGREES, by_sequence, described, make_mesh, ranks_along, spread
 from trainer.parallel.meta_model import outline
 from trainer.parallel.ranks import Group, Ranks, join_group, leave_group, refuse_backend
 from trainer.parallel.tensor_parallel import refuse_plan
-from trainer.refusal import Refusal
 from trainer.strategies.base import Strategy
 from trainer.strategies.replica_check import NoReplicaCheck, compared
 from trainer.strategies.stopwatch import NoStalls, Stalls, Stopwatch

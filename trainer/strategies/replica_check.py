@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from trainer.messages import FatalRunError
 from trainer.parallel.batch_norm import statistics
 from trainer.parallel.buckets import Totals
 from trainer.parallel.device_mesh import AXES, split_axes
 from trainer.parallel.optimizer_state import AVERAGE
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_statistics import bit_sums
-from trainer.refusal import FatalRunError
 from trainer.strategies.process_topology import RankContext
 
 # How a tensor can be split: the axes of the mesh along which ranks hold different shards of it.

@@ -19,6 +19,7 @@ from trainer.data.nested_tensors import changed
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
+from trainer.messages import Refusal
 from trainer.parallel.buckets import all_reduce_sums, average_gradients
 from trainer.parallel.context_parallel import Pieces, cut_sequences, most_pieces, pieces, sequence_shard, tokens
 from trainer.parallel.device_mesh import ranks_along
@@ -26,7 +27,6 @@ from trainer.parallel.fully_shard import not_spread
 from trainer.parallel.meta_model import allocate_empty, send_values, set_aside
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_parallel import Shared, redistribute_gradients, refuse_drift, share_buffers
-from trainer.refusal import Refusal
 from trainer.strategies.loss import Forward
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.process_groups import Meshed

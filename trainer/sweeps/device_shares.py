@@ -24,9 +24,9 @@ def gpus(device: str) -> list[str]:
         return []
     import torch  # only now: it takes seconds
 
-    from trainer.devices import accelerator
+    from trainer.launch.devices import accelerator_type
 
-    if accelerator() != "cuda":
+    if accelerator_type() != "cuda":
         return []
     known = os.environ.get(_SEEN)
     return known.split(",") if known else [str(index) for index in range(torch.accelerator.device_count())]

@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 
 from trainer.configuration.multirun import Search
 from trainer.configuration.search_space import Space, Trial
-from trainer.refusal import Refusal, nearest
+from trainer.messages import Refusal, did_you_mean
 from trainer.sweeps.results import Outcome, SweepResults
 
 MEMORY = "study.journal"
@@ -104,7 +104,7 @@ def _sampler(search: Search, drawn: int) -> optuna.samplers.BaseSampler:
     if search.sampler not in known:
         raise Refusal(
             f"hydra.sweeper.sampler={search.sampler}: optuna.samplers has none of this name"
-            f"{nearest(search.sampler, known)} There are: {', '.join(known)}"
+            f"{did_you_mean(search.sampler, known)} There are: {', '.join(known)}"
         )
     try:
         return getattr(optuna.samplers, search.sampler)(seed=search.seed + drawn)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.configuration.search_space import Trial, brief
-from trainer.formatting import counted, duration, number
 from trainer.launch.failure import STOPPED
 from trainer.launch.file_validation import ENVIRONMENT, Damaged, read_json
 from trainer.launch.run_files import replace_file
+from trainer.messages import format_count, format_duration, format_number
 from trainer.records.metrics_reader import beside, figures, forwards, rank, score
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     with screen.capture() as captured:
         screen.print(_drawn(ranked[:_ROWS], {one.figure or "" for one in ranked} - {""}))
     lines = [line.rstrip() for line in captured.get().splitlines()]
-    more = [f"  … and {counted(len(ranked) - _ROWS, 'run')} more, in {NAME}"] if len(ranked) > _ROWS else []
+    more = [f"  … and {format_count(len(ranked) - _ROWS, 'run')} more, in {NAME}"] if len(ranked) > _ROWS else []
     return "\n".join([*lines, *more])
 
 
@@ -169,9 +169,9 @@ def _drawn(ranked: Sequence[Outcome], names: set[str]) -> Table:
     for place, one in enumerate(ranked):
         # where runs of several figures stand together none is the best of all
         first = place == 0 and one_name and one.best is not None
-        figure = "–" if one.best is None else number(one.best) if one_name else f"{one.name} {number(one.best)}"
+        figure = "–" if one.best is None else f"{'' if one_name else one.name + ' '}{format_number(one.best)}"
         state = "best" if first else _STATE_WORDS.get(one.state, one.state)
-        cells = [*(short(brief(one.values.get(key, ""))) for key in keys), figure, duration(one.seconds)]
+        cells = [*(short(brief(one.values.get(key, ""))) for key in keys), figure, format_duration(one.seconds)]
         cells += [f"{one.folder.split('_')[0]}_*", state]
         drawn.add_row(*map(Text, cells), style="bold" if first else "")
     return drawn
@@ -182,7 +182,7 @@ def best_line(outcomes: Sequence[Outcome], folder: Path) -> list[str]:
     best = max(outcomes, key=lambda one: one.rank, default=None)
     if best is None or best.best is None or len({one.figure for one in outcomes if one.figure}) > 1:
         return []
-    return [f"best        {best.name} {number(best.best)} at step {best.best_step}: {folder / best.folder}"]
+    return [f"best        {best.name} {format_number(best.best)} at step {best.best_step}: {folder / best.folder}"]
 
 
 def headings(keys: Sequence[str]) -> list[str]:

@@ -6,15 +6,14 @@ import shlex
 from collections.abc import Sequence
 
 from trainer.configuration.multirun import Multirun, multirun, whole_words
-from trainer.formatting import counted, expand_home
 from trainer.launch.failure import STOPPED, exit_code
 from trainer.launch.launchers import meeting_at
 from trainer.launch.namesake import refuse_namesake
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_files import real, refuse_strange
+from trainer.messages import Refusal, expand_home, format_count
 from trainer.records.folder_lock import lock
 from trainer.records.run_folder import choose
-from trainer.refusal import Refusal
 from trainer.sweeps.device_shares import gpus, shares
 from trainer.sweeps.parallel_runs import run_concurrently
 from trainer.sweeps.results import Outcome, SweepResults, best_line, table
@@ -40,7 +39,7 @@ def run_all(argv: Sequence[str], launch: Launch) -> int:
     source = _source(asked, tried)
     before = sum(outcome is not None and outcome.state == "completed" for outcome in source.outcomes())
     also = f", {before} completed before" if before else ""
-    print(f"multirun    {counted(source.left(), 'run')} below {tried.folder}{also}", flush=True)
+    print(f"multirun    {format_count(source.left(), 'run')} below {tried.folder}{also}", flush=True)
     # who starts them: a plugin of Hydra, or this process
     stopped = _submitted(asked, tried, more) if asked.plugin else _here(asked, source, tried, more)
     print("\n".join(_account(source.outcomes(), tried)), flush=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from trainer.configuration.search_space import Trial
-from trainer.formatting import duration, number
 from trainer.launch.run_files import make_folder, open_file
+from trainer.messages import format_duration, format_number
 from trainer.sweeps.device_shares import Share
 from trainer.sweeps.results import Outcome
 
@@ -62,6 +62,6 @@ class SideBySide:
 
     def ended(self, outcome: Outcome) -> None:
         """How, with the figure that counts."""
-        best = f"   {outcome.name} {number(outcome.best)}" if outcome.best is not None else ""
+        best = f"   {outcome.name} {format_number(outcome.best)}" if outcome.best is not None else ""
         why = f"   {outcome.reason}" if outcome.reason else ""
-        print(f"{outcome.state:<12}{outcome.folder}{best}   {duration(outcome.seconds)}{why}", flush=True)
+        print(f"{outcome.state:<12}{outcome.folder}{best}   {format_duration(outcome.seconds)}{why}", flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 from trainer.jobs.preparation import Prepared
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.task import carries, gathers
-from trainer.refusal import Refusal
+from trainer.messages import Refusal
 from trainer.verify.causes import (
     AGAIN,
     ANEW,

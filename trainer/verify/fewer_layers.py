@@ -17,10 +17,10 @@ from trainer.learning.parallel_plan import Plan
 from trainer.learning.parameter_patterns import Rule, fits, resolve_rules
 from trainer.learning.task import Task
 from trainer.learning.untrained_parameters import freeze
+from trainer.messages import Refusal
 from trainer.parallel.meta_model import named_tensors, outline
 from trainer.parallel.pipeline.fake_forward import shapes
 from trainer.parallel.units import enclosing, matches
-from trainer.refusal import Refusal
 
 _LISTS = (nn.Sequential, nn.ModuleList)
 _SHOWN = 4  # kinds of a list in a line

@@ -13,14 +13,13 @@ from typing import Literal
 import torch
 from torch import nn
 
-from trainer.formatting import counted, expand_home
 from trainer.jobs.preparation import Job, Prepared, RunParts, prepare
 from trainer.launch import failure, rank_output
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.run_files import make_folder, real, refuse_strange, replace_file
 from trainer.launch.stop_signals import StopRequest
+from trainer.messages import Refusal, expand_home, format_count
 from trainer.records.run_folder import RunFolder, choose
-from trainer.refusal import Refusal
 from trainer.verify.cause_experiments import Experiments
 from trainer.verify.causes import Circumstances, likely
 from trainer.verify.comparison import (
@@ -293,16 +292,16 @@ def lines(verdict: Verdict, run: Prepared, steps: int, dropped: int, because: st
     """The verdict, as it stands on the screen. because: why it is none in fp64."""
     what = f"{run.strategy.name} on {run.machine.launch.world_size}"
     compared, called = verdict.modules
-    told = [f"compared    {compared} of {counted(called, 'module')}, all gradients, weights and optimizer states"]
+    told = [f"compared    {compared} of {format_count(called, 'module')}, all gradients, weights and optimizer states"]
     told.append(f"samples     {run.settings.loop.global_batch} in a step (job.batch)")
     if dropped:
-        told.append(f"note        {counted(dropped, 'dropout layer')} switched off, here and in the reference")
+        told.append(f"note        {format_count(dropped, 'dropout layer')} switched off, here and in the reference")
     if because:
         told.append(f"note        it does not compute in fp64 ({because}): compared in fp32, where less is seen")
     gap = f"{verdict.precision} gap {verdict.gap:.1e}"
     rounding = f"; {verdict.rounding}" if verdict.rounding else ""
     if verdict.same:
-        return [f"SAME: {what}, {counted(steps, 'step')}, {gap}{rounding}", *told]
+        return [f"SAME: {what}, {format_count(steps, 'step')}, {gap}{rounding}", *told]
     if verdict.first is None:
         there = verdict.rounding.first if verdict.rounding else None
         assert there is not None

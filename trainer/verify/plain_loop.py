@@ -28,12 +28,12 @@ from trainer.jobs.preparation import Prepared, read_data, seeded_network
 from trainer.learning.optimizer import begin_momentum, no_fused_step, parameter_groups, set_rates
 from trainer.learning.task import units
 from trainer.loop.progress import Progress
+from trainer.messages import Refusal
 from trainer.parallel.batch_gather import dealt, gathering_over
 from trainer.parallel.batch_norm import batch_norms
 from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.ranks import Ranks
-from trainer.refusal import Refusal
 from trainer.verify.fixed_randomness import FixedDraws
 from trainer.verify.recorded_model import SignatureRecorder
 from trainer.verify.recorded_step import Stepping

@@ -19,13 +19,13 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.data.nested_tensors import changed
 from trainer.data.stream import Batch
 from trainer.learning.task import Task
+from trainer.messages import FatalRunError
 from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.batch_gather import present_span
 from trainer.parallel.context_parallel import Pieces, tokens
 from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.pipeline.stages import Stages
 from trainer.parallel.ranks import Ranks
-from trainer.refusal import FatalRunError
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.verify.batch_dim_detection import Layout, by_sample, layouts
 from trainer.verify.fixed_randomness import AS_DRAWN, AsDrawn

@@ -16,16 +16,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from trainer.devices import spare_memory, spare_on
-from trainer.formatting import counted
 from trainer.jobs.preparation import Prepared, RunParts
 from trainer.jobs.run_messages import quoted
 from trainer.launch.agreement import decided_by_main
+from trainer.launch.devices import available_host_memory, available_memory
 from trainer.launch.launchers import unlaunched
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.optimizer import Make
+from trainer.messages import Refusal, format_count
 from trainer.parallel.meta_model import named_tensors
-from trainer.refusal import Refusal
 from trainer.verify.comparison import exactness, floors, shake
 from trainer.verify.short_run import exactly, surveyed, trial
 from trainer.verify.training_record import Record
@@ -54,14 +53,14 @@ def shortage(run: Prepared, largest: float = _LARGEST) -> str:
     parts = {"weights": every, "gradients": learned, "optimizer": round(learned * memory)}
     copy = {"a copy for the resume": every + round(learned * memory)}
     if not machine.on_gpu:
-        return _lack(parts | copy, copies, every, spare_memory(), largest, "")
-    there = _lack(parts, copies, every, spare_on(machine.place), largest, " on the device")
-    return there or _lack(copy, copies, every, spare_memory(), largest, "")
+        return _lack(parts | copy, copies, every, available_host_memory(), largest, "")
+    there = _lack(parts, copies, every, available_memory(machine.place), largest, " on the device")
+    return there or _lack(copy, copies, every, available_host_memory(), largest, "")
 
 
 def refuse_unbuilt(run: Prepared) -> None:
     """Refuse a network that no process can even build: of a shorter one all is built first, as in the run itself."""
-    numbers, spare = _numbers({tensor for _, tensor in named_tensors(run.network)}), spare_memory()
+    numbers, spare = _numbers({tensor for _, tensor in named_tensors(run.network)}), available_host_memory()
     if numbers * _BUILT > spare:
         raise Refusal(
             f"job=verify: the main process builds the whole network before it is shared out or shortened:"
@@ -95,13 +94,13 @@ def _lack(parts: dict[str, int], copies: int, numbers: int, spare: float, larges
     if spare == inf or needed <= max(0.0, largest * spare) or not numbers:
         return ""
     shares = ", ".join(f"{name} {own * _WIDE / numbers:.3g}" for name, own in parts.items())
-    several = f" for each of {counted(copies, 'process')}" if copies > 1 else ""
+    several = f" for each of {format_count(copies, 'process')}" if copies > 1 else ""
     each = sum(parts.values()) * _WIDE / numbers
     return f"{_times(numbers, each)}{several} in fp64 ({shares}), and {_size(max(spare, 0.0))} are free{where}"
 
 
 def _times(numbers: int, each: float) -> str:
-    return f"{counted(numbers, 'number')} × {each:.3g} bytes = {_size(numbers * each)}"
+    return f"{format_count(numbers, 'number')} × {each:.3g} bytes = {_size(numbers * each)}"
 
 
 def _size(bytes_: float) -> str:

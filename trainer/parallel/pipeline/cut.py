@@ -11,13 +11,13 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.data.nested_tensors import changed
+from trainer.messages import Refusal
 from trainer.parallel.meta_model import named_tensors
 from trainer.parallel.pipeline.fake_forward import Uncut, cloned
 from trainer.parallel.pipeline.fx_trace import ROOT, Flow, Untraceable, trace
 from trainer.parallel.pipeline.stages import ELSE, _graphs
 from trainer.parallel.pipeline.untraced_stage import running_stages
 from trainer.parallel.units import blocks, matched
-from trainer.refusal import Refusal
 
 
 def cut_stages(

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from trainer.devices import kinds
-from trainer.refusal import first_line
+from trainer.launch.devices import device_types
+from trainer.messages import first_line
 
 ROOT = "network"  # the attribute under which the traced module holds the network
 
@@ -47,7 +47,7 @@ def trace(step: nn.Module, opened: set[str]) -> fx.Graph:
     with _flags_kept(step):
         # once as if learning in another precision, once as if evaluating: whoever asks for one of these is found out
         with ExitStack() as precisions:
-            for kind in kinds():
+            for kind in device_types():
                 precisions.enter_context(torch.autocast(kind))
             training = _traced(step.train(), inside)
         with torch.no_grad():
@@ -146,7 +146,7 @@ class _Tracer(fx.Tracer):
 
 def _surroundings() -> tuple[bool, ...]:
     """What a forward may change around some of its lines, and fx does not take down."""
-    precisions = [torch.is_autocast_enabled(kind) for kind in kinds()]
+    precisions = [torch.is_autocast_enabled(kind) for kind in device_types()]
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *precisions)
 
 

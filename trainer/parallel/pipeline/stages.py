@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from trainer.messages import Refusal, did_you_mean
 from trainer.parallel.meta_model import named_tensors
 from trainer.parallel.pipeline.fx_trace import ROOT, Flow, attribute, trace, writes
 from trainer.parallel.rng.random_draw import drawn_by
 from trainer.parallel.units import enclosing
-from trainer.refusal import Refusal, nearest
 
 ELSE = "strategy=fsdp and strategy=ddp need no cutting"
 BATCH = 2  # arguments of every stage before what is handed on: inputs, targets
@@ -41,7 +41,7 @@ def _ends(flow: Flow, names: list[str]) -> list[int]:
             calls.setdefault(str(node.target), index)
     for name in names:
         if name not in calls:
-            near = nearest(name, calls)
+            near = did_you_mean(name, calls)
             raise Refusal(f"the plan's cut {name!r} is never called by the forward{near}; {ELSE}")
     ends = [calls[name] for name in names]
     if ends != sorted(set(ends)):

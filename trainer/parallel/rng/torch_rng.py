@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from trainer.data.seeds import mix, seed_torch
-from trainer.devices import generator_of
+from trainer.launch.devices import default_generator
 from trainer.learning.parallel_plan import Plan
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_parallel import layouts
@@ -75,7 +75,7 @@ class Masks:
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
-        self._generator = generator_of(device)
+        self._generator = default_generator(device)
         self._rank = rank
         # own seed → the common stream where it was left, the own stream as it began
         self._left: dict[int, tuple[Tensor, Tensor]] = {}

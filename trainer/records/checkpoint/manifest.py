@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from trainer.formatting import shown
 from trainer.launch.file_validation import MANIFEST as MANIFEST_FIELDS
 from trainer.launch.file_validation import STATE as STATE_FIELDS
 from trainer.launch.file_validation import Damaged, read_json
 from trainer.launch.run_files import kind, open_file
+from trainer.messages import escape_line
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -48,7 +48,7 @@ class CorruptCheckpoint(Exception):
     """A checkpoint that must not be used; the message names the file and what is wrong with it."""
 
     def __init__(self, said: str) -> None:
-        super().__init__(shown(said))  # names of files and of tensors are in it, which others have chosen
+        super().__init__(escape_line(said))  # names of files and of tensors are in it, which others have chosen
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from trainer.formatting import shown
 from trainer.launch.run_files import make_folder, sync
+from trainer.messages import FatalRunError, escape_line
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.tensor_statistics import prints
 from trainer.records.checkpoint.manifest import (
@@ -39,7 +39,6 @@ from trainer.records.checkpoint.manifest import (
     read_state,
 )
 from trainer.records.metrics_reader import rank, score
-from trainer.refusal import FatalRunError
 
 
 class NoneUsable(CorruptCheckpoint, FatalRunError):
@@ -90,7 +89,7 @@ def newest_in(folder: Path, ranks: Ranks, needed: Collection[str] = ()) -> tuple
         except CorruptCheckpoint as error:
             rejected[path] = f"  {error}"
             if ranks.is_main:
-                log.warning("checkpoint %s is skipped: %s", shown(path.name), error)
+                log.warning("checkpoint %s is skipped: %s", escape_line(path.name), error)
     if rejected:
         raise NoneUsable(
             f"none of the {len(rejected)} checkpoints in {folder} can be used; run.resume=fresh starts over:",

@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from trainer.messages import FatalRunError
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.optimizer_state import APART
 from trainer.parallel.parameter_owners import owners
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.records.checkpoint.manifest import FROZEN, SHARDS, TENSORS, CorruptCheckpoint, Found, KnownHeaders
-from trainer.refusal import FatalRunError
 
 
 class FailedSave(FatalRunError):

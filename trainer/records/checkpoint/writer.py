@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.devices import pins, spare_memory
+from trainer.launch.devices import available_host_memory, uses_pinned_memory
 from trainer.launch.file_validation import readable
 from trainer.launch.run_files import make_folder, sync
 from trainer.parallel.device_mesh import to_local
@@ -207,18 +207,18 @@ class AsyncSaver(SyncSaver):
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in the host's memory. From an accelerator they arrive while the host goes on; the thread waits."""
         own = super().copied(tensors)
-        ahead = [one.device for one in own.values() if pins(one.device)]
+        ahead = [one.device for one in own.values() if uses_pinned_memory(one.device)]
         self._device = ahead[0] if ahead else None
         # what is kept of other tensors goes first; where there is no room for a copy the loop waits instead
         self._kept = {name: self._kept[name] for name, one in own.items() if self._fits(name, one)}
         needed = sum(one.nbytes for name, one in own.items() if name not in self._kept)
-        self._spare = needed < _MOST * spare_memory()
+        self._spare = needed < _MOST * available_host_memory()
         if not self._spare:
             self._kept, self._ready = {}, None
             return own
         self._kept = {name: self._room(name, one) for name, one in own.items()}
         for name, one in own.items():
-            self._kept[name].copy_(one.detach(), non_blocking=pins(one.device))
+            self._kept[name].copy_(one.detach(), non_blocking=uses_pinned_memory(one.device))
         # later steps of the stream come after the copies, so they may change what was copied
         self._ready = torch.accelerator.current_stream(ahead[0]).record_event() if ahead else None
         return dict(self._kept)
@@ -232,7 +232,7 @@ class AsyncSaver(SyncSaver):
         if name in self._kept:
             return self._kept[name]
         # pinned from the start: `pin_memory()` would copy what nobody has written yet, and need the room twice
-        return torch.empty_like(one, device="cpu", requires_grad=False, pin_memory=pins(one.device))
+        return torch.empty_like(one, device="cpu", requires_grad=False, pin_memory=uses_pinned_memory(one.device))
 
     def start(self, work: Callable[[], None]) -> bool:
         """Begin; nobody waits. Nothing else may be under way."""

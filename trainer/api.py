@@ -27,7 +27,6 @@ from trainer.configuration.schema import settings
 from trainer.configuration.suggestions import meant, unknown
 from trainer.configuration.trained_run_config import opens_a_run, reads_files, reported_on, verifies
 from trainer.configuration.value_types import shown
-from trainer.formatting import expand_home
 from trainer.launch import failure
 from trainer.launch.child_processes import Alone, Starter, alone, executed, run_with_restarts
 from trainer.launch.launchers import launched
@@ -36,7 +35,7 @@ from trainer.launch.process_state import borrowed
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_files import real
-from trainer.refusal import Refusal
+from trainer.messages import Refusal, expand_home
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,9 +116,9 @@ def _run(asked: list[str]) -> Result:
         with _composing:
             cfg = compose(asked)
         launch = launched()
-        count = wanted(cfg, launch)
+        count = processes_to_start(cfg, launch)
         # the folder is chosen here, because what the run has left is looked for in it afterwards
-        folder = reported_on(cfg) if reads_files(cfg) else run_folder(cfg, launch)
+        folder = reported_on(cfg) if reads_files(cfg) else choose_run_folder(cfg, launch)
         asked.append(f"run.dir={quoted(str(folder))}")
         cfg.run.dir = str(folder)
         if threading.current_thread() is not threading.main_thread():
@@ -139,7 +138,7 @@ def build_run(words: Sequence[str], launch: Launch, cfg: DictConfig | None = Non
     return assemble(cfg, words, read(words).folders, launch, alone)
 
 
-def wanted(cfg: DictConfig, launch: Launch) -> int:
+def processes_to_start(cfg: DictConfig, launch: Launch) -> int:
     """How many processes this one is to start, by the key `processes`; 0: it does the run itself.
 
     Refusal where a launcher has started it, or where restarts are asked for and nothing is started.
@@ -168,14 +167,14 @@ def wanted(cfg: DictConfig, launch: Launch) -> int:
     return int(count) if count > 1 or restarts else 0
 
 
-def reported(cfg: DictConfig, launch: Launch) -> int:
+def print_report(cfg: DictConfig, launch: Launch) -> int:
     """Do the job `report`, on the main rank; the exit code. Refusal where there is no such run."""
     from trainer.jobs.goodput_report import Report
 
     return Report()(reported_on(cfg)) if launch.is_main else 0
 
 
-def run_folder(cfg: DictConfig, launch: Launch) -> Path:
+def choose_run_folder(cfg: DictConfig, launch: Launch) -> Path:
     """The folder that the configuration names, or one that is named now, on all ranks the same."""
     from trainer.launch.agreement import decided_by_main
     from trainer.records.run_folder import choose
@@ -191,7 +190,7 @@ def run_folder(cfg: DictConfig, launch: Launch) -> Path:
 def _within(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
     """The run in this process, which keeps nothing of it: no log file, no lock, no group of processes, no mode."""
     if reads_files(cfg):
-        return reported(cfg, launch)
+        return print_report(cfg, launch)
     with borrowed():
         return _as_a_guest(words, launch, cfg)
 
@@ -229,13 +228,13 @@ def run_in_processes(
     run, restarts, folder = cfg.run, 0 if opens_a_run(cfg) else cfg.distributed.restarts, Path()
     # they all look there again: a name that is generated must be the same for every try
     if restarts:
-        folder = run_folder(cfg, Launch())
+        folder = choose_run_folder(cfg, Launch())
         words = [*words, *([f"run.dir={quoted(str(folder))}"] if run.dir is None and run.name is None else [])]
     with TemporaryDirectory(prefix="trainer-") as scratch:
         return run_with_restarts(words, count, Path(scratch), folder, restarts, starter)
 
 
-def import_all(cfg: DictConfig) -> None:
+def import_run_modules(cfg: DictConfig) -> None:
     """Import what this run needs and takes seconds: torch, its compiler, the product's own parts that are chosen."""
     import torch.distributed.fsdp
     import torch.distributed.tensor

@@ -15,42 +15,42 @@ from pathlib import Path
 import torch
 
 
-def accelerator() -> str | None:
+def accelerator_type() -> str | None:
     """The kind of accelerator that torch finds on this machine; None: there is the CPU alone."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found else None
 
 
-def kinds() -> Iterator[str]:
+def device_types() -> Iterator[str]:
     """Every kind of device that this machine computes on."""
     yield "cpu"
-    if found := accelerator():
+    if found := accelerator_type():
         yield found
 
 
-def names() -> list[str]:
+def accelerator_names() -> list[str]:
     """What their makers call the accelerators of this machine; their kind where torch knows no more (mps)."""
-    kind = accelerator()
+    kind = accelerator_type()
     if kind is None:
         return []
     known = getattr(torch.get_device_module(kind), "get_device_name", lambda index: kind)
     return [known(index) for index in range(torch.accelerator.device_count())]
 
 
-def identity(device: torch.device) -> str:
+def device_identity(device: torch.device) -> str:
     """What tells a device of this machine from the others, though each process may see one alone, and call it 0."""
     asked = getattr(torch.get_device_module(device), "get_device_properties", None)
     return f"{device} {getattr(asked(device), 'uuid', '') if asked else ''}"
 
 
-def claims_bf16(kind: str, emulated: bool) -> bool | None:
+def is_bf16_supported(kind: str, emulated: bool) -> bool | None:
     """Does the current device say that it has bfloat16, perhaps `emulated`? None: it does not say (mps)."""
     asked = getattr(torch.get_device_module(kind), "is_bf16_supported", None)
     return asked(including_emulation=emulated) if asked else None
 
 
 @cache
-def widest(device: torch.device) -> torch.dtype:
+def accumulation_dtype(device: torch.device) -> torch.dtype:
     """The type in which a device adds up: float64, or float32 where it has no other (Apple's GPUs, some of Intel's).
 
     In float32 nothing waits, either, but sums have 7 digits, and counts are exact up to 16.7 million.
@@ -65,7 +65,7 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
-def pins(device: torch.device) -> bool:
+def uses_pinned_memory(device: torch.device) -> bool:
     """Do copies between the host and this device pass through pinned memory, so that the host need not wait for them?
 
     Not on Apple's: it shares the host's memory, torch pins none of it, and a copy that nobody waits for may be read too
@@ -74,7 +74,7 @@ def pins(device: torch.device) -> bool:
     return device.type not in ("cpu", "mps")
 
 
-def spare_memory() -> float:
+def available_host_memory() -> float:
     """Bytes of the host's memory that programs can still have, of all its processes; infinity where it does not tell.
 
     In a container that is what its limit leaves; under a limit of addresses (`ulimit -v`) what this process can have.
@@ -100,24 +100,24 @@ def spare_memory() -> float:
     return spare
 
 
-def spare_on(device: torch.device) -> float:
+def available_memory(device: torch.device) -> float:
     """Bytes that programs can still have on a device; on the CPU, and where a device does not tell, of the host's."""
     asked = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
-    return float(asked(device)[0]) if asked else spare_memory()
+    return float(asked(device)[0]) if asked else available_host_memory()
 
 
-def memory() -> dict[str, int]:
+def memory_usage() -> dict[str, int]:
     """Bytes that this process has: `host` at present, `device` the most that its tensors took, if torch counts."""
     found = {}
     with suppress(OSError):  # Linux alone tells it so
         found["host"] = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    kind = accelerator()
+    kind = accelerator_type()
     if kind and (most := getattr(torch.get_device_module(kind), "max_memory_allocated", None)):
         found["device"] = most()
     return found
 
 
-def generator_of(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
     """The generator that a network draws from there."""
     if device.type == "cpu":
         return torch.default_generator
