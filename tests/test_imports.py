@@ -186,7 +186,7 @@ def test_the_loop_has_no_word_of_parallelism() -> None:
 
 
 # Hydra and OmegaConf end at these: below them a function takes its arguments, not a configuration.
-DOOR = {"__main__", "api", "assembly"}
+DOOR = {"__main__", "api", "run_parts"}
 
 
 def test_configuration_stops_at_the_door() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.configuration.compose import compose
 from trainer.jobs import fit
-from trainer.jobs.assembly import assemble
+from trainer.jobs.run_parts import assemble
 from trainer.launch.failure import Failed
 from trainer.launch.rendezvous import Launch
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.commands import SMALL
 from tests.inside import here
 from trainer.configuration.compose import compose
-from trainer.jobs.assembly import assemble
+from trainer.jobs.run_parts import assemble
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Group, join_group, leave_group, set_timeouts

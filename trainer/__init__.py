@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from trainer.api import run as run
     from trainer.data.data import Data as Data
     from trainer.data.preparation import Preparation as Preparation
-    from trainer.jobs.preparation import Job as Job
+    from trainer.jobs.run_parts import Job as Job
     from trainer.learning.parallel_plan import Plan as Plan
     from trainer.learning.schedule import Schedule as Schedule
     from trainer.learning.task import Task as Task
@@ -31,7 +31,7 @@ _HOMES = {
     "BadData": "trainer.messages",
     "Data": "trainer.data.data",
     "GatheredKeys": "trainer.parallel.context_parallel",
-    "Job": "trainer.jobs.preparation",
+    "Job": "trainer.jobs.run_parts",
     "Joined": "trainer.strategies.process_groups",
     "ParallelModel": "trainer.strategies.parallel_model",
     "Plan": "trainer.learning.parallel_plan",

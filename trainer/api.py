@@ -40,7 +40,7 @@ from trainer.messages import Refusal, expand_home
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainer.jobs.preparation import RunParts
+    from trainer.jobs.run_parts import RunParts
 
 
 def saved_verdict(run: Path) -> str:
@@ -133,7 +133,7 @@ def build_run(words: Sequence[str], launch: Launch, cfg: DictConfig | None = Non
     """What a run is made of; cfg: what was composed of the words already; alone: does words in another process."""
     cfg = compose(words) if cfg is None else cfg
     resource_paths.make_importable()
-    from trainer.jobs.assembly import assemble  # from here on with torch
+    from trainer.jobs.run_parts import assemble  # from here on with torch
 
     return assemble(cfg, words, read(words).folders, launch, alone)
 
@@ -239,7 +239,7 @@ def import_run_modules(cfg: DictConfig) -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
-    importlib.import_module("trainer.jobs.assembly")
+    importlib.import_module("trainer.jobs.run_parts")
     resource_paths.make_importable()
     torch.compiler.disable(len)  # torch.optim imports the compiler for it, at the first optimizer
     for node in cfg.values():

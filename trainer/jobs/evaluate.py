@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 
-from trainer.jobs.preparation import Job, RunParts
+from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import Split, Which, opened, run_folder, samples_of
 from trainer.launch import failure
 from trainer.launch.run_files import open_file

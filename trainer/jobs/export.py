@@ -20,7 +20,8 @@ from trainer.data.preparation import Preparation
 from trainer.data.reader import Loading
 from trainer.data.sample_order import Slice
 from trainer.data.stream import EvaluationStream
-from trainer.jobs.preparation import Job, RunParts, seeded_network
+from trainer.jobs.preparation import seeded_network
+from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import Which, as_average, chosen, classes_of, names_there, run_folder, samples_of
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_files import make_folder, replace_file

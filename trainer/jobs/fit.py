@@ -11,9 +11,10 @@ from time import perf_counter
 from trainer.jobs.allocator import give_back_freed_memory, keep_freed_memory, remedy
 from trainer.jobs.build_trainer import make_checkpoints, make_trainer
 from trainer.jobs.determinism import way_out
-from trainer.jobs.preparation import Job, Prepared, RunParts, build_values, prepare
+from trainer.jobs.preparation import Prepared, build_values, prepare
 from trainer.jobs.resume_decision import Verdict, decide_resume
 from trainer.jobs.run_messages import best_lines, describe, end_lines, left_out_lines, replaced_lines, start_lines
+from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.summary import summary
 from trainer.launch import failure, rank_output
 from trainer.launch.agreement import decided_by_main
@@ -109,7 +110,7 @@ def begin(run: Prepared, start: Found | None, changed: Sequence[str], log: Log) 
     strategy, folder, length = run.strategy, run.folder, run.length
     step = start.step if start else 0
     # what runs, then that it runs: whoever sees `running` finds the rest
-    folder.write_start(run.configuration, run.words, describe(run))
+    folder.write_start(run.configuration, run.arguments, describe(run))
     folder.begin(step, strategy.world.size, strategy.name, process_age() if run.machine.launch.ours else 0.0)
     # what was logged after the step to go on from will be logged again
     log.open(folder.path, step, length.steps, -(-length.steps // length.per_epoch))

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from trainer.jobs.export import trained
-from trainer.jobs.preparation import Job, RunParts
+from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import Which, as_average, chosen, run_folder
 from trainer.launch.devices import accelerator_type
 from trainer.launch.run_files import make_folder, open_file

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.data.data import Data
 from trainer.jobs.network_outputs import Piece, Stopped, answers
-from trainer.jobs.preparation import Job, RunParts
+from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import (
     OF_AVERAGE,
     Opened,

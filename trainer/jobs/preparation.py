@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,53 +19,18 @@ from trainer.jobs.batch_sizes import Batches, Length, deal, measure
 from trainer.jobs.determinism import be_deterministic
 from trainer.jobs.initial_weights import Initial
 from trainer.jobs.resume_precheck import known_sets, refuse_start
+from trainer.jobs.run_parts import RunParts
 from trainer.launch.agreement import first_on_node
-from trainer.launch.child_processes import Alone
 from trainer.learning.generation_request import Continuation
-from trainer.learning.optimizer import Make
 from trainer.learning.optimizer_trial import refuse_step
 from trainer.learning.parameter_patterns import Rule, resolve_rules
-from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task, carries, gathers, refuse_metric_objects
 from trainer.learning.untrained_parameters import freeze, refuse_frozen, refuse_parameters
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_stored, allocate_empty, is_outline
 from trainer.records.profiler import refuse_window
 from trainer.records.run_folder import RunFolder
-from trainer.records.sinks import Sink, shows
-from trainer.strategies.base import Strategy
-from trainer.strategies.machine import Machine
-
-
-class Job:
-    """What a command does with a run; the group `job` names it, and its keys are the constructor's arguments."""
-
-    def __call__(self, parts: RunParts) -> int:
-        """Do it; the exit code. Refusal, before any process group, where it cannot be done."""
-        raise NotImplementedError
-
-
-@dataclass
-class RunParts:
-    """What a run is made of, as the configuration names it."""
-
-    job: Job
-    settings: Settings
-    words: list[str]  # of the command line
-    alone: Alone  # does such words in a process of its own
-    configuration: str  # yaml, without secrets
-    idle: Collection[str]  # keys of it that change nothing: what they say is so without them
-    machine: Machine
-    strategy: Strategy
-    task: Task
-    data: Data
-    schedule: Schedule
-    make_anew: Callable[[], dict[str, Any]]  # task, data and schedule once more, as another start would make them
-    make_network: Callable[[], nn.Module]
-    make_optimizer: Make
-    spare_vectors: bool  # biases and norms are not decayed
-    sinks: list[Sink]
-    open_folder: Callable[[Callable[[Path | None], None]], RunFolder]  # makes, locks it; before, a look at what begins
+from trainer.records.sinks import shows
 
 
 @dataclass

@@ -39,7 +39,7 @@ def decide_resume(run: Prepared) -> Verdict:
     refuse_own(folder.path, found, run.network, run.configuration)
     # runs from before there was the key began without
     changed = changes({"tf32": False} | before, read_config(run.configuration))
-    changed = [one for one in changed if one.old != ABSENT or one.key not in run.idle]
+    changed = [one for one in changed if one.old != ABSENT or one.key not in run.unused_keys]
     if run.settings.precision == "auto":
         precision = last.get("precision", precision)  # what auto meant is kept, whatever devices there are now
     precisions = (str(last["precision"]), precision) if "precision" in last else None

@@ -200,7 +200,7 @@ def curves_command(run: Prepared) -> str:
 def jobs_command(run: Prepared) -> str:
     """What is typed for the figures again, for answers in a file, for a file of the network, on one process."""
     spread = ["strategy=single"] if run.machine.launch.world_size > 1 else []
-    own = shlex.join([*code_words(run.words), f"run.dir={quoted(run.folder.path.absolute())}", *spread])
+    own = shlex.join([*code_words(run.arguments), f"run.dir={quoted(run.folder.path.absolute())}", *spread])
     return f"python -m trainer {own} job=evaluate   (or job=predict, job=export)"
 
 
@@ -215,7 +215,7 @@ def best_lines(checkpoints: Checkpoints) -> list[str]:
 def command(run: Prepared) -> str:
     """The command that continues this run."""
     launch = run.machine.launch
-    own = [word for word in run.words if not word.startswith(("run.dir=", "run.name=", "run.resume="))]
+    own = [word for word in run.arguments if not word.startswith(("run.dir=", "run.name=", "run.resume="))]
     overrides = [at for at, word in enumerate(own) if "=" in word and not word.startswith("-")]
     own.insert(overrides[-1] + 1 if overrides else len(own), f"run.dir={quoted(run.folder.path.absolute())}")
     # run.dir stands beside the other overrides: flags may not stand between them

@@ -22,8 +22,9 @@ from trainer.data.seeds import seed_all
 from trainer.data.stream import EvaluationStream
 from trainer.jobs.allocator import evaluation_batch
 from trainer.jobs.determinism import be_deterministic
-from trainer.jobs.preparation import RunParts, read_data, refuse_figures, seeded_network
+from trainer.jobs.preparation import read_data, refuse_figures, seeded_network
 from trainer.jobs.resume_precheck import known_classes
+from trainer.jobs.run_parts import RunParts
 from trainer.launch import rank_output
 from trainer.launch.agreement import decided_by_main, first_on_node
 from trainer.launch.hang import watchdog

@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from trainer.jobs.preparation import Job, Prepared, RunParts, prepare
+from trainer.jobs.preparation import Prepared, prepare
+from trainer.jobs.run_parts import Job, RunParts
 from trainer.launch import failure, rank_output
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.run_files import make_folder, real, refuse_strange, replace_file
@@ -160,7 +161,7 @@ class Verify(Job):
         named = dict(zip(("one process", f"{run.strategy.name} on {processes}"), curves, strict=True))
         said |= {**verdict.data(), **facts, "losses": named}
         replace_file(out / "verify.json", json.dumps(said, indent=1) + "\n")
-        replace_file(out / "curves.svg", drawn(named, run.words, verdict.rounding, verdict.precision))
+        replace_file(out / "curves.svg", drawn(named, run.arguments, verdict.rounding, verdict.precision))
         print(f"written     {out / 'verify.json'}, and both curves as a picture, curves.svg", flush=True)
 
     def _write(self, parts: RunParts, path: Path) -> int:

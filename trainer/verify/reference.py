@@ -16,8 +16,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from trainer.jobs.preparation import Prepared, RunParts
+from trainer.jobs.preparation import Prepared
 from trainer.jobs.run_messages import quoted
+from trainer.jobs.run_parts import RunParts
 from trainer.launch.agreement import decided_by_main
 from trainer.launch.devices import available_host_memory, available_memory
 from trainer.launch.launchers import unlaunched
@@ -125,13 +126,13 @@ def made_apart(run: RunParts, samples: int, path: Path, layers: int | None) -> s
     """
     # after the last word that changes a key: flags may not stand between them
     keys = ("processes=", "job.reference=", "job.batch=", "job.layers=")
-    own = [word for word in run.words if not word.startswith(keys)]
+    own = [word for word in run.arguments if not word.startswith(keys)]
     overrides = [at for at, word in enumerate(own) if "=" in word and not word.startswith("-")]
     at = overrides[-1] + 1 if overrides else len(own)
     added = [f"job.batch={samples}", f"job.record={quoted(path)}", f"job.layers={layers or 'all'}"]
     here = os.pathsep.join(part for part in sys.path if part)  # what can be imported here can be imported there
     environment = unlaunched(os.environ) | {"PYTHONPATH": here, "TRAINER_PARENT": str(os.getpid())}
-    code, printed = run.alone([*own[:at], *added, *own[at:]], environment)
+    code, printed = run.run_alone([*own[:at], *added, *own[at:]], environment)
     if not code:
         return ""
     said = printed.strip()[-_LAST:]

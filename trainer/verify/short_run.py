@@ -19,7 +19,8 @@ from trainer.data.stream import Batch, EvaluationStream, Stream
 from trainer.jobs.allocator import evaluation_batch
 from trainer.jobs.batch_sizes import deal
 from trainer.jobs.build_trainer import make_checkpoints, make_evaluation, make_trainer
-from trainer.jobs.preparation import Prepared, RunParts, build_values, read_data, seeded_network
+from trainer.jobs.preparation import Prepared, build_values, read_data, seeded_network
+from trainer.jobs.run_parts import RunParts
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.cadence import Due, Every
 from trainer.loop.evaluation import figures_of

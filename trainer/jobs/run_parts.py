@@ -1,9 +1,9 @@
-"""From a configuration to the parts of a run: the only file that sees the whole of it. Below are arguments."""
+"""What a run is made of, and how a configuration becomes it. Code below this file takes arguments, no configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,20 @@ from trainer.configuration.interpolation import written
 from trainer.configuration.schema import Settings, settings
 from trainer.configuration.trained_run_config import opens_a_run
 from trainer.data.data import Data
-from trainer.jobs.preparation import Job, RunParts
 from trainer.launch.child_processes import Alone, alone
 from trainer.launch.file_validation import CONFIG, read_yaml
 from trainer.launch.launchers import meeting_at
 from trainer.launch.rendezvous import Launch
 from trainer.learning.cadence import Cadences, Every
-from trainer.learning.optimizer import exposed, fused_words, made_for_trial, refuse_rate, refuse_rules, spares_vectors
+from trainer.learning.optimizer import (
+    Make,
+    exposed,
+    fused_words,
+    made_for_trial,
+    refuse_rate,
+    refuse_rules,
+    spares_vectors,
+)
 from trainer.learning.schedule import Schedule, TorchSchedule
 from trainer.learning.task import Task
 from trainer.messages import Refusal, expand_home
@@ -36,40 +43,52 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 
 
-def with_sizes(cfg: DictConfig, words: Sequence[str], names: Names, run: str | Path | None) -> DictConfig:
-    """The configuration with the sizes in it, and without the folder's name: a resume needs no such folder.
+class Job:
+    """What a command does with a run; the group `job` names it, and its keys are the constructor's arguments."""
 
-    words: of the command line, whose own keys count more; run: the run's folder, for a resume after the other is gone.
-    """
-    asked = cfg.model.get("settings")
-    if asked is None:
-        return cfg
-    target: Any = names.find(cfg.model.get("_target_"), "model._target_")
-    read, folder = getattr(target, "settings_of", None), expand_home(str(asked))
-    if not callable(read):
-        raise Refusal(
-            f"model.settings={asked}: {real_name(target)} reads no config.json (it has no settings_of(folder,"
-            " vocab_size)); model=gpt2 and model=llama do, and model=hf_classifier model.path=FOLDER"
-        )
-    stored = None if run is None else expand_home(str(run)) / "config.yaml"
-    if not folder.is_dir() and stored is not None and stored.is_file():
-        sizes = {key: value for key, value in read_yaml(stored, CONFIG)["model"].items() if not key.startswith("_")}
-    else:
-        sizes = read(folder, OmegaConf.select(cfg, "model.vocab_size"))
-    own = {word.lstrip("+~").partition("=")[0].removeprefix("model.") for word in words if "model." in word}
-    sizes = {key: value for key, value in sizes.items() if key not in own}
-    return OmegaConf.merge(cfg, {"model": {**sizes, "settings": None}})  # type: ignore[return-value]
+    def __call__(self, parts: RunParts) -> int:
+        """Do it; the exit code. Refusal, before any process group, where it cannot be done."""
+        raise NotImplementedError
 
 
-KINDS = {"job": Job, "strategy": Strategy, "model": nn.Module, "task": Task, "schedule": Schedule, "data": Data}
+@dataclass
+class RunParts:
+    """What a run is made of, as the configuration names it."""
+
+    job: Job
+    settings: Settings
+    arguments: list[str]  # of the command line
+    run_alone: Alone  # runs a command with such arguments in a process of its own
+    configuration: str  # yaml, without secrets
+    unused_keys: Collection[str]  # of the configuration: without them the run would be the same
+    machine: Machine
+    strategy: Strategy
+    task: Task
+    data: Data
+    schedule: Schedule
+    make_anew: Callable[[], dict[str, Any]]  # task, data and schedule once more, as another start would make them
+    make_network: Callable[[], nn.Module]
+    make_optimizer: Make
+    spare_vectors: bool  # biases and norms are not decayed
+    sinks: list[Sink]
+    open_folder: Callable[[Callable[[Path | None], None]], RunFolder]  # makes, locks it; before, a look at what begins
+
+    @property
+    def best_metric(self) -> str:
+        """The metric that marks the best checkpoint: the run's choice, else the task's; "-loss": less is better."""
+        return self.settings.checkpoint.best or self.task.best
+
+
+# The class that the node of a group must make.
+_KINDS = {"job": Job, "strategy": Strategy, "model": nn.Module, "task": Task, "schedule": Schedule, "data": Data}
 
 
 def assemble(
-    cfg: DictConfig, words: Sequence[str], labs: Sequence[Path], launch: Launch, alone: Alone = alone
+    cfg: DictConfig, arguments: Sequence[str], labs: Sequence[Path], launch: Launch, run_alone: Alone = alone
 ) -> RunParts:
     """Turn every node into an object; what is not one yet (a network, an optimizer) into what makes it.
 
-    labs: the folders of yaml files that the command line adds. alone: does words in another process.
+    labs: the folders of yaml files that the command line adds. run_alone: runs a command in another process.
     Refusal where a node is not of its group's kind.
     """
     # the framework's own keys, all of them, before any name in a group is looked up
@@ -80,8 +99,8 @@ def assemble(
     machine.check()
     # before the first of them is called; what torch brings has no kind of ours, and is checked by its maker; what only
     # the data knows (a folder's classes) is any number until then
-    kinds = {group: kind for group, kind in KINDS.items() if not of_torch(cfg[group], group, names)}
-    idle = check_all(with_facts(cfg, dict.fromkeys(FACTS, 1)), kinds, names)
+    kinds = {group: kind for group, kind in _KINDS.items() if not is_torch_scheduler(cfg[group], group, names)}
+    unused_keys = check_all(with_facts(cfg, dict.fromkeys(FACTS, 1)), kinds, names)
     make_optimizer, spare_vectors = optimizer_maker(cfg.optimizer, chosen, names)
     strategy = make_strategy(cfg.strategy, chosen, names, machine)
     if not opens_a_run(cfg):  # a trained run is only read, and may lie where nobody writes
@@ -90,42 +109,68 @@ def assemble(
     data = build(cfg.data, Data, "data", names)
     cfg = with_facts(cfg, {name: getattr(data, name, None) for name in FACTS})
     machine.refuse_crowd()
-    cfg = with_sizes(cfg, words, names, run.dir or (f"{run.root}/{run.name}" if run.name else None))
+    cfg = with_model_settings(cfg, arguments, names, run.dir or (f"{run.root}/{run.name}" if run.name else None))
 
-    def learning() -> dict[str, Any]:
+    def make_learning() -> dict[str, Any]:
         schedule = make_schedule(cfg.schedule, make_optimizer, names)
         return {"task": build(cfg.task, Task, "task", names), "schedule": schedule}
 
     return RunParts(
         job=build(cfg.job, Job, "job", names),
         settings=chosen,
-        words=list(words),
-        alone=alone,
+        arguments=list(arguments),
+        run_alone=run_alone,
         configuration=written(cfg),
-        idle=idle,
+        unused_keys=unused_keys,
         machine=machine,
         strategy=strategy,
-        **learning(),
-        make_anew=lambda: {**learning(), "data": build(cfg.data, Data, "data", names)},
+        **make_learning(),
+        make_anew=lambda: {**make_learning(), "data": build(cfg.data, Data, "data", names)},
         make_optimizer=make_optimizer,
         spare_vectors=spare_vectors,
         sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
         open_folder=partial(
-            RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, label(cfg, strategy)
+            RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, name_label(cfg, strategy)
         ),
         data=data,
         make_network=lambda: build(cfg.model, nn.Module, "model", names),
     )
 
 
-def of_torch(node: DictConfig, group: str, names: Names) -> bool:
+def with_model_settings(cfg: DictConfig, arguments: Sequence[str], names: Names, run: str | Path | None) -> DictConfig:
+    """The configuration with the sizes that `model.settings` names: those in the config.json of a model's folder.
+
+    The folder's name is gone then, as a resume must not need the folder. arguments: of the command line, whose keys
+    count more. run: the run's folder, which still has the sizes after the model's folder is gone.
+    """
+    asked = cfg.model.get("settings")
+    if asked is None:
+        return cfg
+    target: Any = names.find(cfg.model.get("_target_"), "model._target_")
+    settings_of, folder = getattr(target, "settings_of", None), expand_home(str(asked))
+    if not callable(settings_of):
+        raise Refusal(
+            f"model.settings={asked}: {real_name(target)} reads no config.json (it has no settings_of(folder,"
+            " vocab_size)); model=gpt2 and model=llama do, and model=hf_classifier model.path=FOLDER"
+        )
+    stored = None if run is None else expand_home(str(run)) / "config.yaml"
+    if not folder.is_dir() and stored is not None and stored.is_file():
+        sizes = {key: value for key, value in read_yaml(stored, CONFIG)["model"].items() if not key.startswith("_")}
+    else:
+        sizes = settings_of(folder, OmegaConf.select(cfg, "model.vocab_size"))
+    overridden = {word.lstrip("+~").partition("=")[0].removeprefix("model.") for word in arguments if "model." in word}
+    sizes = {key: value for key, value in sizes.items() if key not in overridden}
+    return OmegaConf.merge(cfg, {"model": {**sizes, "settings": None}})  # type: ignore[return-value]
+
+
+def is_torch_scheduler(node: DictConfig, group: str, names: Names) -> bool:
     """Does the node name a scheduler of torch's?"""
     target: Any = names.find(node.get("_target_"), f"{group}._target_") if group == "schedule" else None
     return isinstance(target, type) and issubclass(target, LRScheduler)
 
 
 def optimizer_maker(node: DictConfig, chosen: Settings, names: Names) -> tuple[Callable[[Any], Optimizer], bool]:
-    """What makes the optimizer of parameters, and whether vectors are to be spared by its weight decay."""
+    """A function from parameter groups to the optimizer, and whether its weight decay leaves out vectors."""
     # what its class can do is known before there are parameters to give it
     kind: Any = names.find(node.get("_target_"), "optimizer._target_")
     fused = fused_words(kind, chosen.optimizer.fused, node.get("dampening", 0))
@@ -140,20 +185,20 @@ def optimizer_maker(node: DictConfig, chosen: Settings, names: Names) -> tuple[C
 
 def make_schedule(node: DictConfig, make_optimizer: Callable[[Any], Optimizer], names: Names) -> Schedule:
     """The schedule that the node names; around a scheduler of torch's lies one of ours, with the keys of all."""
-    if not of_torch(node, "schedule", names):
+    if not is_torch_scheduler(node, "schedule", names):
         return build(node, Schedule, "schedule", names)
     # some keys are ours, the others the scheduler's business
     values: Any = OmegaConf.to_container(node, resolve=True)
-    keys = {each.name for each in fields(TorchSchedule)} & values.keys()
+    keys = {field.name for field in fields(TorchSchedule)} & values.keys()
     make = maker(OmegaConf.create({key: values[key] for key in values.keys() - keys}), LRScheduler, "schedule", names)
-    own = {"_target_": "trainer.learning.schedule.TorchSchedule", **{key: values[key] for key in keys}}
+    around = {"_target_": "trainer.learning.schedule.TorchSchedule", **{key: values[key] for key in keys}}
     # absolute numbers of a scheduler are compared with the rate that an optimizer is made with
     rate = made_for_trial(make_optimizer).param_groups[0]["lr"]
-    return build(OmegaConf.create(own), Schedule, "schedule", names, make=make, rate=rate)
+    return build(OmegaConf.create(around), Schedule, "schedule", names, make=make, rate=rate)
 
 
 def make_machine(chosen: Settings, launch: Launch) -> Machine:
-    """Where this process computes, and among which others."""
+    """On what this process computes, and how it meets the others."""
     timeout = timedelta(seconds=chosen.distributed.timeout)
     return Machine(
         launch=meeting_at(launch, chosen.distributed.init_method, timeout),
@@ -173,7 +218,7 @@ def make_machine(chosen: Settings, launch: Launch) -> Machine:
 
 
 def make_strategy(node: DictConfig, chosen: Settings, names: Names, machine: Machine) -> Strategy:
-    """The strategy, which is told where a run computes and how often it does what beside its steps."""
+    """The strategy; it is told on what machine it runs, and how often the run logs, evaluates and saves."""
     strategy = build(node, Strategy, "strategy", names, machine=machine)
     loop, ema = chosen.loop, chosen.ema
     average = () if ema.decay is None else (Every(steps=ema.every),)
@@ -181,6 +226,6 @@ def make_strategy(node: DictConfig, chosen: Settings, names: Names, machine: Mac
     return strategy
 
 
-def label(cfg: DictConfig, strategy: Strategy) -> str:
-    """What a generated name says about a run: its network and how it is spread."""
+def name_label(cfg: DictConfig, strategy: Strategy) -> str:
+    """The part of a generated run name that tells the network and the strategy: `vit_fsdp`."""
     return f"{str(cfg.model._target_).rsplit('.', 1)[-1].lower()}_{strategy.name}"
