@@ -7,9 +7,9 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.configuration.interpolation import resolved, written
+from trainer.configuration.key_types import parse_packages, parse_rhythm, parse_seconds
 from trainer.configuration.resource_paths import root
 from trainer.configuration.schema import GROUPS, SECTIONS, Settings, settings
-from trainer.configuration.value_types import cadence, packages, seconds
 from trainer.learning.cadence import Every
 from trainer.messages import Refusal
 
@@ -62,32 +62,32 @@ def test_every_key_of_config_yaml_is_read_and_every_reader_has_a_key() -> None:
     ],
 )
 def test_a_rhythm_is_steps_epochs_time_or_a_list(written: Any, expected: tuple[Every, ...]) -> None:
-    assert cadence(written) == expected
+    assert parse_rhythm(written) == expected
 
 
 @pytest.mark.parametrize("written", [0, -1, 1.5, True, "soon", "0ep", "1.5ep", "15 min", "ep", "", [0], [["1ep"]], {}])
 def test_what_is_no_rhythm_is_said(written: Any) -> None:
     with pytest.raises(Refusal, match="1ep"):
-        cadence(written)
+        parse_rhythm(written)
 
 
 @pytest.mark.parametrize(
     ("written", "expected"), [(5, 5.0), ("90s", 90.0), ("01:30:00", 5400.0), ("0:00:07", 7.0), ("1d", 86400.0)]
 )
 def test_a_time_is_seconds_or_written_out(written: Any, expected: float) -> None:
-    assert seconds(written) == expected
+    assert parse_seconds(written) == expected
 
 
 @pytest.mark.parametrize("written", [0, -5, "later", "1:90:00", "30", True, [1], float("inf"), float("nan")])
 def test_what_is_no_time_is_said(written: Any) -> None:
     with pytest.raises(Refusal, match="HH:MM:SS"):
-        seconds(written)
+        parse_seconds(written)
 
 
 def test_scalars_are_taken_at_their_word() -> None:
     assert settings(configuration(run__name=2024, loop__steps=1e4)).run.name == "2024"
     assert repr(settings(configuration(loop__steps=1e4)).loop.steps) == "10000"
-    assert packages(["monai"]) == ("monai",)
+    assert parse_packages(["monai"]) == ("monai",)
     for key, wrong in (
         ("compile", 1),
         ("run__name", True),

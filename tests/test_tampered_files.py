@@ -15,8 +15,8 @@ import pytest
 from tests.commands import SMALL, curve, finish, single, status
 from tests.inside import here
 from trainer.jobs.resume_precheck import glance
-from trainer.launch.file_validation import readable
 from trainer.launch.status import read_status
+from trainer.launch.validation import refuse_unreadable
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manifest import TO_RESUME, CorruptCheckpoint, manifest_bytes, read_manifest
@@ -113,7 +113,18 @@ def test_a_run_goes_on_from_the_checkpoint_before_whatever_else_is_damaged(folde
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{", '{"state": "done", "step": 1}', '{"state": "running", "step": -1}', "[" * 10**5, '{"step": 1}']
+    "text",
+    [
+        "[]",
+        "{",
+        "3",
+        '{"state": "done", "step": 1}',
+        '{"state": "running", "step": -1}',
+        "[" * 10**5,
+        '{"step": 1}',
+        '{"_target_": "os.abort"}',  # means an object in a configuration, and nothing here
+        f'{{"state": "running", "step": 1, "time": 1{"0" * 400}}}',  # JSON takes it, a float does not
+    ],
 )
 def test_a_status_that_cannot_be_true_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "status.json").write_text(text)
@@ -125,7 +136,7 @@ def test_a_manifest_is_read_up_to_a_size_and_names_no_file_elsewhere(folder: Pat
     manifest = read_manifest(path)
     manifest.files["../../config.yaml"] = {"size": 1, "sha256": "0" * 64}
     (path / "manifest.json").write_bytes(manifest_bytes(manifest))
-    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json: a name in files is '\.\./\.\./config\.yaml'"):
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json: files has the name '\.\./\.\./config\.yaml'"):
         read_manifest(path)
     del manifest.files["../../config.yaml"]
     manifest.figures["accuracy"] = "high"  # type: ignore[assignment]
@@ -165,4 +176,4 @@ def test_a_damaged_configuration_is_said_by_the_jobs_that_need_it(folder: Path, 
 
 def test_what_could_not_be_read_again_is_not_written() -> None:
     with pytest.raises(Exception, match=r"state\.json would have 8,388,609 bytes"):
-        readable(b"x" * (2**23 + 1), "state.json")
+        refuse_unreadable(b"x" * (2**23 + 1), "state.json")

@@ -22,11 +22,10 @@ from omegaconf import DictConfig
 from trainer.configuration import resource_paths
 from trainer.configuration.command_line import read
 from trainer.configuration.compose import compose, quoted
-from trainer.configuration.interpolation import as_written
+from trainer.configuration.interpolation import as_written, format_value
 from trainer.configuration.schema import settings
 from trainer.configuration.suggestions import meant, unknown
 from trainer.configuration.trained_run_config import opens_a_run, reads_files, reported_on, verifies
-from trainer.configuration.value_types import shown
 from trainer.launch import failure
 from trainer.launch.child_processes import Alone, Starter, alone, executed, run_with_restarts
 from trainer.launch.launchers import launched
@@ -101,7 +100,7 @@ def _as_words(keys: Mapping[str, Any], labs: list[str]) -> str:
     """What to write instead of Python's arguments: words of the list, by the names that keys have here."""
     with resource_paths.present_folder(), _composing:
         known = as_written(compose(labs))
-    given = {key: meant(key, shown(value), known) for key, value in keys.items()}
+    given = {key: meant(key, format_value(value), known) for key, value in keys.items()}
     words = ", ".join(" or ".join(f'"{word}"' for word in near) for near in given.values() if near)
     problems = [unknown(key, known) for key, near in given.items() if not near]
     written = f": trainer.run([{words}, …])" if words else ""

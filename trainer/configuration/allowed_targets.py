@@ -25,9 +25,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trainer.configuration.interpolation import quoted_from
-from trainer.configuration.value_types import converted, in_steps, shown
+from trainer.configuration.interpolation import format_value, quoted_from
+from trainer.configuration.key_types import epochs_hint
 from trainer.data.data import Data
+from trainer.launch.validation import convert
 from trainer.learning.task import Task
 from trainer.messages import Refusal, did_you_mean
 
@@ -44,7 +45,7 @@ class Names:
     def find(self, name: Any, where: str) -> Callable[..., Any]:
         """The class or function of this name. Refusal where it may not be called or is not there; calls nothing."""
         if not isinstance(name, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name):
-            raise Refusal(f"{where}: {shown(name)} is not the name of a class or function, like lab.net.Net")
+            raise Refusal(f"{where}: {format_value(name)} is not the name of a class or function, like lab.net.Net")
         if name.startswith("__main__."):
             own = name.rpartition(".")[2]
             raise Refusal(
@@ -178,10 +179,10 @@ def bind_arguments(
         # `width: int = None` is written by many and means what it says
         elif name in named and name in types_of and not (value is None and named[name].default is None):
             try:
-                taken[name] = converted(value, types_of[name])
+                taken[name] = convert(value, types_of[name])
             except Refusal as expected:
                 said = quoted_from(written, f"{where}.{name}")
-                problems.append(f"{said}: {called} expects {expected}{in_steps(value)}")
+                problems.append(f"{said}: {called} expects {expected}{epochs_hint(value)}")
     return taken, problems
 
 

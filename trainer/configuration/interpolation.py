@@ -12,8 +12,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from trainer.configuration.value_types import shown
-
 
 def resolved(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
     """The configuration as plain dicts, lists and scalars; by its path a line for each value that does not resolve."""
@@ -36,12 +34,18 @@ def as_written(cfg: DictConfig, prefix: str = "") -> dict[str, Any]:
     return flat(OmegaConf.to_container(cfg, resolve=False), prefix)
 
 
+def format_value(written: Any) -> str:
+    """A value as it was written, short enough for a line; an interpolation stays one, so that no secret is shown."""
+    text = "null" if written is None else str(written).lower() if isinstance(written, bool) else str(written)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def quoted_from(written: Mapping[str, Any], path: str) -> str:
     """`key=value` for a message; the whole of what was written where one interpolation stands for several keys."""
     above = path
     while above and above not in written:
         above = above.rpartition(".")[0]
-    return f"{path}={shown(written.get(above, '${…}'))}"
+    return f"{path}={format_value(written.get(above, '${…}'))}"
 
 
 def written(cfg: DictConfig) -> str:

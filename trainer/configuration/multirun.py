@@ -15,11 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.configuration.command_line import Words, line, parse, read
 from trainer.configuration.compose import compose, composing, load, quoted
-from trainer.configuration.schema import Count, Natural, Word
+from trainer.configuration.key_types import Count, Natural, NonEmpty
 from trainer.configuration.search_space import Axis, Between, Choice, Space, Trial
 from trainer.configuration.suggestions import options
 from trainer.configuration.trained_run_config import opens_a_run, reads_files
-from trainer.configuration.value_types import converted
+from trainer.launch.validation import convert
 from trainer.messages import Refusal, join_problems
 
 _PLACE = {"run", "run.root", "run.name", "run.dir"}  # all runs share one folder
@@ -133,7 +133,7 @@ def _search(composed: DictConfig) -> Search | None:
         raise Refusal(f"hydra/sweeper={sweeper}: basic runs every combination, optuna chooses; no other works here")
     return Search(
         _of_section(composed, "hydra.sweeper.n_trials", Count),
-        _of_section(composed, "hydra.sweeper.sampler", Word),
+        _of_section(composed, "hydra.sweeper.sampler", NonEmpty),
         _of_section(composed, "hydra.sweeper.seed", Natural),
     )
 
@@ -141,7 +141,7 @@ def _search(composed: DictConfig) -> Search | None:
 def _of_section(composed: DictConfig, key: str, kind: Any, default: Any = None) -> Any:
     value = OmegaConf.select(composed, key, default=default)
     try:
-        return converted(value, kind)
+        return convert(value, kind)
     except Refusal as expected:
         raise Refusal(f"{key}={value}: expected {expected}") from None
 

@@ -7,43 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from omegaconf import DictConfig
 
 from trainer.configuration.interpolation import as_written, quoted_from, resolved
-from trainer.configuration.value_types import (
-    Written,
-    at_least,
-    cadence,
-    converted,
-    fraction,
-    meeting_place,
-    not_negative,
-    packages,
-    positive,
-    rules,
-    seconds,
-    step_cadence,
-    window,
-    word,
+from trainer.configuration.key_types import (
+    Count,
+    Fraction,
+    InitMethod,
+    Natural,
+    NonEmpty,
+    NonNegative,
+    Packages,
+    Positive,
+    ProfileWindow,
+    Rhythm,
+    Rules,
+    Seconds,
+    StepRhythm,
 )
-from trainer.learning.cadence import Every
-from trainer.learning.parameter_patterns import Rule
+from trainer.launch.validation import convert
 from trainer.messages import Refusal, join_problems
 
 # Groups whose keys belong to what their `_target_` names; `experiment` is a group too, but leaves no key of its own.
 GROUPS = ("job", "strategy", "model", "task", "data", "optimizer", "schedule", "log")
 
 EPOCHS = 10  # where neither loop.epochs nor loop.steps is given
-
-Natural = Annotated[int, at_least(0)]
-Count = Annotated[int, at_least(1)]
-Fraction = Annotated[float, Written(fraction)]
-Positive = Annotated[float, Written(positive)]
-Seconds = Annotated[float, Written(seconds)]
-Rhythm = Annotated[tuple[Every, ...], Written(cadence)]
-Word = Annotated[str, Written(word)]
 
 # Defaults live in conf/config.yaml, once; here only those of keys that a configuration may lack.
 
@@ -52,10 +42,10 @@ Word = Annotated[str, Written(word)]
 class Run:
     """Where the files of a run go, and what it continues."""
 
-    root: Word
-    name: Word | None
-    dir: Word | None
-    resume: Word
+    root: NonEmpty
+    name: NonEmpty | None
+    dir: NonEmpty | None
+    resume: NonEmpty
     accept_changes: bool
     stop_after: Seconds | None
 
@@ -74,7 +64,7 @@ class Loop:
     log_every: Rhythm
     eval_every: Rhythm
     save_every: Rhythm
-    histograms_every: Annotated[tuple[Every, ...], Written(step_cadence)]
+    histograms_every: StepRhythm
     patience: Count | None  # evaluations
     on_nonfinite: Literal["stop", "skip", "rollback"]
     eval_batch: Count | None
@@ -95,9 +85,9 @@ class Ema:
 class Sample:
     """A text that a language model continues after each evaluation."""
 
-    prompt: Word | None
+    prompt: NonEmpty | None
     tokens: Count
-    temperature: Annotated[float, Written(not_negative)]
+    temperature: NonNegative
     top_k: Count | None
 
 
@@ -115,7 +105,7 @@ class Checkpoint:
     """Which checkpoints stay, and what a save that fails means for the run."""
 
     keep: Count
-    best: Word | None
+    best: NonEmpty | None
     asynchronous: bool
     on_error: Literal["warn", "stop"]
 
@@ -125,8 +115,8 @@ class Distributed:
     """How processes talk to each other."""
 
     backend: Literal["nccl", "xccl", "gloo"] | None
-    init_method: Annotated[str, Written(meeting_place)]
-    interface: Word | None
+    init_method: InitMethod
+    interface: NonEmpty | None
     timeout: Seconds
     step_timeout: Seconds
     restarts: Natural
@@ -138,7 +128,7 @@ class ReservedModelKeys:
     """The framework's keys among those of a network's target, which is not given them."""
 
     freeze: tuple[str, ...] = ()  # names of modules or parameters, with wildcards
-    settings: Word | None = None  # a folder, from whose config.json the sizes are
+    settings: NonEmpty | None = None  # a folder, from whose config.json the sizes are
 
 
 @dataclass(frozen=True)
@@ -147,7 +137,7 @@ class ReservedOptimizerKeys:
 
     decay: Literal["weights", "all"] = "weights"  # what weight decay shrinks: weights (not biases and norms) or all
     fused: bool | None = None  # one kernel for the whole step; None: where it pays
-    groups: Annotated[tuple[Rule, ...], Written(rules)] = ()  # another rate or decay for some parameters
+    groups: Rules = ()  # another rate or decay for some parameters
 
 
 @dataclass(frozen=True)
@@ -167,10 +157,10 @@ class Settings:
     tf32: bool
     channels_last: bool
     compile: bool
-    profile: Annotated[tuple[int, int] | None, Written(window)]  # first and last step
-    init_from: Word | None  # pretrained, or where weights lie
+    profile: ProfileWindow  # first and last step
+    init_from: NonEmpty | None  # pretrained, or where weights lie
     processes: Count | Literal["auto"] | None  # that this command starts
-    trust: Annotated[tuple[str, ...], Written(packages)]
+    trust: Packages
     model: ReservedModelKeys = ReservedModelKeys()
     optimizer: ReservedOptimizerKeys = ReservedOptimizerKeys()
 
@@ -241,7 +231,7 @@ def _section(kind: Any, values: Any, written: Mapping[str, Any], wrong: dict[str
                 read[each.name] = (
                     _section(annotation, values[each.name], written, wrong, f"{path}.")
                     if is_dataclass(annotation)
-                    else converted(values[each.name], annotation)
+                    else convert(values[each.name], annotation)
                 )
             elif each.default is MISSING and path not in wrong:
                 wrong[path] = f"{path}: the framework needs this key; it cannot be removed"

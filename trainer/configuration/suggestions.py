@@ -13,9 +13,10 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from trainer.configuration.command_line import line
-from trainer.configuration.interpolation import flat, quoted_from
+from trainer.configuration.interpolation import flat, format_value, quoted_from
+from trainer.configuration.key_types import epochs_hint
 from trainer.configuration.schema import GROUPS, SECTIONS, Settings
-from trainer.configuration.value_types import converted, fits, in_steps, shown
+from trainer.launch.validation import convert, is_valid
 from trainer.messages import Refusal, did_you_mean
 
 LISTED = (*GROUPS, "experiment")  # in config.yaml's defaults: +experiment=x can only mean experiment=x
@@ -268,12 +269,12 @@ def mistyped(found: Mapping[str, Any], before: Mapping[str, Any], written: Mappi
         in_group = path.split(".")[0] in GROUPS and not last.isdecimal()
         if value == wanted or value is None or wanted is None or not (in_group and same_target):
             continue
-        of_numbers = isinstance(wanted, list) and wanted and all(fits(each, float) for each in wanted)
+        of_numbers = isinstance(wanted, list) and wanted and all(is_valid(each, float) for each in wanted)
         # a number like a number: whether it must be whole, the signature says
         kind: Any = list[float] if of_numbers else {int: float}.get(type(wanted), type(wanted))
         try:
-            converted(value, kind)
+            convert(value, kind)
         except Refusal as expected:
-            like = f", like {shown(wanted) if wanted else f'[{value}]'}" if isinstance(wanted, list) else ""
-            wrong[path] = f"{quoted_from(written, path)}: expected {expected}{like}{in_steps(value)}"
+            like = f", like {format_value(wanted) if wanted else f'[{value}]'}" if isinstance(wanted, list) else ""
+            wrong[path] = f"{quoted_from(written, path)}: expected {expected}{like}{epochs_hint(value)}"
     return wrong

@@ -10,9 +10,10 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.configuration.schema import GROUPS, settings
-from trainer.launch.file_validation import CONFIG, ENVIRONMENT, Damaged, read_json, read_yaml
 from trainer.launch.run_files import real
+from trainer.launch.validation import DamagedFile, read_json, read_yaml
 from trainer.messages import Refusal, expand_home
+from trainer.records.run_folder import ConfigFields, EnvironmentFields
 
 # What is never taken over: what is to be done, where, with whose code, and sinks, which are for what is trained.
 _OWN = ("job", "run", "processes", "trust", "log")
@@ -85,9 +86,9 @@ def _read(folder: Path) -> dict[str, Any]:
     """What the run was configured with; what it resolved `auto` to is kept, whatever this machine would choose."""
     environment = folder / "environment.json"
     try:
-        own = read_yaml(folder / "config.yaml", CONFIG)
+        own = read_yaml(folder / "config.yaml", ConfigFields)
         if own.get("precision") == "auto" and environment.is_file():
-            own["precision"] = read_json(environment, ENVIRONMENT)[0].get("precision", "auto")
-    except Damaged as error:
+            own["precision"] = read_json(environment, EnvironmentFields)[0].get("precision", "auto")
+    except DamagedFile as error:
         raise Refusal(f"the run cannot be opened, as one of its files is damaged: {error}") from error
     return {key: value for key, value in own.items() if key not in _OWN}

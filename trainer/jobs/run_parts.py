@@ -21,9 +21,9 @@ from trainer.configuration.schema import Settings, settings
 from trainer.configuration.trained_run_config import opens_a_run
 from trainer.data.data import Data
 from trainer.launch.child_processes import Alone, alone
-from trainer.launch.file_validation import CONFIG, read_yaml
 from trainer.launch.launchers import meeting_at
 from trainer.launch.rendezvous import Launch
+from trainer.launch.validation import read_yaml
 from trainer.learning.cadence import Cadences, Every
 from trainer.learning.optimizer import (
     Make,
@@ -37,7 +37,7 @@ from trainer.learning.optimizer import (
 from trainer.learning.schedule import Schedule, TorchSchedule
 from trainer.learning.task import Task
 from trainer.messages import Refusal, expand_home
-from trainer.records.run_folder import RunFolder, refuse_place
+from trainer.records.run_folder import ConfigFields, RunFolder, refuse_place
 from trainer.records.sinks import Sink
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
@@ -155,7 +155,8 @@ def with_model_settings(cfg: DictConfig, arguments: Sequence[str], names: Names,
         )
     stored = None if run is None else expand_home(str(run)) / "config.yaml"
     if not folder.is_dir() and stored is not None and stored.is_file():
-        sizes = {key: value for key, value in read_yaml(stored, CONFIG)["model"].items() if not key.startswith("_")}
+        model = read_yaml(stored, ConfigFields)["model"]
+        sizes = {key: value for key, value in model.items() if not key.startswith("_")}
     else:
         sizes = settings_of(folder, OmegaConf.select(cfg, "model.vocab_size"))
     overridden = {word.lstrip("+~").partition("=")[0].removeprefix("model.") for word in arguments if "model." in word}

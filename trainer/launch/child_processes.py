@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict
 
 from trainer.launch.failure import STOPPED
-from trainer.launch.file_validation import MANIFEST, Damaged, read_json
 from trainer.launch.rank_output import Relay, say
 from trainer.launch.status import read_status
 from trainer.launch.stop_signals import REQUESTS
+from trainer.launch.validation import DamagedFile, Whole, read_json
 from trainer.messages import format_count
 
 _LOOK = 0.1  # seconds between two looks at the processes
@@ -271,10 +271,16 @@ def fault(folder: Path, said: str) -> Fault:
     return Fault(status.get("step", 0), _newest(folder), next(iter(said.splitlines()), "killed, without a last word"))
 
 
+class _SavedStep(TypedDict):
+    """What is read here of a manifest.json."""
+
+    step: Whole
+
+
 def _newest(folder: Path) -> int:
     """The step of the newest checkpoint; -1 where there is none."""
     steps = [-1]
     for path in (folder / "checkpoints").glob("[!.]*/manifest.json"):
-        with suppress(OSError, Damaged):  # removed just now; of no use to the next try either
-            steps.append(read_json(path, MANIFEST)[0]["step"])
+        with suppress(OSError, DamagedFile):  # removed just now; of no use to the next try either
+            steps.append(read_json(path, _SavedStep)[0]["step"])
     return max(steps)

@@ -11,12 +11,14 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
-from trainer.launch.file_validation import START, STATUS, Damaged, read_json
 from trainer.launch.run_files import open_file, overwrite, replace_file
+from trainer.launch.validation import DamagedFile, Finite, Text, Whole, check_fields, form, mapping_of, read_json
+from trainer.messages import Refusal
 
 STATUS_FILE = "status.json"
+STARTS_FILE = "starts.jsonl"
 PAUSE = 1.0  # seconds between two reports of a running attempt: each takes a disk longer than a small network's step
 log = logging.getLogger(__name__)
 # Of a run that fails before it could say more: scripts find every key all the same.
@@ -31,6 +33,48 @@ _NOTHING_YET = {
     "attempt": 1,
     "goodput": 1.0,
 }
+
+Seconds = Annotated[dict[str, float], mapping_of(Text, Finite)]  # by phase
+
+
+class StatusFields(TypedDict):
+    """status.json, as far as it is read."""
+
+    state: Annotated[str, form("running|completed|preempted|failed")]
+    step: Whole
+    resume_step: NotRequired[Whole]
+    first_step: NotRequired[Whole]
+    attempt: NotRequired[Whole]
+    pid: NotRequired[Whole]
+    goodput: NotRequired[Finite]
+    executed: NotRequired[Finite]
+    time: NotRequired[Finite]
+    step_s: NotRequired[Finite]
+    seconds: NotRequired[Seconds]
+    reason: NotRequired[Text | None]
+    strategy: NotRequired[Text | None]
+    host: NotRequired[Text | None]
+    root_rank: NotRequired[Whole | None]
+    world_size: NotRequired[Whole | None]
+
+
+class LastStatus(TypedDict):
+    """What the attempt before had left in status.json."""
+
+    state: Text
+    step: Whole
+    reason: NotRequired[Text | None]
+    time: NotRequired[Finite]
+    seconds: NotRequired[Seconds]
+
+
+class StartFields(TypedDict):
+    """A line of starts.jsonl, as far as it is read."""
+
+    attempt: Whole
+    began: Finite
+    resume_step: Whole
+    before: NotRequired[LastStatus | None]
 
 
 class Status:
@@ -101,8 +145,8 @@ class Status:
 def read_status(folder: Path) -> dict[str, Any] | None:
     """What status.json says; None where there is none that can be read."""
     try:
-        return {**_NOTHING_YET, **read_json(folder / STATUS_FILE, STATUS)[0]}
-    except (OSError, Damaged):
+        return {**_NOTHING_YET, **read_json(folder / STATUS_FILE, StatusFields)[0]}
+    except (OSError, DamagedFile):
         return None
 
 
@@ -131,7 +175,6 @@ def _put(path: Path, said: dict[str, Any], lasting: bool = True) -> None:
             overwrite(path, data)
 
 
-STARTS_FILE = "starts.jsonl"
 CRASHED = ("running", "failed")  # states of a start that did not end as it was asked to: the next one is a restart
 
 
@@ -183,10 +226,9 @@ def add_start(folder: Path, facts: Mapping[str, Any], before: Mapping[str, Any] 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """The lines; one that a full disk or somebody else has spoilt is left out."""
-    path, found = folder / STARTS_FILE, []
+    path, starts = folder / STARTS_FILE, []
     with open_file(path, "rb") if path.is_file() else nullcontext(()) as lines:
         for line in lines:
-            with suppress(ValueError, RecursionError, Damaged):
-                START(said := json.loads(line), "")
-                found.append(said)
-    return found
+            with suppress(ValueError, RecursionError, Refusal):
+                starts.append(check_fields(json.loads(line), StartFields))
+    return starts

@@ -14,22 +14,45 @@ from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from trainer.launch.agreement import decided_by_main, everywhere
-from trainer.launch.file_validation import CONFIG, ENVIRONMENT, Damaged, read_yaml
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_files import Strange, kind, make_folder, open_file, probe, real, refuse_strange, replace_file
 from trainer.launch.status import Status
+from trainer.launch.validation import DamagedFile, Text, Whole, read_yaml
 from trainer.messages import Refusal, expand_home
 from trainer.records.folder_lock import holder, lock, unlock
 from trainer.records.resume_rules import has_checkpoint, start_path
 
 _SIGHT = 10.0  # seconds until a network file system shows one machine what another has written
-_LEFT = {"config.yaml": CONFIG, "environment.json": ENVIRONMENT}  # what an attempt leaves for the next one
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 log = logging.getLogger(__name__)
+
+
+class CheckpointKeys(TypedDict):
+    """The keys below `checkpoint`."""
+
+    best: NotRequired[Text | None]
+
+
+class ConfigFields(TypedDict):
+    """config.yaml, as far as it is read without its schema."""
+
+    checkpoint: NotRequired[CheckpointKeys]
+
+
+class EnvironmentFields(TypedDict):
+    """environment.json: what a run's `auto` came to."""
+
+    precision: NotRequired[Text]
+    horizon: NotRequired[Whole]
+    best: NotRequired[Text]
+
+
+# what an attempt leaves for the next one
+_FIELDS: dict[str, Any] = {"config.yaml": ConfigFields, "environment.json": EnvironmentFields}
 
 
 class RunFolder:
@@ -106,8 +129,8 @@ class RunFolder:
         """What the attempt before left in config.yaml or environment.json; None where nothing can be used."""
         path = self.path / name
         try:
-            return read_yaml(path, _LEFT[name]) if path.is_file() else None
-        except (OSError, Damaged) as error:
+            return read_yaml(path, _FIELDS[name]) if path.is_file() else None
+        except (OSError, DamagedFile) as error:
             log.warning("damaged, and not used: %s", error)
             return None
 

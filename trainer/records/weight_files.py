@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.launch.file_validation import CONFIG, Damaged, read_yaml
+from trainer.launch.validation import DamagedFile, read_yaml
 from trainer.messages import Refusal
 from trainer.parallel.optimizer_state import APART, AVERAGE
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manifest import CorruptCheckpoint, Found
 from trainer.records.checkpoint.store import committed, open_checkpoint, winner
 from trainer.records.resume_rules import has_checkpoint, is_checkpoint
+from trainer.records.run_folder import ConfigFields
 
 # Under which of these a training script keeps the network's own tensors, beside its optimizer's and others.
 NESTED = ("state_dict", "model_state_dict", "model")
@@ -81,7 +82,7 @@ def open_weights(path: Path, best: str) -> Weights:
         if path.is_dir():
             return Weights(path, _of_folder(path), settings=_settings(path / "config.json"))
         return Weights(path, _of_file(path))
-    except (CorruptCheckpoint, Damaged) as error:
+    except (CorruptCheckpoint, DamagedFile) as error:
         raise Refusal(str(error)) from error
     except OSError as error:
         raise Refusal(f"{path.absolute()}: {error.strerror or error}") from error
@@ -90,7 +91,7 @@ def open_weights(path: Path, best: str) -> Weights:
 def _of_run(path: Path, best: str) -> Weights:
     # what the run itself went by: this one may look for another figure
     config = path / "config.yaml"
-    own = read_yaml(config, CONFIG) if config.is_file() else {}
+    own = read_yaml(config, ConfigFields) if config.is_file() else {}
     best = own.get("checkpoint", {}).get("best") or best
     found, figure = committed(path / "checkpoints"), best.removeprefix("-")
     if not found:

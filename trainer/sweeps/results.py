@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.configuration.search_space import Trial, brief
 from trainer.launch.failure import STOPPED
-from trainer.launch.file_validation import ENVIRONMENT, Damaged, read_json
 from trainer.launch.run_files import replace_file
+from trainer.launch.validation import DamagedFile, read_json
 from trainer.messages import format_count, format_duration, format_number
 from trainer.records.metrics_reader import beside, figures, forwards, rank, score
+from trainer.records.run_folder import EnvironmentFields
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -121,8 +122,8 @@ class SweepResults:
 def _measured(run: Path) -> tuple[str | None, dict[str, Any], dict[str, float]]:
     """The name of the figure that counts in a run, its best evaluation, and the figures of the last one."""
     name = None
-    with contextlib.suppress(OSError, Damaged):  # it was refused before it had one
-        name = read_json(run / "environment.json", ENVIRONMENT)[0].get("best")
+    with contextlib.suppress(OSError, DamagedFile):  # it was refused before it had one
+        name = read_json(run / "environment.json", EnvironmentFields)[0].get("best")
     figure = name or ""
     best: dict[str, Any] = {}
     last: dict[str, Any] = {}

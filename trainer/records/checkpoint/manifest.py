@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 from safetensors import safe_open
@@ -28,10 +28,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from trainer.launch.file_validation import MANIFEST as MANIFEST_FIELDS
-from trainer.launch.file_validation import STATE as STATE_FIELDS
-from trainer.launch.file_validation import Damaged, read_json
 from trainer.launch.run_files import kind, open_file
+from trainer.launch.validation import (
+    DamagedFile,
+    InvalidField,
+    Number,
+    Text,
+    Texts,
+    Tree,
+    Validator,
+    Whole,
+    convert,
+    form,
+    mapping_of,
+    read_json,
+)
 from trainer.messages import escape_line
 
 MANIFEST = "manifest.json"
@@ -42,6 +53,78 @@ SHARDS = "DCP_SHARDING_INFO"  # under which torch looks in a header for where it
 FORMAT = 1  # of manifest.json
 FINITE = "finite"  # a fact of those whose tensors were found finite before they were saved
 TO_RESUME = ("progress",)  # what state.json must say for a run to go on from there
+
+
+class FileFields(TypedDict):
+    """What a manifest says of a file."""
+
+    size: Whole
+    sha256: Annotated[str, form("[0-9a-f]{64}")]
+
+
+FileName = Annotated[str, form(r"[^/\\\x00-\x1f\x7f-\x9f]{1,255}")]  # in the folder: no name leads out of it
+
+
+class ManifestFields(TypedDict):
+    """manifest.json, as far as it is read."""
+
+    format: Whole
+    step: Whole
+    figures: Annotated[dict[str, float], mapping_of(Text, Number)]
+    files: Annotated[dict[str, FileFields], mapping_of(FileName, FileFields)]
+    sha256: Text
+    world_size: NotRequired[Whole]
+    strategy: NotRequired[Text]
+    precision: NotRequired[Text]
+
+
+class ProgressFields(TypedDict):
+    """How far a run is."""
+
+    step: Whole
+    epoch: Whole
+    position: Whole
+    samples: Whole
+    owed: NotRequired[Whole | None]
+    stale: NotRequired[Whole]
+    rollbacks: NotRequired[Whole]
+    left_out: NotRequired[Whole]
+
+
+def _possible_progress(value: Any) -> dict[str, Any]:
+    """Counts that can be true together: each step is of a sample or more, each epoch of a step or more."""
+    counts: dict[str, Any] = convert(value, ProgressFields)
+    for small, large in (("epoch", "step"), ("step", "samples"), ("position", "samples")):
+        # what was passed over in going back moved epoch and position without a step
+        if counts[small] > counts[large] + counts.get("left_out", 0) * (small != "step"):
+            raise InvalidField(small, f"is {counts[small]:,}, more than progress.{large}, {counts[large]:,}")
+    return counts
+
+
+class SetFields(TypedDict):
+    """Tells one data set from another."""
+
+    samples: Whole
+    fingerprint: Text
+
+
+class DataFields(TypedDict):
+    """The data that a run has."""
+
+    training: SetFields
+    evaluation: SetFields
+    classes: NotRequired[Texts]
+
+
+class StateFields(TypedDict):
+    """state.json, as far as it is read."""
+
+    progress: NotRequired[Annotated[ProgressFields, Validator(_possible_progress)]]
+    data: NotRequired[DataFields]
+    horizon: NotRequired[Whole]
+    precision: NotRequired[Text]
+    schedule: NotRequired[Tree]
+    configuration: NotRequired[Tree]
 
 
 class CorruptCheckpoint(Exception):
@@ -106,7 +189,7 @@ def _as_corrupt(where: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CorruptCheckpoint(f"{where}: {error.strerror}") from None
-    except Damaged as error:
+    except DamagedFile as error:
         raise CorruptCheckpoint(str(error)) from None
 
 
@@ -114,15 +197,15 @@ def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json alone, which is cheap. CorruptCheckpoint where it is missing or not as it was written."""
     where = folder / MANIFEST
     with _as_corrupt(where):
-        said, data = read_json(where, MANIFEST_FIELDS)
+        said, data = read_json(where, ManifestFields)
         if said.pop("format") != FORMAT:
-            raise Damaged(f"{where}: a format other than {FORMAT}, which this version reads")
+            raise DamagedFile(f"{where}: a format other than {FORMAT}, which this version reads")
         step, figures, files = said.pop("step"), said.pop("figures"), said.pop("files")
         del said["sha256"]
         manifest = Manifest(folder, step, said, figures, files)
         # written once more it is the same bytes: its SHA-256 is right, and nothing changed that JSON would not notice
         if manifest_bytes(manifest) != data:
-            raise Damaged(f"{where}: not as it was written")
+            raise DamagedFile(f"{where}: not as it was written")
     return manifest
 
 
@@ -130,15 +213,17 @@ def read_state(manifest: Manifest, needed: Collection[str] = ()) -> dict[str, An
     """Read state.json, which must say what is needed. CorruptCheckpoint where it cannot be true."""
     where = manifest.path / STATE
     with _as_corrupt(where):
-        state, _ = read_json(where, STATE_FIELDS)
+        state, _ = read_json(where, StateFields)
         for name in sorted(set(needed) - state.keys()):
-            raise Damaged(f"{where}: {name} is missing")
+            raise DamagedFile(f"{where}: {name} is missing")
         progress = state.get("progress", {"step": manifest.step, "position": 0})
         if progress["step"] != manifest.step:
-            raise Damaged(f"{where}: progress.step is {progress['step']:,}, the manifest is of step {manifest.step:,}")
+            raise DamagedFile(
+                f"{where}: progress.step is {progress['step']:,}, the manifest is of step {manifest.step:,}"
+            )
         # behind the end of its epoch a run would skip what it has not seen
         if "data" in state and progress["position"] > (most := state["data"]["training"]["samples"]):
-            raise Damaged(f"{where}: progress.position is {progress['position']:,}, an epoch has {most:,} samples")
+            raise DamagedFile(f"{where}: progress.position is {progress['position']:,}, an epoch has {most:,} samples")
     return state
 
 

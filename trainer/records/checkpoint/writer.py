@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from trainer.launch.devices import available_host_memory, uses_pinned_memory
-from trainer.launch.file_validation import readable
 from trainer.launch.run_files import make_folder, sync
+from trainer.launch.validation import refuse_unreadable
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.tensor_statistics import not_finite
@@ -119,7 +119,8 @@ def _write(ranks: Ranks, draft: Path, contents: Contents) -> None:
     if contents.held:
         write_tensors(draft, contents.held, contents.share, contents.frozen, ranks.rank)
     if ranks.is_main:
-        (draft / STATE).write_bytes(readable(encode(contents.state), STATE))
+        refuse_unreadable(state := encode(contents.state), STATE)
+        (draft / STATE).write_bytes(state)
 
 
 def _seal(ranks: Ranks, draft: Path, links: Links) -> dict[str, dict[str, Any]]:
