@@ -4,7 +4,7 @@ import pytest
 
 from trainer.configuration.compose import compose
 from trainer.configuration.schema import settings
-from trainer.data.sample_order import spans
+from trainer.data.sample_order import split_evenly
 from trainer.jobs.batch_sizes import Batches, deal, measure, more_micro_batches
 from trainer.messages import Refusal
 
@@ -82,9 +82,9 @@ def test_the_command_line_asks_for_it() -> None:
 
 
 def test_parts_of_a_step_differ_by_at_most_one_larger_first() -> None:
-    assert spans(48, 4) == [range(12), range(12, 24), range(24, 36), range(36, 48)]
-    assert [len(part) for part in spans(50, 4)] == [13, 13, 12, 12]
-    assert [sample for part in spans(50, 7) for sample in part] == list(range(50))
+    assert split_evenly(48, 4) == [range(12), range(12, 24), range(24, 36), range(36, 48)]
+    assert [len(part) for part in split_evenly(50, 4)] == [13, 13, 12, 12]
+    assert [sample for part in split_evenly(50, 7) for sample in part] == list(range(50))
 
 
 def test_the_next_number_of_micro_batches_halves_nothing_that_is_one() -> None:

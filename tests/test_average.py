@@ -15,7 +15,7 @@ from tests.commands import SMALL, curve, lines
 from tests.inside import product
 from tests.test_trainer import made
 from trainer.launch.rendezvous import Launch
-from trainer.learning.cadence import Due, Every
+from trainer.learning.cadence import Trigger, Interval
 from trainer.loop.evaluation import evaluate
 from trainer.messages import Refusal
 from trainer.strategies.ema import MovingAverage
@@ -57,7 +57,7 @@ def test_it_is_torchs_and_the_curve_is_the_one_without(tmp_path: Path, every: in
 
 
 def test_its_figures_are_those_of_a_network_that_holds_it(tmp_path: Path) -> None:
-    with made(tmp_path, steps=8, best="-ema_loss", log_due=Due([Every(steps=1)])) as whole:
+    with made(tmp_path, steps=8, best="-ema_loss", log_due=Trigger([Interval(steps=1)])) as whole:
         trainer = whole.trainer
         trainer.placed.keep_average(0.7, every=1)
         trainer.fit(None)

@@ -13,13 +13,13 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.toys import STRATEGIES, Net, Plain, ToyData, built
-from trainer.data.reader import Loading
-from trainer.data.stream import Stream
+from trainer.data.reader import LoaderOptions
+from trainer.data.stream import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.tensor_statistics import bit_sums
 from trainer.strategies.machine import Machine
-from trainer.strategies.replica_check import Drifted
+from trainer.strategies.replica_check import ReplicaDriftError
 
 # In step 5 rank 1 changes one weight.
 LAB = """
@@ -51,7 +51,7 @@ def ended(launch: Launch, place: Path, words: list[str]) -> str:
     sys.path.insert(0, str(place))
     try:
         return str(product(launch, place, words))
-    except Drifted as error:
+    except ReplicaDriftError as error:
         return str(error)
     finally:
         sys.path.remove(str(place))
@@ -91,7 +91,7 @@ def drift(launch: Launch, name: str, fields: dict[str, Any], wrong: int, tensor:
     strategy, data = STRATEGIES[name](machine=Machine(launch=launch, device="cpu"), **fields), ToyData()
     network = built(strategy, Net)
     with strategy:
-        stream = Stream(data, data.train(), strategy.slice, 48, 2, Loading())
+        stream = TrainLoader(data, data.train(), strategy.slice, 48, 2, LoaderOptions())
         placed = strategy.build(Plain(), network, stream.example())
         optimizer = placed.optimizer(torch.optim.AdamW, [{"params": list(placed.network.parameters())}])
         copies = strategy.copies(placed.network)
@@ -108,7 +108,7 @@ def drift(launch: Launch, name: str, fields: dict[str, Any], wrong: int, tensor:
                 copies.refuse()
             else:
                 copies.refuse_save(2, placed.state(optimizer))
-        except Drifted as error:
+        except ReplicaDriftError as error:
             return str(error)
     return "nothing was said"
 

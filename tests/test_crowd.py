@@ -27,7 +27,7 @@ def test_cores_are_divided_once(monkeypatch: pytest.MonkeyPatch, own: range, oth
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(os, "sched_getaffinity", of.__getitem__)
     monkeypatch.setattr(reader.Path, "read_text", lambda path: " ".join(str(pid) for pid in of if pid))
-    assert reader._cores() == wanted
+    assert reader._count_cores() == wanted
 
 
 class Gathering(nn.Module):

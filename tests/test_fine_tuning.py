@@ -18,8 +18,8 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_initial import IMAGES, saved
 from trainer.learning.optimizer import parameter_groups
-from trainer.learning.parameter_patterns import Rule, fits, resolve_rules
-from trainer.learning.untrained_parameters import freeze, trainable
+from trainer.learning.parameter_patterns import Rule, matches_exactly, resolve_rules
+from trainer.learning.untrained_parameters import freeze, count_trainable
 from trainer.messages import Refusal
 from trainer.parallel.batch_norm import batch_norms, synchronised
 from trainer.parallel.meta_model import outline
@@ -66,7 +66,7 @@ def far(one: Path, other: Path) -> float:
 
 def test_what_is_frozen_stays_and_each_part_has_its_rate(reference: Path, tmp_path: Path) -> None:
     begun = freeze(VisionTransformer(10, 3, 8, width=24, heads=4, depth=2), ["backbone"])
-    assert trainable(begun) == 24 * 10 + 10
+    assert count_trainable(begun) == 24 * 10 + 10
     said = (reference / "logs/rank-0.log").read_text()
     assert ", of which " in said
     assert "optimizer   blocks.*: lr 0.0001; " in said
@@ -214,8 +214,11 @@ def test_a_network_whose_own_parameter_has_the_frameworks_name_is_refused() -> N
 
 
 def test_patterns_are_fnmatchs() -> None:
-    assert [name for name in ("layer1", "layer2", "layer4") if fits("layer[1-3]", name)] == ["layer1", "layer2"]
-    assert [name for name in ("layer1", "layer2") if fits("layer[!1]", name)] == ["layer2"]
+    assert [name for name in ("layer1", "layer2", "layer4") if matches_exactly("layer[1-3]", name)] == [
+        "layer1",
+        "layer2",
+    ]
+    assert [name for name in ("layer1", "layer2") if matches_exactly("layer[!1]", name)] == ["layer2"]
 
 
 def test_a_rule_counts_for_a_tied_weight_by_any_of_its_names() -> None:

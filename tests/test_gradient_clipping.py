@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.processes import Processes
 from tests.strategies.toys import BATCH, Net, Plain, ToyData
-from trainer.data.reader import Loading
-from trainer.data.stream import Stream
+from trainer.data.reader import LoaderOptions
+from trainer.data.stream import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.gradient_clipping import global_norm
 from trainer.strategies.fsdp import FSDP
@@ -24,7 +24,7 @@ def test_gradients_above_the_limit_are_scaled_to_it_and_those_below_stay(part: f
     torch.manual_seed(0)
     with Single(machine=Machine(device="cpu")) as strategy:
         data = ToyData()
-        stream = Stream(data, data.train(), strategy.slice, BATCH, 2, Loading())
+        stream = TrainLoader(data, data.train(), strategy.slice, BATCH, 2, LoaderOptions())
         placed = strategy.build(Plain(), Net(), stream.example())
         optimizer = torch.optim.SGD(placed.network.parameters(), lr=1.0)
         placed.forward_backward(next(iter(stream.epoch(0))), 0)

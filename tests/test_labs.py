@@ -21,10 +21,10 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.toys import NETWORKS, Case, Net
-from trainer.data.reader import Loading
-from trainer.data.sample_order import Slice
+from trainer.data.reader import LoaderOptions
+from trainer.data.sample_order import RankSampler
 from trainer.data.seeds import seed_all
-from trainer.data.stream import Stream
+from trainer.data.stream import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 
@@ -316,7 +316,7 @@ def losses_of_a_loop(width: int, steps: int) -> list[tuple[float, float]]:
         torch.optim.Adam(network.parameters(), lr=rate, betas=(0.5, 0.999))
         for network, rate in ((generator, 2e-4), (discriminator, 4e-4))
     )
-    stream = Stream(data, data.train(), Slice(0, 1, torch.device("cpu"), 0), 128, 1, Loading())
+    stream = TrainLoader(data, data.train(), RankSampler(0, 1, torch.device("cpu"), 0), 128, 1, LoaderOptions())
     losses = []
     for (batch,), _ in zip(stream.epoch(0), range(steps), strict=False):
         image, noise = batch.inputs["image"].double(), batch.inputs["noise"].double()

@@ -15,7 +15,7 @@ from tests.inside import product
 from trainer import Task
 from trainer.launch.rendezvous import Launch
 from trainer.records.resume_rules import changes, learning_changes
-from trainer.strategies.loss import add_share
+from trainer.strategies.loss import accumulate_losses
 from trainer.strategies.machine import Machine
 
 
@@ -117,7 +117,7 @@ def test_on_a_gpu_convolutions_and_products_have_the_bits_of_fp32() -> None:
 def test_losses_of_few_bits_are_added_up_exactly(tmp_path: Path) -> None:
     sums: dict[str, Tensor] = {}
     for loss in (1.0, 0.0078125, 1.0):  # in bf16 the second is lost beside the first
-        add_share(sums, {"loss": torch.tensor(loss, dtype=torch.bfloat16)}, 0.25)
+        accumulate_losses(sums, {"loss": torch.tensor(loss, dtype=torch.bfloat16)}, 0.25)
     assert float(sums["loss"]) == 0.501953125
     run = ["task=coarse", "precision=bf16", "loop.steps=80", "loop.micro_batches=2", "loop.eval_batch=8"]
     train(tmp_path, "each", *run, "loop.log_every=1", "optimizer.lr=1e-5")

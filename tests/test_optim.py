@@ -15,7 +15,7 @@ from tests.commands import curve, lines
 from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
-from trainer.learning.optimizer import begin_momentum, fused_words, parameter_groups, spares_vectors
+from trainer.learning.optimizer import init_momentum, fused_argument, parameter_groups, should_spare_vectors
 from trainer.learning.untrained_parameters import refuse_frozen
 from trainer.messages import Refusal
 
@@ -101,7 +101,7 @@ def test_late_gradients_and_overflows_are_those_of_torchs_plain_step(home: Path,
 
 def test_dampened_momentum_begins_with_the_first_gradient_as_torchs() -> None:
     torchs, ours = (nn.Parameter(torch.ones(3)) for _ in range(2))
-    for parameter, begin in ((torchs, lambda _: None), (ours, begin_momentum)):
+    for parameter, begin in ((torchs, lambda _: None), (ours, init_momentum)):
         optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, dampening=0.5)
         begin(optimizer)
         for step in range(3):
@@ -143,15 +143,15 @@ def test_decay_spares_vectors_and_numbers_and_no_sparse_step_is_fused() -> None:
     ],
 )
 def test_vectors_are_spared_where_something_decays(kind: Any, amount: float | None, decay: str, spared: bool) -> None:
-    assert spares_vectors(kind, amount, decay) is spared
+    assert should_spare_vectors(kind, amount, decay) is spared
 
 
 def test_a_step_is_fused_where_it_can_be_and_was_not_asked_otherwise() -> None:
     sgd, adamw, rprop = torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop
-    assert [fused_words(adamw, wish) for wish in (None, True, False)] == [{"fused": w} for w in (True, True, False)]
-    assert (fused_words(sgd, None, dampening=0.5), fused_words(rprop, None)) == ({"fused": False}, {})
+    assert [fused_argument(adamw, wish) for wish in (None, True, False)] == [{"fused": w} for w in (True, True, False)]
+    assert (fused_argument(sgd, None, dampening=0.5), fused_argument(rprop, None)) == ({"fused": False}, {})
     with pytest.raises(Refusal, match="Rprop has no fused step"):
-        fused_words(rprop, True)
+        fused_argument(rprop, True)
 
 
 def test_a_run_decays_weights_alone_unless_all_are_named(home: Path) -> None:

@@ -16,7 +16,7 @@ from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import DONE, Ranks, Waitable
-from trainer.strategies.stopwatch import NoStalls, Stalls, Stopwatch
+from trainer.strategies.stopwatch import NoStallClock, StallClock, StepTimer
 from trainer.strategies.straggler import StragglerCheck
 
 # Rank 1 stops at each step for a while, as a debugger or a hypervisor would have it; or reads slowly.
@@ -106,7 +106,7 @@ class Company(Ranks):
 
 
 def test_it_is_told_once_and_again_only_after_the_rank_was_well() -> None:
-    ranks, watch = Company(), Stopwatch(NoStalls())
+    ranks, watch = Company(), StepTimer(NoStallClock())
     pace = StragglerCheck(ranks, 0, on_cpu=True)
 
     def line(*rows: list[float]) -> list[str]:
@@ -133,7 +133,7 @@ def test_it_is_told_once_and_again_only_after_the_rank_was_well() -> None:
 
 def test_the_thread_that_looks_at_the_clock_ends_with_whoever_wanted_it() -> None:
     before = {*threading.enumerate()}
-    stalls = Stalls()
+    stalls = StallClock()
     (thread,) = {*threading.enumerate()} - before
     del stalls
     thread.join(60)
@@ -145,7 +145,7 @@ def test_a_few_steps_say_nothing_yet_and_a_short_time_neither(seconds: float, st
     ranks = Company()
     pace = StragglerCheck(ranks, 0, on_cpu=True)
     ranks.others = torch.tensor([[seconds, 0.0, 0.0, seconds, steps], [0.0, 0.0, 0.0, seconds, steps]])
-    pace.tell(Stopwatch(NoStalls()))
+    pace.tell(StepTimer(NoStallClock()))
     assert pace.heard() == []
-    pace.tell(Stopwatch(NoStalls()))
+    pace.tell(StepTimer(NoStallClock()))
     assert len(pace.heard()) == 1

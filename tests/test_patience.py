@@ -12,8 +12,8 @@ from tests.commands import SMALL, curve, lines, status
 from tests.inside import product
 from tests.processes import Processes
 from tests.strategies.toys import Net, Plain, ToyData
-from trainer.data.reader import Loading
-from trainer.data.stream import EvaluationStream
+from trainer.data.reader import LoaderOptions
+from trainer.data.stream import EvalLoader
 from trainer.launch.rendezvous import Launch
 from trainer.loop.evaluation import evaluate
 from trainer.messages import Refusal
@@ -106,7 +106,7 @@ def drawn(launch: Launch) -> dict[str, float] | None:
     random.seed(launch.rank)
     data, task = ToyData(), Dicing()
     with DDP(machine=Machine(launch=launch, device="cpu")) as strategy:
-        stream = EvaluationStream(data, data.evaluation(), strategy.slice, 50, 1, Loading())
+        stream = EvalLoader(data, data.evaluation(), strategy.slice, 50, 1, LoaderOptions())
         return evaluate(strategy, strategy.build(task, Net(), stream.example()), task, stream, lambda: False)
 
 

@@ -11,7 +11,7 @@ from tests.commands import SMALL, finish, single, status
 from tests.inside import here
 from trainer.api import build_run
 from trainer.launch.rendezvous import Launch
-from trainer.learning.cadence import Cadences, Every
+from trainer.learning.cadence import Cadences, Interval
 from trainer.messages import Refusal
 
 WORDS = (*SMALL, "strategy=single", "schedule=constant", "loop.global_batch=120", "loop.steps=1")
@@ -90,8 +90,8 @@ def test_a_name_says_what_a_strategy_came_to(tmp_path: Path, strategy: str, name
 def test_a_strategy_knows_before_anything_starts_how_often_the_run_does_what() -> None:
     words = [*SMALL, "loop.log_every=7", "loop.eval_every=2ep", "loop.save_every=[10,30min]", "ema.every=5"]
     known = build_run([*words, "strategy=auto"], Launch()).strategy.cadences
-    assert known == Cadences((Every(7),), (Every(epochs=2),), (Every(10), Every(seconds=1800)), average=())
-    assert build_run([*words, "ema.decay=0.9"], Launch()).strategy.cadences.average == (Every(5),)
+    assert known == Cadences((Interval(7),), (Interval(epochs=2),), (Interval(10), Interval(seconds=1800)), average=())
+    assert build_run([*words, "ema.decay=0.9"], Launch()).strategy.cadences.average == (Interval(5),)
 
 
 def test_a_start_that_is_refused_late_leaves_no_folder(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Beta, Binomial, Gamma
 from torch.utils.checkpoint import checkpoint
 
-from trainer.data.sample_random import Part, Random
+from trainer.data.sample_random import TensorPart, Random
 from trainer.parallel.rng import random_functions
 from trainer.parallel.rng.sample_rng import SampleRNG
 
@@ -234,7 +234,7 @@ def test_a_part_has_the_numbers_of_the_whole(dim: int) -> None:
     shape = [3, 4, 6, 8]
     # a quarter from the front and one from the back, as context ranks have them
     size = shape[dim]
-    part, shape[dim] = Part(dim, (range(size // 4), range(size - size // 4, size)), size), size // 4 * 2
+    part, shape[dim] = TensorPart(dim, (range(size // 4), range(size - size // 4, size)), size), size // 4 * 2
     for draw in (lambda one, *own: one.bernoulli(0.5, *own), Random.uniform, Random.normal):
         whole = draw(numbers.of(7), 3, 4, 6, 8)
         whole = torch.cat([whole.narrow(dim, each.start, len(each)) for each in part.places], dim)

@@ -10,7 +10,7 @@ from trainer.configuration.interpolation import resolved, written
 from trainer.configuration.key_types import parse_packages, parse_rhythm, parse_seconds
 from trainer.configuration.resource_paths import root
 from trainer.configuration.schema import GROUPS, SECTIONS, Settings, settings
-from trainer.learning.cadence import Every
+from trainer.learning.cadence import Interval
 from trainer.messages import Refusal
 
 
@@ -30,8 +30,8 @@ def test_the_defaults_are_what_the_contract_says() -> None:
     found = settings(configuration())
     assert (found.seed, found.device, found.precision, found.compile) == (0, "auto", "auto", False)
     assert (found.loop.epochs, found.loop.steps, found.loop.global_batch) == (10, None, 128)  # neither given: 10 epochs
-    assert found.loop.log_every == (Every(steps=10),)
-    assert found.loop.save_every == (Every(epochs=1), Every(seconds=900.0))
+    assert found.loop.log_every == (Interval(steps=10),)
+    assert found.loop.save_every == (Interval(epochs=1), Interval(seconds=900.0))
     assert (found.run.root, found.run.name, found.run.dir, found.run.resume) == ("runs", None, None, "auto")
     assert (found.checkpoint.keep, found.checkpoint.best, found.trust) == (3, None, ())
 
@@ -51,17 +51,17 @@ def test_every_key_of_config_yaml_is_read_and_every_reader_has_a_key() -> None:
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        (500, (Every(steps=500),)),
-        ("1ep", (Every(epochs=1),)),
-        ("15min", (Every(seconds=900.0),)),
-        ("90s", (Every(seconds=90.0),)),
-        ("2h", (Every(seconds=7200.0),)),
-        ("1.5h", (Every(seconds=5400.0),)),
-        (["2ep", "10min", 7], (Every(epochs=2), Every(seconds=600.0), Every(steps=7))),
+        (500, (Interval(steps=500),)),
+        ("1ep", (Interval(epochs=1),)),
+        ("15min", (Interval(seconds=900.0),)),
+        ("90s", (Interval(seconds=90.0),)),
+        ("2h", (Interval(seconds=7200.0),)),
+        ("1.5h", (Interval(seconds=5400.0),)),
+        (["2ep", "10min", 7], (Interval(epochs=2), Interval(seconds=600.0), Interval(steps=7))),
         (None, ()),
     ],
 )
-def test_a_rhythm_is_steps_epochs_time_or_a_list(written: Any, expected: tuple[Every, ...]) -> None:
+def test_a_rhythm_is_steps_epochs_time_or_a_list(written: Any, expected: tuple[Interval, ...]) -> None:
     assert parse_rhythm(written) == expected
 
 

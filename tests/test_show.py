@@ -30,8 +30,8 @@ from tests.quick import quickly
 from trainer.data.data import Data
 from trainer.data.stream import Batch
 from trainer.jobs.run_messages import curves_command
-from trainer.learning.cadence import Due
-from trainer.loop.media_logging import KEPT, NoSample, Show
+from trainer.learning.cadence import Trigger
+from trainer.loop.media_logging import MAX_WORST, NoTextSample, MediaLogger
 from trainer.messages import Refusal
 from trainer.parallel.ranks import DONE, Ranks, Waitable
 from trainer.parallel.tensor_statistics import BINS, histograms
@@ -160,7 +160,7 @@ def test_the_worst_answers_are_the_worst_of_the_whole_set(alone: Path) -> None:
         with torch.no_grad():
             output = network(((inputs.float() - 0.305) / 0.376).double())
         said, error = output.argmax(1), cross_entropy(output, true, reduction="none")
-        worst = error.argsort(descending=True)[:KEPT].tolist()
+        worst = error.argsort(descending=True)[:MAX_WORST].tolist()
         words = [f"said {said[at]}\ntrue {true[at]}" for at in worst]
         shown = found[f"pictures/{view}worst", STEPS]
         assert abs(shown.astype(int) - grid(inputs[worst], words)).max() <= 1
@@ -239,7 +239,7 @@ def test_what_two_ranks_hold_counts_once_and_what_is_no_number_not_at_all() -> N
 def test_where_nobody_looks_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for verb in ("watching", "totals", "evaluation", "inputs", "parameters"):
-        monkeypatch.setattr(Show, verb, None)
+        monkeypatch.setattr(MediaLogger, verb, None)
     assert here(*SMALL, "log=[console]", "loop.steps=2", "run.dir=quiet") == 0
 
 
@@ -274,7 +274,7 @@ class Seen(Sink):
 def test_only_pictures_are_shown_as_pictures(inputs: Any, targets: Any, words: Any) -> None:
     data, seen = Data(), Seen()
     data.class_names = ("cat", "dog")
-    show = Show(data, None, Ranks(), Log([seen]), Due([]), NoSample())
+    show = MediaLogger(data, None, Ranks(), Log([seen]), Trigger([]), NoTextSample())
     show.inputs(Batch(inputs, targets, torch.arange(3), range(3), 3))
     if words is None:
         assert seen.shown == []

@@ -14,8 +14,8 @@ import pytest
 from tests.commands import SMALL, curve, finish, lines, single, status
 from tests.inside import here
 from tests.strategies.toys import BATCH, Net, Plain, ToyData
-from trainer.data.reader import Loading
-from trainer.data.stream import EvaluationStream, Stream
+from trainer.data.reader import LoaderOptions
+from trainer.data.stream import EvalLoader, TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.loop.evaluation import evaluate
 from trainer.loop.trainer import Trainer
@@ -164,8 +164,8 @@ def one_rank_is_asked(launch: Launch) -> tuple[Any, int, int]:
         pytest.MonkeyPatch.context() as patch,
         DDP(machine=Machine(launch=launch, device="cpu", precision="fp32")) as strategy,
     ):
-        stream = Stream(data, data.train(), strategy.slice, BATCH, 1, Loading())
-        evaluation = EvaluationStream(data, data.evaluation(), strategy.slice, 10, 1, Loading())
+        stream = TrainLoader(data, data.train(), strategy.slice, BATCH, 1, LoaderOptions())
+        evaluation = EvalLoader(data, data.evaluation(), strategy.slice, 10, 1, LoaderOptions())
         placed = strategy.build(Plain(), Net(), stream.example())
 
         def asked() -> bool:

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from trainer import Data
-from trainer.data.reader import Loading, reading
-from trainer.data.sample_order import Order, size_of
-from trainer.data.sample_order import Slice as Dealt
-from trainer.data.seeds import Seeded
-from trainer.data.stream import EvaluationStream, Stream, digest
+from trainer.data.reader import LoaderOptions, make_reader
+from trainer.data.sample_order import EpochOrder, dataset_size
+from trainer.data.sample_order import RankSampler as Dealt
+from trainer.data.seeds import SeededDataset
+from trainer.data.stream import EvalLoader, TrainLoader, digest_indices
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
 from trainer.strategies.base import Strategy
@@ -67,14 +67,14 @@ class Slice(Ranks):
 
 def stream(
     data: Data, dataset: Any, rank: int = 0, size: int = 1, slices: int = 1, workers: int = 0, seed: int = 5
-) -> Stream:
+) -> TrainLoader:
     strategy = Strategy(machine=Machine(seed=seed, device="cpu"))
     strategy.__enter__()
     strategy.data_group = Slice(rank, size)
-    return Stream(data, dataset, strategy.slice, 12, slices, Loading(workers=workers))
+    return TrainLoader(data, dataset, strategy.slice, 12, slices, LoaderOptions(workers=workers))
 
 
-def read(one: Stream, epoch: int = 0, start: int = 0) -> list[list[Any]]:
+def read(one: TrainLoader, epoch: int = 0, start: int = 0) -> list[list[Any]]:
     return [
         [(i, float(x)) for batch in batches for i, x in zip(batch.indices.tolist(), batch.inputs["x"], strict=True)]
         for batches in one.epoch(epoch, start)
@@ -101,7 +101,7 @@ def test_unequal_shares_are_the_same_samples_in_every_micro_batch(kind: type, si
     data = NumberData(kind(50))
     alone = list(stream(data, data.dataset, slices=slices).epoch(1))
     shared = [list(stream(data, data.dataset, rank, size, slices).epoch(1)) for rank in range(size)]
-    order = Order(data, data.dataset, 5)(1)
+    order = EpochOrder(data, data.dataset, 5)(1)
     for step in range(4):
         for rank in range(size):
             own = torch.cat([batch.indices for batch in shared[rank][step]])
@@ -128,7 +128,7 @@ class PairedData(NumberData):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_the_partner_of_a_sample_is_half_a_global_batch_away(kind: type, size: int, slices: int) -> None:
     data = PairedData(kind(50))
-    order = Order(data, data.dataset, 5)(1)[:48].view(4, 12)
+    order = EpochOrder(data, data.dataset, 5)(1)[:48].view(4, 12)
     partner = dict(zip(order.flatten().tolist(), order.roll(-6, 1).flatten().tolist(), strict=True))
     plain = {i: x for step in read(stream(NumberData(kind(50)), kind(50)), 1) for i, x in step}  # augmented, not mixed
 
@@ -203,21 +203,25 @@ def test_the_digest_notices_an_order_that_every_epoch_has(monkeypatch: pytest.Mo
 
     def digests() -> list[int]:
         one = stream(data, data.dataset)
-        return [int(digest(batches[0].indices)) for epoch in (0, 1) for batches in one.epoch(epoch)]
+        return [int(digest_indices(batches[0].indices)) for epoch in (0, 1) for batches in one.epoch(epoch)]
 
     honest = digests()
     assert len(set(honest)) == 8
-    original = Order.__call__
-    monkeypatch.setattr(Order, "__call__", lambda self, epoch: original(self, 0))
+    original = EpochOrder.__call__
+    monkeypatch.setattr(EpochOrder, "__call__", lambda self, epoch: original(self, 0))
     assert len(set(digests())) == 4
 
 
 def test_the_digest_is_a_sum_in_which_a_sample_counts_twice_if_it_is_drawn_twice() -> None:
-    one = digest(torch.tensor([3, 9, 4]))
-    assert one == digest(torch.tensor([4, 3, 9])) == digest(torch.tensor([3])) + digest(torch.tensor([9, 4]))
-    assert one != digest(torch.tensor([3, 9, 4, 4]))
-    assert digest(torch.tensor([1, 4])) != digest(torch.tensor([2, 3]))
-    assert len({int(digest(torch.tensor([i]))) for i in range(10_000)} | {0}) == 10_001
+    one = digest_indices(torch.tensor([3, 9, 4]))
+    assert (
+        one
+        == digest_indices(torch.tensor([4, 3, 9]))
+        == digest_indices(torch.tensor([3])) + digest_indices(torch.tensor([9, 4]))
+    )
+    assert one != digest_indices(torch.tensor([3, 9, 4, 4]))
+    assert digest_indices(torch.tensor([1, 4])) != digest_indices(torch.tensor([2, 3]))
+    assert len({int(digest_indices(torch.tensor([i]))) for i in range(10_000)} | {0}) == 10_001
 
 
 def test_augmentation_follows_from_seed_epoch_and_sample() -> None:
@@ -247,7 +251,7 @@ def test_workers_hand_tensors_over_where_the_temporary_folder_has_a_long_name(
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     monkeypatch.delitem(vars(multiprocessing.current_process())["_config"], "tempdir", raising=False)  # chosen once
-    read = reading(Numbers(4), Data().collate, 0, Loading(workers=1, timeout=30), pin=False)
+    read = make_reader(Numbers(4), Data().collate, 0, LoaderOptions(workers=1, timeout=30), pin=False)
     ((inputs, _),) = read(0, [torch.arange(4)])
     assert inputs["x"].tolist() == [[0], [1], [2], [3]]
 
@@ -256,7 +260,7 @@ def test_in_the_main_process_generators_are_put_back_after_each_item() -> None:
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
     expected = random.random(), numpy.random.rand(), float(torch.rand(()))
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
-    assert Seeded(Numbers(3, noisy=True), 0)[0, 1] != Seeded(Numbers(3, noisy=True), 0)[1, 1]
+    assert SeededDataset(Numbers(3, noisy=True), 0)[0, 1] != SeededDataset(Numbers(3, noisy=True), 0)[1, 1]
     assert (random.random(), numpy.random.rand(), float(torch.rand(()))) == expected
 
 
@@ -272,7 +276,7 @@ def test_a_data_set_of_tensors_is_read_in_whole_batches_with_the_same_bits() -> 
     lists = [torch.tensor([7, 7, 49]), torch.arange(50)[::5]]
 
     def read(dataset: Dataset, data: Data) -> Any:
-        return list(reading(dataset, data.collate, 0, Loading(workers=0), pin=False)(0, lists))
+        return list(make_reader(dataset, data.collate, 0, LoaderOptions(workers=0), pin=False)(0, lists))
 
     items = read(ItemByItem(*columns), Data())
     with pytest.MonkeyPatch.context() as patch:
@@ -286,7 +290,7 @@ def test_a_data_set_of_tensors_is_read_in_whole_batches_with_the_same_bits() -> 
 def test_a_loader_draws_nothing_from_the_global_generator() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    read = reading(Numbers(8), Data().collate, 0, Loading(workers=0), pin=False)
+    read = make_reader(Numbers(8), Data().collate, 0, LoaderOptions(workers=0), pin=False)
     list(read(0, [torch.arange(4), torch.arange(4, 8)]))
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -303,7 +307,7 @@ def test_evaluation_gives_every_sample_once_in_as_many_calls_on_every_rank(
         strategy = Strategy(machine=Machine(seed=5, device="cpu"))
         strategy.__enter__()
         strategy.data_group = Slice(rank, size)
-        stream = EvaluationStream(NumberData(None), kind(count), strategy.slice, 8, slices, Loading(workers=0))
+        stream = EvalLoader(NumberData(None), kind(count), strategy.slice, 8, slices, LoaderOptions(workers=0))
         batches = list(stream.batches())
         calls.add(tuple(batch.span for batch, _ in batches))
         for batch, valid in batches:
@@ -365,7 +369,7 @@ def test_a_micro_batch_of_lists_holds_its_own_samples_whole(kind: type, size: in
     found = []
     for rank in range(size):
         own = Dealt(rank, size, torch.device("cpu"), 5)
-        for batch, valid in EvaluationStream(data, kind(), own, 7, 3, Loading(workers=workers)).batches():
+        for batch, valid in EvalLoader(data, kind(), own, 7, 3, LoaderOptions(workers=workers)).batches():
             assert len(batch.inputs) == len(batch.targets) == len(batch.indices) == max(valid, 1)
             assert [int(x[0, 0, 0]) for x in batch.inputs] == batch.indices.tolist()
             found += batch.indices[:valid].tolist()
@@ -399,7 +403,7 @@ def test_padding_goes_to_the_longest_of_a_micro_batch_but_of_a_pipeline_all_are_
 
     own = Dealt(0, 1, torch.device("cpu"), 5)
     for alike in (False, True):
-        one = Stream(Padded(), Numbers(50), replace(own, alike=alike), 10, 5, Loading(workers=0))
+        one = TrainLoader(Padded(), Numbers(50), replace(own, alike=alike), 10, 5, LoaderOptions(workers=0))
         for batches in one.epoch(0):
             whole = torch.cat([batch.indices for batch in batches])
             for batch in batches:
@@ -415,9 +419,9 @@ def test_what_cannot_be_cut_is_refused_where_it_must_be_cut() -> None:
 
     own = Dealt(0, 1, torch.device("cpu"), 5)
     with pytest.raises(Refusal, match=r"inputs.0 has the shape \(3, .*strategy=ddp and strategy=fsdp"):
-        next(Stream(Lists(Pictures()), Pictures(), replace(own, alike=True), 12, 4).epoch(0))
+        next(TrainLoader(Lists(Pictures()), Pictures(), replace(own, alike=True), 12, 4).epoch(0))
     with pytest.raises(Refusal, match=r"rows of its tensors \(B, …\), and of 12 samples inputs.0 has the shape \(3,"):
-        next(Stream(Pairs(Pictures()), Pictures(), own, 12, 1).epoch(0))
+        next(TrainLoader(Pairs(Pictures()), Pictures(), own, 12, 1).epoch(0))
 
 
 def test_an_order_of_ones_own_may_repeat_samples_and_decides_the_length() -> None:
@@ -430,11 +434,11 @@ def test_an_order_of_ones_own_may_repeat_samples_and_decides_the_length() -> Non
 @pytest.mark.parametrize("indices", [torch.tensor([0, 10]), torch.tensor([-1]), torch.tensor([[1]])])
 def test_an_order_that_is_none_is_refused(indices: Tensor) -> None:
     with pytest.raises(Refusal, match=r"NumberData.order\(0\) must be a list of indices in 0..9"):
-        Order(NumberData(None, lambda epoch, generator: indices), Numbers(10), 0)
+        EpochOrder(NumberData(None, lambda epoch, generator: indices), Numbers(10), 0)
 
 
 def test_an_order_must_stay_as_long() -> None:
-    order = Order(NumberData(None, lambda epoch, generator: torch.arange(10 - epoch)), Numbers(10), 0)
+    order = EpochOrder(NumberData(None, lambda epoch, generator: torch.arange(10 - epoch)), Numbers(10), 0)
     with pytest.raises(ValueError, match=r"order\(1\) has 9"):
         order(1)
 
@@ -452,4 +456,4 @@ class Endless(Dataset):
 @pytest.mark.parametrize(("dataset", "said"), [(Flow(), "iterable only"), (Endless(), "no len")])
 def test_data_that_cannot_be_indexed_is_refused_in_words(dataset: Any, said: str) -> None:
     with pytest.raises(Refusal, match=said):
-        size_of(dataset)
+        dataset_size(dataset)

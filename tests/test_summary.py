@@ -20,7 +20,7 @@ from trainer.launch import status as status_module
 from trainer.launch.status import Status
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal
-from trainer.strategies.stopwatch import PHASES, STEP, NoStalls, Stopwatch
+from trainer.strategies.stopwatch import PHASES, STEP, NoStallClock, StepTimer
 
 WORDS = (*SMALL, "schedule=constant", "loop.global_batch=120", "loop.eval_every=4", "loop.steps=12", "log=[console]")
 
@@ -73,7 +73,7 @@ def test_a_run_ends_with_its_figures_and_its_time(tmp_path: Path, both: tuple[st
 
 
 def test_times_are_what_the_clock_said() -> None:
-    watch = Stopwatch(NoStalls())
+    watch = StepTimer(NoStallClock())
     assert time_lines(watch, 5.0, 0, 0) == [
         "time                           time      share   per step",
         "  start                       5.0 s      100 %",

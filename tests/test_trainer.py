@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.vision.classification import Classification
 from tests.strategies.toys import BATCH, Net, Plain, ToyData, Weighted
-from trainer.data.reader import Loading
-from trainer.data.stream import EvaluationStream, Stream
+from trainer.data.reader import LoaderOptions
+from trainer.data.stream import EvalLoader, TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.learning import cadence
-from trainer.learning.cadence import Due, Every
+from trainer.learning.cadence import Trigger, Interval
 from trainer.learning.schedule import Constant, Cosine, Linear, Schedule
 from trainer.learning.task import Task
 from trainer.loop import trainer as trainer_module
@@ -69,20 +69,20 @@ def made(folder: Path, task: Task | None = None, device: str = "cpu", keep: int 
     log.open(folder, 0, None, None)
     with Single(machine=Machine(launch=Launch(), device=device, precision="fp32")) as strategy:
         micro_batches = changes.pop("micro_batches", 1)
-        stream = Stream(data, data.train(), strategy.slice, BATCH, micro_batches, Loading())
+        stream = TrainLoader(data, data.train(), strategy.slice, BATCH, micro_batches, LoaderOptions())
         placed = strategy.build(task, Net(), stream.example())
         optimizer = torch.optim.AdamW(placed.network.parameters(), lr=changes.pop("lr", 0.01), fused=True)
         states: list[tuple[str, int]] = []
         steps = changes.pop("steps", 10)
         words: dict[str, Any] = {
-            "evaluation": EvaluationStream(data, data.evaluation(), strategy.slice, 50, micro_batches, Loading()),
+            "evaluation": EvalLoader(data, data.evaluation(), strategy.slice, 50, micro_batches, LoaderOptions()),
             "stop": Stop(),
             "steps": steps,
             "horizon": steps,
             "max_norm": None,
-            "log_due": Due([Every(steps=3)]),
-            "eval_due": Due([Every(epochs=1)]),
-            "save_due": Due([Every(steps=5)]),
+            "log_due": Trigger([Interval(steps=3)]),
+            "eval_due": Trigger([Interval(epochs=1)]),
+            "save_due": Trigger([Interval(steps=5)]),
             **changes,
         }
         yield Made(
@@ -117,7 +117,9 @@ def listen(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, hear: Any) ->
 
 
 def test_rhythms_and_the_last_step(tmp_path: Path) -> None:
-    with made(tmp_path, best="macro", log_due=Due([Every(steps=4), Every(steps=6)])) as run:  # an epoch has 4 steps
+    with made(
+        tmp_path, best="macro", log_due=Trigger([Interval(steps=4), Interval(steps=6)])
+    ) as run:  # an epoch has 4 steps
         assert run.trainer.fit(None)
     assert [(line["step"], line["epoch"]) for line in run.lines("train")] == [(4, 0), (6, 1), (8, 1), (10, 2)]
     assert [(line["step"], line["epoch"]) for line in run.lines("eval")] == [(4, 0), (8, 1), (10, 2)]
@@ -128,7 +130,7 @@ def test_rhythms_and_the_last_step(tmp_path: Path) -> None:
 def test_the_first_of_several_rhythms_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(cadence, "monotonic", lambda: now[0])
-    due = Due([Every(steps=4), Every(epochs=2), Every(seconds=9.0), Every(seconds=5.0)])
+    due = Trigger([Interval(steps=4), Interval(epochs=2), Interval(seconds=9.0), Interval(seconds=5.0)])
     epochs = {step: step // 3 for step in (3, 6, 9)}
     assert [step for step in range(1, 10) if due.now(step, epochs.get(step), clock=False)] == [4, 6, 8]
     assert not due.clock()
@@ -151,7 +153,7 @@ def test_a_training_line_says_what_the_contract_says(tmp_path: Path) -> None:
 def test_a_lines_mean_is_over_the_steps_since_the_last(tmp_path: Path) -> None:
     lines = []
     for steps in (1, 4):
-        with made(tmp_path / str(steps), log_due=Due([Every(steps=steps)])) as run:
+        with made(tmp_path / str(steps), log_due=Trigger([Interval(steps=steps)])) as run:
             run.trainer.fit(None)
         lines.append(run.lines("train"))
     each = [line["loss"] for line in lines[0]]
@@ -162,7 +164,7 @@ def test_a_lines_mean_is_over_the_steps_since_the_last(tmp_path: Path) -> None:
 
 def test_every_group_has_its_rate_times_the_schedule(tmp_path: Path) -> None:
     schedule, seen = Linear(warmup=2, final=0.1), []
-    with made(tmp_path, schedule=schedule, steps=6, horizon=9, log_due=Due([Every(steps=1)])) as run:
+    with made(tmp_path, schedule=schedule, steps=6, horizon=9, log_due=Trigger([Interval(steps=1)])) as run:
         (group,) = (optimizer := run.trainer.optimizer).param_groups
         optimizer.param_groups[:] = [{**group, "params": group["params"][:2]}, {**group, "params": [], "lr": 0.002}]
         optimizer.register_step_pre_hook(lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]))
@@ -193,7 +195,7 @@ def test_what_is_due_after_a_step_comes_in_an_order(tmp_path: Path, monkeypatch:
         for name in names:
             listen(monkeypatch, owner, name, lambda *_, name=name: told.append(name))
 
-    rhythms: dict[str, Any] = {"log_due": Due([Every(steps=1)]), "save_due": Due([Every(steps=2)])}
+    rhythms: dict[str, Any] = {"log_due": Trigger([Interval(steps=1)]), "save_due": Trigger([Interval(steps=2)])}
     with made(tmp_path, steps=3, best="macro", **rhythms) as run:
         trainer = run.trainer
         trainer.begin(None)
@@ -226,14 +228,14 @@ def test_the_network_is_as_steps_want_it_after_what_was_broken_off(
         for name in ("settle", "unsettle", "state"):
             listen(monkeypatch, run.trainer.placed, name, lambda *_, name=name: told.append(name))
 
-    with made(tmp_path / "stopped", steps=4, save_due=Due([])) as run:
+    with made(tmp_path / "stopped", steps=4, save_due=Trigger([])) as run:
         count(run)
         listen(monkeypatch, trainer_module, "evaluate", lambda *_: setattr(run.trainer.stop, "raised", True))
         assert not run.trainer.fit(None)
     assert told == ["settle", "unsettle", "settle", "state", "unsettle"]  # the evaluation, and the save that follows
     told.clear()
     # a save that finds a loss that is no number: the run might go back, and on from there
-    due: dict[str, Any] = {"log_due": Due([]), "eval_due": Due([]), "save_due": Due([Every(steps=4)])}
+    due: dict[str, Any] = {"log_due": Trigger([]), "eval_due": Trigger([]), "save_due": Trigger([Interval(steps=4)])}
     with made(tmp_path / "broken", Bad(4), **due) as run:
         count(run)
         with pytest.raises(FloatingPointError):
@@ -242,7 +244,7 @@ def test_the_network_is_as_steps_want_it_after_what_was_broken_off(
 
 
 def test_a_new_best_is_kept_at_once(tmp_path: Path) -> None:
-    with made(tmp_path, best="macro", save_due=Due([]), keep=1) as run:
+    with made(tmp_path, best="macro", save_due=Trigger([]), keep=1) as run:
         run.trainer.fit(None)
     best = max(run.lines("eval"), key=lambda line: line["macro"])
     assert set(run.saved()) == {best["step"], 10}
@@ -257,7 +259,7 @@ def test_a_clock_that_has_run_out_begins_anew(tmp_path: Path, monkeypatch: pytes
             now[0] += 1.0  # every step takes one
             return 1.0
 
-    rhythms: dict[str, Any] = {key: Due([Every(seconds=3.0)]) for key in ("log_due", "eval_due", "save_due")}
+    rhythms: dict[str, Any] = {key: Trigger([Interval(seconds=3.0)]) for key in ("log_due", "eval_due", "save_due")}
     with made(tmp_path, schedule=Second(), best="macro", **rhythms) as run:
         run.trainer.fit(None)
     assert [line["step"] for line in run.lines("train")] == [4, 8, 10]
@@ -270,7 +272,7 @@ def test_the_time_of_a_step_is_that_of_steps_alone(tmp_path: Path, monkeypatch: 
     now = [0.0]
     monkeypatch.setattr(training_lines, "perf_counter", lambda: now[0])
     # what is no step falls into the middle of lines; the first evaluation's figures stay the best
-    with made(tmp_path, lr=0.0, eval_due=Due([Every(steps=4)]), save_due=Due([Every(steps=7)])) as run:
+    with made(tmp_path, lr=0.0, eval_due=Trigger([Interval(steps=4)]), save_due=Trigger([Interval(steps=7)])) as run:
         for owner, name, seconds in (
             (run.trainer.placed, "forward_backward", 2.0),
             (run.trainer.placed, "evaluate", 30.0),
@@ -322,7 +324,7 @@ def test_a_request_to_stop_finishes_the_step_and_saves(tmp_path: Path) -> None:
         def at(self, step: int, epoch: int, done: float) -> float:
             return 1.0
 
-    with made(tmp_path, schedule=AtOnce(), save_due=Due([])) as run:
+    with made(tmp_path, schedule=AtOnce(), save_due=Trigger([])) as run:
         assert not run.trainer.fit(None)
     assert run.saved()[-1] == 7
     assert run.trainer.progress == Progress(step=7, epoch=1, position=3 * BATCH, samples=7 * BATCH)
@@ -330,7 +332,7 @@ def test_a_request_to_stop_finishes_the_step_and_saves(tmp_path: Path) -> None:
 
 def test_stopped_and_gone_on_with_it_is_the_run_that_nothing_happened_to(tmp_path: Path) -> None:
     def words(stop: Stop, **more: Any) -> dict[str, Any]:
-        return {"stop": stop, "log_due": Due([Every(steps=1)]), "facts": {"note": "kept"}, **more}
+        return {"stop": stop, "log_due": Trigger([Interval(steps=1)]), "facts": {"note": "kept"}, **more}
 
     def weights(run: Made) -> dict[str, list[float]]:
         return {name: value.flatten().tolist() for name, value in run.trainer.placed.network.state_dict().items()}
@@ -368,7 +370,7 @@ def test_time_that_has_run_out_stops_as_if_asked(tmp_path: Path) -> None:
 
 
 def test_a_clock_makes_things_due(tmp_path: Path) -> None:
-    with made(tmp_path, save_due=Due([Every(seconds=0.0)]), log_due=Due([Every(seconds=0.0)])) as run:
+    with made(tmp_path, save_due=Trigger([Interval(seconds=0.0)]), log_due=Trigger([Interval(seconds=0.0)])) as run:
         run.trainer.fit(None)
     assert run.saved() == list(range(1, 11))
     assert [line["step"] for line in run.lines("train")] == [2, 4, 6, 8, 10]  # the clock is asked a step before
@@ -396,12 +398,12 @@ class Bad(Plain):
 @pytest.mark.parametrize(
     ("at", "due", "read"),
     [
-        (2, {"log_due": Due([]), "save_due": Due([])}, 3),  # in the step after it, also where there is no line
-        (4, {"log_due": Due([]), "save_due": Due([Every(steps=4)])}, 4),  # before a save of the same step
+        (2, {"log_due": Trigger([]), "save_due": Trigger([])}, 3),  # in the step after it, also where there is no line
+        (4, {"log_due": Trigger([]), "save_due": Trigger([Interval(steps=4)])}, 4),  # before a save of the same step
     ],
 )
 def test_one_loss_that_is_no_number_is_found_in_the_next_step(tmp_path: Path, at: int, due: Any, read: int) -> None:
-    due = {**due, "eval_due": Due([])}
+    due = {**due, "eval_due": Trigger([])}
     with (
         made(tmp_path, Bad(at), **due) as run,
         pytest.raises(FloatingPointError, match=f"^step {at}: the loss is nan"),
@@ -513,7 +515,7 @@ class Waiting(TorchDispatchMode):
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_nothing_in_a_step_waits_for_the_device(tmp_path: Path, max_norm: float | None, micro_batches: int) -> None:
-    with made(tmp_path, max_norm=max_norm, micro_batches=micro_batches, steps=40, log_due=Due([])) as run:
+    with made(tmp_path, max_norm=max_norm, micro_batches=micro_batches, steps=40, log_due=Trigger([])) as run:
         trainer = run.trainer
         trainer.begin(None)
         batches = [batches for epoch in (0, 1) for batches in trainer.stream.epoch(epoch)]
@@ -581,7 +583,7 @@ def test_nothing_in_an_evaluation_waits_for_the_device(tmp_path: Path, task: typ
 @pytest.mark.gpu
 @pytest.mark.parametrize("skip", [False, True])
 def test_nothing_in_a_step_waits_for_the_gpu(tmp_path: Path, skip: bool) -> None:
-    with made(tmp_path, device="cuda", max_norm=1.0, steps=40, log_due=Due([Every(steps=2)])) as run:
+    with made(tmp_path, device="cuda", max_norm=1.0, steps=40, log_due=Trigger([Interval(steps=2)])) as run:
         trainer = run.trainer
         if skip:
             trainer.placed.skip_broken_steps()

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.data.nested_tensors import changed, first_tensor, floats_as, has_rows, moved, rows, tensors
+from trainer.data.nested_tensors import map_tensors, first_tensor, cast_floats, has_rows, to_device, slice_rows, tensors
 
 Pair = namedtuple("Pair", "left right")
 
@@ -24,7 +24,7 @@ def batch() -> dict:
 
 
 def test_rows_are_cut_of_everything_that_has_samples() -> None:
-    cut = rows(batch(), 1, 3, 4)
+    cut = slice_rows(batch(), 1, 3, 4)
     assert cut["x"].tolist() == [[3, 4, 5], [6, 7, 8]]
     assert isinstance(cut["pair"], Pair)
     assert cut["pair"].left.tolist() == [1, 2]
@@ -36,7 +36,7 @@ def test_rows_are_cut_of_everything_that_has_samples() -> None:
 
 
 def test_a_change_reaches_every_tensor_and_keeps_the_tree() -> None:
-    doubled = changed(batch(), lambda tensor: tensor * 2)
+    doubled = map_tensors(batch(), lambda tensor: tensor * 2)
     assert [t.shape for t in tensors(doubled)] == [t.shape for t in tensors(batch())]
     assert isinstance(doubled["pair"], Pair)
     assert doubled["names"] == batch()["names"]
@@ -51,11 +51,11 @@ class Answer:
 @pytest.mark.parametrize("kind", [UserDict, OrderedDict])
 def test_a_tree_keeps_its_own_kinds(kind: Any) -> None:
     tree = kind(answer=Answer(torch.ones(2), [torch.ones(1)]), name="x")
-    doubled = changed(tree, lambda tensor: tensor * 2)
+    doubled = map_tensors(tree, lambda tensor: tensor * 2)
     assert type(doubled) is kind
     assert (doubled["answer"].logits.tolist(), doubled["answer"].more[0].item(), doubled["name"]) == ([2, 2], 2, "x")
     assert [t.sum().item() for t in tensors(tree)] == [2, 1]  # as it was
-    assert len(rows(tree, 0, 1, 2)["answer"].logits) == 1
+    assert len(slice_rows(tree, 0, 1, 2)["answer"].logits) == 1
 
 
 def test_rows_are_certain_only_where_each_tensor_has_one_for_each_sample() -> None:
@@ -71,21 +71,21 @@ def test_rows_are_certain_only_where_each_tensor_has_one_for_each_sample() -> No
 
 def test_what_has_a_way_of_its_own_to_a_device_takes_it() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
-    there = moved({"text": [packed], "names": ["a", "b"]}, torch.device("meta"))
+    there = to_device({"text": [packed], "names": ["a", "b"]}, torch.device("meta"))
     assert there["text"][0].data.is_meta
     assert there["text"][0].batch_sizes.device.type == "cpu"  # or nobody could read it
     assert there["names"] == ["a", "b"]
 
 
 def test_only_floats_change_their_precision() -> None:
-    wide = floats_as(batch(), torch.float64)
+    wide = cast_floats(batch(), torch.float64)
     assert wide["x"].dtype == torch.float64
     assert wide["pair"].left.dtype == torch.int64
 
 
 def test_where_a_batch_lies_already_nothing_is_copied() -> None:
     own = batch()
-    there = moved(own, torch.device("cpu"))
+    there = to_device(own, torch.device("cpu"))
     assert [t.data_ptr() for t in tensors(there)] == [t.data_ptr() for t in tensors(own)]
 
 
@@ -93,7 +93,7 @@ def test_where_a_batch_lies_already_nothing_is_copied() -> None:
 def test_a_batch_goes_to_a_gpu_from_pinned_memory() -> None:
     gpu = torch.device("cuda", 0)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-        there = moved(batch(), gpu)
+        there = to_device(batch(), gpu)
         torch.cuda.synchronize()
     copies = [event.name for event in recorded.events() if event.name.startswith("Memcpy HtoD")]
     assert len(copies) == len(list(tensors(there)))

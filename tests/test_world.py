@@ -21,7 +21,7 @@ from trainer.records.checkpoint.manager import Checkpoints
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 from trainer.strategies.parallel_model import ParallelModel
-from trainer.strategies.process_topology import LATER
+from trainer.strategies.process_topology import WATCHDOG_MARGIN
 
 CPU = torch.device("cpu")
 LONG, SHORT = timedelta(minutes=30), timedelta(seconds=1)
@@ -120,7 +120,7 @@ def times_of_groups(launch: Launch, *words: str) -> tuple[set[timedelta], set[ti
 )
 def test_the_times_reach_every_group(processes, size, words, groups):
     # torch is later than the watchdog, which can say who hangs
-    wanted = ({timedelta(minutes=7) + LATER}, {timedelta(seconds=40) + LATER}, groups)
+    wanted = ({timedelta(minutes=7) + WATCHDOG_MARGIN}, {timedelta(seconds=40) + WATCHDOG_MARGIN}, groups)
     assert processes.run(size, times_of_groups, *words) == [wanted] * size
 
 
@@ -141,7 +141,7 @@ def test_an_evaluation_and_a_save_have_the_time_of_the_first_step(tmp_path, monk
     note(Checkpoints, "save")
     words = ("strategy=ddp", f"run.dir={tmp_path}", "loop.steps=5", "loop.eval_every=3")
     assert here(*SMALL, *words, "distributed.timeout=7min", "distributed.step_timeout=40s") == 0
-    long, short = timedelta(minutes=7) + LATER, timedelta(seconds=40) + LATER
+    long, short = timedelta(minutes=7) + WATCHDOG_MARGIN, timedelta(seconds=40) + WATCHDOG_MARGIN
     assert seen["forward_backward"] == [long, short, short, long, short]
     assert set(seen["evaluate"]) == set(seen["save"]) == {long}
 

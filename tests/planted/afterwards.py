@@ -15,7 +15,7 @@ from tests.planted.plant import DROPOUT, GPT, NET, STRATEGY, Plant
 from tests.planted.restarts import LAST, RESUME
 from tests.planted.shards import FOUR
 from tests.planted.steps import RATE, SYNC, SYNCED
-from trainer.strategies.fsdp import _Placed as PlacedShards
+from trainer.strategies.fsdp import FSDPModel as PlacedShards
 
 _PLATEAU = ("schedule=plateau", "schedule.patience=0", "schedule.threshold=0.9")
 
@@ -202,7 +202,7 @@ PLANTS = {
         ("strategy=zero1",),
         RATE,
         STRATEGY,
-        {"trainer.strategies.zero1._Placed.optimizer": ungrouped},
+        {"trainer.strategies.zero1.Zero1Model.optimizer": ungrouped},
     ),
     "average_twice": Plant(
         "the moving average follows twice in each step",

@@ -13,7 +13,7 @@ from tests.planted.plant import NET, STRATEGY, Change, Plant
 from trainer.parallel.gradient_clipping import global_norm
 from trainer.parallel.ranks import Ranks
 
-SYNC = "trainer.strategies.ddp._Placed.grad_sync_context"
+SYNC = "trainer.strategies.ddp.DDPModel.grad_sync_context"
 LEARN = "trainer.strategies.parallel_model.ParallelModel.run_micro_batches"
 SHARES = "trainer.strategies.parallel_model.shares"
 TIMES = "trainer.strategies.parallel_model.times"
@@ -220,7 +220,7 @@ PLANTS = {
         GRADIENT,
         STRATEGY,
         {
-            "trainer.strategies.ddp._Placed.grad_sync_context": lambda original: (
+            "trainer.strategies.ddp.DDPModel.grad_sync_context": lambda original: (
                 lambda self, last: self._replica.no_sync()
             )
         },
@@ -232,7 +232,7 @@ PLANTS = {
         GRADIENT,
         STRATEGY,
         {
-            "trainer.strategies.ddp._Placed.grad_sync_context": lambda original: (
+            "trainer.strategies.ddp.DDPModel.grad_sync_context": lambda original: (
                 lambda self, last: original(self, not last)
             )
         },
@@ -243,7 +243,7 @@ PLANTS = {
         ("strategy=ddp",),
         GRADIENT,
         STRATEGY,
-        {"trainer.strategies.ddp._Placed.wrap": in_bf16},
+        {"trainer.strategies.ddp.DDPModel.wrap": in_bf16},
     ),
     "reduced_in_bf16_of_fp32": Plant(
         "gradients travel in bf16, in a run in fp32 alone",
@@ -307,6 +307,10 @@ PLANTS = {
         ("strategy=zero1",),
         ("at step 1, norm",),
         STRATEGY,
-        {"trainer.strategies.zero1._Placed.grad_norm": lambda original: lambda self, gradients: global_norm(gradients)},
+        {
+            "trainer.strategies.zero1.Zero1Model.grad_norm": lambda original: (
+                lambda self, gradients: global_norm(gradients)
+            )
+        },
     ),
 }

@@ -79,7 +79,7 @@ PLANTS = {
         ("strategy=ddp",),
         ("at step 3, data, inputs, rank 1",),
         STRATEGY,
-        {"trainer.data.stream.Stream.epoch": first_epoch_again},
+        {"trainer.data.stream.TrainLoader.epoch": first_epoch_again},
     ),
     "one_order": Plant(
         "every epoch has the order of the first",
@@ -87,7 +87,7 @@ PLANTS = {
         ("strategy=hsdp",),
         THIRD_DATA,
         STRATEGY,
-        {"trainer.data.sample_order.Order.__call__": lambda original: lambda self, epoch: original(self, 0)},
+        {"trainer.data.sample_order.EpochOrder.__call__": lambda original: lambda self, epoch: original(self, 0)},
         FOUR,
     ),
     "augmented_by_place": Plant(
@@ -108,6 +108,6 @@ PLANTS = {
         ("strategy=tp",),
         ("at step 1, data, inputs",),
         STRATEGY,
-        {"trainer.data.sample_order.Slice.pairs": wrong_partner},
+        {"trainer.data.sample_order.RankSampler.pairs": wrong_partner},
     ),
 }

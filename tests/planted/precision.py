@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.parallel.buckets import packed
 from trainer.strategies.ddp import COMPRESSION
-from trainer.strategies.ddp import _Placed as PlacedDDP
+from trainer.strategies.ddp import DDPModel as PlacedDDP
 
 _wrap = PlacedDDP.wrap
 
@@ -48,7 +48,7 @@ def narrow_buckets(tensors: Any) -> Tensor:
 PLANTED: dict[str, tuple[str, str, str, Any, str]] = {
     "own_scale": ("fp16", "ddp", "trainer.strategies.loss_scaler.Scaler.scale", own_scale, "step 1, gradient, "),
     "own_unscale": ("fp16", "ddp", "trainer.strategies.loss_scaler.Scaler.unscale_", own_unscale, "step 1, norm, norm"),
-    "narrow_hook": ("fp32", "ddp", "trainer.strategies.ddp._Placed.wrap", narrow_hook, "step 1, gradient, "),
+    "narrow_hook": ("fp32", "ddp", "trainer.strategies.ddp.DDPModel.wrap", narrow_hook, "step 1, gradient, "),
     "narrow_buckets": (
         "fp32",
         "zero1",

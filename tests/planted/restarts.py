@@ -163,7 +163,7 @@ PLANTS = {
         ("strategy=fsdp",),
         LAST,
         EVALUATION,
-        {"trainer.data.stream.EvaluationStream.__len__": lambda original: lambda self: self.size // self._global_batch},
+        {"trainer.data.stream.EvalLoader.__len__": lambda original: lambda self: self.size // self._global_batch},
     ),
     "plain_views": Plant(
         "figures of the moving average are those of the weights",
@@ -180,7 +180,7 @@ PLANTS = {
         LAST,
         EVALUATION,
         {
-            "trainer.loop.evaluation.Kept._joined": lambda original: (
+            "trainer.loop.evaluation.GatheringTask._joined": lambda original: (
                 lambda self, name, parts, order: original(self, name, parts, torch.arange(len(order)))
             )
         },

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.planted.copies import GRADIENT, LOSS, MICRO, SHARES
 from tests.planted.plant import DROPOUT, GPT, STRATEGY, VIT, Plant
 from tests.planted.shards import FINISH, FOUR, TENSOR, multiplied
-from trainer.data.nested_tensors import changed
+from trainer.data.nested_tensors import map_tensors
 from trainer.parallel.ranks import Ranks
 
 STRETCH = ("at step 1, forward", *LOSS)  # of modules context ranks have stretches, which are not compared
@@ -63,7 +63,7 @@ def own_tokens(original: Any) -> Any:
     """The last token of a stretch is lost."""
 
     def stretch(tree: Any, *place: Any) -> Any:
-        return changed(original(tree, *place), lambda x: torch.cat([x[:, :-1], x[:, -2:-1]], 1))
+        return map_tensors(original(tree, *place), lambda x: torch.cat([x[:, :-1], x[:, -2:-1]], 1))
 
     return stretch
 

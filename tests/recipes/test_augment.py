@@ -11,7 +11,7 @@ from recipes.vision.pixels.mixing import beta
 from recipes.vision.pixels.mixing import mix as mix_images
 from recipes.vision.pixels.trivial import trivial
 from trainer.data.sample_random import Random, _quantiles
-from trainer.data.seeds import mix
+from trainer.data.seeds import mix_seeds
 from trainer.messages import Refusal
 
 INDICES = torch.randperm(60_000, generator=torch.Generator().manual_seed(1))[:128]
@@ -98,17 +98,17 @@ def test_the_numbers_are_these():
     """Other numbers would change every run with augmentation: a change here is a change of every learning curve."""
     random = Random(0, 1, torch.tensor([0, 1, 59_999]))
     assert random.integers(0, 1_000_000, 3).tolist() == [970342, 550761, 182425]
-    assert mix(0, 1, 59_999) == 9033623877621445208
+    assert mix_seeds(0, 1, 59_999) == 9033623877621445208
 
 
 def test_a_seed_depends_on_every_number_and_on_their_order():
-    seeds = [mix(seed, epoch, index) for seed in range(10) for epoch in range(10) for index in range(100)]
+    seeds = [mix_seeds(seed, epoch, index) for seed in range(10) for epoch in range(10) for index in range(100)]
     assert len(set(seeds)) == 10_000
 
 
 @pytest.mark.parametrize("seed", [-1, 0, 2**31, 2**63 - 1, 2**70])
 def test_any_seed_will_do(seed):
-    assert 0 <= mix(seed, 0, 0) < 2**63
+    assert 0 <= mix_seeds(seed, 0, 0) < 2**63
     assert Random(seed, 0, torch.tensor([0])).uniform(1).item() < 1
 
 

@@ -22,7 +22,7 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_initial import saved
-from trainer.data.sample_order import Order
+from trainer.data.sample_order import EpochOrder
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
@@ -262,7 +262,7 @@ def test_of_what_is_frozen_no_gradient_travels(place: Path, processes: Processes
 
 def test_batches_hold_texts_of_similar_length(place: Path) -> None:
     data = LabelledText(str(place / "bert"), batch=8, file=str(place / "texts.csv"), length=24, group="who")
-    order, lengths = Order(data, data.train(), seed=1), data.train().lengths
+    order, lengths = EpochOrder(data, data.train(), seed=1), data.train().lengths
     first, second = order(0), order(1)
     assert sorted(first.tolist()) == list(range(len(lengths)))
     assert torch.equal(first, order(0))

@@ -19,7 +19,7 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.recipes.nano import GPT, train
-from trainer.data.sample_order import Order
+from trainer.data.sample_order import EpochOrder
 from trainer.jobs.generate import Generate
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
@@ -260,7 +260,7 @@ def test_the_curve_is_that_of_a_loop_by_hand(folder: Path) -> None:
     assert product(Launch(), folder, [*words, "strategy=single", "loop.log_every=1", f"run.dir={run}"]) == 0
     text = Text(length=64, stride=1)
     windows = text.train()
-    order = Order(text, windows, seed=0)(0)
+    order = EpochOrder(text, windows, seed=0)(0)
     book = torch.cat([windows.batch(torch.arange(0, len(windows), 64))[0].flatten()]).to(torch.uint8)
     losses, _ = train(by_hand, book, order, steps, horizon=steps, warmup=10)
     assert [line["loss"] for line in lines(run) if line["kind"] == "train"] == pytest.approx(losses, abs=2e-5)

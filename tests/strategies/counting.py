@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tests.strategies.toys import BATCH, DATA, NETWORKS, STRATEGIES, TASKS, Case, ToyData, make_optimizer
-from trainer.data.reader import Loading
-from trainer.data.stream import Stream
+from trainer.data.reader import LoaderOptions
+from trainer.data.stream import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.learning.optimizer import parameter_groups
 from trainer.strategies.machine import Machine
@@ -22,7 +22,7 @@ def collectives_of_a_step(launch: Launch, case: Case) -> list[tuple[str, int]]:
     torch.manual_seed(case.seed)
     network, task, data = NETWORKS[case.network](), TASKS[case.task](), DATA.get(case.task, ToyData)()
     with STRATEGIES[case.strategy](machine=Machine(launch=launch, device="cpu"), **case.fields) as strategy:
-        stream = Stream(data, data.train(), strategy.slice, BATCH, case.micro_batches, Loading())
+        stream = TrainLoader(data, data.train(), strategy.slice, BATCH, case.micro_batches, LoaderOptions())
         placed = strategy.build(task, network, stream.example())
         optimizer = placed.optimizer(make_optimizer("adamw"), parameter_groups(placed.network, spare_vectors=False))
         for step, batches in zip(range(3), stream.epoch(0), strict=False):

@@ -23,7 +23,7 @@ from trainer.data.stream import Batch
 from trainer.launch.rendezvous import Launch
 from trainer.learning.task import Task
 from trainer.messages import Refusal
-from trainer.strategies.carried_state import Carried
+from trainer.strategies.carried_state import RecurrentState
 from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single
 
@@ -93,7 +93,7 @@ class Sum(Task):
 def test_rows_of_a_step_that_is_left_out_pass_on_what_they_were_given() -> None:
     task = Sum()
     with Single(machine=Machine(device="cpu")) as place:
-        carried = Carried(task, place)
+        carried = RecurrentState(task, place)
 
         def step(row: list[float], continues: bool) -> list[float]:
             batch = Batch(torch.tensor(row), None, torch.arange(2), range(2), 2, continues)

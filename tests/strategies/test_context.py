@@ -17,8 +17,8 @@ from tests.processes import Processes
 from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.sequences import LENGTH, NETWORKS, Next, TokenData
 from tests.strategies.toys import BATCH, STRATEGIES, Case, built, run
-from trainer.data.reader import Loading
-from trainer.data.stream import Stream
+from trainer.data.reader import LoaderOptions
+from trainer.data.stream import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.context_parallel import Pieces, pieces
@@ -93,7 +93,7 @@ def kept(launch: Launch, word: str) -> int:
         return x
 
     with STRATEGIES[word](machine=Machine(launch=launch, device="cpu")) as strategy:
-        stream = Stream(data, data.train(), strategy.slice, BATCH, 1, Loading())
+        stream = TrainLoader(data, data.train(), strategy.slice, BATCH, 1, LoaderOptions())
         placed = strategy.build(Next(), built(strategy, NETWORKS["gpt"]), stream.example())
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             placed.forward_backward(next(stream.epoch(0)), 0)
@@ -125,7 +125,7 @@ def drawn(launch: Launch, word: str) -> list[float]:
     """One step of two micro-batches."""
     task, data = Drawing(), TokenData()
     with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", seed=3, dropout="native")) as strategy:
-        stream = Stream(data, data.train(), strategy.slice, BATCH, 2, Loading())
+        stream = TrainLoader(data, data.train(), strategy.slice, BATCH, 2, LoaderOptions())
         placed = strategy.build(task, built(strategy, NETWORKS["gpt"]), stream.example())
         placed.forward_backward(next(stream.epoch(0)), 0)
     return task.drawn

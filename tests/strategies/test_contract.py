@@ -11,8 +11,8 @@ import torch
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.toys import BATCH, STRATEGIES, Case, Net, Plain, ToyData, built, run
-from trainer.data.reader import Loading
-from trainer.data.stream import Stream
+from trainer.data.reader import LoaderOptions
+from trainer.data.stream import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.strategies.machine import Machine
 
@@ -463,7 +463,7 @@ def drawn(launch: Launch, word: str, seed: int) -> list[float]:
     """Two steps of two micro-batches."""
     task, data = Drawing(), ToyData()
     with STRATEGIES[word](machine=Machine(launch, "cpu", seed=seed, dropout="native")) as strategy:
-        stream = Stream(data, data.train(), strategy.slice, BATCH, 2, Loading())
+        stream = TrainLoader(data, data.train(), strategy.slice, BATCH, 2, LoaderOptions())
         placed = strategy.build(task, built(strategy, Net), stream.example())
         task.drawn.clear()  # of a rehearsal
         for step, batches in zip(range(2), stream.epoch(0), strict=False):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.strategies.toys import STRATEGIES, Case, run
-from trainer.data.nested_tensors import first_tensor, rows
+from trainer.data.nested_tensors import first_tensor, slice_rows
 from trainer.launch.rendezvous import Launch
 from trainer.learning.task import Task
 from trainer.messages import Refusal
@@ -32,7 +32,7 @@ class Threads(nn.Module):
     def forward(self, inputs: Any, targets: Any) -> Any:
         size = first_tensor(targets).shape[0]
         bounds = [size * part // self.count for part in range(self.count + 1)]
-        parts = [(rows(inputs, a, b, size), rows(targets, a, b, size)) for a, b in pairwise(bounds)]
+        parts = [(slice_rows(inputs, a, b, size), slice_rows(targets, a, b, size)) for a, b in pairwise(bounds)]
         replicas = [_replica(self.step) for _ in parts]
         with ThreadPoolExecutor(self.count) as pool:
             return torch.cat(list(pool.map(lambda replica, part: replica(*part), replicas, parts)))

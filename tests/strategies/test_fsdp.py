@@ -14,9 +14,9 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.toys import STRATEGIES, Case, Net, Plain, Rows, ToyData, built, make_optimizer, run, whole
-from trainer.data.reader import Loading
+from trainer.data.reader import LoaderOptions
 from trainer.data.seeds import seed_all
-from trainer.data.stream import Stream
+from trainer.data.stream import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.strategies.fsdp import FSDP
@@ -92,7 +92,7 @@ def tied(launch: Launch, word: str) -> list[Any]:
         placed = strategy.build(Plain(), built(strategy, Tied), None)
         optimizer = placed.optimizer(make_optimizer("adamw"), [{"params": list(placed.network.parameters())}])
         rows = Rows(48, 1)
-        stream = Stream(ToyData(), rows, strategy.slice, 24, 1, Loading())
+        stream = TrainLoader(ToyData(), rows, strategy.slice, 24, 1, LoaderOptions())
         for step in range(3):
             placed.forward_backward(next(iter(stream.epoch(step))), step)
             placed.optimizer_step(optimizer, 1.0)
@@ -130,7 +130,7 @@ def odd(launch: Launch, word: str, fields: dict[str, Any], precision: str) -> tu
     """Losses by step; how many numbers of each parameter this rank holds."""
     with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", precision=precision), **fields) as strategy:
         seed_all(5)
-        stream = Stream(ToyData(), Rows(96, 1), strategy.slice, 24, 2, Loading())
+        stream = TrainLoader(ToyData(), Rows(96, 1), strategy.slice, 24, 2, LoaderOptions())
         placed = strategy.build(Plain(), built(strategy, Odd), stream.example())
         optimizer = placed.optimizer(make_optimizer("sgd"), [{"params": list(placed.network.parameters())}])
         losses = []

@@ -19,8 +19,8 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.toys import CLASSES, STRATEGIES, WIDTH, Plain, ToyData, built, make_optimizer, whole
 from trainer import Plan
-from trainer.data.reader import Loading
-from trainer.data.stream import EvaluationStream, Stream
+from trainer.data.reader import LoaderOptions
+from trainer.data.stream import EvalLoader, TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.buckets import Sums
 from trainer.strategies.base import Strategy
@@ -157,13 +157,13 @@ def train(launch: Launch, case: Order) -> dict[str, Any]:
 def _evaluated(placed: ParallelModel, strategy: Strategy) -> Sums:
     """The first evaluation batch, which has the same samples whatever the number of ranks."""
     data = ToyData()
-    batch, valid = next(iter(EvaluationStream(data, data.evaluation(), strategy.slice, BATCH, 1, Loading()).batches()))
+    batch, valid = next(iter(EvalLoader(data, data.evaluation(), strategy.slice, BATCH, 1, LoaderOptions()).batches()))
     return placed.evaluate(batch, valid)
 
 
-def _stream(strategy: Strategy, case: Order) -> Stream:
+def _stream(strategy: Strategy, case: Order) -> TrainLoader:
     data = ToyData()
-    return Stream(data, data.train(), strategy.slice, BATCH, case.micro_batches, Loading())
+    return TrainLoader(data, data.train(), strategy.slice, BATCH, case.micro_batches, LoaderOptions())
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.toys import STRATEGIES, built
 from trainer import Data
-from trainer.data.reader import Loading
-from trainer.data.stream import Stream
+from trainer.data.reader import LoaderOptions
+from trainer.data.stream import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.strategies.machine import Machine
 
@@ -62,7 +62,7 @@ def losses(
     network, task, data = built(chosen, make), Classification(), Data()
     chosen.check(task, network, launch.world_size)
     with chosen:
-        stream = Stream(data, Pictures(), chosen.slice, 16, slices, Loading())
+        stream = TrainLoader(data, Pictures(), chosen.slice, 16, slices, LoaderOptions())
         placed = chosen.build(task, network, stream.example())
         optimizer = placed.optimizer(
             lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9, fused=True),

@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from tests.processes import Processes
 from tests.strategies.toys import CLASSES, WIDTH, Net, Plain, Rows, ToyData, make_optimizer, whole
 from trainer import Plan, Task
-from trainer.data.reader import Loading
-from trainer.data.stream import Stream
+from trainer.data.reader import LoaderOptions
+from trainer.data.stream import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.strategies.machine import Machine
@@ -133,7 +133,7 @@ def apart(launch: Launch, off: float) -> tuple[list[list[float]], str]:
     """The weights outside the plan after some steps whose gradients are not the same everywhere, or what was said."""
     with TP(machine=Machine(launch=launch, device="cpu")) as strategy:
         torch.manual_seed(3)
-        stream = Stream(ToyData(), Rows(96, 1), strategy.slice, 24, 1, Loading())
+        stream = TrainLoader(ToyData(), Rows(96, 1), strategy.slice, 24, 1, LoaderOptions())
         placed = strategy.build(Plain(), Uneven(off), stream.example())
         optimizer = placed.optimizer(make_optimizer("adamw"), [{"params": list(placed.network.parameters())}])
         try:
@@ -202,7 +202,7 @@ def masks(launch: Launch) -> list[list[Any]]:
     machine = Machine(launch=launch, device="cpu", dropout="native")
     with TP(machine=machine, activation_checkpointing="units") as strategy:
         torch.manual_seed(3)
-        stream = Stream(ToyData(), Rows(96, 1), strategy.slice, 24, 1, Loading())
+        stream = TrainLoader(ToyData(), Rows(96, 1), strategy.slice, 24, 1, LoaderOptions())
         placed = strategy.build(Plain(), Twice(), stream.example())
         blocks: Any = placed.network.get_submodule("blocks")
         for step, batches in zip((0, 1), stream.epoch(0), strict=False):

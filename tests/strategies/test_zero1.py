@@ -156,7 +156,7 @@ def placed_with_groups(launch: Launch, network: type[nn.Module]) -> dict[str, An
     """One step; then what this rank's optimizer holds."""
     torch.manual_seed(0)
     with Zero1(machine=Machine(launch=launch, device="cpu")) as strategy:
-        stream = toys.Stream(ToyData(), ToyData().train(), strategy.slice, 48, 2, toys.Loading())
+        stream = toys.TrainLoader(ToyData(), ToyData().train(), strategy.slice, 48, 2, toys.LoaderOptions())
         placed = strategy.build(Plain(), network(), stream.example())
         whole = list(placed.network.parameters())
         groups: list[dict[str, Any]] = [
@@ -244,7 +244,7 @@ def left_behind(launch: Launch) -> list[list[str]]:
         patch("trainer.strategies.zero1.Delivery", Watched),
         Zero1(machine=Machine(launch=launch, device="cpu")) as strategy,
     ):
-        stream = toys.Stream(ToyData(), ToyData().train(), strategy.slice, 48, 2, toys.Loading())
+        stream = toys.TrainLoader(ToyData(), ToyData().train(), strategy.slice, 48, 2, toys.LoaderOptions())
         placed = strategy.build(Plain(), Net(), stream.example())
         placed.forward_backward(next(iter(stream.epoch(0))), 0)
     return seen

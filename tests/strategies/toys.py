@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from tests.strategies import sequences
 from trainer import Data, Plan, Task, gather
-from trainer.data.reader import Loading
-from trainer.data.stream import EvaluationStream, Stream, digest
+from trainer.data.reader import LoaderOptions
+from trainer.data.stream import EvalLoader, TrainLoader, digest_indices
 from trainer.launch.rendezvous import Launch
 from trainer.learning.untrained_parameters import freeze
 from trainer.loop.evaluation import evaluate
@@ -435,9 +435,9 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
     strategy.check(task, network, launch.world_size)
     seen: dict[str, Any] = {"losses": [], "norms": [], "digests": [], "indices": [], "parts": []}
     with strategy:
-        stream = Stream(data, data.train(), strategy.slice, case.batch, case.micro_batches, Loading())
+        stream = TrainLoader(data, data.train(), strategy.slice, case.batch, case.micro_batches, LoaderOptions())
         # of 101 samples the last batch has 2: some of 3 or 4 ranks have none
-        evaluation = EvaluationStream(data, data.evaluation(), strategy.slice, 33, case.micro_batches, Loading())
+        evaluation = EvalLoader(data, data.evaluation(), strategy.slice, 33, case.micro_batches, LoaderOptions())
         placed = strategy.build(task, network, stream.example())
         optimizer = placed.optimizer(make_optimizer(case.optimizer), [{"params": list(placed.network.parameters())}])
         placed.keep_average(case.average, every=2)
@@ -459,7 +459,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
                 placed.after_step(step + 1)
                 copies.tell(step + 1)
                 indices = torch.cat([batch.indices for batch in batches])
-                totals = strategy.totals({**parts, "digest": digest(indices)}).read()
+                totals = strategy.totals({**parts, "digest": digest_indices(indices)}).read()
                 copies.refuse()  # in every step of every strategy copies hold the same bits
                 seen["losses"].append(float(totals["loss"]))
                 seen["parts"].append({name: float(value) for name, value in totals.items() if name != "digest"})

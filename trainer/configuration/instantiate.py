@@ -21,7 +21,7 @@ from trainer.configuration.allowed_targets import Names, real_name, refuse_insid
 from trainer.configuration.interpolation import as_written, quoted_from
 from trainer.configuration.schema import BESIDE
 from trainer.data.data import Data
-from trainer.learning.optimizer import made_for_trial
+from trainer.learning.optimizer import make_trial_optimizer
 from trainer.messages import Refusal, join_problems
 
 # What a data set's yaml says for models to interpolate. It is not passed to a Data that does not name it.
@@ -97,7 +97,7 @@ def maker(node: DictConfig, kind: type, where: str, names: Names, **extra: Any) 
         return _make(call, {first: value, **extra})
 
     if issubclass(kind, Optimizer):  # they check the range of their numbers when they are made
-        made_for_trial(make)
+        make_trial_optimizer(make)
     return make
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from trainer.launch.launchers import meeting
 from trainer.launch.validation import Validator, convert, is_valid, require
-from trainer.learning.cadence import Every
+from trainer.learning.cadence import Interval
 from trainer.learning.parameter_patterns import Rule
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
@@ -63,28 +63,28 @@ def _span(written: str) -> float | None:
     return float(counted[1]) * _UNITS[counted[2]] if counted else None
 
 
-def parse_rhythm(value: Any) -> tuple[Every, ...]:
+def parse_rhythm(value: Any) -> tuple[Interval, ...]:
     """When something comes round: steps (500), epochs (1ep), time (15min), a list of them, or never (null)."""
     if value is None:
         return ()
     return tuple(_every(part) for part in value) if isinstance(value, list) else (_every(value),)
 
 
-def parse_step_rhythm(value: Any) -> tuple[Every, ...]:
+def parse_step_rhythm(value: Any) -> tuple[Interval, ...]:
     """The same without a clock, which differs from rank to rank."""
     found = parse_rhythm(value)
     expected = "steps (500), epochs (1ep), a list of them, or null for never"
     return require(found, all(every.seconds is None for every in found), expected)
 
 
-def _every(value: Any) -> Every:
+def _every(value: Any) -> Interval:
     if epochs := re.fullmatch(r"0*([1-9]\d*)ep", str(value)):
-        return Every(epochs=int(epochs[1]))
+        return Interval(epochs=int(epochs[1]))
     if isinstance(value, str) and (span := _span(value)):
-        return Every(seconds=span)
+        return Interval(seconds=span)
     counted = is_valid(value, int) and value >= 1
     expected = "steps (500), epochs (1ep), time (15min), a list of them, or null for never"
-    return Every(steps=int(require(value, counted, expected)))
+    return Interval(steps=int(require(value, counted, expected)))
 
 
 def parse_window(value: Any) -> tuple[int, int] | None:
@@ -134,8 +134,8 @@ Positive = Annotated[float, Validator(positive)]
 NonNegative = Annotated[float, Validator(not_negative)]
 Seconds = Annotated[float, Validator(parse_seconds)]
 NonEmpty = Annotated[str, Validator(not_empty)]
-Rhythm = Annotated[tuple[Every, ...], Validator(parse_rhythm)]
-StepRhythm = Annotated[tuple[Every, ...], Validator(parse_step_rhythm)]
+Rhythm = Annotated[tuple[Interval, ...], Validator(parse_rhythm)]
+StepRhythm = Annotated[tuple[Interval, ...], Validator(parse_step_rhythm)]
 ProfileWindow = Annotated[tuple[int, int] | None, Validator(parse_window)]  # first and last step
 Rules = Annotated[tuple[Rule, ...], Validator(parse_rules)]
 InitMethod = Annotated[str, Validator(parse_init_method)]

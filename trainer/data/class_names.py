@@ -16,32 +16,33 @@ _MOST = 2**21  # characters of all names that are kept: they are in the JSON of 
 _SHOWN = 12  # names in a message
 
 
-def names_of(data: Data) -> list[str]:
+def read_class_names(data: Data) -> list[str]:
     """The names of the data's classes as files keep them; none where it has none, or more than a file should hold."""
     # a name of a folder may hold bytes that are no text
     names = [str(name).encode(errors="backslashreplace").decode() for name in data.class_names]
     return names if sum(map(len, names)) <= _MOST else []
 
 
-def by_name(data: Data, names: Sequence[str]) -> Data:
+def renumber_classes(data: Data, names: Sequence[str]) -> Data:
     """The same data with its classes numbered as in `names`, those of a run; it need not have all of them.
 
     The data itself where its numbers are the same already, or where one of the two has no names. Refusal where it has
     a class that the run does not know.
     """
-    there = names_of(data)
+    there = read_class_names(data)
     if not names or not there or there == list(names):
         return data
     if strange := [name for name in there if name not in set(names)]:
         raise Refusal(
-            f"the classes of this data are {shown(there)}; the run was trained on {shown(names)}. It does not know"
-            f" {shown(strange)}: classes are matched by their names, so rename or leave out what differs"
+            f"the classes of this data are {format_class_names(there)}; the run was trained on"
+            f" {format_class_names(names)}. It does not know {format_class_names(strange)}: classes are matched by"
+            " their names, so rename or leave out what differs"
         )
     numbers = {name: number for number, name in enumerate(names)}
     return _Renumbered(data, names, torch.tensor([numbers[name] for name in there]))
 
 
-def shown(names: Sequence[str]) -> str:
+def format_class_names(names: Sequence[str]) -> str:
     """Names for people: not more than fit a message."""
     more = f", … ({len(names):,} in all)" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
@@ -70,7 +71,7 @@ class _Renumbered(Data):
             raise BadData(
                 f"the classes of {type(self._data).__name__} have other numbers than those of the run, and its targets"
                 " are not one class number for each sample: give its classes in the run's order,"
-                f" {shown(self.class_names)}"
+                f" {format_class_names(self.class_names)}"
             )
         table = self._numbers.to(targets.device)
         return inputs, table[targets.clamp_min(0)].where(targets >= 0, targets)  # -100 stays: no class

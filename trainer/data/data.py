@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from trainer.data.preparation import Preparation
-from trainer.data.seeds import mix, put_back, seed_all
+from trainer.data.seeds import mix_seeds, preserve_rng_state, seed_all
 from trainer.messages import Refusal
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _ITEMS = 8  # that are looked at, from the first to the last
 _READINGS = 3  # of each of them, under other seeds: what then differs is drawn at random
 
 
-def of_items(dataset: Any) -> str:
+def fingerprint_items(dataset: Any) -> str:
     """16 hex digits from the length and some items of a map-style data set; empty where its items cannot be read.
 
     What is random in an item (augmentation, noise) is found by reading it again, and left out. Floating-point numbers
@@ -36,7 +36,7 @@ def of_items(dataset: Any) -> str:
     # of a copy: a file that the first item opens must not be open in workers that are forked later
     try:
         read = _reader(copy(dataset))
-        with put_back():
+        with preserve_rng_state():
             readings = [[_leaves_of(read, at, number) for at in some] for number in range(_READINGS)]
     except Exception:  # whatever it is, training meets it too and says it better
         return ""
@@ -62,7 +62,7 @@ def _reader(dataset: Any) -> Callable[[int], Any]:
 
 
 def _leaves_of(read: Callable[[int], Any], at: int, number: int) -> dict[str, bytes]:
-    seed_all(mix(number, at))
+    seed_all(mix_seeds(number, at))
     return dict(_leaves(read(at), ""))
 
 
@@ -176,7 +176,7 @@ class Data:
         the set's own `fingerprint()` if it has one, else it takes the length and some items, without what is random.
         """
         own = getattr(dataset, "fingerprint", None)
-        return str(own()) if callable(own) else of_items(dataset)
+        return str(own()) if callable(own) else fingerprint_items(dataset)
 
     def notes(self) -> list[str]:
         """Sentences about this data, printed at the start of a run, after both sets have been read."""

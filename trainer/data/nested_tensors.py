@@ -21,25 +21,25 @@ def tensors(tree: Any) -> Iterator[Tensor]:
         for value in tree:
             yield from tensors(value)
     else:
-        yield from tensors([value for _, value in _named(tree)])
+        yield from tensors([value for _, value in _named_children(tree)])
 
 
-def named(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a tree with its place there: `name` itself, `name.KEY` in a dict, `name.0` in a list."""
     if isinstance(tree, Tensor):
         yield name, tree
-    for key, value in enumerate(tree) if isinstance(tree, (list, tuple)) else _named(tree):
-        yield from named(value, f"{name}.{key}")
+    for key, value in enumerate(tree) if isinstance(tree, (list, tuple)) else _named_children(tree):
+        yield from named_tensors(value, f"{name}.{key}")
 
 
-def lists(tree: Any, name: str) -> Iterator[tuple[str, Sequence[Any]]]:
+def named_lists(tree: Any, name: str) -> Iterator[tuple[str, Sequence[Any]]]:
     """Every list and tuple of a tree with its place there, as `named` has it; outer ones before inner ones."""
-    within: Iterable[tuple[Any, Any]] = _named(tree)
+    within: Iterable[tuple[Any, Any]] = _named_children(tree)
     if isinstance(tree, (list, tuple)):
         yield name, tree
         within = enumerate(tree)
     for key, value in within:
-        yield from lists(value, f"{name}.{key}")
+        yield from named_lists(value, f"{name}.{key}")
 
 
 def first_tensor(tree: Any) -> Tensor:
@@ -49,20 +49,20 @@ def first_tensor(tree: Any) -> Tensor:
     raise ValueError(f"a batch holds no tensor: {type(tree).__name__}")
 
 
-def changed(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     """The same tree with `change` applied to every tensor; what is no tensor stays as it is."""
     if isinstance(tree, Tensor):
         return change(tree)
-    return _below(tree, lambda value: changed(value, change))
+    return _map_children(tree, lambda value: map_tensors(value, change))
 
 
-def filled(tree: Any, values: Iterable[Tensor]) -> Any:
+def replace_tensors(tree: Any, values: Iterable[Tensor]) -> Any:
     """The same tree with these tensors in place of its own, in the order of `tensors`."""
     others = iter(values)
-    return changed(tree, lambda _: next(others))
+    return map_tensors(tree, lambda _: next(others))
 
 
-def rows(tree: Any, start: int, stop: int, size: int) -> Any:
+def slice_rows(tree: Any, start: int, stop: int, size: int) -> Any:
     """Samples `start` to `stop` of a batch of `size`: of its tensors, and of lists of what is no tensor (names).
 
     What has another first dimension belongs to the batch as a whole, and stays.
@@ -73,7 +73,7 @@ def rows(tree: Any, start: int, stop: int, size: int) -> Any:
     named = isinstance(tree, tuple) and hasattr(tree, "_fields")
     if isinstance(tree, (list, tuple)) and not named and len(tree) == size and next(tensors(tree), None) is None:
         return tree[start:stop]
-    return _below(tree, lambda value: rows(value, start, stop, size))
+    return _map_children(tree, lambda value: slice_rows(value, start, stop, size))
 
 
 def has_rows(tree: Any, size: int) -> bool:
@@ -89,16 +89,16 @@ def has_rows(tree: Any, size: int) -> bool:
         if len(tree) == size and not hasattr(tree, "_fields"):
             return bare
         return not bare and all(has_rows(value, size) for value in tree)
-    parts = _named(tree)
+    parts = _named_children(tree)
     return tree is None or (bool(parts) and all(has_rows(value, size) for _, value in parts))
 
 
-def picked(tree: Any, at: Tensor, size: int) -> Any:
+def select_rows(tree: Any, at: Tensor, size: int) -> Any:
     """These samples of a batch of `size`, of its tensors; `at`: (n,) int64, on their device."""
-    return changed(tree, lambda x: x.index_select(0, at) if x.dim() and x.shape[0] == size else x)
+    return map_tensors(tree, lambda x: x.index_select(0, at) if x.dim() and x.shape[0] == size else x)
 
 
-def _below(tree: Any, change: Callable[[Any], Any]) -> Any:
+def _map_children(tree: Any, change: Callable[[Any], Any]) -> Any:
     """The same dict, list, tuple or dataclass with every value changed; what is none of them stays."""
     if isinstance(tree, (list, tuple)):
         values = [change(value) for value in tree]
@@ -106,7 +106,7 @@ def _below(tree: Any, change: Callable[[Any], Any]) -> Any:
     if type(tree) is dict:
         return {key: change(value) for key, value in tree.items()}
     # of other kinds a copy, for nobody knows what their constructors take; transformers' outputs are both at once
-    named = _named(tree)
+    named = _named_children(tree)
     made = copy(tree) if named else tree
     for key, value in named:
         if isinstance(tree, MutableMapping):
@@ -116,7 +116,7 @@ def _below(tree: Any, change: Callable[[Any], Any]) -> Any:
     return made
 
 
-def _named(tree: Any) -> list[tuple[Any, Any]]:
+def _named_children(tree: Any) -> list[tuple[Any, Any]]:
     """What a dict or a dataclass holds, by name; nothing of what is neither."""
     if isinstance(tree, MutableMapping):
         return list(tree.items())
@@ -125,7 +125,7 @@ def _named(tree: Any) -> list[tuple[Any, Any]]:
     return []
 
 
-def moved(tree: Any, device: torch.device) -> Any:
+def to_device(tree: Any, device: torch.device) -> Any:
     """The same tree on a device, through pinned memory where that serves: from other the host would wait for copies."""
     if device.type == "cpu":
         return tree  # where it was read
@@ -135,9 +135,9 @@ def moved(tree: Any, device: torch.device) -> Any:
         return (tree.pin_memory() if pinned and tree.is_cpu else tree).to(device, non_blocking=pinned)
     if callable(go := getattr(tree, "to", None)):
         return go(device)  # it knows better: packed sequences keep their lengths on the host
-    return _below(tree, lambda value: moved(value, device))
+    return _map_children(tree, lambda value: to_device(value, device))
 
 
-def floats_as(tree: Any, dtype: torch.dtype) -> Any:
+def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     """The same tree with its floating-point tensors in another precision; whole numbers stay."""
-    return changed(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

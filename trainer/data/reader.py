@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer.data.data import Data
-from trainer.data.seeds import Seeded
+from trainer.data.seeds import SeededDataset
 from trainer.launch.stop_signals import obey_parent_alone
 from trainer.messages import BadData
 
-_MOST = 16  # workers that a rank takes by itself
+_MAX_WORKERS = 16  # workers that a rank takes by itself
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoaderOptions:
     """How items are decoded. Nothing of it changes what is learned."""
 
     workers: int | None = None  # decoding processes a rank; None: up to 16, one core of this rank's left for the step
@@ -35,37 +35,39 @@ class Loading:
 Read = Callable[[int, Iterable[Tensor]], Iterator[tuple[Any, Any]]]
 
 
-def reading(dataset: Any, collate: Callable[[list[Any]], Any], seed: int, loading: Loading, pin: bool) -> Read:
+def make_reader(
+    dataset: Any, collate: Callable[[list[Any]], Any], seed: int, loading: LoaderOptions, pin: bool
+) -> Read:
     """How this data set is read: whole batches where it offers them or is nothing but tensors, else items."""
-    if by_item(dataset, collate):
-        return _Items(dataset, collate, seed, loading, pin).read
-    batch = getattr(dataset, "batch", None) or partial(_rows, dataset.tensors)
+    if is_read_by_item(dataset, collate):
+        return _ItemReader(dataset, collate, seed, loading, pin).read
+    batch = getattr(dataset, "batch", None) or partial(_index_columns, dataset.tensors)
     return lambda epoch, lists: map(batch, lists)
 
 
-def by_item(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
+def is_read_by_item(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
     """Is this data set read item by item, and collated?"""
     # not a subclass, nor for an own collate: either may do something else with the items
     is_plain = type(dataset) is TensorDataset and getattr(collate, "__func__", None) is Data.collate
     return not is_plain and not callable(getattr(dataset, "batch", None))
 
 
-def _rows(columns: Sequence[Tensor], indices: Tensor) -> Any:
+def _index_columns(columns: Sequence[Tensor], indices: Tensor) -> Any:
     """What collating the items one by one would give: a fiftieth of the time."""
     return [column.index_select(0, indices.to(column.device)) for column in columns]
 
 
-class _Items:
+class _ItemReader:
     """A data set that is read item by item, every item under generators seeded for it alone."""
 
     def __init__(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, loading: Loading, pin: bool
+        self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, loading: LoaderOptions, pin: bool
     ) -> None:
         # the step itself needs a core; each worker needs memory for what it reads ahead
-        workers = min(_MOST, _cores() - 1) if loading.workers is None else loading.workers
-        self._lists = _Lists()
+        workers = min(_MAX_WORKERS, _count_cores() - 1) if loading.workers is None else loading.workers
+        self._lists = _EpochBatchSampler()
         self._loader = DataLoader(
-            Seeded(dataset, seed),
+            SeededDataset(dataset, seed),
             batch_sampler=self._lists,
             collate_fn=collate,
             num_workers=workers,
@@ -74,7 +76,7 @@ class _Items:
             timeout=loading.timeout if workers else 0,
             prefetch_factor=loading.prefetch if workers else None,
             persistent_workers=workers > 0,  # starting them costs seconds, in every epoch
-            worker_init_fn=_begin_worker,
+            worker_init_fn=_init_worker,
             generator=torch.Generator().manual_seed(0),  # or it would draw from the global one at every epoch
         )
 
@@ -87,7 +89,7 @@ class _Items:
             raise BadData(str(error).strip().splitlines()[-1].rpartition(f"{BadData.__name__}: ")[2]) from None
 
 
-def _begin_worker(number: int) -> None:
+def _init_worker(number: int) -> None:
     """A launcher signals whole process groups; a worker that obeyed would leave its rank in the middle of a step.
 
     Its own rank's word counts: without it a Python that goes on after an error would wait for its workers for ever.
@@ -99,7 +101,7 @@ def _begin_worker(number: int) -> None:
         tempfile.tempdir = "/tmp"
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     """The cores of this process: those that it may use, over the processes of the run that may use them, too.
 
     torchrun (`--numa-binding`) and Slurm may have given each its own: then they are divided already.
@@ -117,7 +119,7 @@ def _cores() -> int:
     return max(1, len(usable) // (sharing if len(siblings) == count else count))
 
 
-class _Lists:
+class _EpochBatchSampler:
     """What a DataLoader is to read: lists of (epoch, index). The epoch travels along; no worker need be told of it."""
 
     def __init__(self) -> None:

@@ -12,24 +12,24 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trainer.data.data import Data
-from trainer.data.seeds import mix
+from trainer.data.seeds import mix_seeds
 from trainer.messages import Refusal
 
 _ORDER = 0x6F72646572  # sets the order's stream of random numbers apart from all others of the same seed
 
 
-class Order:
+class EpochOrder:
     """`order(epoch)`: global indices that depend on (seed, epoch) alone: what the data says, or a permutation."""
 
     def __init__(self, data: Data, dataset: Any, seed: int) -> None:
         """Refusal where the data set cannot be indexed, or the order is no list of its indices."""
         self._data, self._seed = data, seed
-        self._size = size_of(dataset)
-        self.length = len(ordered(data, self._size, seed, 0))  # N of an epoch; every epoch has as many
+        self._size = dataset_size(dataset)
+        self.length = len(make_epoch_order(data, self._size, seed, 0))  # N of an epoch; every epoch has as many
 
     def __call__(self, epoch: int) -> Tensor:
         """The indices of one epoch, in order."""
-        indices = ordered(self._data, self._size, self._seed, epoch)
+        indices = make_epoch_order(self._data, self._size, self._seed, epoch)
         if len(indices) != self.length:
             raise ValueError(
                 f"order({epoch}) has {len(indices)} indices, order(0) has {self.length}; epochs must be alike"
@@ -37,9 +37,9 @@ class Order:
         return indices
 
 
-def ordered(data: Data, size: int, seed: int, epoch: int) -> Tensor:
+def make_epoch_order(data: Data, size: int, seed: int, epoch: int) -> Tensor:
     """The order of one epoch: what the data says of its `size` samples, or a permutation. Refusal for no such list."""
-    generator = torch.Generator().manual_seed(mix(seed, _ORDER, epoch))
+    generator = torch.Generator().manual_seed(mix_seeds(seed, _ORDER, epoch))
     # The default of Data.order would make the training set again to ask for its length.
     if type(data).order is Data.order:
         return torch.randperm(size, generator=generator)
@@ -54,7 +54,7 @@ def ordered(data: Data, size: int, seed: int, epoch: int) -> Tensor:
     return indices
 
 
-def size_of(dataset: Any) -> int:
+def dataset_size(dataset: Any) -> int:
     """How many samples a map-style data set has. Refusal for one that is only iterable."""
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
@@ -65,7 +65,7 @@ def size_of(dataset: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Slice:
+class RankSampler:
     """Which samples are this rank's, and where they go.
 
     Every rank deals itself its samples of each global batch from one global order: `batch[rank :: ranks]`. Global step
@@ -79,7 +79,7 @@ class Slice:
     seed: int  # of order and augmentation
     alike: bool = False  # must the micro-batches of a step have one shape?
 
-    def steps(self, order: Tensor, global_batch: int, at: Tensor | None = None) -> Steps:
+    def steps(self, order: Tensor, global_batch: int, at: Tensor | None = None) -> RankSteps:
         """This rank's indices of each whole global batch of an order; what is left at its end is nobody's.
 
         at: positions in a global batch, instead of this rank's.
@@ -87,7 +87,7 @@ class Slice:
         whole = len(order) // global_batch * global_batch
         # (steps, B) → every ranks-th column from this rank's on → steps × (B / ranks,)
         columns = slice(self.rank, None, self.ranks) if at is None else at
-        return Steps(order[:whole].view(-1, global_batch)[:, columns])
+        return RankSteps(order[:whole].view(-1, global_batch)[:, columns])
 
     def pairs(self, global_batch: int) -> tuple[Tensor, Tensor]:
         """Where in a global batch this rank's samples are, then those of their partners that are other ranks'.
@@ -111,7 +111,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Steps:
+class RankSteps:
     """The rows of a table (steps, samples), one by one, as often as they are asked for.
 
     Not a list of them: as tensors of their own they would need more memory than what they are rows of.
@@ -125,7 +125,7 @@ class Steps:
             yield from part.unbind()
 
 
-def spans(total: int, count: int) -> list[range]:
+def split_evenly(total: int, count: int) -> list[range]:
     """Cut samples 0 to `total` into so many spans that differ by at most one sample, larger ones first."""
     size, larger = divmod(total, count)
     starts = [at * size + min(at, larger) for at in range(count + 1)]

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.data.seeds import GOLDEN, POSITIVE, mix, mixed, signed
+from trainer.data.seeds import GOLDEN, POSITIVE, mix_seeds, mix_bits, to_int64
 from trainer.launch.devices import accumulation_dtype
 
 _SPREAD = 0x9E3779B1 - 2**32  # a prime near 2^32 over the golden ratio, as the int32 that torch understands
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """What is asked for of a larger tensor: in one dimension, which is not the batch, some places, in this order."""
 
     dim: int
@@ -32,20 +32,20 @@ class Random:
     def __init__(self, seed: int, epoch: int, indices: Tensor) -> None:
         self._seed, self._epoch, self._indices = seed, epoch, indices
         self._drawn = 0  # numbers of each stream
-        self._part: Part | None = None
+        self._part: TensorPart | None = None
 
-    def of(self, number: int | Tensor, part: Part | None = None) -> Random:
+    def of(self, number: int | Tensor, part: TensorPart | None = None) -> Random:
         """Other streams of the same samples, told apart by an int64 number that lies anywhere; perhaps a part of them.
 
         A part has the numbers that it would have in the whole. A number follows from where it stands in its sample, not
         from the shape: a sample that is padded has those that it has without.
         """
-        return _Others(self._indices, self._start + number, part)
+        return _DerivedRandom(self._indices, self._start + number, part)
 
     @cached_property
     def _start(self) -> Tensor:
         """Where each sample's stream begins: (B,) int64. Made when it is first asked for: many batches need none."""
-        return mixed(self._indices * signed(GOLDEN) + mix(self._seed, self._epoch))
+        return mix_bits(self._indices * to_int64(GOLDEN) + mix_seeds(self._seed, self._epoch))
 
     def uniform(self, *shape: int) -> Tensor:
         """Uniform float32 numbers in [0, 1), multiples of 2^-24; the first dimension is the batch."""
@@ -88,7 +88,7 @@ class Random:
         of_row = part if part and part.dim == len(rows) + 1 else None
         words = self._bits((batch, *rows, 1), part if of_row is None else None)
         columns = _columns(of_row.size if of_row else width, words.device)
-        columns = columns[_line(of_row.places, words.device)] if of_row else columns
+        columns = columns[_positions(of_row.places, words.device)] if of_row else columns
         # a multiplier and a summand for each row; between two products the high bits come down to the low ones
         bits = (columns + words.int()).mul_(_SPREAD)
         bits = (bits >> 15).bitwise_xor_(bits).mul_((words >> 32).int().bitwise_or_(1))
@@ -98,55 +98,55 @@ class Random:
         """The next 63 random bits for each element of the shape."""
         return self._bits(shape, self._part).bitwise_and_(POSITIVE)
 
-    def _bits(self, shape: tuple[int, ...], part: Part | None) -> Tensor:
+    def _bits(self, shape: tuple[int, ...], part: TensorPart | None) -> Tensor:
         """The next 64."""
         batch = self._indices.shape[0]
         if not shape or shape[0] != batch:
             raise ValueError(f"shape {shape} must begin with the batch of {batch}")
-        return mixed(self._start[:, None] + self._places(shape[1:], part)).view(shape)
+        return mix_bits(self._start[:, None] + self._places(shape[1:], part)).view(shape)
 
-    def _places(self, shape: tuple[int, ...], part: Part | None) -> Tensor:
+    def _places(self, shape: tuple[int, ...], part: TensorPart | None) -> Tensor:
         """How far each number of a sample is from where its stream begins: (numbers,) int64."""
         # The counter goes on where the last call ended, so that no two calls share numbers.
         first, self._drawn = self._drawn + 1, self._drawn + math.prod(shape)
-        return torch.arange(first, self._drawn + 1, device=self._indices.device) * signed(GOLDEN)
+        return torch.arange(first, self._drawn + 1, device=self._indices.device) * to_int64(GOLDEN)
 
 
-class _Others(Random):
+class _DerivedRandom(Random):
     """Streams that begin where others say, for one draw."""
 
-    def __init__(self, indices: Tensor, start: Tensor, part: Part | None) -> None:
+    def __init__(self, indices: Tensor, start: Tensor, part: TensorPart | None) -> None:
         super().__init__(0, 0, indices)
         self._start, self._part = start, part
 
-    def _places(self, shape: tuple[int, ...], part: Part | None) -> Tensor:
+    def _places(self, shape: tuple[int, ...], part: TensorPart | None) -> Tensor:
         # Every dimension has a step of its own. Counted through, a number would stand elsewhere in a wider tensor.
-        places = torch.full((1,) * len(shape), signed(GOLDEN), device=self._indices.device)
+        places = torch.full((1,) * len(shape), to_int64(GOLDEN), device=self._indices.device)
         for dim, size in enumerate(shape):
             own = part.places if part and part.dim == dim + 1 else (range(size),)
             if own == (range(1),):
                 continue
-            line = _line(own, self._indices.device).mul_(_step(dim))
+            line = _positions(own, self._indices.device).mul_(_dim_stride(dim))
             places = places + line.view(-1, *(1,) * (len(shape) - dim - 1))
         return places.flatten()
 
 
-def _line(places: tuple[range, ...], device: torch.device) -> Tensor:
+def _positions(places: tuple[range, ...], device: torch.device) -> Tensor:
     lines = [torch.arange(each.start, each.stop, device=device) for each in places]
     return lines[0] if len(lines) == 1 else torch.cat(lines)  # in each draw: only context ranks have several
 
 
 @cache
-def _step(dim: int) -> int:
+def _dim_stride(dim: int) -> int:
     """What lies between two neighbours of a sample's dimension: an odd number of 64 bits."""
-    return signed(GOLDEN if dim == 0 else mix(dim) * 2 + 1)
+    return to_int64(GOLDEN if dim == 0 else mix_seeds(dim) * 2 + 1)
 
 
 @cache
 def _columns(width: int, device: torch.device) -> Tensor:
     """32 bits for each place of a row: (width,) int32, the same for every row."""
     with torch.inference_mode(False):
-        return mixed(torch.arange(1, width + 1) * signed(GOLDEN)).int().to(device)
+        return mix_bits(torch.arange(1, width + 1) * to_int64(GOLDEN)).int().to(device)
 
 
 @cache

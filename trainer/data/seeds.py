@@ -24,7 +24,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # the multipliers of t
 _WORD = 2**64 - 1  # Python's whole numbers have no end: this cuts them to 64 bits
 
 
-def mix(*numbers: int) -> int:
+def mix_seeds(*numbers: int) -> int:
     """Hash whole numbers into 63 bits; their order counts."""
     word = 0
     for number in numbers:
@@ -35,14 +35,14 @@ def mix(*numbers: int) -> int:
     return word & POSITIVE
 
 
-def mixed(words: Tensor) -> Tensor:
+def mix_bits(words: Tensor) -> Tensor:
     """The same mixing of int64 words of any shape; torch's shifts keep the sign, so masks take it away."""
-    words = ((words >> 30).bitwise_and_(2**34 - 1).bitwise_xor_(words)).mul_(signed(_FIRST))
-    words = ((words >> 27).bitwise_and_(2**37 - 1).bitwise_xor_(words)).mul_(signed(_SECOND))
+    words = ((words >> 30).bitwise_and_(2**34 - 1).bitwise_xor_(words)).mul_(to_int64(_FIRST))
+    words = ((words >> 27).bitwise_and_(2**37 - 1).bitwise_xor_(words)).mul_(to_int64(_SECOND))
     return (words >> 31).bitwise_and_(2**33 - 1).bitwise_xor_(words)
 
 
-def signed(word: int) -> int:
+def to_int64(word: int) -> int:
     """The same 64 bits as the int64 that torch understands."""
     word &= _WORD
     return word - 2**64 if word > POSITIVE else word
@@ -59,7 +59,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
 def seed_more_gpus(indices: Iterable[int]) -> None:
     """Seed further CUDA GPUs, each otherwise, from the seed that the CPU's generator was given last."""
     for index in indices:
-        default_generator(torch.device("cuda", index)).manual_seed(mix(torch.initial_seed(), index))
+        default_generator(torch.device("cuda", index)).manual_seed(mix_seeds(torch.initial_seed(), index))
 
 
 def seed_all(seed: int) -> None:
@@ -70,7 +70,7 @@ def seed_all(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
-class Seeded(Dataset):
+class SeededDataset(Dataset):
     """A data set whose item (epoch, i) is read with all generators (Python, NumPy, torch) seeded from (seed, epoch, i).
 
     So a random transform gives a sample the same picture on every rank, in every worker, in every order. In the main
@@ -86,13 +86,13 @@ class Seeded(Dataset):
     def __getitem__(self, at: tuple[int, int]) -> Any:
         epoch, index = at
         # nothing else draws in a worker; in the main process the network may (dropout), so its numbers are put back
-        with put_back() if get_worker_info() is None else nullcontext():
-            seed_all(mix(self._seed, epoch, index))
+        with preserve_rng_state() if get_worker_info() is None else nullcontext():
+            seed_all(mix_seeds(self._seed, epoch, index))
             return self._dataset[index]
 
 
 @contextmanager
-def put_back() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Leave the generators of the CPU as they are met."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy.random.get_state() if numpy else None

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from trainer.data.data import Data
-from trainer.data.rank_batches import Cut, Samples, cutting, shares
-from trainer.data.reader import Loading
-from trainer.data.sample_order import Order, Slice, size_of, spans
-from trainer.data.seeds import GOLDEN, mixed, signed
+from trainer.data.rank_batches import IndexedBatch, SampleReader, make_micro_batching, make_rank_batches
+from trainer.data.reader import LoaderOptions
+from trainer.data.sample_order import EpochOrder, RankSampler, dataset_size, split_evenly
+from trainer.data.seeds import GOLDEN, mix_bits, to_int64
 
-_HERE = Loading(workers=0)  # in this process
+_HERE = LoaderOptions(workers=0)  # in this process
 
 
 class Batch(NamedTuple):
@@ -28,19 +28,25 @@ class Batch(NamedTuple):
     continues: bool = False  # is there a batch before it in its epoch or evaluation, whose rows it may go on from?
 
 
-class Stream:
+class TrainLoader:
     """The training batches of this rank: its share of global batches that are the same on any number of ranks."""
 
     def __init__(
-        self, data: Data, dataset: Any, own: Slice, global_batch: int, micro_batches: int = 1, loading: Loading = _HERE
+        self,
+        data: Data,
+        dataset: Any,
+        own: RankSampler,
+        global_batch: int,
+        micro_batches: int = 1,
+        loading: LoaderOptions = _HERE,
     ) -> None:
-        self._own, self._order = own, Order(data, dataset, own.seed)
-        self._shares = shares(data, dataset, own, loading)
+        self._own, self._order = own, EpochOrder(data, dataset, own.seed)
+        self._shares = make_rank_batches(data, dataset, own, loading)
         self.length = self._order.length  # of an epoch
         self.global_batch = global_batch
         self.steps_per_epoch = self.length // global_batch
         # cut into micro-batches first and dealt then, the samples of one are the same whatever the number of ranks
-        self._spans = spans(global_batch, micro_batches)
+        self._spans = split_evenly(global_batch, micro_batches)
         self._parts = [own.rows(span) for span in self._spans]
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
@@ -65,17 +71,17 @@ class Stream:
         return inputs, targets
 
 
-class EvaluationStream:
+class EvalLoader:
     """The evaluation data in file order: every sample once, whatever the number of ranks."""
 
     def __init__(
-        self, data: Data, dataset: Any, own: Slice, global_batch: int, micro_batches: int, loading: Loading
+        self, data: Data, dataset: Any, own: RankSampler, global_batch: int, micro_batches: int, loading: LoaderOptions
     ) -> None:
-        self.size = size_of(dataset)
+        self.size = dataset_size(dataset)
         self._own, self._global_batch = own, global_batch
         self.most = -(-global_batch // micro_batches)  # samples of all data ranks in one forward
-        self._samples = Samples(data, dataset, own, loading)
-        self._cutting = cutting(data, dataset, own, self._samples)
+        self._samples = SampleReader(data, dataset, own, loading)
+        self._cutting = make_micro_batching(data, dataset, own, self._samples)
 
     def example(self) -> tuple[Any, Any]:
         """A sample or two, as (inputs, targets) on the device, as many on every rank: enough to see a step."""
@@ -112,7 +118,7 @@ class EvaluationStream:
         """How many batches there are."""
         return -(-self.size // self._global_batch)
 
-    def _cut(self, whole: range) -> Cut:
+    def _cut(self, whole: range) -> IndexedBatch:
         """This rank's samples of a batch, and its rows of each micro-batch.
 
         A rank without a sample takes one that does not count, for it must compute with the others.
@@ -129,9 +135,9 @@ class EvaluationStream:
         return [range(total)[start : start + self.most] for start in range(0, total, self.most)]
 
 
-def digest(indices: Tensor) -> Tensor:
+def digest_indices(indices: Tensor) -> Tensor:
     """The sum of hashes of whole numbers, modulo 2⁶⁴: the same for every order, another one if a number stands twice.
 
     indices: int64, on the CPU; result: 0-d int64, whose 64 bits add up over ranks and wrap.
     """
-    return mixed((indices + 1) * signed(GOLDEN)).sum()  # 0 would hash to 0 and could come as often as it liked
+    return mix_bits((indices + 1) * to_int64(GOLDEN)).sum()  # 0 would hash to 0 and could come as often as it liked

@@ -11,11 +11,11 @@ from traceback import walk_tb
 from typing import Any
 
 from trainer.configuration.schema import Loop
-from trainer.data.sample_order import size_of
+from trainer.data.sample_order import dataset_size
 from trainer.jobs.batch_sizes import more_micro_batches
 from trainer.jobs.preparation import Prepared
 from trainer.launch.failure import chain
-from trainer.loop.evaluation import evaluate, rehearse
+from trainer.loop.evaluation import evaluate, trial_evaluation
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal, format_count
 from trainer.records.checkpoint.writer import AsyncSaver
@@ -66,7 +66,7 @@ def remedy(error: BaseException, run: Prepared) -> str:
         return ""
     if _within(error, AsyncSaver.copied):
         return "The host's memory ran out for a copy of the state. checkpoint.asynchronous=false saves without one."
-    if _within(error, rehearse, evaluate):
+    if _within(error, trial_evaluation, evaluate):
         return _in_evaluation(run)
     if _within(error, Trainer.train_step):
         return f"The device's memory ran out with {run.batches}. {_in_a_step(run)}"
@@ -76,7 +76,7 @@ def remedy(error: BaseException, run: Prepared) -> str:
 def _in_evaluation(run: Prepared) -> str:
     """A smaller evaluation batch changes nothing that is learned, so it comes before more micro-batches."""
     ranks, count = run.batches.ranks, run.batches.micro_batches
-    whole, samples = evaluation_batch(run.settings.loop), size_of(run.evaluation)
+    whole, samples = evaluation_batch(run.settings.loop), dataset_size(run.evaluation)
     largest = min(-(-whole // (ranks * count)), -(-samples // ranks))  # samples of a rank in one forward
     dealt = f"{format_count(ranks, 'data rank')} / {format_count(count, 'micro-batch')}"
     said = f"{format_count(largest, 'sample')} at once (evaluation batch {whole} / {dealt})"

@@ -9,18 +9,18 @@ from functools import partial
 
 from torch.optim import Optimizer
 
-from trainer.data.reader import Loading
-from trainer.data.stream import EvaluationStream, Stream
+from trainer.data.reader import LoaderOptions
+from trainer.data.stream import EvalLoader, TrainLoader
 from trainer.jobs.allocator import evaluation_batch
 from trainer.jobs.flops import make_work
 from trainer.jobs.goodput_report import report
 from trainer.jobs.preparation import Prepared
 from trainer.launch.stop_signals import StopRequest
-from trainer.learning.cadence import Due
-from trainer.learning.optimizer import EMPTY, no_fused_step, parameter_groups
-from trainer.loop.media_logging import NoSample, NoShow, Sample, Show
+from trainer.learning.cadence import Trigger
+from trainer.learning.optimizer import EMPTY_ERROR, why_not_fused, parameter_groups
+from trainer.loop.media_logging import NoTextSample, NoMediaLogger, TextSample, MediaLogger
 from trainer.loop.progress import Progress
-from trainer.loop.rollback import AFTER
+from trainer.loop.rollback import NONFINITE_POLICIES
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
@@ -48,8 +48,8 @@ def make_checkpoints(run: Prepared, beside: Callable[[Ranks, timedelta], AsyncSa
 def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRequest, progress: Progress) -> Trainer:
     """Collective: everything in its place."""
     settings, strategy, loop = run.settings, run.strategy, run.settings.loop
-    loading, micro_batches = Loading(**vars(settings.loader)), run.batches.micro_batches
-    stream = Stream(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, loading)
+    loading, micro_batches = LoaderOptions(**vars(settings.loader)), run.batches.micro_batches
+    stream = TrainLoader(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, loading)
     # an example of a batch: what is traced, cut or compiled must see the shapes of a micro-batch
     example = stream.example()
     work = make_work(run, example, log)  # while the network is whole, and all of one kind
@@ -76,9 +76,9 @@ def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRe
         steps=run.length.steps,
         horizon=run.length.steps,
         max_norm=loop.max_norm,
-        log_due=Due(loop.log_every),
-        eval_due=Due(loop.eval_every),
-        save_due=Due(loop.save_every),
+        log_due=Trigger(loop.log_every),
+        eval_due=Trigger(loop.eval_every),
+        save_due=Trigger(loop.save_every),
         facts={
             "configuration": read_config(run.configuration),
             "precision": run.machine.resolved_precision,
@@ -89,7 +89,7 @@ def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRe
         progress=progress,
         profile=make_profile(run),
         show=make_show(run, evaluation, log),
-        on_nonfinite=AFTER[loop.on_nonfinite](),
+        on_nonfinite=NONFINITE_POLICIES[loop.on_nonfinite](),
     )
 
 
@@ -99,14 +99,14 @@ def make_optimizer(run: Prepared, placed: ParallelModel, log: Log) -> Optimizer:
     try:
         optimizer = placed.optimizer(run.make_optimizer, groups)
     except Refusal as error:
-        if EMPTY not in str(error):
+        if EMPTY_ERROR not in str(error):
             raise
         place = run.strategy
         raise Refusal(
             f"{error}. An optimizer inside of it would get nothing of what rank {place.world.rank} has, because"
             f" strategy={place.name} gives a rank some parameters only; strategy=ddp gives it all"
         ) from error
-    if why := no_fused_step(optimizer, run.make_optimizer, run.strategy.device, settings.optimizer.fused):
+    if why := why_not_fused(optimizer, run.make_optimizer, run.strategy.device, settings.optimizer.fused):
         log.say(f"note        the optimizer's step is not fused here: {why}")
         optimizer = placed.optimizer(run.make_optimizer, [{**group, "fused": False} for group in groups])
     for group in optimizer.param_groups:
@@ -114,13 +114,13 @@ def make_optimizer(run: Prepared, placed: ParallelModel, log: Log) -> Optimizer:
     return optimizer
 
 
-def make_evaluation(run: Prepared) -> EvaluationStream | None:
+def make_evaluation(run: Prepared) -> EvalLoader | None:
     """What an evaluation reads; None where there is nothing to evaluate on."""
     if run.evaluation is None:
         return None
     width, micro_batches = evaluation_batch(run.settings.loop), run.batches.micro_batches
-    loading = Loading(**vars(run.settings.loader))
-    return EvaluationStream(run.data, run.evaluation, run.strategy.slice, width, micro_batches, loading)
+    loading = LoaderOptions(**vars(run.settings.loader))
+    return EvalLoader(run.data, run.evaluation, run.strategy.slice, width, micro_batches, loading)
 
 
 def make_profile(run: Prepared) -> NoProfile:
@@ -131,9 +131,11 @@ def make_profile(run: Prepared) -> NoProfile:
     return Profile(*window, run.folder.path / "profile" / f"rank-{strategy.world.rank}.json", strategy.device)
 
 
-def make_show(run: Prepared, evaluation: EvaluationStream | None, log: Log) -> NoShow:
+def make_show(run: Prepared, evaluation: EvalLoader | None, log: Log) -> NoMediaLogger:
     """What prepares pictures and histograms, where a sink shows any; all ranks know the sinks."""
     if not any(shows(sink, "images", "confusion", "histograms") for sink in run.sinks):
-        return NoShow()
-    sample = NoSample() if run.sample is None else Sample(run.sample, run.data, log)
-    return Show(run.data, evaluation, run.strategy.world, log, Due(run.settings.loop.histograms_every), sample)
+        return NoMediaLogger()
+    sample = NoTextSample() if run.sample is None else TextSample(run.sample, run.data, log)
+    return MediaLogger(
+        run.data, evaluation, run.strategy.world, log, Trigger(run.settings.loop.histograms_every), sample
+    )

@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainer.data.class_names import by_name
+from trainer.data.class_names import renumber_classes
 from trainer.data.data import Data
-from trainer.data.nested_tensors import changed, floats_as, tensors
+from trainer.data.nested_tensors import map_tensors, cast_floats, tensors
 from trainer.data.preparation import Preparation
-from trainer.data.reader import Loading
-from trainer.data.sample_order import Slice
-from trainer.data.stream import EvaluationStream
+from trainer.data.reader import LoaderOptions
+from trainer.data.sample_order import RankSampler
+from trainer.data.stream import EvalLoader
 from trainer.jobs.preparation import seeded_network
 from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import Which, as_average, chosen, classes_of, names_there, run_folder, samples_of
@@ -70,7 +70,7 @@ class Program:
         """
         given = inspect.signature(self.module.forward).bind(*self.args, **self.kwargs).arguments
         free = torch.export.Dim.AUTO
-        return changed(dict(given), lambda x: dict.fromkeys(range(1 if x.is_floating_point() else x.dim()), free))
+        return map_tensors(dict(given), lambda x: dict.fromkeys(range(1 if x.is_floating_point() else x.dim()), free))
 
 
 class _Whole(nn.Module):
@@ -82,7 +82,7 @@ class _Whole(nn.Module):
         self._task, self._real = task, real
 
     def forward(self, inputs: Any) -> Tensor | None:
-        ready = floats_as(self.preparation(inputs), self._real)
+        ready = cast_floats(self.preparation(inputs), self._real)
         return self._task.probabilities(self._task.forward(self.network, ready, None))
 
 
@@ -123,7 +123,7 @@ def preparation_of(data: Data) -> Preparation | None:
 
 def plain(run: RunParts, network: nn.Module) -> Program:
     """The network as the task calls it, with samples as the data prepares them."""
-    args, kwargs = floats_as(_called_with(run, network), _real(run))
+    args, kwargs = cast_floats(_called_with(run, network), _real(run))
     said = preparation_of(run.data)
     takes = said.ready if said else ", ".join(_shape(x) for x in tensors((args, kwargs)))
     return Program(network, args, kwargs, takes, "the network's output")
@@ -151,9 +151,9 @@ def _called_with(run: RunParts, network: nn.Module) -> tuple[tuple[Any, ...], di
         raise _Called(args, kwargs)
 
     # two samples of this process alone: the network's own call shows what there is to trace, whatever the task does
-    alone = Slice(0, 1, torch.device("cpu"), run.settings.seed)
+    alone = RankSampler(0, 1, torch.device("cpu"), run.settings.seed)
     samples = samples_of(run, "evaluation", Launch())
-    inputs, targets = EvaluationStream(run.data, samples, alone, 2, 1, Loading(workers=0)).example()
+    inputs, targets = EvalLoader(run.data, samples, alone, 2, 1, LoaderOptions(workers=0)).example()
     hook = network.register_forward_pre_hook(tell, with_kwargs=True)
     try:
         run.task.forward(network, inputs, targets)
@@ -242,7 +242,7 @@ def class_names(run: RunParts, which: Which) -> list[str]:
     """
     names, there = classes_of(run, which), names_there(run.data)
     if there:
-        by_name(run.data, names)
+        renumber_classes(run.data, names)
     names = names or there
     return names + [str(number) for number in range(len(names), getattr(run.data, "num_classes", None) or 0)]
 

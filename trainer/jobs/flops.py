@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.nested_tensors import changed, first_tensor, tensors
+from trainer.data.nested_tensors import map_tensors, first_tensor, tensors
 from trainer.jobs.preparation import Prepared
 from trainer.launch.devices import accelerator_names
-from trainer.learning.flops_utilization import NoWork, Work
+from trainer.learning.flops_utilization import NoUtilization, Utilization
 from trainer.learning.task import Task
 from trainer.messages import first_line
 from trainer.parallel.pipeline.fake_forward import shapes
@@ -54,17 +54,17 @@ def peak_flops(name: str, arithmetic: str) -> float | None:
     return None
 
 
-def make_work(run: Prepared, example: tuple[Any, Any], log: Log) -> NoWork:
+def make_work(run: Prepared, example: tuple[Any, Any], log: Log) -> NoUtilization:
     """What utilisation is told of, on the main rank, which tells it; nothing where a number for it is not known."""
     peak = _peak(run, log) if run.machine.launch.is_main else None
     if peak is None:
-        return NoWork()
+        return NoUtilization()
     try:
         flops = step_flops(run.task, run.network, example, run.batches.total)
     except Exception as error:  # whatever a forward does with what has no values
         log.say(f"note        no utilisation: a step's operations cannot be counted on shapes ({first_line(error)})")
-        return NoWork()
-    return Work(flops, peak * run.strategy.devices_used, example[0], log.say)
+        return NoUtilization()
+    return Utilization(flops, peak * run.strategy.devices_used, example[0], log.say)
 
 
 def _peak(run: Prepared, log: Log) -> float | None:
@@ -92,12 +92,12 @@ def step_flops(task: Task, network: nn.Module, example: tuple[Any, Any], samples
     try:
         # without any values a whole global batch costs no more than one sample
         instead = {value: _shape(value) for value in chain(network.parameters(), network.buffers())}
-        return _counted(task, network, instead, changed(example, partial(_samples, size, samples)))
+        return _counted(task, network, instead, map_tensors(example, partial(_samples, size, samples)))
     except Exception:  # whatever a forward does with a batch without values: many of transformers look into masks
         instead = shapes(network, first_tensor(example[0]).device)
         for value, shape in instead.items():
             shape.requires_grad_(value.requires_grad)
-        return _counted(task, network, instead, changed(example, torch.clone)) * samples / size
+        return _counted(task, network, instead, map_tensors(example, torch.clone)) * samples / size
 
 
 def _counted(task: Task, network: nn.Module, instead: Mapping[Tensor, Tensor], example: tuple[Any, Any]) -> int:

@@ -14,7 +14,7 @@ from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import Which, as_average, chosen, run_folder
 from trainer.launch.devices import accelerator_type
 from trainer.launch.run_files import make_folder, open_file
-from trainer.learning.generation_request import Continuation
+from trainer.learning.generation_request import GenerationRequest
 from trainer.messages import Refusal
 
 
@@ -38,7 +38,7 @@ class Generate(Job):
             )
         if not prompt:
             raise Refusal("job.prompt is empty; a network continues at least one token: job.prompt='The '")
-        self.asked = Continuation(prompt, tokens, temperature, top_k, seed)
+        self.asked = GenerationRequest(prompt, tokens, temperature, top_k, seed)
         self.checkpoint, self.weights = checkpoint, weights
 
     def __call__(self, run: RunParts) -> int:

@@ -16,7 +16,7 @@ from trainer.messages import Refusal, format_count, format_duration
 
 if TYPE_CHECKING:
     from trainer.records.run_folder import RunFolder
-    from trainer.strategies.stopwatch import Stopwatch
+    from trainer.strategies.stopwatch import StepTimer
 
 _LOST = ("start", "down", "repeated", "save")  # what no step and no evaluation has of a run's time
 
@@ -44,7 +44,7 @@ class Report:
         return 0
 
 
-def report(folder: RunFolder, watch: Stopwatch, state: str, step: int, reason: str | None = None) -> None:
+def report(folder: RunFolder, watch: StepTimer, state: str, step: int, reason: str | None = None) -> None:
     """Say in status.json how a run stands, and what its time went into."""
     folder.report(state, step, reason, watch.laps)
 

@@ -11,20 +11,20 @@ from torch import nn
 
 from trainer.configuration.schema import Settings
 from trainer.data.data import Data
-from trainer.data.reader import Loading
-from trainer.data.sample_order import Order, Slice, size_of
+from trainer.data.reader import LoaderOptions
+from trainer.data.sample_order import EpochOrder, RankSampler, dataset_size
 from trainer.data.seeds import seed_all
-from trainer.data.stream import Stream
+from trainer.data.stream import TrainLoader
 from trainer.jobs.batch_sizes import Batches, Length, deal, measure
 from trainer.jobs.determinism import be_deterministic
 from trainer.jobs.initial_weights import Initial
 from trainer.jobs.resume_precheck import known_sets, refuse_start
 from trainer.jobs.run_parts import RunParts
 from trainer.launch.agreement import first_on_node
-from trainer.learning.generation_request import Continuation
+from trainer.learning.generation_request import GenerationRequest
 from trainer.learning.optimizer_trial import refuse_step
 from trainer.learning.parameter_patterns import Rule, resolve_rules
-from trainer.learning.task import Task, carries, gathers, refuse_metric_objects
+from trainer.learning.task import Task, is_recurrent, gathers_samples, refuse_metric_objects
 from trainer.learning.untrained_parameters import freeze, refuse_frozen, refuse_parameters
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_stored, allocate_empty, is_outline
@@ -54,7 +54,7 @@ class Prepared(RunParts):
         return is_outline(self.network) or bool(self.whole_because)
 
     @property
-    def sample(self) -> Continuation | None:
+    def sample(self) -> GenerationRequest | None:
         """The text that is continued after each evaluation."""
         return sample(self.settings)
 
@@ -70,7 +70,7 @@ def prepare(run: RunParts) -> Prepared:
     run.strategy.refuse_shares(launch.world_size, loop.global_batch // ranks, batches.micro_batches, loop.uneven)
     # one process of a machine first: it may download, and the others find it done
     training, evaluation = first_on_node(launch, "data", lambda: read_data(run))
-    order = Order(run.data, training, settings.seed)
+    order = EpochOrder(run.data, training, settings.seed)
     unit = ranks if loop.uneven else ranks * (loop.micro_batch or loop.micro_batches)
     length = measure(order.length, loop.global_batch, loop.epochs, loop.steps, unit)
     refuse_window(settings.profile, length.steps)
@@ -131,15 +131,15 @@ def build_values(run: Prepared, resuming: bool) -> None:
 
 def host_example(run: RunParts, training: Any) -> tuple[Any, Any]:
     """A small batch as (inputs, targets), for who must see one before any rank knows its device and its share."""
-    own, loop = Slice(0, 1, torch.device("cpu"), run.settings.seed), run.settings.loop
-    return Stream(run.data, training, own, loop.global_batch, 1, Loading(workers=0)).example()
+    own, loop = RankSampler(0, 1, torch.device("cpu"), run.settings.seed), run.settings.loop
+    return TrainLoader(run.data, training, own, loop.global_batch, 1, LoaderOptions(workers=0)).example()
 
 
 def read_data(run: RunParts) -> tuple[Any, Any]:
     """The training and the evaluation set, None if empty; what is drawn at random is the same on every rank."""
     seed_all(run.settings.seed)
     training, evaluation = run.data.train(), run.data.evaluation()
-    return training, evaluation if evaluation is not None and size_of(evaluation) else None
+    return training, evaluation if evaluation is not None and dataset_size(evaluation) else None
 
 
 def refuse_unmeasured(run: RunParts, evaluation: Any) -> None:
@@ -154,12 +154,12 @@ def refuse_unmeasured(run: RunParts, evaluation: Any) -> None:
         raise Refusal(f"{what} counts evaluations, and loop.eval_every=null leaves one, at the end; use 1ep, or steps")
 
 
-def sample(settings: Settings) -> Continuation | None:
+def sample(settings: Settings) -> GenerationRequest | None:
     """The text that is to be continued after each evaluation; None: nobody asked for one."""
     asked = settings.sample
     if asked.prompt is None:
         return None
-    return Continuation(asked.prompt, asked.tokens, asked.temperature, asked.top_k)
+    return GenerationRequest(asked.prompt, asked.tokens, asked.temperature, asked.top_k)
 
 
 def refuse_sample(run: RunParts, network: nn.Module) -> None:
@@ -184,13 +184,13 @@ def refuse_unshown(run: RunParts, evaluation: Any) -> None:
 def refuse_figures(run: RunParts) -> None:
     """Refuse figures that ranks cannot have together."""
     refuse_metric_objects(run.task)
-    if gathers(run.task):
+    if gathers_samples(run.task):
         run.strategy.refuse_outputs(f"{type(run.task).__name__}.gathered", run.machine.launch.world_size)
 
 
 def refuse_shuffled(task: Task, data: Data) -> None:
     """Refuse a state that would pass from one sample to another that has nothing to do with it."""
-    if carries(task) and type(data).order is Data.order:
+    if is_recurrent(task) and type(data).order is Data.order:
         raise Refusal(
             f"{type(task).__name__} carries a state from batch to batch, and the samples of {type(data).__name__} are"
             " shuffled: row i of a batch must go on where row i of the batch before ends. An order(self, epoch,"

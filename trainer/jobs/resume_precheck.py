@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.configuration.schema import Settings
-from trainer.data.class_names import names_of, shown
+from trainer.data.class_names import read_class_names, format_class_names
 from trainer.data.data import Data
-from trainer.data.sample_order import size_of
+from trainer.data.sample_order import dataset_size
 from trainer.jobs.batch_sizes import Length
 from trainer.messages import Refusal
 from trainer.parallel.optimizer_state import differences
@@ -32,14 +32,14 @@ def known_sets(data: Data, training: Any, length: int, evaluation: Any) -> dict[
     """
     none = {"samples": 0, "fingerprint": ""}
     return {
-        "classes": names_of(data),
+        "classes": read_class_names(data),
         "training": {"samples": length, "fingerprint": data.fingerprint(training)},
         "evaluation": none if evaluation is None else _known(data, evaluation),
     }
 
 
 def _known(data: Data, dataset: Any) -> dict[str, Any]:
-    return {"samples": size_of(dataset), "fingerprint": data.fingerprint(dataset)}
+    return {"samples": dataset_size(dataset), "fingerprint": data.fingerprint(dataset)}
 
 
 def set_changes(found: Found | None, now: Mapping[str, Any], part: str) -> list[Change]:
@@ -61,7 +61,7 @@ def set_changes(found: Found | None, now: Mapping[str, Any], part: str) -> list[
 def class_changes(found: Found | None, now: Mapping[str, Any]) -> list[Change]:
     """How the names of the classes differ from those of a checkpoint; none where one of the two has no names."""
     old, new = known_classes(found.state if found else {}), now["classes"]
-    return [Change("classes", shown(old), shown(new))] if old and new and old != new else []
+    return [Change("classes", format_class_names(old), format_class_names(new))] if old and new and old != new else []
 
 
 def known_classes(state: Mapping[str, Any]) -> list[str]:

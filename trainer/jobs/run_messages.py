@@ -21,12 +21,12 @@ from torch import nn
 
 from trainer import __version__
 from trainer.configuration.command_line import code_words
-from trainer.data.class_names import names_of
-from trainer.data.sample_order import size_of
+from trainer.data.class_names import read_class_names
+from trainer.data.sample_order import dataset_size
 from trainer.jobs.preparation import Prepared
 from trainer.launch.devices import accelerator_names
 from trainer.launch.rendezvous import Launch
-from trainer.learning.untrained_parameters import trainable
+from trainer.learning.untrained_parameters import count_trainable
 from trainer.loop.progress import Progress
 from trainer.messages import format_count, format_names
 from trainer.parallel.optimizer_state import AVERAGE
@@ -66,17 +66,17 @@ def describe(run: Prepared) -> dict[str, Any]:
         "hosts": sorted(set(hosts)),
         "horizon": run.length.steps,
         "best": run.settings.checkpoint.best or run.task.best,
-        "classes": names_of(run.data),
+        "classes": read_class_names(run.data),
     }
 
 
 def start_lines(run: Prepared, start: Found | None) -> list[str]:
     """What a run is, as it was understood."""
     strategy, machine = run.strategy, run.machine
-    count, learn = sum(parameter.numel() for parameter in run.network.parameters()), trainable(run.network)
+    count, learn = sum(parameter.numel() for parameter in run.network.parameters()), count_trainable(run.network)
     frozen = f", of which {learn:,} are trained" if learn < count else ""
     never_full = run.schedule.warmup > run.length.steps
-    evaluated = format_count(size_of(run.evaluation), "sample") if run.evaluation is not None else ""
+    evaluated = format_count(dataset_size(run.evaluation), "sample") if run.evaluation is not None else ""
     return [
         f"run folder  {run.folder.path}",
         f"strategy    {strategy.name} on {format_count(strategy.world.size, 'process')}; {devices(machine)}",

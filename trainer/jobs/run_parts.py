@@ -24,15 +24,15 @@ from trainer.launch.child_processes import Alone, alone
 from trainer.launch.launchers import meeting_at
 from trainer.launch.rendezvous import Launch
 from trainer.launch.validation import read_yaml
-from trainer.learning.cadence import Cadences, Every
+from trainer.learning.cadence import Cadences, Interval
 from trainer.learning.optimizer import (
     Make,
-    exposed,
-    fused_words,
-    made_for_trial,
+    expose_inner_optimizers,
+    fused_argument,
+    make_trial_optimizer,
     refuse_rate,
     refuse_rules,
-    spares_vectors,
+    should_spare_vectors,
 )
 from trainer.learning.schedule import Schedule, TorchSchedule
 from trainer.learning.task import Task
@@ -174,13 +174,13 @@ def optimizer_maker(node: DictConfig, chosen: Settings, names: Names) -> tuple[C
     """A function from parameter groups to the optimizer, and whether its weight decay leaves out vectors."""
     # what its class can do is known before there are parameters to give it
     kind: Any = names.find(node.get("_target_"), "optimizer._target_")
-    fused = fused_words(kind, chosen.optimizer.fused, node.get("dampening", 0))
+    fused = fused_argument(kind, chosen.optimizer.fused, node.get("dampening", 0))
     refuse_rate(node.get("lr", 0.0))
     refuse_rules(kind, chosen.optimizer.groups)
     make = maker(node, Optimizer, "optimizer", names, **fused)
     decays = [node.get("weight_decay"), *(rule.weight_decay or 0.0 for rule in chosen.optimizer.groups)]
-    return lambda groups: exposed(make(groups)), any(
-        spares_vectors(kind, amount, chosen.optimizer.decay) for amount in decays
+    return lambda groups: expose_inner_optimizers(make(groups)), any(
+        should_spare_vectors(kind, amount, chosen.optimizer.decay) for amount in decays
     )
 
 
@@ -194,7 +194,7 @@ def make_schedule(node: DictConfig, make_optimizer: Callable[[Any], Optimizer], 
     make = maker(OmegaConf.create({key: values[key] for key in values.keys() - keys}), LRScheduler, "schedule", names)
     around = {"_target_": "trainer.learning.schedule.TorchSchedule", **{key: values[key] for key in keys}}
     # absolute numbers of a scheduler are compared with the rate that an optimizer is made with
-    rate = made_for_trial(make_optimizer).param_groups[0]["lr"]
+    rate = make_trial_optimizer(make_optimizer).param_groups[0]["lr"]
     return build(OmegaConf.create(around), Schedule, "schedule", names, make=make, rate=rate)
 
 
@@ -222,7 +222,7 @@ def make_strategy(node: DictConfig, chosen: Settings, names: Names, machine: Mac
     """The strategy; it is told on what machine it runs, and how often the run logs, evaluates and saves."""
     strategy = build(node, Strategy, "strategy", names, machine=machine)
     loop, ema = chosen.loop, chosen.ema
-    average = () if ema.decay is None else (Every(steps=ema.every),)
+    average = () if ema.decay is None else (Interval(steps=ema.every),)
     strategy.cadences = Cadences(log=loop.log_every, evaluate=loop.eval_every, save=loop.save_every, average=average)
     return strategy
 

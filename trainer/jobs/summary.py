@@ -14,7 +14,7 @@ from trainer.records.checkpoint.manager import Checkpoints
 from trainer.records.checkpoint.store import committed, winner
 from trainer.records.console import figure
 from trainer.records.metrics_reader import figures, last_of
-from trainer.strategies.stopwatch import STEP, Stopwatch
+from trainer.strategies.stopwatch import STEP, StepTimer
 
 _SHOWN = 12  # figures of an evaluation
 _LABEL, _CELL = 24, 11  # columns of the screen; three cells behind a label fit into 80
@@ -51,7 +51,7 @@ def figure_lines(path: Path, checkpoints: Checkpoints) -> list[str]:
     return _aligned([("metrics", "last", *(["best"] if chosen else [])), *rows]) if rows else []
 
 
-def time_lines(watch: Stopwatch, whole: float, before: int, step: int) -> list[str]:
+def time_lines(watch: StepTimer, whole: float, before: int, step: int) -> list[str]:
     """Where the time of this start went, which began after the step `before` and ends with this step."""
     # what no lap has taken is the beginning: data, network, joining, and the first step, which is like no other one
     spent = {"start": whole - sum(watch.laps.values()), **watch.laps}
@@ -66,7 +66,7 @@ def time_lines(watch: Stopwatch, whole: float, before: int, step: int) -> list[s
     return _aligned([*rows, ("  total", spoken(whole), "100 %")])
 
 
-def throughput_lines(watch: Stopwatch, whole: float, batch: int) -> list[str]:
+def throughput_lines(watch: StepTimer, whole: float, batch: int) -> list[str]:
     """Samples a second, over all ranks: of the steps alone, and of all the time."""
     if not watch.measured:
         return []

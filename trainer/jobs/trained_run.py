@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.data.class_names import by_name, names_of
+from trainer.data.class_names import renumber_classes, read_class_names
 from trainer.data.data import Data
-from trainer.data.reader import Loading
-from trainer.data.sample_order import Slice, size_of
+from trainer.data.reader import LoaderOptions
+from trainer.data.sample_order import RankSampler, dataset_size
 from trainer.data.seeds import seed_all
-from trainer.data.stream import EvaluationStream
+from trainer.data.stream import EvalLoader
 from trainer.jobs.allocator import evaluation_batch
 from trainer.jobs.determinism import be_deterministic
 from trainer.jobs.preparation import read_data, refuse_figures, seeded_network
@@ -53,7 +53,7 @@ class Opened:
 
     placed: ParallelModel
     samples: Any  # the set that the stream reads
-    stream: EvaluationStream
+    stream: EvalLoader
     found: Found  # the checkpoint
     folder: Path  # the job's own
     stop: StopRequest
@@ -119,7 +119,7 @@ def samples_of(run: RunParts, split: Split, launch: Launch, classes: Sequence[st
 
     classes: those that the run has learned; the numbers of the data, and of `run.data` from now on, become theirs.
     """
-    run.data = by_name(run.data, classes)
+    run.data = renumber_classes(run.data, classes)
 
     def plain() -> Any:
         seed_all(run.settings.seed)  # as where the run has read it
@@ -127,7 +127,7 @@ def samples_of(run: RunParts, split: Split, launch: Launch, classes: Sequence[st
 
     read = plain if split == "train" else lambda: read_data(run)[1]
     samples = first_on_node(launch, "data", read)
-    if samples is None or not size_of(samples):
+    if samples is None or not dataset_size(samples):
         raise Refusal("job.split=evaluation: the data has no evaluation set; there is job.split=train")
     return samples
 
@@ -135,23 +135,23 @@ def samples_of(run: RunParts, split: Split, launch: Launch, classes: Sequence[st
 def inputs_of(run: RunParts, where: str, launch: Launch, classes: Sequence[str] = ()) -> Any:
     """The set of these new inputs; Refusal where there are none. Collective: as `samples_of`."""
     samples = first_on_node(launch, "data", lambda: run.data.inputs(where))
-    if not size_of(samples):
+    if not dataset_size(samples):
         raise Refusal(f"job.inputs={where}: there is nothing in it")
     return samples
 
 
 def evaluation_example(run: RunParts, samples: Any) -> tuple[Any, Any]:
     """One or two of these samples as (inputs, targets) on the host, prepared as for an evaluation."""
-    alone = Slice(0, 1, torch.device("cpu"), run.settings.seed)
-    return EvaluationStream(run.data, samples, alone, 2, 1, Loading(workers=0)).example()
+    alone = RankSampler(0, 1, torch.device("cpu"), run.settings.seed)
+    return EvalLoader(run.data, samples, alone, 2, 1, LoaderOptions(workers=0)).example()
 
 
-def evaluation_stream(run: RunParts, samples: Any) -> EvaluationStream:
+def evaluation_stream(run: RunParts, samples: Any) -> EvalLoader:
     """These samples in their order, in batches as the run evaluates them."""
-    loop, loading = run.settings.loop, Loading(**vars(run.settings.loader))
-    if size_of(samples) <= _FEW:
+    loop, loading = run.settings.loop, LoaderOptions(**vars(run.settings.loader))
+    if dataset_size(samples) <= _FEW:
         loading = replace(loading, workers=0)
-    return EvaluationStream(run.data, samples, run.strategy.slice, evaluation_batch(loop), loop.micro_batches, loading)
+    return EvalLoader(run.data, samples, run.strategy.slice, evaluation_batch(loop), loop.micro_batches, loading)
 
 
 def chosen(run: RunParts, which: Which) -> Manifest:
@@ -185,7 +185,7 @@ def classes_of(run: RunParts, which: Which) -> list[str]:
 def names_there(data: Data) -> list[str]:
     """The names of the data's classes; none where it has none, or where the data itself is not there any more."""
     try:
-        return names_of(data)
+        return read_class_names(data)
     except Refusal:
         return []
 

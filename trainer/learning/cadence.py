@@ -8,7 +8,7 @@ from time import monotonic
 
 
 @dataclass(frozen=True)
-class Every:
+class Interval:
     """One rhythm; a part that is None never comes."""
 
     steps: int | None = None  # optimizer steps
@@ -24,19 +24,19 @@ class Cadences:
     stop, and after an evaluation that is the best so far: that may be any step.
     """
 
-    log: tuple[Every, ...] = ()  # a line of figures: loop.log_every
-    evaluate: tuple[Every, ...] = ()  # loop.eval_every
-    save: tuple[Every, ...] = ()  # loop.save_every
-    average: tuple[Every, ...] = ()  # the moving average follows the weights: ema.every; none without ema.decay
+    log: tuple[Interval, ...] = ()  # a line of figures: loop.log_every
+    evaluate: tuple[Interval, ...] = ()  # loop.eval_every
+    save: tuple[Interval, ...] = ()  # loop.save_every
+    average: tuple[Interval, ...] = ()  # the moving average follows the weights: ema.every; none without ema.decay
 
 
-class Due:
+class Trigger:
     """Tells at each step whether any of several rhythms has come round. Steps and epochs need no clock.
 
     What the clock says differs between ranks: `clock` is put to the vote of all, and the answer given to `now`.
     """
 
-    def __init__(self, rhythms: Sequence[Every]) -> None:
+    def __init__(self, rhythms: Sequence[Interval]) -> None:
         self._rhythms = rhythms
         # of several clocks the fastest is always the first to run out
         self._seconds = min((every.seconds for every in rhythms if every.seconds is not None), default=None)

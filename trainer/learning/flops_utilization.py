@@ -8,7 +8,7 @@ from typing import Any
 from trainer.data.nested_tensors import first_tensor
 
 
-class NoWork:
+class NoUtilization:
     """Nobody has counted what a step computes."""
 
     def figures(self, inputs: Any, seconds: float) -> dict[str, float]:
@@ -16,7 +16,7 @@ class NoWork:
         return {}
 
 
-class Work(NoWork):
+class Utilization(NoUtilization):
     """The operations of a step of the whole network, beside the most that all devices together can do.
 
     Chowdhery et al. 2022, arXiv:2204.02311, appendix B: forward and backward count, what is computed again does not.

@@ -14,7 +14,7 @@ from trainer.messages import Refusal
 
 
 @dataclass(frozen=True)
-class Continuation:
+class GenerationRequest:
     """A text, and how many tokens are to be added to it in which way.
 
     The network says how it goes on, `generate(tokens, max_new_tokens=…)`, as those of transformers do; the data makes

@@ -15,26 +15,26 @@ from torch.optim import Optimizer
 from trainer.learning.parameter_patterns import Rule
 from trainer.messages import Refusal
 
-EMPTY = "empty parameter list"  # what torch says of an optimizer that gets nothing
+EMPTY_ERROR = "empty parameter list"  # what torch says of an optimizer that gets nothing
 
 
-def made_for_trial(make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
+def make_trial_optimizer(make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
     """An optimizer over a matrix, which all of them take; and over a vector, where one inside of it wants the rest."""
     numbers = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
     try:
         return make(numbers[:1])
     except (ValueError, Refusal) as error:
-        if EMPTY not in str(error):
+        if EMPTY_ERROR not in str(error):
             raise
     return make(numbers)
 
 
-def exposed(optimizer: Optimizer) -> Optimizer:
+def expose_inner_optimizers(optimizer: Optimizer) -> Optimizer:
     """The same optimizer. Where others lie in it that step all its parameters, their groups and states are its own.
 
     So the schedule reaches them and a checkpoint holds what they remember.
     """
-    inner = list(_inside(vars(optimizer).values()))
+    inner = list(_find_optimizers(vars(optimizer).values()))
     steps = [parameter for each in inner for group in each.param_groups for parameter in group["params"]]
     all_of_it = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if not inner or len(steps) != len(all_of_it) or {*steps} != all_of_it:
@@ -42,34 +42,34 @@ def exposed(optimizer: Optimizer) -> Optimizer:
     optimizer.param_groups = [group for each in inner for group in each.param_groups]
     for each in inner:
         optimizer.state.update(each.state)
-    share = partial(_share, inner)
+    share = partial(_share_state, inner)
     optimizer.register_load_state_dict_post_hook(share)  # which makes new groups and a new state
     share(optimizer)
     return optimizer
 
 
-def _share(inner: Sequence[Optimizer], optimizer: Optimizer) -> None:
+def _share_state(inner: Sequence[Optimizer], optimizer: Optimizer) -> None:
     groups = iter(optimizer.param_groups)
     for each in inner:
         each.state = optimizer.state
         each.param_groups = list(islice(groups, len(each.param_groups)))
 
 
-def _inside(values: Any) -> Iterator[Optimizer]:
+def _find_optimizers(values: Any) -> Iterator[Optimizer]:
     for value in values:
         if isinstance(value, Optimizer):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _inside(value)
+            yield from _find_optimizers(value)
         elif type(value) is dict:
-            yield from _inside(value.values())
+            yield from _find_optimizers(value.values())
 
 
 Groups = list[dict[str, Any]]  # of parameters, as torch.optim takes them
 Make = Callable[[Groups], torch.optim.Optimizer]
 
 
-def spares_vectors(kind: Any, weight_decay: float | None, decay: str) -> bool:
+def should_spare_vectors(kind: Any, weight_decay: float | None, decay: str) -> bool:
     """Must biases and norms (vectors) be kept from a decay? Not where `decay` is "all", nor where nothing decays.
 
     weight_decay: what the configuration says; None: the optimizer's own default.
@@ -88,7 +88,7 @@ def parameter_groups(network: nn.Module, spare_vectors: bool, rules: Sequence[Ru
     """
     # By three questions: which rule counts, does it decay, and are its gradients sparse, or its numbers complex?
     # No fused step takes these.
-    sparse = {embedding.weight for embedding in sparse_embeddings(network).values()}
+    sparse = {embedding.weight for embedding in find_sparse_embeddings(network).values()}
     groups: dict[tuple[int, bool, bool], list[nn.Parameter]] = {(0, False, False): []}
     names: dict[nn.Parameter, list[str]] = {}  # a tied weight has several
     for name, parameter in network.named_parameters(remove_duplicate=False):
@@ -119,7 +119,7 @@ def refuse_rules(kind: Any, rules: Sequence[Rule]) -> None:
                 raise Refusal(f"optimizer.groups: {rule}, but {kind.__name__} has no {word}")
 
 
-def sparse_embeddings(network: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+def find_sparse_embeddings(network: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
     """The trainable embeddings whose gradients are sparse, by name."""
     return {
         name or "itself": module
@@ -128,7 +128,7 @@ def sparse_embeddings(network: nn.Module) -> dict[str, nn.Embedding | nn.Embeddi
     }
 
 
-def no_fused_step(
+def why_not_fused(
     optimizer: torch.optim.Optimizer,
     make: Make,
     device: torch.device,
@@ -152,7 +152,7 @@ def no_fused_step(
     return ""
 
 
-def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+def init_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Let SGD's momentum begin as zeros, where it has not begun; the numbers of every step stay the same.
 
     torch begins it in a parameter's first step. Fused, that leaves unwritten memory where the step has an overflow,
@@ -173,7 +173,7 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float], factor: 
     return rates[0] * factor
 
 
-def fused_words(kind: Any, fused: bool | None, dampening: Any = 0) -> dict[str, bool]:
+def fused_argument(kind: Any, fused: bool | None, dampening: Any = 0) -> dict[str, bool]:
     """The `fused` argument for an optimizer; None: yes where it has one (1.3 to 3.4 times faster, the same result)."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         return {}  # whoever builds it will say what it is instead

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from trainer.learning.optimizer import Make, sparse_embeddings
+from trainer.learning.optimizer import Make, find_sparse_embeddings
 from trainer.messages import Refusal, first_line, format_count
 
 _ERRORS = (RuntimeError, ValueError, Refusal)
@@ -23,14 +23,14 @@ def refuse_step(network: nn.Module, make: Make) -> None:
     dense.
     """
     refuse_sparse_step(network, make)
-    sparse = {embedding.weight for embedding in sparse_embeddings(network).values()}
+    sparse = {embedding.weight for embedding in find_sparse_embeddings(network).values()}
     trained = {n: p for n, p in network.named_parameters() if p.requires_grad and p not in sparse}
     names = {parameter.dim(): name for name, parameter in trained.items()}
     if not names:
         return
     # all of them at once: a class may have an optimizer for matrices and another one for the rest
     try:
-        numbers, optimizer = _stepped(make, list(names))
+        numbers, optimizer = _make_and_step(make, list(names))
     except _ERRORS as error:
         _refuse_dimensions(make, names, error)
         raise Refusal(f"optimizer: it cannot train these parameters: {first_line(error)}") from error
@@ -41,12 +41,12 @@ def refuse_step(network: nn.Module, make: Make) -> None:
             f"optimizer: {str(error).partition('.')[0]} computes the loss again and again within a step (it needs a"
             " closure); here a step computes it once, so choose another"
         ) from error
-    _refuse_memory(optimizer, numbers)
-    _refuse_deaf(make, numbers, names)
-    _refuse_hidden(make, optimizer, numbers)
+    _refuse_non_tensor_state(optimizer, numbers)
+    _refuse_ignored_rate(make, numbers, names)
+    _refuse_hidden_state(make, optimizer, numbers)
 
 
-def _numbers(dims: int) -> nn.Parameter:
+def _trial_parameter(dims: int) -> nn.Parameter:
     return nn.Parameter(torch.linspace(-1, 1, 2**dims).reshape((2,) * dims))
 
 
@@ -59,9 +59,9 @@ def _step(optimizer: Optimizer, numbers: Sequence[Tensor], factor: float) -> Non
         optimizer.step()
 
 
-def _stepped(make: Make, dims: Sequence[int], rate: float | None = None) -> tuple[list[nn.Parameter], Optimizer]:
+def _make_and_step(make: Make, dims: Sequence[int], rate: float | None = None) -> tuple[list[nn.Parameter], Optimizer]:
     """An optimizer that has done a step, and its numbers: a few for each of these counts of dimensions."""
-    numbers = [_numbers(count) for count in dims]
+    numbers = [_trial_parameter(count) for count in dims]
     optimizer = make([{"params": numbers}])
     for group in optimizer.param_groups if rate is not None else ():
         group["lr"] = rate
@@ -73,7 +73,7 @@ def _refuse_dimensions(make: Make, names: dict[int, str], error: Exception) -> N
     """Refuse in the words of those parameters that it cannot train by themselves, if it can train any."""
     for dims, name in names.items():
         try:
-            _stepped(make, [dims])
+            _make_and_step(make, [dims])
         except _ERRORS as own:
             if str(own) == str(error):
                 raise Refusal(
@@ -81,7 +81,7 @@ def _refuse_dimensions(make: Make, names: dict[int, str], error: Exception) -> N
                 ) from error
 
 
-def _refuse_memory(optimizer: Optimizer, numbers: Sequence[nn.Parameter]) -> None:
+def _refuse_non_tensor_state(optimizer: Optimizer, numbers: Sequence[nn.Parameter]) -> None:
     for key, value in (pair for number in numbers for pair in optimizer.state[number].items()):
         if value is not None and not isinstance(value, Tensor):
             raise Refusal(
@@ -90,11 +90,11 @@ def _refuse_memory(optimizer: Optimizer, numbers: Sequence[nn.Parameter]) -> Non
             )
 
 
-def _refuse_deaf(make: Make, numbers: Sequence[nn.Parameter], names: dict[int, str]) -> None:
+def _refuse_ignored_rate(make: Make, numbers: Sequence[nn.Parameter], names: dict[int, str]) -> None:
     """Refuse an optimizer whose steps are the same whatever the rate in its groups is: no schedule would reach it."""
-    still, optimizer = _stepped(make, list(names), rate=0.0)
+    still, optimizer = _make_and_step(make, list(names), rate=0.0)
     for one, other, (dims, name) in zip(numbers, still, names.items(), strict=True):
-        if torch.equal(one, other) and not torch.equal(one, _numbers(dims)):
+        if torch.equal(one, other) and not torch.equal(one, _trial_parameter(dims)):
             raise Refusal(
                 f"optimizer: {type(optimizer).__name__} steps {name} by a rate of its own, not by the lr of its"
                 " param_groups, so schedule and optimizer.groups would not reach it. Read group['lr'] in step(); with"
@@ -102,7 +102,7 @@ def _refuse_deaf(make: Make, numbers: Sequence[nn.Parameter], names: dict[int, s
             )
 
 
-def _refuse_hidden(make: Make, optimizer: Optimizer, numbers: Sequence[nn.Parameter]) -> None:
+def _refuse_hidden_state(make: Make, optimizer: Optimizer, numbers: Sequence[nn.Parameter]) -> None:
     """Refuse an optimizer that another one, with all that a checkpoint holds of it, does not go on as."""
     copies = [nn.Parameter(number.detach().clone()) for number in numbers]
     other = make([{"params": copies}])
@@ -122,7 +122,7 @@ def _refuse_hidden(make: Make, optimizer: Optimizer, numbers: Sequence[nn.Parame
 
 def refuse_sparse_step(network: nn.Module, make: Make) -> None:
     """Refuse sparse gradients that the optimizer cannot take: one step of it over one number tells."""
-    for name in sparse_embeddings(network):
+    for name in find_sparse_embeddings(network):
         # Which optimizers take them, and with which options, changes with torch: try it on a table of one number.
         number = nn.Parameter(torch.zeros(1, 1))
         functional.embedding(torch.tensor([0]), number, sparse=True).sum().backward()

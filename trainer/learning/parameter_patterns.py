@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 BACKBONE = "backbone"  # a word for what the network itself says is its backbone
 
 
-def fits(pattern: str, name: str) -> bool:
+def matches_exactly(pattern: str, name: str) -> bool:
     """Is this the name of what the pattern means? `*`, `?`, `[1-3]`, `[!a]` stand within one level (fnmatch)."""
-    return bool(name) and pattern.count(".") == name.count(".") and within(pattern, name)
+    return bool(name) and pattern.count(".") == name.count(".") and matches_or_contains(pattern, name)
 
 
-def within(pattern: str, name: str) -> bool:
+def matches_or_contains(pattern: str, name: str) -> bool:
     """Does what has this name lie in what the pattern means, or is it that?"""
     levels, own = pattern.split("."), name.split(".")
     return len(own) >= len(levels) and all(fnmatchcase(word, level) for level, word in zip(levels, own, strict=False))
 
 
-def spelled_out(network: nn.Module, pattern: str, where: str) -> tuple[str, ...]:
+def resolve_pattern(network: nn.Module, pattern: str, where: str) -> tuple[str, ...]:
     """The pattern; for `backbone` what the network says that is, in an attribute of this name.
 
     Refusal, for the key `where`, of a pattern in which no parameter lies.
     """
     names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
-    if any(within(pattern, name) for name in names):
+    if any(matches_or_contains(pattern, name) for name in names):
         return (pattern,)
     kind, tops = type(network).__name__, ", ".join(dict.fromkeys(name.split(".")[0] for name in names))
     if pattern == BACKBONE:
@@ -58,7 +58,7 @@ class Rule:
 
     def counts_for(self, name: str) -> bool:
         """Does it count for the parameter of this name?"""
-        return any(within(pattern, name) for pattern in self.means)
+        return any(matches_or_contains(pattern, name) for pattern in self.means)
 
     def covers(self, network: nn.Module) -> int:
         """How many numbers of the network that learn it counts for."""
@@ -79,7 +79,7 @@ def resolve_rules(network: nn.Module, rules: Sequence[Rule]) -> list[Rule]:
     """The rules, each as this network understands its pattern. Refusal of one that means nothing that learns."""
     found = []
     for rule in rules:
-        rule = replace(rule, means=spelled_out(network, rule.pattern, "optimizer.groups"))
+        rule = replace(rule, means=resolve_pattern(network, rule.pattern, "optimizer.groups"))
         if not rule.covers(network):
             raise Refusal(f"optimizer.groups: every parameter of {rule.pattern!r} is frozen; leave this group out")
         found.append(rule)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.data.nested_tensors import first_tensor, named
+from trainer.data.nested_tensors import first_tensor, named_tensors
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal
 
@@ -44,7 +44,7 @@ class Task:
         Weights may differ between micro-batches and ranks; the weights of a step are summed over all of them. The
         default is known on every rank and needs no communication.
         """
-        return len(target) if lists_samples(target) else first_tensor(target).shape[0]  # (B, …)
+        return len(target) if is_list_of_samples(target) else first_tensor(target).shape[0]  # (B, …)
 
     def tokens(self, target: Any) -> int:
         """How many tokens a micro-batch has, for the throughput in tokens/s; default: 0, of which nothing is told."""
@@ -81,13 +81,13 @@ class Task:
 
         The default is the output itself: `output`; for a dict, a dataclass or a tuple its tensors, as `output.NAME`.
         """
-        if lists_samples(output):
+        if is_list_of_samples(output):
             raise ValueError(
                 f"the output is a {type(output).__name__} with a {type(output[0]).__name__} for each sample:"
                 f" {type(self).__name__}.predict must make tensors of it whose first dimension is the samples"
             )
         samples = first_tensor(output).shape[0]
-        return {name: tensor for name, tensor in named(output, "output") if tensor.shape[:1] == (samples,)}
+        return {name: tensor for name, tensor in named_tensors(output, "output") if tensor.shape[:1] == (samples,)}
 
     def probabilities(self, output: Any) -> Tensor | None:
         """The probability of each class, (B, classes), for exported programs and `job=predict job.inputs=…`.
@@ -131,7 +131,7 @@ class Task:
         return own() if callable(own) else Plan()
 
 
-class Around(Task):
+class TaskWrapper(Task):
     """Another task, of whose outputs somebody wants to see more; what is not overridden is that task's own."""
 
     def __init__(self, inner: Task) -> None:
@@ -153,24 +153,24 @@ class Around(Task):
         return self.inner.confusion(totals)
 
 
-def innermost(task: Task) -> Task:
+def unwrap_task(task: Task) -> Task:
     """The task that others are around."""
-    return innermost(task.inner) if isinstance(task, Around) else task
+    return unwrap_task(task.inner) if isinstance(task, TaskWrapper) else task
 
 
-def units(task: Task, target: Any, samples: int) -> Tensor | int:
+def loss_weight(task: Task, target: Any, samples: int) -> Tensor | int:
     """Of how many units the loss of a micro-batch of so many samples is the mean."""
-    task = innermost(task)
+    task = unwrap_task(task)
     # targets need not show how many there are: of a list of boxes the first tensor is one sample's
     return samples if type(task).weight is Task.weight else task.weight(target)
 
 
-def lists_samples(tree: Any) -> bool:
+def is_list_of_samples(tree: Any) -> bool:
     """Is it a list with something for each sample, as of detection? A list of tensors has all samples in each."""
     return isinstance(tree, (list, tuple)) and len(tree) > 0 and isinstance(tree[0], dict)
 
 
-def gathers(task: Task) -> bool:
+def gathers_samples(task: Task) -> bool:
     """Does the task keep something of every sample of an evaluation?"""
     return type(task).gathered is not Task.gathered
 
@@ -178,7 +178,7 @@ def gathers(task: Task) -> bool:
 def refuse_metric_objects(task: Task) -> None:
     """Refuse objects that add up by themselves what one rank has seen."""
     for name, value in vars(task).items():
-        for one in _within(value):
+        for one in _walk_values(value):
             bases = [base for base in type(one).__mro__ if base.__module__.partition(".")[0] in _STATEFUL]
             if any(base.__name__ in ("Metric", "MetricCollection") for base in bases):
                 package = bases[0].__module__.partition(".")[0]
@@ -194,16 +194,16 @@ def refuse_metric_objects(task: Task) -> None:
 _STATEFUL = ("torchmetrics", "torcheval", "ignite")
 
 
-def _within(value: Any) -> Iterator[Any]:
+def _walk_values(value: Any) -> Iterator[Any]:
     """A value, and what lists, dicts and modules hold."""
     yield value
     if isinstance(value, nn.Module):
         yield from value.modules()
     elif isinstance(value, (Mapping, list, tuple)):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _within(each)
+            yield from _walk_values(each)
 
 
-def carries(task: Task) -> bool:
+def is_recurrent(task: Task) -> bool:
     """Does the task pass a state from batch to batch?"""
     return type(task).carry is not Task.carry

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from trainer.learning.parameter_patterns import spelled_out, within
+from trainer.learning.parameter_patterns import resolve_pattern, matches_or_contains
 from trainer.learning.task import Task
 from trainer.messages import Refusal, format_names
 
@@ -29,10 +29,10 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> nn.Module:
 
     Values are not looked at, so the network may be an outline. Refusal of a pattern that means nothing.
     """
-    meant = [one for pattern in patterns for one in spelled_out(network, pattern, "model.freeze")]
+    meant = [one for pattern in patterns for one in resolve_pattern(network, pattern, "model.freeze")]
 
     def is_meant(name: str) -> bool:
-        return any(within(pattern, name) for pattern in meant)
+        return any(matches_or_contains(pattern, name) for pattern in meant)
 
     # of tied weights any name counts: the tensor is one
     for name, parameter in network.named_parameters(remove_duplicate=False):
@@ -44,32 +44,32 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> nn.Module:
             own = [f"{name}.{last}" for last, _ in module.named_parameters()]
             # one whose scale and shift are named is meant as well as one inside of what is named
             if is_meant(name) or (own and all(is_meant(one) for one in own)):
-                module.__class__ = _still(type(module))  # type: ignore[arg-type,assignment]  # no class is hashable
+                module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type,assignment]  # no class is hashable
                 module.eval()
     return network
 
 
 @cache
-def _still(kind: type[nn.Module]) -> type[nn.Module]:
+def _frozen_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A class of the same name that stays in evaluation mode: not a wrapper, so that all names stay."""
     return type(
         kind.__name__, (FrozenBatchNorm, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     )
 
 
-def frozen(network: nn.Module) -> set[str]:
+def frozen_names(network: nn.Module) -> set[str]:
     """The names of the parameters that do not learn, each of their names."""
     return {name for name, one in network.named_parameters(remove_duplicate=False) if not one.requires_grad}
 
 
-def trainable(network: nn.Module) -> int:
+def count_trainable(network: nn.Module) -> int:
     """How many numbers of the network learn."""
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
 
 
 def refuse_frozen(network: nn.Module, patterns: Sequence[str]) -> None:
     """Refuse a network of which nothing learns."""
-    if not trainable(network):
+    if not count_trainable(network):
         why = f"; model.freeze={list(patterns)} leaves none" if patterns else ""
         raise Refusal(f"{type(network).__name__} has no trainable parameter{why}")
 
@@ -82,15 +82,19 @@ _WORDS = (
 
 def refuse_parameters(task: Task) -> None:
     """Refuse parameters that a task has made for itself. A network inside it may be one that is not to learn."""
-    own = [name for name, value in _held(vars(task), ()) if isinstance(value, nn.Parameter) and value.requires_grad]
+    own = [
+        name
+        for name, value in _walk_variables(vars(task), ())
+        if isinstance(value, nn.Parameter) and value.requires_grad
+    ]
     if own:
         raise Refusal(f"task: {type(task).__name__} has parameters of its own, {format_names(own, 8)}: {_WORDS}")
 
 
-def with_gradient(task: Task, network: nn.Module) -> list[str]:
+def task_weights_with_gradient(task: Task, network: nn.Module) -> list[str]:
     """The weights that lie in a task, not in the network, and got a gradient from its loss."""
     trained = {*network.parameters()}
-    every = ((name, x) for name, value in _held(vars(task), ()) for name, x in _weights(name, value))
+    every = ((name, x) for name, value in _walk_variables(vars(task), ()) for name, x in _named_weights(name, value))
     return [name for name, x in every if x not in trained and x.is_leaf and x.grad is not None]
 
 
@@ -103,7 +107,7 @@ def refuse_gradients(task: Task, names: list[str]) -> None:
         )
 
 
-def _held(tree: Any, above: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def _walk_variables(tree: Any, above: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """Every tensor and network of an object's variables, with its name; lists and dicts are looked into."""
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, value in pairs:
@@ -114,10 +118,10 @@ def _held(tree: Any, above: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, Tensor | nn.Module):
             yield ".".join(name), value
         elif isinstance(value, list | tuple | dict):
-            yield from _held(value, name)
+            yield from _walk_variables(value, name)
 
 
-def _weights(name: str, value: Tensor | nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_weights(name: str, value: Tensor | nn.Module) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     else:

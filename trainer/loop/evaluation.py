@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.data.nested_tensors import changed
-from trainer.data.stream import Batch, EvaluationStream
-from trainer.learning.task import Around, Task, gathers, innermost, lists_samples
-from trainer.loop.media_logging import NoShow
+from trainer.data.nested_tensors import map_tensors
+from trainer.data.stream import Batch, EvalLoader
+from trainer.learning.task import TaskWrapper, Task, gathers_samples, unwrap_task, is_list_of_samples
+from trainer.loop.media_logging import NoMediaLogger
 from trainer.messages import Refusal, did_you_mean, first_line
 from trainer.parallel.ranks import Ranks
 from trainer.strategies.base import Strategy
@@ -23,7 +23,7 @@ Rows = Tensor | list[Any]  # of each sample: (N, …), or a list of N
 Piece = tuple[Tensor, Mapping[str, Rows]]  # of a micro-batch: the numbers of its samples, and what is kept of them
 
 
-class NothingKept:
+class NoGatheredSamples:
     """The task's figures are made of sums: of a sample nothing is kept."""
 
     def through(self, batches: Iterable[tuple[Batch, int]]) -> Iterable[tuple[Batch, int]]:
@@ -35,7 +35,7 @@ class NothingKept:
         return {}
 
 
-class Kept(NothingKept, Around):
+class GatheringTask(NoGatheredSamples, TaskWrapper):
     """A task of which an evaluation also keeps what `gathered` gives, in the host's memory.
 
     Only who has outputs is asked, so it does not matter under which strategy.
@@ -43,7 +43,7 @@ class Kept(NothingKept, Around):
 
     def __init__(self, inner: Task) -> None:
         super().__init__(inner)
-        self._task = innermost(inner)
+        self._task = unwrap_task(inner)
         self._pieces: list[Piece] = []
 
     def through(self, batches: Iterable[tuple[Batch, int]]) -> Iterator[tuple[Batch, int]]:
@@ -69,7 +69,7 @@ class Kept(NothingKept, Around):
                     f"{type(self._task).__name__}.gathered: {name} is {what} for {len(self._indices)} samples; it must"
                     " be a tensor whose first dimension is the samples, or a list with an entry for each"
                 )
-        return {name: changed(values, _on_host) for name, values in rows.items()}
+        return {name: map_tensors(values, _on_host) for name, values in rows.items()}
 
     def read(self, strategy: Strategy) -> dict[str, Rows]:
         """Collective: of all samples, in the order of the data set. ValueError where pieces do not fit together."""
@@ -101,12 +101,12 @@ def _on_host(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def keeping(placed: ParallelModel) -> Iterator[NothingKept]:
+def gather_samples(placed: ParallelModel) -> Iterator[NoGatheredSamples]:
     """Inside, the evaluation keeps what the task asks for."""
-    if not gathers(innermost(placed.task)):
-        yield NothingKept()
+    if not gathers_samples(unwrap_task(placed.task)):
+        yield NoGatheredSamples()
         return
-    inner, placed.task = placed.task, (kept := Kept(placed.task))
+    inner, placed.task = placed.task, (kept := GatheringTask(placed.task))
     try:
         yield kept
     finally:
@@ -116,7 +116,7 @@ def keeping(placed: ParallelModel) -> Iterator[NothingKept]:
 Shape = tuple[int, ...]
 
 
-class Measured(Around):
+class ShapeCheckingTask(TaskWrapper):
     """A task whose metrics keep the shapes that they have first; it remembers which ones would have had others."""
 
     def __init__(self, inner: Task) -> None:
@@ -127,7 +127,7 @@ class Measured(Around):
     def loss(self, output: Any, target: Any) -> Tensor | dict[str, Tensor]:
         with self._lists_explained("loss", output):
             loss = self.inner.loss(output, target)
-            if lists_samples(loss):
+            if is_list_of_samples(loss):
                 raise TypeError("it returned that list")
         return loss
 
@@ -137,11 +137,11 @@ class Measured(Around):
         try:
             yield
         except Exception as error:
-            if not lists_samples(output):
+            if not is_list_of_samples(output):
                 raise
             keys = [str(key) for key in output[0]]
             raise Refusal(
-                f"{type(innermost(self)).__name__}.{method} fails in an evaluation ({type(error).__name__}:"
+                f"{type(unwrap_task(self)).__name__}.{method} fails in an evaluation ({type(error).__name__}:"
                 f" {first_line(error)}): there the network's output is a list with a dict for each sample"
                 f" ({', '.join(keys)}), and no loss. Write for example: def loss(self, output, target): return output"
                 f' if isinstance(output, dict) else output[0]["{keys[0]}"].new_zeros(()). Figures of such lists come'
@@ -163,10 +163,10 @@ class Measured(Around):
         return {name: torch.zeros(pairs[name][0]) if name in self.differing else sums[name] for name in pairs}
 
 
-def refuse_metrics(placed: ParallelModel, stream: EvaluationStream, ranks: Ranks) -> None:
+def refuse_metrics(placed: ParallelModel, stream: EvalLoader, ranks: Ranks) -> None:
     """Collective: Refusal where the metrics of one sample have another shape than those of a micro-batch."""
     whole, _ = next(iter(stream.batches(range(1))))
-    inner, placed.task = placed.task, (task := Measured(placed.task))
+    inner, placed.task = placed.task, (task := ShapeCheckingTask(placed.task))
     try:
         with torch.no_grad():
             for batch in (whole, stream.first()):
@@ -175,7 +175,7 @@ def refuse_metrics(placed: ParallelModel, stream: EvaluationStream, ranks: Ranks
         placed.task = inner
     heard = ranks.all_gather_values(task.differing)  # all ranks, once; as a rule nothing
     for name, shapes in (pair for rank in heard for pair in rank.items()):
-        raise Refusal(f"Task.metrics: {name} {differing(*shapes)}")
+        raise Refusal(f"Task.metrics: {name} {describe_shapes(*shapes)}")
 
 
 def shape_of(value: Tensor | float) -> Shape:
@@ -183,7 +183,7 @@ def shape_of(value: Tensor | float) -> Shape:
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
-def differing(first: Shape, other: Shape) -> str:
+def describe_shapes(first: Shape, other: Shape) -> str:
     """What is wrong with two shapes of one sum, and what works."""
     return (
         f"has the shape {first} in one micro-batch and {other} in another. Metrics are added up, so they must be sums"
@@ -192,16 +192,16 @@ def differing(first: Shape, other: Shape) -> str:
     )
 
 
-UNSEEN = NoShow()
+NO_MEDIA = NoMediaLogger()
 
 
-def rehearse(
+def trial_evaluation(
     strategy: Strategy,
     placed: ParallelModel,
     task: Task,
-    stream: EvaluationStream,
+    stream: EvalLoader,
     wanted: Mapping[str, str],
-    show: NoShow = UNSEEN,
+    show: NoMediaLogger = NO_MEDIA,
 ) -> None:
     """Collective: evaluate one batch, so that what is wrong there shows now and not after an epoch.
 
@@ -209,7 +209,7 @@ def rehearse(
     are no sums.
     """
     refuse_metrics(placed, stream, strategy.world)
-    figures = figures_of(strategy, placed, task, stream, range(1), show)
+    figures = evaluate_batches(strategy, placed, task, stream, range(1), show)
     for key, name in wanted.items():
         if (bare := name.removeprefix("-")) not in figures:
             averaged = bare.startswith("ema_") and not any(each.startswith("ema_") for each in figures)
@@ -217,22 +217,22 @@ def rehearse(
             raise Refusal(f"{key}={name}: the task's metrics are {', '.join(figures)}{hint}")
 
 
-def figures_of(
+def evaluate_batches(
     strategy: Strategy,
     placed: ParallelModel,
     task: Task,
-    stream: EvaluationStream,
+    stream: EvalLoader,
     at: Sequence[int],
-    show: NoShow = UNSEEN,
+    show: NoMediaLogger = NO_MEDIA,
 ) -> dict[str, float]:
     """Collective: figures over some batches of a set, by their numbers."""
     figures: dict[str, float] = {}
     for prefix, weights in placed.average.views():
         sums: dict[str, Tensor | float] = {}
-        with weights, torch.no_grad(), show.watching(placed, prefix) as through, keeping(placed) as kept:
+        with weights, torch.no_grad(), show.watching(placed, prefix) as through, gather_samples(placed) as kept:
             for batch, valid in kept.through(through(stream.batches(at))):
-                _add(sums, placed.evaluate(batch, valid))
-        figures |= _figures(task, strategy.totals(sums).read(), kept.read(strategy), prefix)
+                _add_sums(sums, placed.evaluate(batch, valid))
+        figures |= _finish_metrics(task, strategy.totals(sums).read(), kept.read(strategy), prefix)
     return figures
 
 
@@ -240,9 +240,9 @@ def evaluate(
     strategy: Strategy,
     placed: ParallelModel,
     task: Task,
-    stream: EvaluationStream,
+    stream: EvalLoader,
     asked: Callable[[], bool],
-    show: NoShow = UNSEEN,
+    show: NoMediaLogger = NO_MEDIA,
 ) -> dict[str, float] | None:
     """Collective: figures over the whole set, every sample counted once; None where a rank was asked to stop.
 
@@ -253,31 +253,31 @@ def evaluate(
     votes = strategy.votes()
     for prefix, weights in placed.average.views():
         sums: dict[str, Tensor | float] = {}
-        with weights, torch.no_grad(), show.watching(placed, prefix) as through, keeping(placed) as kept:
+        with weights, torch.no_grad(), show.watching(placed, prefix) as through, gather_samples(placed) as kept:
             for batch, valid in kept.through(through(stream.batches())):
                 votes.ask(asked())  # travels while the batch computes; no GPU waits for it
-                _add(sums, placed.evaluate(batch, valid))
+                _add_sums(sums, placed.evaluate(batch, valid))
                 if any(votes.read()):
                     return None
         totals = strategy.totals(sums).read()
         if int(totals["samples"]) != stream.size:
             raise RuntimeError(f"evaluated {int(totals['samples'])} samples of a set of {stream.size}")
         rows = kept.read(strategy)
-        figures |= _figures(task, totals, rows, prefix)
+        figures |= _finish_metrics(task, totals, rows, prefix)
         show.totals(prefix, totals | rows)
     # what follows from them (the best, an early end, a rate) all must do alike: a task may draw at random, and tensor
     # ranks and stages add up each for themselves, in an order of their own
     return strategy.world.all_gather_values(figures)[0]  # all ranks, once an evaluation; the main rank's
 
 
-def _add(sums: dict[str, Tensor | float], parts: Mapping[str, Tensor | float]) -> None:
+def _add_sums(sums: dict[str, Tensor | float], parts: Mapping[str, Tensor | float]) -> None:
     for name, part in parts.items():
         if name in sums and shape_of(sums[name]) != shape_of(part):
-            raise ValueError(f"Task.metrics: {name} {differing(shape_of(sums[name]), shape_of(part))}")
+            raise ValueError(f"Task.metrics: {name} {describe_shapes(shape_of(sums[name]), shape_of(part))}")
         sums[name] = sums[name] + part if name in sums else part
 
 
-def _figures(task: Task, totals: dict[str, Tensor], rows: dict[str, Rows], prefix: str) -> dict[str, float]:
+def _finish_metrics(task: Task, totals: dict[str, Tensor], rows: dict[str, Rows], prefix: str) -> dict[str, float]:
     """The mean loss, and what the task makes of the totals, under names with this prefix."""
     if twice := sorted(totals.keys() & rows.keys()):
         raise Refusal(f"Task.gathered: {', '.join(twice)} is the name of a sum already; give it another one")

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from trainer.data.data import Data
-from trainer.data.nested_tensors import rows
-from trainer.data.seeds import put_back
-from trainer.data.stream import Batch, EvaluationStream
-from trainer.learning.cadence import Due
-from trainer.learning.generation_request import Continuation
-from trainer.learning.task import Around, Task, innermost
+from trainer.data.nested_tensors import slice_rows
+from trainer.data.seeds import preserve_rng_state
+from trainer.data.stream import Batch, EvalLoader
+from trainer.learning.cadence import Trigger
+from trainer.learning.generation_request import GenerationRequest
+from trainer.learning.task import TaskWrapper, Task, unwrap_task
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_statistics import histograms
@@ -24,10 +24,10 @@ from trainer.parallel.units import uncompiled
 from trainer.records.sinks import Log
 from trainer.strategies.parallel_model import ParallelModel
 
-KEPT = 10
+MAX_WORST = 10
 
 
-class Mistake(NamedTuple):
+class Prediction(NamedTuple):
     """One answer."""
 
     sample: int  # its number in the set
@@ -36,7 +36,7 @@ class Mistake(NamedTuple):
     true: float
 
 
-class Watched(Around):
+class WorstPredictionsTask(TaskWrapper):
     """A task of which an evaluation also leaves the worst answers of this rank, on the device: nothing waits for them.
 
     Only who has outputs is asked for metrics, so it does not matter under which strategy: of ranks that have the same
@@ -61,43 +61,47 @@ class Watched(Around):
     def _keep(self, found: dict[str, Tensor]) -> None:
         """Of the worst so far and these the worst. ValueError where there is not one answer a sample."""
         samples = len(self._indices)
-        for name in Mistake._fields[1:]:
+        for name in Prediction._fields[1:]:
             if name not in found or found[name].shape != (samples,):
                 said = f"of shape {tuple(found[name].shape)}" if name in found else "missing"
-                raise ValueError(f"{type(innermost(self)).__name__}.mistakes: {name} is {said}; expected ({samples},)")
+                raise ValueError(
+                    f"{type(unwrap_task(self)).__name__}.mistakes: {name} is {said}; expected ({samples},)"
+                )
         error = found["error"].detach()
         # the samples of a rank lie equally far apart: they are counted on the device, for a copy would wait for it
         first, last = int(self._indices[0]), int(self._indices[-1])
         apart = (last - first) // max(samples - 1, 1) or 1
         rows = {"sample": torch.arange(first, last + 1, apart, device=error.device), **found}
         rows = {
-            name: torch.cat([self._kept[name], rows[name]]) if self._kept else rows[name] for name in Mistake._fields
+            name: torch.cat([self._kept[name], rows[name]]) if self._kept else rows[name] for name in Prediction._fields
         }
         # stable: of equal errors the first sample comes first, on any number of ranks
-        worst = rows["error"].sort(descending=True, stable=True).indices[:KEPT]
+        worst = rows["error"].sort(descending=True, stable=True).indices[:MAX_WORST]
         self._kept = {name: values[worst] for name, values in rows.items()}
 
-    def read(self, ranks: Ranks) -> list[Mistake]:
+    def read(self, ranks: Ranks) -> list[Prediction]:
         """Collective: the worst answers of all ranks, each sample once, the worst first."""
         own = [values.tolist() for values in self._kept.values()]
         # these ranks; four numbers for each of a few samples
         heard = ranks.all_gather_values(list(zip(*own, strict=True)))
-        known = {mistake.sample: mistake for rank in heard for mistake in map(Mistake._make, rank)}
+        known = {mistake.sample: mistake for rank in heard for mistake in map(Prediction._make, rank)}
         # not a number is worse than any
-        return sorted(known.values(), key=lambda one: (-inf if isnan(one.error) else -one.error, one.sample))[:KEPT]
+        return sorted(known.values(), key=lambda one: (-inf if isnan(one.error) else -one.error, one.sample))[
+            :MAX_WORST
+        ]
 
 
-class NoSample:
+class NoTextSample:
     """Nobody asked for one."""
 
     def show(self, placed: ParallelModel, step: int) -> None:
         """The evaluation of this step is done."""
 
 
-class Sample(NoSample):
+class TextSample(NoTextSample):
     """Continues one text again and again, on the main rank, which has the whole network and the sinks."""
 
-    def __init__(self, asked: Continuation, data: Data, log: Log) -> None:
+    def __init__(self, asked: GenerationRequest, data: Data, log: Log) -> None:
         self._asked, self._data, self._log = asked, data, log
 
     def show(self, placed: ParallelModel, step: int) -> None:
@@ -106,16 +110,18 @@ class Sample(NoSample):
         if not place.world.is_main:  # the others wait for it where they next meet
             return
         # one token after the other: nothing that was compiled for a step has these sizes
-        with put_back(), uncompiled(), place.machine.autocast(place.device):
+        with preserve_rng_state(), uncompiled(), place.machine.autocast(place.device):
             self._log.sample(self._asked.text(placed.network, self._data, place.device), step)
 
 
-Through = Callable[[Iterable[tuple[Batch, int]]], Iterator[tuple[Batch, int]]]  # micro-batches as they are, looked at
+BatchObserver = Callable[
+    [Iterable[tuple[Batch, int]]], Iterator[tuple[Batch, int]]
+]  # micro-batches as they are, looked at
 
-_INPUTS = 10  # of a batch
+MAX_INPUTS = 10  # of a batch
 
 
-class NoShow:
+class NoMediaLogger:
     """Nobody looks: nothing is kept, gathered or drawn."""
 
     def inputs(self, batch: Batch) -> None:
@@ -124,7 +130,7 @@ class NoShow:
     def parameters(self, placed: ParallelModel, step: int, epochs_done: int | None) -> None:
         """Collective where it is due: weights and gradients of this step, before the weights change."""
 
-    def watching(self, placed: ParallelModel, view: str) -> AbstractContextManager[Through]:
+    def watching(self, placed: ParallelModel, view: str) -> AbstractContextManager[BatchObserver]:
         """Inside, an evaluation of this view goes through its micro-batches."""
         return nullcontext(iter)
 
@@ -135,26 +141,26 @@ class NoShow:
         """Collective: the evaluation is done, and its figures count."""
 
 
-class Show(NoShow):
+class MediaLogger(NoMediaLogger):
     """Makes all that for the sinks of a run; every rank of it takes part, the main one has the sinks."""
 
     def __init__(
         self,
         data: Data,
-        evaluation: EvaluationStream | None,
+        evaluation: EvalLoader | None,
         ranks: Ranks,
         log: Log,
-        due: Due,
-        sample: NoSample,
+        due: Trigger,
+        sample: NoTextSample,
     ) -> None:
         self._data, self._evaluation, self._ranks, self._log, self._due = data, evaluation, ranks, log, due
         self._sample = sample
-        self._watched: dict[str, Watched] = {}  # by the prefix of a view's figures
+        self._watched: dict[str, WorstPredictionsTask] = {}  # by the prefix of a view's figures
         self._confusion: dict[str, Tensor | None] = {}
 
     def inputs(self, batch: Batch) -> None:
         """Pictures of the main rank's first samples, with what is true of them."""
-        inputs, targets = rows((batch.inputs, batch.targets), 0, _INPUTS, len(batch.indices))
+        inputs, targets = slice_rows((batch.inputs, batch.targets), 0, MAX_INPUTS, len(batch.indices))
         if (pictures := self._data.as_pictures(inputs)) is not None:
             self._log.images("inputs", pictures, 0, self._data.as_words(targets))
 
@@ -171,10 +177,10 @@ class Show(NoShow):
         self._log.histograms("gradients", histograms(gradients, sizes, placed.scaler.unscaled(), self._ranks), step)
 
     @contextmanager
-    def watching(self, placed: ParallelModel, view: str) -> Iterator[Through]:
+    def watching(self, placed: ParallelModel, view: str) -> Iterator[BatchObserver]:
         """Inside, the task also keeps the worst answers."""
         task = placed.task
-        placed.task = self._watched[view] = Watched(task)
+        placed.task = self._watched[view] = WorstPredictionsTask(task)
         try:
             yield self._watched[view].through
         finally:
@@ -195,7 +201,7 @@ class Show(NoShow):
                 self._log.confusion(f"{view}confusion", confusion, step, self._data.class_names)
         self._sample.show(placed, step)
 
-    def _show_worst(self, tag: str, worst: list[Mistake], step: int) -> None:
+    def _show_worst(self, tag: str, worst: list[Prediction], step: int) -> None:
         """Read these few samples once more; nothing if they are no pictures."""
         assert self._evaluation is not None
         inputs, _ = self._evaluation.some(torch.tensor([one.sample for one in worst]))

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from trainer.messages import NotFinite
 from trainer.records.checkpoint.manifest import Found
 
-TRIES = 3  # times that one checkpoint is gone back to
+MAX_TRIES = 3  # times that one checkpoint is gone back to
 
 
-class Stop:
+class StopOnNonFinite:
     """The run ends."""
 
     def target(self, error: NotFinite, newest: Callable[[], Found | None]) -> Found:
@@ -18,7 +18,7 @@ class Stop:
         raise error
 
 
-class Rollback(Stop):
+class RollBackOnNonFinite(StopOnNonFinite):
     """It goes back. A save in between was finite; without one the same checkpoint can be gone back to a few times."""
 
     def __init__(self) -> None:
@@ -32,10 +32,14 @@ class Rollback(Stop):
             raise NotFinite(error.step, error.what, error.read, then) from None
         self._times = self._times + 1 if found.step == self._step else 1
         self._step = found.step
-        if self._times > TRIES:
-            then = f"The run has gone back {TRIES} times to step {found.step}, and no save has followed. "
+        if self._times > MAX_TRIES:
+            then = f"The run has gone back {MAX_TRIES} times to step {found.step}, and no save has followed. "
             raise NotFinite(error.step, error.what, error.read, then) from None
         return found
 
 
-AFTER = {"stop": Stop, "skip": Stop, "rollback": Rollback}  # by the word: loop.on_nonfinite
+NONFINITE_POLICIES = {
+    "stop": StopOnNonFinite,
+    "skip": StopOnNonFinite,
+    "rollback": RollBackOnNonFinite,
+}  # by the word: loop.on_nonfinite

@@ -11,17 +11,17 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from trainer.data.stream import Batch, EvaluationStream, Stream
-from trainer.learning.cadence import Due
-from trainer.learning.optimizer import begin_momentum, set_rates
+from trainer.data.stream import Batch, EvalLoader, TrainLoader
+from trainer.learning.cadence import Trigger
+from trainer.learning.optimizer import init_momentum, set_rates
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
-from trainer.learning.untrained_parameters import frozen
-from trainer.loop.evaluation import evaluate, rehearse
-from trainer.loop.media_logging import NoShow
+from trainer.learning.untrained_parameters import frozen_names
+from trainer.loop.evaluation import evaluate, trial_evaluation
+from trainer.loop.media_logging import NoMediaLogger
 from trainer.loop.progress import Progress
-from trainer.loop.rollback import Stop
-from trainer.loop.training_lines import Lines
+from trainer.loop.rollback import StopOnNonFinite
+from trainer.loop.training_lines import StepMonitor
 from trainer.messages import NotFinite
 from trainer.parallel.tensor_statistics import moving
 from trainer.records.checkpoint.manager import Checkpoints
@@ -41,26 +41,28 @@ class Trainer:
     task: Task
     optimizer: Optimizer
     schedule: Schedule
-    stream: Stream
+    stream: TrainLoader
     checkpoints: Checkpoints
     steps: int  # where training ends
     horizon: int  # where the schedule ends
-    evaluation: EvaluationStream | None = None
+    evaluation: EvalLoader | None = None
     log: Log = field(default_factory=lambda: Log([]))
     report: Callable[..., None] = lambda state, step: None  # how far a run is, where others can read it
     stop: Callable[[], bool] = lambda: False  # has somebody asked this process to stop?
     max_norm: float | None = None  # clip gradients to this global norm; None: never
-    log_due: Due = field(default_factory=lambda: Due([]))
-    eval_due: Due = field(default_factory=lambda: Due([]))
-    save_due: Due = field(default_factory=lambda: Due([]))
+    log_due: Trigger = field(default_factory=lambda: Trigger([]))
+    eval_due: Trigger = field(default_factory=lambda: Trigger([]))
+    save_due: Trigger = field(default_factory=lambda: Trigger([]))
     facts: dict[str, Any] = field(default_factory=dict)  # go into every checkpoint, beside the progress
     patience: float = math.inf  # evaluations in a row without a better one, after which training ends
     stop_after: float | None = None  # seconds; then as if somebody had asked to stop
     progress: Progress = field(default_factory=Progress)
     figures: dict[str, float] | None = None  # of the last evaluation
     profile: NoProfile = field(default_factory=NoProfile)
-    show: NoShow = field(default_factory=NoShow)
-    on_nonfinite: Stop = field(default_factory=Stop)  # what follows where a loss or a weight is not finite
+    show: NoMediaLogger = field(default_factory=NoMediaLogger)
+    on_nonfinite: StopOnNonFinite = field(
+        default_factory=StopOnNonFinite
+    )  # what follows where a loss or a weight is not finite
 
     def fit(self, start: Found | None) -> bool:
         """Train to the end, from a checkpoint where there is one; False: stopped as asked, and saved."""
@@ -88,11 +90,11 @@ class Trainer:
         began, self._deadline = monotonic(), math.inf
         if start is not None:
             self.resume(start)
-        begin_momentum(self.optimizer)  # after a resume: what a checkpoint has given stays as it is
+        init_momentum(self.optimizer)  # after a resume: what a checkpoint has given stays as it is
         # one batch now: a mistake in the evaluation shows before hours of training, not after
         if self.evaluation is not None:
             wanted = {"checkpoint.best": self.checkpoints.best, **self.schedule.follows}
-            rehearse(self.strategy, self.placed, self.task, self.evaluation, wanted, self.show)
+            trial_evaluation(self.strategy, self.placed, self.task, self.evaluation, wanted, self.show)
         self._forget_steps()
         self.make_up()
         if self.stop_after is not None:  # only now: an evaluation that takes longer than that would never be done
@@ -102,7 +104,7 @@ class Trainer:
         """Collective: nothing is known of any step but where the next one begins."""
         self._stopped, self._log_clock, self._votes = False, False, self.strategy.votes()
         batch = self.stream.global_batch
-        self._lines = Lines(self.strategy, self.placed, batch, self.checkpoints, self.log, self.report)
+        self._lines = StepMonitor(self.strategy, self.placed, batch, self.checkpoints, self.log, self.report)
         self._origin = replace(self.progress)
 
     @property
@@ -127,7 +129,7 @@ class Trainer:
         read = self._origin.after(error.step, self.stream.global_batch, self.stream.length)
         self.report("running", self.progress.step)
         self.resume(found)
-        begin_momentum(self.optimizer)
+        init_momentum(self.optimizer)
         self.progress.pass_over(read)
         self._forget_steps()
         self.report("running", found.step)
@@ -221,7 +223,7 @@ class Trainer:
             # first the lines, then the checkpoint: a resumed run drops what is later, but invents nothing
             self.log.flush()
             finite = moving(self.placed.network, tensors)
-            state, still = {**known, **self.facts}, frozen(self.placed.network)
+            state, still = {**known, **self.facts}, frozen_names(self.placed.network)
             saved = self.checkpoints.save(self.progress.step, tensors, state, figures, finite, still)
             self._lines.refuse_saved(saved)
         self.report("running", self.progress.step)

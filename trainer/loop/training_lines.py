@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.data.stream import Batch, digest
-from trainer.learning.flops_utilization import NoWork
+from trainer.data.stream import Batch, digest_indices
+from trainer.learning.flops_utilization import NoUtilization
 from trainer.parallel.buckets import Totals, to_accumulator
 from trainer.records.checkpoint.manager import Broken, Checkpoints
 from trainer.records.sinks import Log
@@ -21,7 +21,7 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
 
 
-class Meter:
+class TrainMeter:
     """Sums of losses that stay on the device, and a clock that stops while nothing is trained."""
 
     def __init__(self, totals: Callable[..., Totals], global_batch: int, dtype: torch.dtype) -> None:
@@ -50,12 +50,12 @@ class Meter:
         self._tokens += tokens
 
     def line(
-        self, batches: list[Batch], norm: Tensor | None, known: Mapping[str, float | int | str], work: NoWork
-    ) -> PendingLine:
+        self, batches: list[Batch], norm: Tensor | None, known: Mapping[str, float | int | str], work: NoUtilization
+    ) -> PendingMetrics:
         """Collective: begin a line about the step just done; read it a step later, when its numbers have arrived."""
         assert self._sum is not None, "a line is about at least one step"
         indices = torch.cat([batch.indices for batch in batches])  # (samples of this rank's share,)
-        counts = {"sample_digest": digest(indices), "tokens": torch.tensor(self._tokens)}
+        counts = {"sample_digest": digest_indices(indices), "tokens": torch.tensor(self._tokens)}
         sums = {**self._last, "loss_mean": self._sum / self._steps, **counts}
         # all ranks' sums start their way; the norm is the same on all already
         totals = self._totals(sums, {} if norm is None else {"grad_norm": norm})
@@ -65,11 +65,11 @@ class Meter:
         facts = {**known, **speed, "step_s": seconds, "time": time()}
         self._sum, self._steps = None, 0
         self.resume()
-        return PendingLine(totals, facts, whole, self._dtype)
+        return PendingMetrics(totals, facts, whole, self._dtype)
 
 
 @dataclass
-class PendingLine:
+class PendingMetrics:
     """A training line whose sums are still on their way."""
 
     totals: Totals
@@ -90,7 +90,7 @@ class PendingLine:
         return {**figures, "loss_hex": loss_hex, **self.facts, **speed, "sample_digest": f"{digest_bits:016x}"}
 
 
-class Lines:
+class StepMonitor:
     """What one loop knows of its steps since it began or went back: sums for a line, and whether all is as it must be.
 
     Are numbers finite, are copies alike, does a rank hold up the others? All ranks ask at a line, and before a save.
@@ -107,8 +107,8 @@ class Lines:
     ) -> None:
         """Collective: nothing is known yet."""
         self._placed, self._checkpoints, self._log, self._report = placed, checkpoints, log, report
-        self._meter = Meter(strategy.totals, global_batch, strategy.machine.parameter_dtype)
-        self._pending: PendingLine | None = None
+        self._meter = TrainMeter(strategy.totals, global_batch, strategy.machine.parameter_dtype)
+        self._pending: PendingMetrics | None = None
         self._lookout = strategy.lookout(placed.scaler.allowed)
         self._copies, self._pace = strategy.copies(placed.network), strategy.pace()
 

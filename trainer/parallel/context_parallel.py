@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, parallelize_module
 from torch.nn.functional import pad
 
-from trainer.data.nested_tensors import changed, filled, first_tensor, named, tensors
+from trainer.data.nested_tensors import map_tensors, replace_tensors, first_tensor, named_tensors, tensors
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Group, Ranks
@@ -100,11 +100,11 @@ class _InPieces(ParallelStyle):
                 return x.narrow(dim, start, size) if x.dim() == dims and x.shape[dim] == tokens else x
 
             with nullcontext() if torch.compiler.is_compiling() else computing(call, at):
-                answers.append(forward(*told(number, changed([*args], cut)), **changed(more, cut)))
+                answers.append(forward(*told(number, map_tensors([*args], cut)), **map_tensors(more, cut)))
         if len(answers) == 1:
             return answers[0]
         several = zip(*map(tensors, answers), strict=True)
-        return filled(answers[0], [_behind(each, dim % dims, dims, size) for each in several])
+        return replace_tensors(answers[0], [_behind(each, dim % dims, dims, size) for each in several])
 
 
 class GatheredKeys(_InPieces):
@@ -224,7 +224,7 @@ def sequence_shard(tree: Any, ranks: Ranks, most: int) -> Any:
         each = x.chunk(of, TOKENS)
         return cat([each[number] for number in numbers], TOKENS)
 
-    return changed(tree, cut)
+    return map_tensors(tree, cut)
 
 
 def tokens(tree: Any) -> int:
@@ -249,7 +249,7 @@ def refuse_sequences(tree: Any, what: str, context: int, plan: Plan, tensor: int
     split = any(isinstance(style, SequenceParallel) for style in plan.tensor.values())
     pieces = context * (tensor if split else 1)
     ranks = f"{context} context ranks" + (f" / {tensor} tensor ranks" if pieces > context else "")
-    for name, x in named(tree, what):
+    for name, x in named_tensors(tree, what):
         if x.dim() <= TOKENS:
             raise Refusal(
                 f"strategy.context={context} cuts sequences (B, T, …), but {name} has the shape {tuple(x.shape)},"

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from trainer.learning.parallel_plan import Plan
-from trainer.learning.parameter_patterns import fits
+from trainer.learning.parameter_patterns import matches_exactly
 from trainer.messages import Refusal, did_you_mean
 
 SMALL = 1 / 8  # of the network's parameters: what has no more than that is not taken apart
@@ -36,7 +36,7 @@ def matched(network: nn.Module, key: str, what: str, instead: str = "") -> dict[
 
 def matches(network: nn.Module, key: str) -> Iterator[tuple[str, nn.Module]]:
     """Modules whose name fits a plan's key; `*` and the like stand within one level, as in parallelize_module."""
-    yield from ((name, module) for name, module in network.named_modules() if fits(key, name))
+    yield from ((name, module) for name, module in network.named_modules() if matches_exactly(key, name))
 
 
 def units(network: nn.Module, plan: Plan) -> list[str]:

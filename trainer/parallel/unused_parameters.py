@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.data.nested_tensors import changed, tensors
+from trainer.data.nested_tensors import map_tensors, tensors
 from trainer.parallel.device_mesh import split_axes
 from trainer.parallel.pipeline.fake_forward import Shapes, cloned, has_values, leaves, shapes
 from trainer.parallel.pipeline.fx_trace import ROOT
@@ -136,7 +136,7 @@ def _used(step: nn.Module, example: Any, answer: bool) -> tuple[Counter[str], fr
     for name, module in copy.get_submodule(ROOT).named_modules():
         module.register_forward_pre_hook(partial(_count, calls, name))
     with mode:
-        batch = changed(example, lambda x: torch.empty(x.shape, dtype=x.dtype))
+        batch = map_tensors(example, lambda x: torch.empty(x.shape, dtype=x.dtype))
     reached = set(leaves(tensors(copy(*batch))))
     return calls, frozenset(name for name, x in network.named_parameters() if own[x] in reached)
 
@@ -198,7 +198,7 @@ class Unused:
         if not left_out:
             return output
         touched = _Touch.apply(learned[0], *left_out)
-        return changed(output, lambda tensor: touched if tensor is learned[0] else tensor)
+        return map_tensors(output, lambda tensor: touched if tensor is learned[0] else tensor)
 
     def forget(self) -> None:
         """Collective, after the last backward of a step: what no rank has used has no gradient."""

@@ -12,11 +12,13 @@ from trainer.strategies.ddp import DDP
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
 from trainer.strategies.pp import PP
-from trainer.strategies.process_topology import Recomputed
+from trainer.strategies.process_topology import ActivationCheckpointing
 from trainer.strategies.single import Single
 
 
-def auto(machine: Machine, sync_bn: bool = False, activation_checkpointing: Recomputed = "none") -> Strategy:
+def auto(
+    machine: Machine, sync_bn: bool = False, activation_checkpointing: ActivationCheckpointing = "none"
+) -> Strategy:
     """One process is `single`, several are `ddp`; nothing cleverer."""
     kind = Single if machine.launch.world_size == 1 else DDP
     return kind(sync_bn=sync_bn, activation_checkpointing=activation_checkpointing, machine=machine)
@@ -32,7 +34,7 @@ def mesh(
     schedule: Name = "1F1B",
     param_dtype: Literal["bf16"] | None = None,
     sync_bn: bool = False,
-    activation_checkpointing: Recomputed = "none",
+    activation_checkpointing: ActivationCheckpointing = "none",
 ) -> Strategy:
     """Stages where there is more than one, else parameters spread over replicate × shard × context, split over tensor.
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from trainer.data.stream import Batch
-from trainer.learning.task import Task, carries
+from trainer.learning.task import Task, is_recurrent
 from trainer.parallel.batch_gather import dealt, gather, gathering_over
 from trainer.parallel.optimizer_state import CARRIED
 from trainer.strategies.loss import Forward, TaskNetwork
@@ -20,7 +20,7 @@ from trainer.strategies.process_topology import RankContext
 State = dict[str, Tensor]  # of some rows: by names, (rows, …) each, without a graph
 
 
-class CarryingNetwork(TaskNetwork):
+class RecurrentTaskNetwork(TaskNetwork):
     """A network whose task gets what the rows of its inputs have left in the batch before."""
 
     @override
@@ -28,7 +28,7 @@ class CarryingNetwork(TaskNetwork):
         return self._task.forward(self.network, inputs, targets, carried)  # type: ignore[call-arg]  # its own has one
 
 
-class NothingCarried:
+class NoRecurrentState:
     """Batches have nothing to do with each other: nothing is kept, handed on or saved."""
 
     def called(self, task: Task, network: nn.Module) -> TaskNetwork:
@@ -54,7 +54,7 @@ class NothingCarried:
         """Take it back."""
 
 
-class Carried(NothingCarried):
+class RecurrentState(NoRecurrentState):
     """What a task's `carry` gives, of each micro-batch of this rank until its rows come again.
 
     A checkpoint has the rows of the global batch in their own order, so that any number of ranks and micro-batches goes
@@ -72,7 +72,7 @@ class Carried(NothingCarried):
     @override
     def called(self, task: Task, network: nn.Module) -> TaskNetwork:
         """The same, with one argument more."""
-        return CarryingNetwork(task, network)
+        return RecurrentTaskNetwork(task, network)
 
     @override
     def through(self, forward: Forward, batch: Batch, training: bool) -> Forward:
@@ -116,7 +116,7 @@ class Carried(NothingCarried):
         for name, x in state.items():
             if not isinstance(x, Tensor) or x.shape[:1] != (rows,):
                 raise ValueError(
-                    f"{type(self._task).__name__}.carry: {name} is {_told(x)} and must be a tensor with the {rows} "
+                    f"{type(self._task).__name__}.carry: {name} is {_describe(x)} and must be a tensor with the {rows} "
                     'samples first; of an LSTM\'s memory that is {"h": h.transpose(0, 1), "c": c.transpose(0, 1)}'
                 )
         # rows in order, as they come out of a checkpoint: another order in memory could round otherwise
@@ -148,10 +148,10 @@ class Carried(NothingCarried):
         self._read = {name: x.to(self._place.device).contiguous() for name, x in own.items()}
 
 
-def _told(x: Any) -> str:
+def _describe(x: Any) -> str:
     return f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
-def what_is_carried(task: Task, place: RankContext) -> NothingCarried:
+def make_recurrent_state(task: Task, place: RankContext) -> NoRecurrentState:
     """What keeps a task's states from batch to batch, if it has any."""
-    return Carried(task, place) if carries(task) else NothingCarried()
+    return RecurrentState(task, place) if is_recurrent(task) else NoRecurrentState()

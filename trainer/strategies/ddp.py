@@ -16,10 +16,10 @@ from typing_extensions import override
 from trainer.learning.task import Task
 from trainer.messages import FatalRunError, Refusal, format_names
 from trainer.parallel.units import uncompiled
-from trainer.strategies.loss import Forward, Listing, restored
+from trainer.strategies.loss import Forward, FlatOutput, unflatten_output
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.process_groups import Joined
-from trainer.strategies.replica_check import NoReplicaCheck, compared
+from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check
 
 # Running statistics are averaged before they are used (ParallelModel.settle), not overwritten in every forward by
 # those of rank 0.
@@ -48,14 +48,14 @@ class DDP(Joined):
 
     @override
     def copies(self, network: nn.Module) -> NoReplicaCheck:
-        return compared(self, network)
+        return make_replica_check(self, network)
 
     @override
     def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
-        return _Placed(self, task, network, example)
+        return DDPModel(self, task, network, example)
 
 
-class _Placed(ParallelModel):
+class DDPModel(ParallelModel):
     strategy: DDP
 
     @override
@@ -70,7 +70,7 @@ class _Placed(ParallelModel):
                 f"these parameters get no gradient: {format_names(unused, 8)}; set strategy.find_unused_parameters=true"
             )
         self._replica = DistributedDataParallel(
-            Listing(self.step_module),
+            FlatOutput(self.step_module),
             process_group=strategy.world.group,
             bucket_cap_mb=strategy.bucket_mb,
             init_sync=False,  # ParallelModel has sent rank 0's tensors already
@@ -84,7 +84,7 @@ class _Placed(ParallelModel):
         # DDP sorts its buckets anew after the first backward, which changes in which order gloo adds up, and so the
         # last bits: without this a resumed run would differ from one that was never interrupted. A static graph needs
         # its first backward synchronised, too.
-        forward = restored(self._replica)
+        forward = unflatten_output(self._replica)
         self._rehearse(forward)
         return forward
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from trainer.data.nested_tensors import filled, has_rows, tensors
+from trainer.data.nested_tensors import replace_tensors, has_rows, tensors
 from trainer.data.seeds import seed_more_gpus
 from trainer.learning.task import Task
 from trainer.messages import Refusal, format_count
@@ -75,7 +75,7 @@ class DP(Strategy):
 
     @override
     def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
-        return _Placed(self, task, network, example)
+        return DPModel(self, task, network, example)
 
 
 class Replicas(nn.DataParallel):
@@ -91,15 +91,15 @@ class Replicas(nn.DataParallel):
                 " a row for each sample; strategy=ddp reads each part from its own items"
             )
         parts, words = super().scatter((list(tensors(inputs)),), kwargs, device_ids)
-        return [filled(inputs, part) for (part,) in parts], words
+        return [replace_tensors(inputs, part) for (part,) in parts], words
 
     @override
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """The output of all rows on one device, of the kind that a replica gives."""
-        return filled(outputs[0], super().gather([list(tensors(output)) for output in outputs], output_device))
+        return replace_tensors(outputs[0], super().gather([list(tensors(output)) for output in outputs], output_device))
 
 
-class _Placed(ParallelModel):
+class DPModel(ParallelModel):
     strategy: DP
 
     @override

@@ -14,7 +14,7 @@ from trainer.parallel.batch_norm import statistics
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.optimizer_state import AVERAGE
 
-FIGURES = "ema_"  # of a figure's name
+METRIC_PREFIX = "ema_"  # of a figure's name
 
 Views = Iterator[tuple[str, AbstractContextManager[None]]]
 
@@ -82,7 +82,7 @@ class MovingAverage(NoMovingAverage):
     def views(self) -> Views:
         """The weights, then the average in their place."""
         yield "", nullcontext()
-        yield FIGURES, self._in_place(self._own)
+        yield METRIC_PREFIX, self._in_place(self._own)
 
     @override
     def on_statistics(self, agree: Callable[[], None]) -> None:

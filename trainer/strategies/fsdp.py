@@ -13,7 +13,7 @@ from trainer.learning.task import Task
 from trainer.parallel.fully_shard import SameCalls, Sharding, reshard, shard
 from trainer.parallel.units import units
 from trainer.parallel.unused_parameters import Unused, always_called, used_always
-from trainer.strategies.loss import Forward, Listing, TaskNetwork, restored
+from trainer.strategies.loss import Forward, FlatOutput, TaskNetwork, unflatten_output
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.process_groups import Meshed
 from trainer.strategies.sharded_model import ContextParallelModel
@@ -53,10 +53,10 @@ class FSDP(Meshed):
 
     @override
     def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
-        return _Placed(self, task, network, example)
+        return FSDPModel(self, task, network, example)
 
 
-class _Placed(ContextParallelModel):
+class FSDPModel(ContextParallelModel):
     strategy: FSDP
 
     @override
@@ -70,7 +70,7 @@ class _Placed(ContextParallelModel):
         # the root is the whole step: so the task may use the network as it likes, everything is gathered by then
         own = self.strategy
         how = Sharding(own.reshard_after_forward, own.param_dtype, own.cpu_offload, own.prefetch)
-        self._listing = Listing(self.step_module)
+        self._listing = FlatOutput(self.step_module)
         self._root = shard(self._listing, self.network, names, own.mesh, how)
         self._unused = Unused(own.loss_group)
         self._unused.follow(self._listing, self.network, names, self._use)
@@ -79,7 +79,7 @@ class _Placed(ContextParallelModel):
 
     @override
     def wrap(self) -> Forward:
-        whole = restored(self._listing)
+        whole = unflatten_output(self._listing)
 
         def forward(*given: Any) -> Any:
             try:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from trainer.data.nested_tensors import changed, filled, floats_as, tensors
+from trainer.data.nested_tensors import map_tensors, replace_tensors, cast_floats, tensors
 from trainer.launch.devices import accumulation_dtype
-from trainer.learning.task import Task, units
+from trainer.learning.task import Task, loss_weight
 from trainer.messages import Refusal
 from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.ranks import Ranks
@@ -40,14 +40,14 @@ class MemoryFormat:
 
     def cast(self, tree: Any) -> Any:
         """A batch in this form: images (B, C, H, W) with the channels last."""
-        tree = floats_as(tree, torch.float64) if self._double else tree
-        return changed(tree, self._laid_out) if self._channels_last else tree
+        tree = cast_floats(tree, torch.float64) if self._double else tree
+        return map_tensors(tree, self._laid_out) if self._channels_last else tree
 
     def _laid_out(self, x: Tensor) -> Tensor:
         return x.contiguous(memory_format=torch.channels_last) if self._channels_last and x.dim() == 4 else x
 
 
-def in_double(network: nn.Module) -> nn.Module:
+def to_float64(network: nn.Module) -> nn.Module:
     """The network in fp64, in place. TypeError where it has complex numbers: torch would drop their imaginary parts."""
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
         if tensor.is_complex():
@@ -100,7 +100,7 @@ class TaskNetwork(nn.Module):
         return self._task.forward(self.network, inputs, targets)
 
 
-class Listing(nn.Module):
+class FlatOutput(nn.Module):
     """A step that gives a list of its output's tensors, and the tree that they lie in: what a wrapper is sure to see.
 
     Wrappers wait for the backward of an output's tensors. In a dataclass DDP finds none where its graph is static, nor
@@ -115,15 +115,15 @@ class Listing(nn.Module):
     def forward(self, *given: Any) -> tuple[list[Tensor], Any]:
         """What is there, and where it belongs."""
         output = self.step(*given)
-        return list(tensors(output)), changed(output, lambda _: torch.empty(0, device="meta"))
+        return list(tensors(output)), map_tensors(output, lambda _: torch.empty(0, device="meta"))
 
 
-def restored(listing: Forward) -> Forward:
+def unflatten_output(listing: Forward) -> Forward:
     """The forward whose output a wrapped `Listing` has taken apart."""
 
     def forward(*given: Any) -> Any:
         values, tree = listing(*given)
-        return filled(tree, values)
+        return replace_tensors(tree, values)
 
     return forward
 
@@ -133,18 +133,18 @@ def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:
     return torch.stack(list(loss.values())).sum() if isinstance(loss, dict) else loss
 
 
-def by_name(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+def name_losses(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
     """The loss to minimise, beside its parts if it has any."""
     return {**(loss if isinstance(loss, dict) else {}), "loss": total_loss(loss)}
 
 
-def shares(task: Task, batches: list[Any], ranks: Ranks, device: torch.device) -> Callable[[int], Any]:
+def loss_shares(task: Task, batches: list[Any], ranks: Ranks, device: torch.device) -> Callable[[int], Any]:
     """Collective: each micro-batch's share of the step, its weight over that of all micro-batches of all data ranks."""
-    weights = [units(task, batch.targets, len(batch.indices)) for batch in batches]
+    weights = [loss_weight(task, batch.targets, len(batch.indices)) for batch in batches]
     if type(task).weight is Task.weight:  # samples: how many others have is known, nothing needs to travel
         total = sum(weights) * batches[0].total / sum(len(batch.indices) for batch in batches) or 1
         return lambda index: weights[index] / total
-    local = torch.stack([_on(device, weight) for weight in weights])  # (micro-batches,)
+    local = torch.stack([_as_device_tensor(device, weight) for weight in weights])  # (micro-batches,)
     whole = local.sum()
     pending = ranks.all_reduce_sum_(whole)  # the data ranks; 8 bytes, while the first forward computes
 
@@ -155,7 +155,7 @@ def shares(task: Task, batches: list[Any], ranks: Ranks, device: torch.device) -
     return share
 
 
-def times(x: Tensor, factor: float | Tensor) -> Tensor:
+def scale_loss(x: Tensor, factor: float | Tensor) -> Tensor:
     """The product. A lone micro-batch is the whole step: by one nothing need be multiplied."""
     return x if _is_one(factor) else x * factor
 
@@ -164,7 +164,7 @@ def _is_one(factor: float | Tensor) -> bool:
     return isinstance(factor, float) and factor == 1
 
 
-def add_share(sums: dict[str, Tensor], losses: dict[str, Tensor], share: float | Tensor) -> None:
+def accumulate_losses(sums: dict[str, Tensor], losses: dict[str, Tensor], share: float | Tensor) -> None:
     """Add a micro-batch's losses to those of the step, on the device."""
     for name, loss in losses.items():
         kept = loss.detach()
@@ -180,19 +180,19 @@ def evaluation_sums(
 
     call: how the loss is called, which may draw random numbers.
     """
-    loss, weight = total_loss(call(task.loss, output, targets)), units(task, targets, samples)
+    loss, weight = total_loss(call(task.loss, output, targets)), loss_weight(task, targets, samples)
     # what the host knows stays there: a number of Python costs no kernel
-    weight = _on(loss.device, weight) if isinstance(weight, Tensor) else weight
+    weight = _as_device_tensor(loss.device, weight) if isinstance(weight, Tensor) else weight
     sums: dict[str, Tensor | float] = {"loss": to_accumulator(loss) * weight, "weight": weight, "samples": samples}
     return {name: to_accumulator(value) for name, value in task.metrics(output, targets).items()} | sums
 
 
-def uncounted(sums: dict[str, Tensor | float]) -> dict[str, Tensor | float]:
+def zero_sums(sums: dict[str, Tensor | float]) -> dict[str, Tensor | float]:
     """The sums over nothing, of the same names and shapes."""
     return {name: torch.zeros_like(to_accumulator(value)) for name, value in sums.items()}
 
 
-def _on(device: torch.device, number: Tensor | float) -> Tensor:
+def _as_device_tensor(device: torch.device, number: Tensor | float) -> Tensor:
     """A number as a tensor of this device: filled in there, for a copy from the host would wait for the device."""
     if isinstance(number, Tensor) and number.device == device:
         return number.to(accumulation_dtype(device))

@@ -12,9 +12,9 @@ from trainer.parallel.buckets import buckets, packed, unpacked
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.gradient_clipping import multiply_
 from trainer.parallel.ranks import DONE, Ranks, Waitable
-from trainer.strategies.carried_state import NothingCarried
+from trainer.strategies.carried_state import NoRecurrentState
 
-GROWTH, BACKOFF, PATIENCE, START = 2.0, 0.5, 2000, 65536.0  # torch.amp.GradScaler's defaults
+GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL, INIT_SCALE = 2.0, 0.5, 2000, 65536.0  # torch.amp.GradScaler's defaults
 
 
 class NoScaler:
@@ -82,7 +82,7 @@ class Scaler(NoScaler):
         """ranks: by which number of data ranks the loss was multiplied, because they average what they have."""
         # inside a backward a sample's gradient is then as large as in one process, and overflows where it would there
         self._ranks = ranks
-        self._scale = torch.tensor(START, device=device)
+        self._scale = torch.tensor(INIT_SCALE, device=device)
         self._good = torch.zeros((), device=device)  # steps since the last overflow or growth
 
     @override
@@ -102,15 +102,17 @@ class Scaler(NoScaler):
         """Did no gradient overflow? An optimizer that takes `found_inf` is called anyway and decides on the device."""
         assert norm is not None, "fp16 decides by the norm"
         self.skipped = self.overflow(norm)
-        return steps_unless(self.skipped, optimizer)
+        return should_call_optimizer(self.skipped, optimizer)
 
     @override
     def overflow(self, norm: Tensor, broken: Tensor | float = 0.0) -> Tensor:
         """Halve the scale after an overflow, double it after many steps without one; nothing here waits."""
         overflow = (~torch.isfinite(norm)).to(torch.float32) * (1 - broken)
         self._good = (self._good + 1 - broken) * (1 - overflow)
-        grown = (self._good >= PATIENCE).to(torch.float32)
-        self._scale = self._scale * torch.where(overflow > 0, BACKOFF, 1.0) * torch.where(grown > 0, GROWTH, 1.0)
+        grown = (self._good >= GROWTH_INTERVAL).to(torch.float32)
+        self._scale = (
+            self._scale * torch.where(overflow > 0, BACKOFF_FACTOR, 1.0) * torch.where(grown > 0, GROWTH_FACTOR, 1.0)
+        )
         self._good = self._good * (1 - grown)
         return overflow
 
@@ -131,7 +133,7 @@ class Scaler(NoScaler):
         self._good = state.get("scaler/good", self._good).to(self._good.device)
 
 
-def steps_unless(left_out: Tensor, optimizer: torch.optim.Optimizer) -> bool:
+def should_call_optimizer(left_out: Tensor, optimizer: torch.optim.Optimizer) -> bool:
     """Is the optimizer to be called, where 1 says that its step is left out, 0 that it is not?
 
     One that takes `found_inf` is called anyway and decides on the device; for others the host waits for the answer.
@@ -153,7 +155,7 @@ class StepSkipper(NoScaler):
     allowed = 10
 
     def __init__(
-        self, scaler: NoScaler, network: nn.Module, carried: NothingCarried, ranks: Ranks, device: torch.device
+        self, scaler: NoScaler, network: nn.Module, carried: NoRecurrentState, ranks: Ranks, device: torch.device
     ) -> None:
         self._scaler, self._carried, self._ranks = scaler, carried, ranks
         # by type, so that all of a type are copied as one
@@ -200,7 +202,7 @@ class StepSkipper(NoScaler):
         self._count = self._count + self._broken
         self._put_back()
         self.skipped = self._broken + self._scaler.overflow(norm, self._broken)
-        return steps_unless(self.skipped.to(norm.device), optimizer)
+        return should_call_optimizer(self.skipped.to(norm.device), optimizer)
 
     @torch.no_grad()
     def _put_back(self) -> None:

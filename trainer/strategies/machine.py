@@ -142,13 +142,13 @@ class Machine:
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context of a forward pass in the resolved precision; in fp64 new tensors (noise, a time) have it too."""
         if self.resolved_precision == "fp64":
-            return new_tensors_of(torch.float64)
+            return default_dtype(torch.float64)
         dtype = _AUTOCAST.get(self.resolved_precision)
         return torch.autocast(device.type, dtype) if dtype else nullcontext()
 
 
 @contextmanager
-def new_tensors_of(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Inside, tensors that are made from nothing (`torch.randn`, `torch.zeros`) have this type; torch's is float32."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -21,15 +21,17 @@ from trainer.messages import NotFinite, format_names
 from trainer.parallel.buckets import Totals, to_accumulator
 from trainer.parallel.ranks import Ranks
 
-SECONDS = 0.05  # between two looks at a GPU: each copies a few numbers, which a short step would notice
-KEPT = 256  # steps of which is known which samples they read; more than go by from a step to its look and its vote
-SAID = 128  # samples of a rank that a message names
+COPY_INTERVAL = 0.05  # between two looks at a GPU: each copies a few numbers, which a short step would notice
+MAX_RECORDED = (
+    256  # steps of which is known which samples they read; more than go by from a step to its look and its vote
+)
+MAX_NAMED = 128  # samples of a rank that a message names
 WINDOW = 100  # steps, of which only some may be left out
 
 log = logging.getLogger(__name__)
 
 
-class Seen(NamedTuple):
+class RecordedStep(NamedTuple):
     """One step, as this rank has seen it."""
 
     step: int
@@ -44,12 +46,12 @@ class NonFiniteCheck:
     def __init__(self, ranks: Ranks, allowed: int = 0) -> None:
         """allowed: how many of a hundred steps may be left out instead of ending the run."""
         self._ranks, self._allowed, self._found = ranks, allowed, False
-        self._kept: deque[Seen] = deque(maxlen=KEPT)
+        self._kept: deque[RecordedStep] = deque(maxlen=MAX_RECORDED)
         self._told: list[int] = []  # steps that were left out, as all ranks know
 
     def add(self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor | None) -> None:
         """Take the numbers of the step just done; `norm`: None where one that is infinite is no fault."""
-        self._kept.append(Seen(step, [batch.indices for batch in batches], loss, norm))
+        self._kept.append(RecordedStep(step, [batch.indices for batch in batches], loss, norm))
         self._look(loss if norm is None else loss + norm)  # one look at both: NaN and infinity stay in a sum
 
     def _look(self, number: Tensor) -> None:
@@ -88,8 +90,8 @@ class NonFiniteCheck:
         """The steps here that were not finite and are not told yet: what of each, its value; waits for the device."""
         measured = [one for one in self._kept if one.norm is not None]
         # all of a kind in one copy: a device is waited for twice, not for every step
-        losses = _numbers([one.loss for one in self._kept])
-        norms = dict(zip((one.step for one in measured), _numbers([one.norm for one in measured]), strict=True))
+        losses = _to_floats([one.loss for one in self._kept])
+        norms = dict(zip((one.step for one in measured), _to_floats([one.norm for one in measured]), strict=True))
         found: dict[int, tuple[str, float]] = {}
         for one, loss in zip(self._kept, losses, strict=True):
             for kind, value in (("norm", norms.get(one.step, 0.0)), ("loss", loss)):
@@ -147,7 +149,7 @@ class NonFiniteCheck:
         indices = next((one.indices for one in self._kept if one.step == step), None)
         if indices is None:
             return "not known"
-        return format_names(map(str, torch.cat(indices).tolist()), SAID)
+        return format_names(map(str, torch.cat(indices).tolist()), MAX_NAMED)
 
     def _was_fine(self, step: int) -> bool:
         """Is it known of a step that its gradient was finite, or was there none?"""
@@ -168,7 +170,7 @@ class NonFiniteCheckOnDevice(NonFiniteCheck):
     def _look(self, number: Tensor) -> None:
         """Begin to copy it, with all since the last copy, where that was long enough ago."""
         self._unread.append(number)
-        if (now := perf_counter()) - self._since >= SECONDS:
+        if (now := perf_counter()) - self._since >= COPY_INTERVAL:
             self._under_way = Totals({}, Ranks(), self._device, {"": torch.stack(self._unread)})
             self._unread, self._since = [], now
 
@@ -181,6 +183,6 @@ class NonFiniteCheckOnDevice(NonFiniteCheck):
         return self._found
 
 
-def _numbers(tensors: Sequence[Tensor | None]) -> list[float]:
+def _to_floats(tensors: Sequence[Tensor | None]) -> list[float]:
     """The values of lone numbers that lie on one device."""
     return torch.stack([to_accumulator(one) for one in tensors if one is not None]).tolist() if tensors else []

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.learning.flops_utilization import NoWork
+from trainer.learning.flops_utilization import NoUtilization
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
-from trainer.learning.untrained_parameters import refuse_gradients, with_gradient
+from trainer.learning.untrained_parameters import refuse_gradients, task_weights_with_gradient
 from trainer.parallel.activation_checkpointing import recompute
 from trainer.parallel.batch_gather import dealt, gathering_over
 from trainer.parallel.batch_norm import average_statistics, synchronised
@@ -24,20 +24,20 @@ from trainer.parallel.optimizer_state import empty_optimizer_state, fits, optimi
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.rng.sample_rng import TorchRNG, chances
 from trainer.parallel.units import called, compile_network, uncompiled, units
-from trainer.strategies.carried_state import what_is_carried
+from trainer.strategies.carried_state import make_recurrent_state
 from trainer.strategies.ema import MovingAverage, NoMovingAverage
 from trainer.strategies.loss import (
     Forward,
     MemoryFormat,
-    add_share,
-    by_name,
+    accumulate_losses,
+    name_losses,
     check_gradients,
     evaluation_sums,
-    in_double,
+    to_float64,
     refuse_extra_state,
-    shares,
-    times,
-    uncounted,
+    loss_shares,
+    scale_loss,
+    zero_sums,
 )
 from trainer.strategies.loss_scaler import NoScaler, Scaler, StepSkipper
 from trainer.strategies.machine import Machine
@@ -60,12 +60,12 @@ class ParallelModel:
     def __init__(self, strategy: RankContext, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
         self.machine, self.before_first_step = strategy.machine, True  # no step has been done
-        self.watch, self.average, self.carried = strategy.watch, NoMovingAverage(), what_is_carried(task, strategy)
-        self.work = NoWork()  # until somebody has counted what a step computes
+        self.watch, self.average, self.carried = strategy.watch, NoMovingAverage(), make_recurrent_state(task, strategy)
+        self.work = NoUtilization()  # until somebody has counted what a step computes
         half = self.machine.resolved_precision == "fp16"
         self.scaler = Scaler(strategy.device, strategy.loss_group.size) if half else NoScaler()
         # types and kinds of layers first: all that follows looks at them
-        network = in_double(network) if self.machine.resolved_precision == "fp64" else network
+        network = to_float64(network) if self.machine.resolved_precision == "fp64" else network
         network = synchronised(network, strategy.loss_group, strategy.device) if strategy.sync_bn else network
         refuse_extra_state(network)
         self.rng = chances[strategy.dropout](self.machine.seed, strategy.device)
@@ -153,7 +153,7 @@ class ParallelModel:
         self.set_mode(training=True)
         self.scaler.begin()
         # a mean of micro-batches' means would be wrong where they weigh differently
-        share_of = shares(self.task, batches, self.strategy.loss_group, self.strategy.device)
+        share_of = loss_shares(self.task, batches, self.strategy.loss_group, self.strategy.device)
         sums = self.run_micro_batches(batches, step, share_of)
         self.watch.computed()
         self.finish_gradients()
@@ -176,16 +176,16 @@ class ParallelModel:
         """A micro-batch's forward; returns what is to go backward, and adds to the losses of the step."""
         losses = self.losses(self.carried.through(forward, batch, training=True), batch.inputs, batch.targets)
         own = share()  # after the forward: the weights of all ranks have travelled while it computed
-        add_share(sums, losses, own)
+        accumulate_losses(sums, losses, own)
         # DDP and its like divide the summed gradients by the number of data ranks: undo it here
-        return self.scaler.scale(times(losses["loss"], own * self.strategy.loss_group.size))
+        return self.scaler.scale(scale_loss(losses["loss"], own * self.strategy.loss_group.size))
 
     def losses(self, forward: Forward, inputs: Any, targets: Any) -> dict[str, Tensor]:
         """The loss of a micro-batch, in the run's precision, beside its parts if it has any."""
         with self.machine.autocast(self.strategy.device):
             inputs, targets = self.memory_format.cast((inputs, targets))
             loss = self.gather_output(self.rng.call(self.task.loss, forward(inputs, targets), targets))
-        return by_name(loss)
+        return name_losses(loss)
 
     def set_mode(self, training: bool) -> None:
         """Put the network into the mode of training, or of an evaluation."""
@@ -200,7 +200,9 @@ class ParallelModel:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.before_first_step:
             check_gradients(self.network)
-            own = self.strategy.world.all_gather_values(with_gradient(self.task, self.network))  # all ranks, once
+            own = self.strategy.world.all_gather_values(
+                task_weights_with_gradient(self.task, self.network)
+            )  # all ranks, once
             refuse_gradients(self.task, next(filter(None, own), []))
         norm = None
         if max_norm is not None or self.scaler.needs_norm:
@@ -232,7 +234,7 @@ class ParallelModel:
         with rehearsing, self.rng, self.compute_context(), dealt(batch.span), computing:
             inputs, targets = self.memory_format.cast((batch.inputs, batch.targets))
             sums = self.evaluate_batch(batch, inputs, targets)
-        return sums if valid else uncounted(sums)
+        return sums if valid else zero_sums(sums)
 
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         """The sums over a batch in its form, whether it counts or not: on ranks that need each other all compute."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainer.data.nested_tensors import floats_as, tensors
+from trainer.data.nested_tensors import cast_floats, tensors
 from trainer.learning.task import Task
 from trainer.parallel.batch_gather import dealt
 from trainer.parallel.buckets import Sums
@@ -183,7 +183,7 @@ class PipelineModel(ShardedModel):
         with self.machine.autocast(self.strategy.device):
             inputs, targets = self.memory_format.cast((inputs, targets))
             if self._sharding.param_dtype:  # what is no argument of the stage fully_shard does not cast
-                inputs, targets = floats_as((inputs, targets), torch.bfloat16)
+                inputs, targets = cast_floats((inputs, targets), torch.bfloat16)
             came = self.memory_format.cast(tuple(InOrder.apply(value) for value in received))
             output = stage.body(inputs, targets, *came)
             return output if stage.number == self._last else in_order(output)
@@ -220,8 +220,8 @@ class PipelineModel(ShardedModel):
                 number,
                 self._layout.count,
                 self.strategy.device,
-                input_args=_learnable(number, handed[number]),
-                output_args=loss if number == self._last else _learnable(number + 1, handed[number + 1]),
+                input_args=_receive_buffers(number, handed[number]),
+                output_args=loss if number == self._last else _receive_buffers(number + 1, handed[number + 1]),
                 group=self._pipeline.group,
             )
             for number, stage in self._stages.items()
@@ -229,7 +229,7 @@ class PipelineModel(ShardedModel):
         return make_schedule(self._schedule_name, stages, micro_batches)
 
 
-def _learnable(number: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _receive_buffers(number: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What a stage receives, as tensors that a gradient comes back for."""
     for value in received:
         if not value.is_floating_point():

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from trainer.data.sample_order import Slice
-from trainer.learning.task import Task, carries
+from trainer.data.sample_order import RankSampler
+from trainer.learning.task import Task, is_recurrent
 from trainer.messages import Refusal
 from trainer.parallel.device_mesh import described
 from trainer.parallel.fully_shard import Sharding
@@ -62,7 +62,7 @@ class PP(Meshed):
 
     @property
     @override
-    def slice(self) -> Slice:
+    def slice(self) -> RankSampler:
         """Schedules of torch know one shape for all micro-batches of a step."""
         return replace(super().slice, alike=True)
 
@@ -101,7 +101,7 @@ class PP(Meshed):
         """Refuse fields that do not go together."""
         self._refuse_fields(world_size)
         self._refuse_backend()
-        if carries(task):
+        if is_recurrent(task):
             raise Refusal(
                 f"{type(task).__name__} carries a state from batch to batch, and the first stages would need what the"
                 " last one leaves; strategy=fsdp and strategy=ddp can"

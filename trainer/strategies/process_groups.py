@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from trainer.learning.optimizer import sparse_embeddings
-from trainer.learning.task import Task, carries
+from trainer.learning.optimizer import find_sparse_embeddings
+from trainer.learning.task import Task, is_recurrent
 from trainer.messages import Refusal
 from trainer.parallel.batch_norm import refuse_own_statistics
 from trainer.parallel.context_parallel import refuse_context, refuse_sequences
@@ -21,8 +21,8 @@ from trainer.parallel.meta_model import outline
 from trainer.parallel.ranks import Group, Ranks, join_group, leave_group, refuse_backend
 from trainer.parallel.tensor_parallel import refuse_plan
 from trainer.strategies.base import Strategy
-from trainer.strategies.replica_check import NoReplicaCheck, compared
-from trainer.strategies.stopwatch import NoStalls, Stalls, Stopwatch
+from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check
+from trainer.strategies.stopwatch import NoStallClock, StallClock, StepTimer
 from trainer.strategies.straggler import StragglerCheck
 
 
@@ -46,7 +46,7 @@ class Joined(Strategy):
 
     def refuse_sparse(self, network: nn.Module) -> None:
         """Refuse embeddings whose gradients are sparse, where what travels is dense."""
-        for name in sparse_embeddings(network):
+        for name in find_sparse_embeddings(network):
             raise Refusal(
                 f"strategy={self.name} sends dense gradients, and the embedding {name} makes sparse ones; "
                 "build it with sparse=False, or use strategy=ddp distributed.backend=gloo"
@@ -56,7 +56,7 @@ class Joined(Strategy):
     def __enter__(self) -> Self:
         self.device = self.machine.claim_device()  # first: NCCL binds the group to the current device
         self.world = join_group(self.machine.launch, self.device, self.machine.backend, self.machine.timeout)
-        self.watch = Stopwatch(Stalls() if self.world.size > 1 else NoStalls())
+        self.watch = StepTimer(StallClock() if self.world.size > 1 else NoStallClock())
         self.make_groups()
         self.use_long_timeout()  # last: torch makes the groups of a mesh with times of its own
         return self
@@ -132,7 +132,7 @@ class Meshed(Joined):
             refuse_plan(network, task.plan(network), degrees["tensor"])
         if degrees.get("context", 1) > 1:
             refuse_context(network, task.plan(network))
-            if carries(task):
+            if is_recurrent(task):
                 raise Refusal(
                     f"strategy={self.name}: {type(task).__name__} carries a state from batch to batch, and context"
                     " ranks have stretches of a sequence; strategy=ddp and strategy=fsdp carry a state"
@@ -188,7 +188,7 @@ class Meshed(Joined):
     @override
     def copies(self, network: nn.Module) -> NoReplicaCheck:
         """Collective: shards are compared with those of the ranks that hold the same ones, and so is what is whole."""
-        return compared(self, network, self.at())
+        return make_replica_check(self, network, self.at())
 
     @override
     def at(self) -> dict[str, int]:

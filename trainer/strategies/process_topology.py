@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from trainer.data.sample_order import Slice
+from trainer.data.sample_order import RankSampler
 from trainer.launch.watchdog import Pulse
 from trainer.learning.cadence import Cadences
 from trainer.parallel.buckets import Sums, Totals
 from trainer.parallel.ranks import Ranks, set_timeouts
 from trainer.strategies.machine import Machine
-from trainer.strategies.stopwatch import NoStalls, Stopwatch
+from trainer.strategies.stopwatch import NoStallClock, StepTimer
 
-Recomputed = Literal["none", "units", "operators"]
-LATER = timedelta(seconds=30)  # torch ends a collective so much later than the watchdog, which can say who hangs
+ActivationCheckpointing = Literal["none", "units", "operators"]
+WATCHDOG_MARGIN = timedelta(
+    seconds=30
+)  # torch ends a collective so much later than the watchdog, which can say who hangs
 
 
 @dataclass
@@ -33,7 +35,7 @@ class RankContext:
 
     narrowing: ClassVar[tuple[str, ...]] = ()  # fields that make numbers narrower than the precision; null: they do not
     sync_bn: bool = False  # BatchNorm's statistics over the whole micro-batch of all data ranks
-    activation_checkpointing: Recomputed = "none"  # what the backward computes again instead of keeping it
+    activation_checkpointing: ActivationCheckpointing = "none"  # what the backward computes again instead of keeping it
     machine: Machine = field(default_factory=Machine)
 
     cadences: Cadences = field(init=False, repr=False, compare=False, default=Cadences())  # how often the run does what
@@ -43,7 +45,7 @@ class RankContext:
     # how long a rank may take to get further at present; joining has a limit of its own
     patience: timedelta = field(init=False, repr=False, default=timedelta.max)
     # where the time of its steps goes, and whether any are done
-    watch: Stopwatch = field(init=False, repr=False, compare=False, default_factory=partial(Stopwatch, NoStalls()))
+    watch: StepTimer = field(init=False, repr=False, compare=False, default_factory=partial(StepTimer, NoStallClock()))
 
     def __enter__(self) -> Self:
         self.device = self.machine.claim_device()
@@ -64,9 +66,9 @@ class RankContext:
         return self.data_group
 
     @property
-    def slice(self) -> Slice:
+    def slice(self) -> RankSampler:
         """Which samples this rank reads, and where they go."""
-        return Slice(self.data_group.rank, self.data_group.size, self.device, self.machine.seed)
+        return RankSampler(self.data_group.rank, self.data_group.size, self.device, self.machine.seed)
 
     @property
     def dropout(self) -> Literal["sample", "native"]:
@@ -93,7 +95,7 @@ class RankContext:
         self.patience = patience
         # When NCCL's time is over its watchdog aborts the process, and nobody is left to say why. The vote of the same
         # step waits on the CPU and raises an error: with twice the time for NCCL it is heard first.
-        set_timeouts(self.groups(), (patience if self.device.type == "cpu" else patience * 2) + LATER)
+        set_timeouts(self.groups(), (patience if self.device.type == "cpu" else patience * 2) + WATCHDOG_MARGIN)
 
     # Collectives: every rank calls them, in the same order.
 

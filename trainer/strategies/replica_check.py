@@ -22,15 +22,15 @@ from trainer.parallel.tensor_statistics import bit_sums
 from trainer.strategies.process_topology import RankContext
 
 # How a tensor can be split: the axes of the mesh along which ranks hold different shards of it.
-KINDS = [kind for count in range(len(AXES)) for kind in combinations(AXES[1:], count)]
+SPLITS = [kind for count in range(len(AXES)) for kind in combinations(AXES[1:], count)]
 _CPU = torch.device("cpu")
 
 
-class Drifted(FatalRunError, RuntimeError):
+class ReplicaDriftError(FatalRunError, RuntimeError):
     """Ranks hold different numbers in what is to be the same; the message names the first tensor, and who differs."""
 
 
-class Comparison(NamedTuple):
+class PendingComparison(NamedTuple):
     """What the ranks tell each other of one step, on its way."""
 
     step: int
@@ -52,7 +52,7 @@ class NoReplicaCheck:
         """Collective: the same for what is to be saved of the network and its average. Waits for the answer."""
 
 
-def compared(place: RankContext, network: nn.Module, at: Mapping[str, int] | None = None) -> NoReplicaCheck:
+def make_replica_check(place: RankContext, network: nn.Module, at: Mapping[str, int] | None = None) -> NoReplicaCheck:
     """Collective: what compares the copies that the ranks of this place hold, unless nobody is to.
 
     `at`: where this rank is along each axis of the mesh; None: every rank holds the same.
@@ -71,8 +71,8 @@ class ReplicaCheck(NoReplicaCheck):
         self._parameters = dict(network.named_parameters())
         self._statistics = statistics(network).keys()  # the same on all ranks after `settle`
         places = ranks.all_gather_values(dict(at))  # all ranks, once; where each of them is
-        self._groups = [_together(places, kind) for kind in KINDS]  # for each kind, groups of two ranks or more
-        self._told: Comparison | None = None  # at the last line
+        self._groups = [_group_holders(places, kind) for kind in SPLITS]  # for each kind, groups of two ranks or more
+        self._told: PendingComparison | None = None  # at the last line
 
     @override
     def tell(self, step: int) -> None:
@@ -89,30 +89,32 @@ class ReplicaCheck(NoReplicaCheck):
         own = self._parameters.keys() | self._statistics
         self._judge(self._tell(step, {name: x for name, x in state.items() if name in own or name.startswith(AVERAGE)}))
 
-    def _tell(self, step: int, tensors: Mapping[str, Tensor]) -> Comparison:
+    def _tell(self, step: int, tensors: Mapping[str, Tensor]) -> PendingComparison:
         """Collective: begin to add up over all ranks a table of which each fills in its own row."""
-        kinds = {name: KINDS.index(split_axes(tensor)) for name, tensor in tensors.items()}
+        kinds = {name: SPLITS.index(split_axes(tensor)) for name, tensor in tensors.items()}
         kinds = {name: kind for name, kind in kinds.items() if self._groups[kind]}  # of others there is one copy
         # a number for each tensor is kept here, in case copies differ; their sums alone travel
         sums = bit_sums({name: tensors[name] for name in kinds})
         tables = {}
         for device in dict.fromkeys((self._device, _CPU)):  # parameters may be offloaded to the host
-            table = torch.zeros(self._ranks.size, len(KINDS), dtype=torch.int64, device=device)
+            table = torch.zeros(self._ranks.size, len(SPLITS), dtype=torch.int64, device=device)
             for kind in {*kinds.values()}:
                 there = [one for name, one in sums.items() if kinds[name] == kind and one.device == device]
                 if there:
                     table[self._ranks.rank, kind] = torch.stack(there).sum()
             tables[device.type] = table
-        return Comparison(step, kinds, sums, Totals(tables, self._ranks, self._device))  # all ranks; 64 bytes for each
+        return PendingComparison(
+            step, kinds, sums, Totals(tables, self._ranks, self._device)
+        )  # all ranks; 64 bytes for each
 
-    def _judge(self, told: Comparison) -> None:
+    def _judge(self, told: PendingComparison) -> None:
         """Collective where copies differ; every rank has the whole table, so all see the same."""
         rows = torch.stack([*told.totals.read().values()]).sum(0).tolist()
         for kind, groups in enumerate(self._groups):
             if any(len({rows[rank][kind] for rank in ranks}) > 1 for ranks in groups):
                 self._refuse(told)
 
-    def _refuse(self, told: Comparison) -> NoReturn:
+    def _refuse(self, told: PendingComparison) -> NoReturn:
         """Collective: say what differs, and on whom."""
         own = {name: (kind, int(told.sums[name])) for name, kind in told.kinds.items()}
         # all ranks, as the run ends; a number for each tensor
@@ -123,10 +125,10 @@ class ReplicaCheck(NoReplicaCheck):
             for ranks in self._groups[kind]:
                 values = {rank: held[rank][name][1] for rank in ranks if name in held[rank]}
                 if len({*values.values()}) > 1:
-                    found.setdefault(name, _who(values, hosts))
+                    found.setdefault(name, _describe_difference(values, hosts))
         (name, who), *others = found.items()
         more = f" (and in {len(others)} more)" if others else ""
-        raise Drifted(
+        raise ReplicaDriftError(
             f"step {told.step}: the copies of the network have drifted apart: {who} in {name}{more}. Nothing of it is"
             " saved: the same command goes on from the newest checkpoint, if there is one.\nLook for code that changes"
             " weights on one rank alone (Task.after_step, a random number), or for a machine with faulty memory. Where"
@@ -134,7 +136,7 @@ class ReplicaCheck(NoReplicaCheck):
         )
 
 
-def _together(places: Sequence[Mapping[str, int]], kind: Sequence[str]) -> list[list[int]]:
+def _group_holders(places: Sequence[Mapping[str, int]], kind: Sequence[str]) -> list[list[int]]:
     """The ranks that hold the same pieces of what is split along these axes; stages hold different tensors anyway."""
     groups: dict[tuple[int | None, ...], list[int]] = {}
     for rank, place in enumerate(places):
@@ -142,16 +144,16 @@ def _together(places: Sequence[Mapping[str, int]], kind: Sequence[str]) -> list[
     return [ranks for ranks in groups.values() if len(ranks) > 1]
 
 
-def _who(values: Mapping[int, int], hosts: Sequence[str]) -> str:
+def _describe_difference(values: Mapping[int, int], hosts: Sequence[str]) -> str:
     """Which ranks differ from the most of them, and where they run; where no value has a majority nobody can say."""
     (right, count), *_ = Counter(values.values()).most_common(1)
     if 2 * count <= len(values):
-        return f"ranks {_listed(values)} hold different numbers (and nobody can say who is right)"
+        return f"ranks {_join_ranks(values)} hold different numbers (and nobody can say who is right)"
     wrong = [rank for rank, value in values.items() if value != right]
     rest = [rank for rank in values if rank not in wrong]
     named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in wrong)
-    return f"{named} holds other numbers than ranks {_listed(rest)}"
+    return f"{named} holds other numbers than ranks {_join_ranks(rest)}"
 
 
-def _listed(ranks: Mapping[int, int] | Sequence[int]) -> str:
+def _join_ranks(ranks: Mapping[int, int] | Sequence[int]) -> str:
     return ", ".join(map(str, ranks))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from typing_extensions import override
 
-from trainer.data.nested_tensors import changed
+from trainer.data.nested_tensors import map_tensors
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
@@ -102,12 +102,12 @@ class ShardedModel(ParallelModel):
 
     @override
     def gather_output(self, output: Any) -> Any:
-        return changed(output, lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
+        return map_tensors(output, lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
 
     @override
     def optimizer(self, make: Make, groups: Groups) -> torch.optim.Optimizer:
         """Build the optimizer; split and whole parameters in groups of their own, for its kernels take no mixture."""
-        unmixed = [one for group in groups for one in _unmixed(group)]
+        unmixed = [one for group in groups for one in _split_by_kind(group)]
         optimizer = make(unmixed)
         if not optimizer.defaults.get("fused") or isinstance(optimizer, FUSED):
             return optimizer
@@ -137,7 +137,7 @@ class ShardedModel(ParallelModel):
         return super().state(optimizer)
 
 
-def _unmixed(group: dict[str, Any]) -> list[dict[str, Any]]:
+def _split_by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
     alike: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in group["params"]:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None

@@ -7,7 +7,7 @@ from math import inf
 from time import perf_counter
 
 from trainer.parallel.ranks import Vote
-from trainer.strategies.process_topology import LATER, RankContext
+from trainer.strategies.process_topology import WATCHDOG_MARGIN, RankContext
 
 SECONDS = 0.05  # between two votes, where steps are shorter: a request to stop is heard as soon as that
 MOST = 32  # steps between two votes, should they become slow all at once
@@ -51,4 +51,4 @@ class StopVotes:
 
     def _begin(self, *numbers: float) -> Vote:
         # all ranks; 8 bytes a number, as a CPU tensor while the step computes: no GPU waits
-        return self._place.world.vote(numbers, self._place.patience + LATER)
+        return self._place.world.vote(numbers, self._place.patience + WATCHDOG_MARGIN)

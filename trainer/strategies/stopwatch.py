@@ -10,10 +10,10 @@ STEP = ("data", "forward and backward", "communication", "optimizer", "log")  # 
 PHASES = (*STEP, "evaluation", "save")
 
 
-class Stopwatch:
+class StepTimer:
     """Laps of the host's clock. They cost some microseconds a step and never wait for a device."""
 
-    def __init__(self, stalls: NoStalls) -> None:
+    def __init__(self, stalls: NoStallClock) -> None:
         self.steps, self._stalls = 0, stalls  # steps that have begun
         self.done = 0  # phases, and batches of evaluations: where it stands still nothing goes on
         self._begin()
@@ -60,13 +60,13 @@ _PERIOD = 0.025  # seconds from tick to tick
 _LATE = 0.05  # a tick that is later than that tells of more than a busy machine
 
 
-class NoStalls:
+class NoStallClock:
     """Nobody looks, for nobody waits for this process."""
 
     seconds = 0.0
 
 
-class Stalls(NoStalls):
+class StallClock(NoStallClock):
     """A thread that only sleeps and looks at the clock: what its ticks are late by, the process stood still.
 
     40 ticks a second cost about 0.1 % of a core. The thread ends with this object.
@@ -76,7 +76,7 @@ class Stalls(NoStalls):
         Thread(target=_tick, args=(ref(self),), name="stalls", daemon=True).start()
 
 
-def _tick(owner: ref[Stalls]) -> None:
+def _tick(owner: ref[StallClock]) -> None:
     while True:
         before = monotonic()
         sleep(_PERIOD)  # not for an event: time itself is what is measured

@@ -9,10 +9,10 @@ import torch
 
 from trainer.parallel.buckets import Totals
 from trainer.parallel.ranks import Ranks
-from trainer.strategies.stopwatch import STEP, Stopwatch
+from trainer.strategies.stopwatch import STEP, StepTimer
 
 STEPS, SECONDS = 10, 2.0  # what is judged at once: lines of so many steps at least, which took so long
-FAR = 0.25  # of the time, by which a rank is above the others: without it steps would be so much shorter
+THRESHOLD = 0.25  # of the time, by which a rank is above the others: without it steps would be so much shorter
 CAUSES = ("stood still (stopped, swapped out, or without a processor)", "read its data", "computed")
 COMPUTED = 2  # the last cause, which says something among ranks of equal work alone
 _CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ class StragglerCheck:
         self._under_way: Totals | None = None
         self._slow: set[int] = set()  # ranks that were told of, and are not well yet
 
-    def tell(self, watch: Stopwatch) -> None:
+    def tell(self, watch: StepTimer) -> None:
         """Collective, at a line: start telling all ranks what this one spent since the last line."""
         # a processor's time says how slow it is; beside a GPU it says nothing, for it spins while it waits
         computed = watch.worked / torch.get_num_threads() if self._on_cpu else 0.0
@@ -66,8 +66,8 @@ class StragglerCheck:
         alike = [at for at in others if self._stages[at] == self._stages[rank]] or [rank]
         usual = [median(parts[at][cause] for at in (alike if cause == COMPUTED else rest)) for cause in range(len(own))]
         far, cause = max((mine - theirs, cause) for cause, (mine, theirs) in enumerate(zip(own, usual, strict=True)))
-        new = far > FAR and rank not in self._slow
-        self._slow = self._slow | {rank} if far > FAR else self._slow - {rank}
+        new = far > THRESHOLD and rank not in self._slow
+        self._slow = self._slow | {rank} if far > THRESHOLD else self._slow - {rank}
         return [
             f"rank {rank} on {self._hosts[rank]} holds up the others: it {CAUSES[cause]} for {100 * own[cause]:.0f} %"
             f" of the time, they for {100 * usual[cause]:.0f} %"

@@ -20,7 +20,7 @@ from trainer.parallel.ranks import Group
 from trainer.strategies.loss import Forward
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.process_groups import Joined
-from trainer.strategies.replica_check import NoReplicaCheck, compared
+from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check
 
 
 @dataclass
@@ -50,14 +50,14 @@ class Zero1(Joined):
 
     @override
     def copies(self, network: nn.Module) -> NoReplicaCheck:
-        return compared(self, network)
+        return make_replica_check(self, network)
 
     @override
     def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
-        return _Placed(self, task, network, example)
+        return Zero1Model(self, task, network, example)
 
 
-class _Placed(ParallelModel):
+class Zero1Model(ParallelModel):
     strategy: Zero1
 
     @override

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.data.nested_tensors import lists, named
+from trainer.data.nested_tensors import named_lists, named_tensors
 from trainer.parallel.context_parallel import Pieces
 from trainer.verify.tensor_sketch import LENGTH, moved, signatures
 
@@ -95,8 +95,8 @@ def layouts(name: str, large: Any, small: Any, samples: int, rows: Sequence[int]
 
     read: it is what was read of the samples, and no network has made it of them.
     """
-    fewer = {place: len(entries) for place, entries in lists(small, name)}
-    long = {place for place, entries in lists(large, name) if len(entries) == samples > fewer.get(place, samples)}
+    fewer = {place: len(entries) for place, entries in named_lists(small, name)}
+    long = {place for place, entries in named_lists(large, name) if len(entries) == samples > fewer.get(place, samples)}
     known = {place for place in long if fewer[place] == len(rows)}
     some = {(place, at): x for place, at, x in by_sample(small, name, len(rows), known)}
     others: dict[str, list[bool]] = {}  # of each place in lists: is what a sample has the same in both?
@@ -119,13 +119,13 @@ def by_sample(tree: Any, name: str, samples: int, known: Collection[str]) -> Ite
 
     known: the places of such lists, of which `*` then stands for the number in the place. None: it is everybody's.
     """
-    listed = [place for place, entries in lists(tree, name) if place in known and len(entries) == samples]
-    for place, entries in lists(tree, name):
+    listed = [place for place, entries in named_lists(tree, name) if place in known and len(entries) == samples]
+    for place, entries in named_lists(tree, name):
         if place in listed and not any(place.startswith(f"{outer}.") for outer in listed):
             for sample, entry in enumerate(entries):
-                for inner, x in named(entry, f"{place}.*"):
+                for inner, x in named_tensors(entry, f"{place}.*"):
                     yield inner, sample, x
-    for place, x in named(tree, name):
+    for place, x in named_tensors(tree, name):
         if not any(place.startswith(f"{outer}.") for outer in listed):
             yield place, None, x
 

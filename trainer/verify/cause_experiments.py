@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.jobs.preparation import Prepared
 from trainer.launch.stop_signals import StopRequest
-from trainer.learning.task import carries, gathers
+from trainer.learning.task import is_recurrent, gathers_samples
 from trainer.messages import Refusal
 from trainer.verify.causes import (
     AGAIN,
@@ -48,7 +48,7 @@ class Experiments:
     def tried(self) -> Tried:
         """Collective: each rank by itself, in turn, what users have written; then all together the strategy."""
         run, world = self.run, self.run.strategy.world
-        if carries(run.task) or gathers(run.task):
+        if is_recurrent(run.task) or gathers_samples(run.task):
             return Tried(failed="the task keeps something from one batch to another")
         run.strategy.use_long_timeout()
         alone: dict[str, bool] = {}

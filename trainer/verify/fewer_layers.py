@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.nested_tensors import changed
+from trainer.data.nested_tensors import map_tensors
 from trainer.jobs.preparation import Prepared, host_example, seeded_network
 from trainer.learning.parallel_plan import Plan
-from trainer.learning.parameter_patterns import Rule, fits, resolve_rules
+from trainer.learning.parameter_patterns import Rule, matches_exactly, resolve_rules
 from trainer.learning.task import Task
 from trainer.learning.untrained_parameters import freeze
 from trainer.messages import Refusal
@@ -134,7 +134,7 @@ def _lists(network: nn.Module, plan: Plan, rules: list[Rule], each: int) -> Iter
     planned = {
         name
         for name, module in lists.items()
-        if any(fits(key, f"{name}.{word}".strip(".")) for key in plan.shard for word, _ in _entries(module))
+        if any(matches_exactly(key, f"{name}.{word}".strip(".")) for key in plan.shard for word, _ in _entries(module))
     }
     gone = set[str]()  # the layers that do not stay
     for name, module in lists.items():
@@ -219,7 +219,7 @@ class _Attempt:
 def _learned(task: Task, network: nn.Module, example: Any, instead: Mapping[Tensor, Tensor]) -> set[Tensor]:
     """The parameters to which a gradient comes back, with these tensors in the place of the network's own."""
     copy = deepcopy(network, {id(value): other for value, other in instead.items()}).train()
-    inputs, targets = changed(example, torch.clone)
+    inputs, targets = map_tensors(example, torch.clone)
     with torch.random.fork_rng(devices=[]):
         loss = task.loss(task.forward(copy, inputs, targets), targets)
         total = torch.stack(list(loss.values())).sum() if isinstance(loss, dict) else loss

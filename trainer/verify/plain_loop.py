@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from trainer.data.nested_tensors import floats_as, moved
+from trainer.data.nested_tensors import cast_floats, to_device
 from trainer.data.rank_batches import MIXING
-from trainer.data.reader import Loading, reading
-from trainer.data.sample_order import ordered, size_of, spans
+from trainer.data.reader import LoaderOptions, make_reader
+from trainer.data.sample_order import make_epoch_order, dataset_size, split_evenly
 from trainer.data.sample_random import Random
-from trainer.data.seeds import mix
+from trainer.data.seeds import mix_seeds
 from trainer.data.stream import Batch
 from trainer.jobs.allocator import evaluation_batch
 from trainer.jobs.initial_weights import Initial
 from trainer.jobs.preparation import Prepared, read_data, seeded_network
-from trainer.learning.optimizer import begin_momentum, no_fused_step, parameter_groups, set_rates
-from trainer.learning.task import units
+from trainer.learning.optimizer import init_momentum, why_not_fused, parameter_groups, set_rates
+from trainer.learning.task import loss_weight
 from trainer.loop.progress import Progress
 from trainer.messages import Refusal
 from trainer.parallel.batch_gather import dealt, gathering_over
@@ -110,14 +110,14 @@ class ByHand:
         self.network = network.to(run.strategy.device)
         groups = parameter_groups(self.network, run.spare_vectors, run.rules)
         self.optimizer = run.make_optimizer(groups)
-        if no_fused_step(self.optimizer, run.make_optimizer, run.strategy.device, None):
+        if why_not_fused(self.optimizer, run.make_optimizer, run.strategy.device, None):
             self.optimizer = run.make_optimizer([{**group, "fused": False} for group in groups])
         for group in self.optimizer.param_groups:
             group["lr"] *= run.schedule.scale(run.settings.loop.global_batch)
-        begin_momentum(self.optimizer)
+        init_momentum(self.optimizer)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self.ear = SignatureRecorder(self.network.named_modules(), Ranks(), self.record)
-        self.size = size_of(run.training)
+        self.size = dataset_size(run.training)
         self.length = len(self._order(0))
         self._mode(True)
 
@@ -142,7 +142,7 @@ class ByHand:
                 self._values(resume, RESUME)
 
     def _order(self, epoch: int) -> Tensor:
-        return ordered(self.run.data, self.size, self.run.settings.seed, epoch)
+        return make_epoch_order(self.run.data, self.size, self.run.settings.seed, epoch)
 
     def again(self) -> None:
         """Everything anew, with the values that there were."""
@@ -200,14 +200,14 @@ class ByHand:
     def evaluate(self, step: int) -> None:
         """The figures of some batches of the evaluation set."""
         width = evaluation_batch(self.run.settings.loop)
-        for name, value in self.figures(some_batches(-(-size_of(self.run.evaluation) // width))).items():
+        for name, value in self.figures(some_batches(-(-dataset_size(self.run.evaluation) // width))).items():
             self._add(step, EVALUATION, name, torch.tensor(value, dtype=torch.float64))
 
     def figures(self, numbers: Sequence[int]) -> dict[str, float]:
         """Those of these batches of the evaluation set, as the loop would have them."""
         run, sums = self.run, dict[str, Any]()
         self._mode(False)
-        size, width = size_of(run.evaluation), evaluation_batch(run.settings.loop)
+        size, width = dataset_size(run.evaluation), evaluation_batch(run.settings.loop)
         for at in numbers:
             for part in self._divided(0, torch.arange(size)[at * width : (at + 1) * width], training=False):
                 with torch.no_grad(), self._forward(part) as (inputs, targets):
@@ -225,36 +225,36 @@ class ByHand:
         others: Any = gathering_over(Nobody()) if self.how.ranks > 1 else nullcontext()
         with self.draws, others, dealt(part.batch.span), self.run.machine.autocast(self.run.strategy.device):
             self.draws.begin()
-            yield floats_as((part.batch.inputs, part.batch.targets), self.run.machine.parameter_dtype)
+            yield cast_floats((part.batch.inputs, part.batch.targets), self.run.machine.parameter_dtype)
 
     def _divided(self, epoch: int, indices: Tensor, training: bool = True) -> Iterator[Dealt]:
         """The parts of a global batch, each read by itself, of one rank after the other."""
         run, size = self.run, len(indices)
         for seat in (Seat(rank, self.how.ranks) for rank in range(self.how.ranks)):
-            for span in spans(size, min(self.how.micro_batches, size)):
+            for span in split_evenly(size, min(self.how.micro_batches, size)):
                 rows = torch.tensor([row for row in span if row % seat.size == seat.rank])
                 if not len(rows):
                     continue
                 inputs, targets = self._read(epoch, indices, rows, training)
                 batch = Batch(inputs, targets, indices[rows], span, size)
-                yield Dealt(batch, float(units(run.task, targets, len(rows))), seat)
+                yield Dealt(batch, float(loss_weight(run.task, targets, len(rows))), seat)
 
     def _read(self, epoch: int, indices: Tensor, rows: Tensor, training: bool) -> tuple[Any, Any]:
         """These samples of a global batch, each mixed with its partner where the data mixes."""
         run, seed, device = self.run, self.run.settings.seed, self.run.strategy.device
         data, dataset = run.data, run.training if training else run.evaluation
-        read = reading(dataset, data.collate, seed, Loading(workers=0), pin=False)
+        read = make_reader(dataset, data.collate, seed, LoaderOptions(workers=0), pin=False)
 
         def augmented(own: Tensor) -> tuple[Any, Any]:
             (items,) = read(epoch, [own])
-            inputs, targets = moved(items, device)
+            inputs, targets = to_device(items, device)
             return data.augment(inputs, targets, Random(seed, epoch, own.to(device)), training)
 
         inputs, targets = augmented(own := indices[rows])
         if data.mix is None or not training:
             return inputs, targets
         others = augmented(indices[(rows + len(indices) // 2) % len(indices)])
-        return data.mix(inputs, targets, *others, Random(mix(seed, MIXING), epoch, own.to(device)))
+        return data.mix(inputs, targets, *others, Random(mix_seeds(seed, MIXING), epoch, own.to(device)))
 
     def _mode(self, training: bool) -> None:
         self.network.train(training)

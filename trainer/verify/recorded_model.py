@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.data.nested_tensors import changed
+from trainer.data.nested_tensors import map_tensors
 from trainer.data.stream import Batch
 from trainer.learning.task import Task
 from trainer.messages import FatalRunError
@@ -143,7 +143,7 @@ class Surveyor(ModuleObserver):
             yield
 
     def _hear(self, phase: str, name: str, call: int, tree: Any, rows: Sequence[int]) -> None:
-        self._seen[-1][1][phase, name, call] = changed(tree, lambda x: x.detach().clone())
+        self._seen[-1][1][phase, name, call] = map_tensors(tree, lambda x: x.detach().clone())
 
     def layouts(self) -> dict[Place, Layout]:
         """Where samples lie, of all that has shown it."""

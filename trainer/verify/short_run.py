@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.data.reader import Loading
-from trainer.data.stream import Batch, EvaluationStream, Stream
+from trainer.data.reader import LoaderOptions
+from trainer.data.stream import Batch, EvalLoader, TrainLoader
 from trainer.jobs.allocator import evaluation_batch
 from trainer.jobs.batch_sizes import deal
 from trainer.jobs.build_trainer import make_checkpoints, make_evaluation, make_trainer
 from trainer.jobs.preparation import Prepared, build_values, read_data, seeded_network
 from trainer.jobs.run_parts import RunParts
 from trainer.launch.stop_signals import StopRequest
-from trainer.learning.cadence import Due, Every
-from trainer.loop.evaluation import figures_of
+from trainer.learning.cadence import Trigger, Interval
+from trainer.loop.evaluation import evaluate_batches
 from trainer.loop.progress import Progress
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.store import discard
@@ -75,7 +75,7 @@ class AtLast(AsyncSaver):
 class FirstBatch:
     """An evaluation set that ends with its first batch: what an evaluation leaves behind, the steps after it show."""
 
-    def __init__(self, stream: EvaluationStream, width: int) -> None:
+    def __init__(self, stream: EvalLoader, width: int) -> None:
         self._stream, self.size = stream, min(stream.size, width)
 
     def __getattr__(self, name: str) -> Any:
@@ -127,7 +127,7 @@ def trial(
             trainer.placed, trainer.patience, trainer.evaluation = watched, math.inf, between
             # a step after the save that is read back: a copy of it that is none would change with the step
             trainer.steps = min(end + 1, ends[-1])
-            trainer.eval_due, trainer.save_due = Due([Every(1)]), Due([Every(end)])
+            trainer.eval_due, trainer.save_due = Trigger([Interval(1)]), Trigger([Interval(end)])
             if not trainer.fit(start):
                 return False
             if trainer.steps > end:
@@ -157,12 +157,12 @@ def _scale_down(placed: ParallelModel) -> None:
     scaler.load({name: value * _SCALE for name, value in scaler.state().items() if name == "scaler/scale"})
 
 
-def _evaluated(run: Prepared, watched: Any, stream: EvaluationStream, record: Record, step: int) -> None:
+def _evaluated(run: Prepared, watched: Any, stream: EvalLoader, record: Record, step: int) -> None:
     """Collective: the figures of some batches of the evaluation set."""
     watched.settle()
     # a metric may go wrong in a later batch, and the last one may be smaller, with ranks that have no sample of it
     count = len(stream)
-    for name, value in figures_of(run.strategy, watched, run.task, stream, some_batches(count)).items():
+    for name, value in evaluate_batches(run.strategy, watched, run.task, stream, some_batches(count)).items():
         record.add(Key(step, EVALUATION, name), [0], signatures(torch.tensor([[value]], dtype=torch.float64)))
     watched.unsettle()
 
@@ -176,10 +176,10 @@ def surveyed(run: Prepared) -> Any:
     """Where the samples of a batch lie in what each module gives: of a whole step, and of every other sample of it."""
     run = renewed(run)
     build_values(run, resuming=False)
-    own, loading, whole = run.strategy.slice, Loading(**vars(run.settings.loader)), run.settings.loop.global_batch
+    own, loading, whole = run.strategy.slice, LoaderOptions(**vars(run.settings.loader)), run.settings.loop.global_batch
     # every other one, as the first of two ranks has them: there a sample stands at another place than in the whole
     slices = own, replace(own, ranks=2)
-    streams = [Stream(run.data, run.training, each, whole, 1, loading) for each in slices]
+    streams = [TrainLoader(run.data, run.training, each, whole, 1, loading) for each in slices]
     placed = run.strategy.build(run.task, run.network, streams[0].example())
     surveyor = Surveyor(placed.network.named_modules(), run.strategy.data_group)
     for stream, each in zip(streams, slices, strict=True):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.data.seeds import GOLDEN, mixed, signed
+from trainer.data.seeds import GOLDEN, mix_bits, to_int64
 
 _BLOCK = 2**16  # numbers that one row of signs is for
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, lie as evenly as can be
@@ -38,7 +38,7 @@ def signatures(rows: Tensor, first: int = 0) -> Tensor:
     if not norm.isfinite().all():  # a mask of -inf: what is equal is equal, and the others have digits of their own
         # float64 adds whole numbers of this size exactly, in any order
         kinds = x.isposinf() + 2.0 * x.isneginf() + 3.0 * x.isnan()
-        pattern = (kinds * (mixed(torch.arange(x.shape[1]) + first + 1) & 0xFFFFF).to(x)).sum(1)
+        pattern = (kinds * (mix_bits(torch.arange(x.shape[1]) + first + 1) & 0xFFFFF).to(x)).sum(1)
         x = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         norm = x.norm(dim=1)
     signs, projections = _signs(x.device), x.new_zeros(len(x), _PROJECTIONS)
@@ -74,6 +74,6 @@ def whole(tensor: Tensor) -> Tensor:
 
 @cache
 def _signs(device: torch.device) -> Tensor:
-    words = mixed(torch.arange(1, _BLOCK + 1) * signed(GOLDEN))
+    words = mix_bits(torch.arange(1, _BLOCK + 1) * to_int64(GOLDEN))
     bits = words[:, None] >> torch.arange(_PROJECTIONS)  # (block, projections)
     return ((bits & 1) * 2 - 1).to(device, torch.float64)

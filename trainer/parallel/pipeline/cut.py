@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.data.nested_tensors import changed
+from trainer.data.nested_tensors import map_tensors
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import named_tensors
 from trainer.parallel.pipeline.fake_forward import Uncut, cloned
@@ -224,7 +224,7 @@ def _work(step: nn.Module, example: Any) -> dict[str, int]:
     try:
         # a copy: of a module with two names torch's functional_call would not put everything back
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            cloned(step, state)(*changed(example, shapes))
+            cloned(step, state)(*map_tensors(example, shapes))
     except Exception:  # a forward that needs values; the bytes alone must do
         return {}
     prefix = f"{type(step).__name__}.{ROOT}"

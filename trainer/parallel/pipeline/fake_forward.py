@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from trainer.data.nested_tensors import changed, tensors
+from trainer.data.nested_tensors import map_tensors, tensors
 from trainer.parallel.meta_model import named_tensors
 from trainer.parallel.pipeline.fx_trace import ROOT
 from trainer.parallel.units import enclosing
@@ -117,7 +117,7 @@ class Trial:
         for name in dict.fromkeys(name for cut in cuts for name in beside(self._network, cut)):
             module = copy.get_submodule(f"{ROOT}.{name}")
             vars(module)["forward"] = partial(self._call, name, module.forward)
-        self._run(copy, changed(example, lambda tensor: tensor.detach().cpu().clone()))
+        self._run(copy, map_tensors(example, lambda tensor: tensor.detach().cpu().clone()))
         self.owner = self._owners()
 
     def _run(self, step: nn.Module, example: Any) -> None:

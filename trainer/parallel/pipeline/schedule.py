@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.data.nested_tensors import floats_as, moved
+from trainer.data.nested_tensors import cast_floats, to_device
 from trainer.launch.devices import accumulation_dtype
 from trainer.parallel.buckets import Sums, to_accumulator
 from trainer.parallel.ranks import Group
@@ -195,7 +195,7 @@ def broadcast_sums(
     source's are others then.
     """
     numbers = {name: to_accumulator(value).detach().contiguous() for name, value in sums.items()}
-    own = moved(floats_as(numbers, accumulation_dtype(device)), device)
+    own = to_device(cast_floats(numbers, accumulation_dtype(device)), device)
     facts = [(name, value.shape, value.dtype) for name, value in own.items()]
     # who receives must have room of the right shapes, which are the same in every step: they travel once
     if not like:

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainer.data.sample_random import Part, Random
-from trainer.data.seeds import POSITIVE, mix, seed_torch
+from trainer.data.sample_random import TensorPart, Random
+from trainer.data.seeds import POSITIVE, mix_seeds, seed_torch
 from trainer.parallel.context_parallel import Pieces
 
 
@@ -80,7 +80,7 @@ class Draw:
     def seeded(self, device: torch.device) -> Iterator[None]:
         """For what has no batch or is not known here: torch's own generators, the same on all ranks."""
         place = torch.default_generator.initial_seed()
-        seed_torch(mix(self.seed, self.number & POSITIVE), device)
+        seed_torch(mix_seeds(self.seed, self.number & POSITIVE), device)
         try:
             yield
         finally:
@@ -112,11 +112,11 @@ class Cut:
     width: int  # of that, on this rank
     pieces: Pieces  # that it has of the whole
 
-    def part(self, shape: tuple[int, ...]) -> Part | None:
+    def part(self, shape: tuple[int, ...]) -> TensorPart | None:
         """This rank's part of a draw that has this shape here."""
         dim, (numbers, of) = self._dim(shape), self.pieces
         size = shape[dim] // len(numbers)
-        return Part(dim, tuple(range(number * size, (number + 1) * size) for number in numbers), of * size)
+        return TensorPart(dim, tuple(range(number * size, (number + 1) * size) for number in numbers), of * size)
 
     def of_scores(self, dims: int) -> Cut:
         """The same of attention's weights, (…, heads, T, S): channels have become heads."""
@@ -143,7 +143,7 @@ class Cut:
 class Stretch(Cut):
     """Of the tokens of some activations, (B, T, …), a context rank has its own stretch."""
 
-    def part(self, shape: tuple[int, ...]) -> Part | None:
+    def part(self, shape: tuple[int, ...]) -> TensorPart | None:
         """This rank's part; what has one number for each sample is the same on all."""
         return super().part(shape) if len(shape) > 1 else None
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from trainer.data.nested_tensors import first_tensor, moved
+from trainer.data.nested_tensors import first_tensor, to_device
 from trainer.data.sample_random import Random
-from trainer.data.seeds import mix, seed_torch, signed
+from trainer.data.seeds import mix_seeds, seed_torch, to_int64
 from trainer.learning.parallel_plan import Plan
 from trainer.parallel.context_parallel import Pieces, computed, pieces
 from trainer.parallel.ranks import Ranks
@@ -33,7 +33,7 @@ class ForwardRNGState:
     """The forward of one micro-batch: its samples, and what has been drawn in it."""
 
     def __init__(self, seed: int, step: int, indices: Tensor) -> None:
-        self.batch, self.seed = len(indices), mix(seed, step)
+        self.batch, self.seed = len(indices), mix_seeds(seed, step)
         self._from = seed, step, indices
         self.draws: list[tuple[int, Cut | None]] = []
         self.calls: Counter[int] = Counter()  # by module
@@ -62,7 +62,7 @@ class ForwardRNGState:
         """One more draw, in this call."""
         self._look()
         self._drawn[call] += 1
-        self.draws.append((signed(call + self._drawn[call] * _DRAW), cut))
+        self.draws.append((to_int64(call + self._drawn[call] * _DRAW), cut))
 
     def _look(self) -> None:
         """In each piece of a stretch a module counts from where it began: the pieces are parts of the same draws."""
@@ -78,7 +78,7 @@ class ForwardRNGState:
     def add_told(self, name: str | None, call: int, draw: int, cut: Cut | None) -> None:
         """One more draw, of which it is known where it stands."""
         module = number(OUTSIDE) if name is None else number(name) + call * _CALL
-        self.draws.append((signed(module + draw * _DRAW), cut))
+        self.draws.append((to_int64(module + draw * _DRAW), cut))
 
 
 def number(name: str) -> int:
@@ -201,8 +201,8 @@ class SampleRNG(TorchRNG):
         """What is drawn from here on belongs to the forward that has begun."""
         if self._begun is not None:
             (kind, step, indices, place), self._begun = self._begun, None
-            seed_torch(mix(self._seed, kind, step, *place), self._device)
-            self._forward = ForwardRNGState(mix(self._seed, kind), step, moved(indices, self._device))
+            seed_torch(mix_seeds(self._seed, kind, step, *place), self._device)
+            self._forward = ForwardRNGState(mix_seeds(self._seed, kind), step, to_device(indices, self._device))
             self._places[torch.default_generator.initial_seed()] = self._forward, 0
 
     def next(self) -> Draw | None:
@@ -219,7 +219,7 @@ class SampleRNG(TorchRNG):
             cut = self._cut.only(piece[1]) if piece and isinstance(self._cut, Stretch) else self._cut
             forward.add(self._running[-1], cut) if told is None else forward.add_told(*told, cut)
         draw = forward.draws[at]
-        following = mix(torch.default_generator.initial_seed())
+        following = mix_seeds(torch.default_generator.initial_seed())
         torch.default_generator.manual_seed(following)
         self._places[following] = forward, at + 1
         module = self._names.get(self._running[-1], "")

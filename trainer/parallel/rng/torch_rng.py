@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from trainer.data.seeds import mix, seed_torch
+from trainer.data.seeds import mix_seeds, seed_torch
 from trainer.launch.devices import default_generator
 from trainer.learning.parallel_plan import Plan
 from trainer.parallel.ranks import Ranks
@@ -40,7 +40,7 @@ class TorchRNG:
 
     def begin(self, indices: Tensor, step: int, *place: int) -> None:
         """A forward begins, of these samples. place: the micro-batch, the data rank, the stage if there are several."""
-        seed_torch(mix(self._seed, step, *place), self._device)
+        seed_torch(mix_seeds(self._seed, step, *place), self._device)
 
     def go_on(self, calls: Mapping[str, int]) -> None:
         """The forward that begins is the rest of one that has called these modules so often."""
@@ -100,7 +100,7 @@ class Masks:
             return
         # the own stream follows from where the common one stands, so no two splits of a forward draw the same
         common = self._generator.get_state()
-        seed = mix(_number(common), self._rank)
+        seed = mix_seeds(_number(common), self._rank)
         self._generator.manual_seed(seed)
         self._left[seed] = common, self._generator.get_state()
 
@@ -114,7 +114,7 @@ class Masks:
         if torch.equal(self._generator.get_state(), began):
             self._generator.set_state(common)  # nothing was drawn: go on as one process does
         else:
-            self._generator.manual_seed(mix(_number(common)))  # or the next split would find the own stream again
+            self._generator.manual_seed(mix_seeds(_number(common)))  # or the next split would find the own stream again
 
 
 def _is_split(layouts: Any) -> bool:
