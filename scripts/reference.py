@@ -21,7 +21,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parent.parent
 PAGE = CHECKOUT / "docs" / "reference.md"
 PAGES = ("extending.md", "own-strategy.md", "python.md")
-GIVEN = ("trainer.data.sample_random.Random", "trainer.parallel.ranks.Ranks")
+GIVEN = ("trainer.data.rng.Random", "trainer.parallel.ranks.Ranks")
 IMPORTED = re.compile(r"^from (trainer(?:\.\w+)+) import ([\w, ]+)$", re.MULTILINE)
 
 HEAD = """# Reference: the names that a lab imports

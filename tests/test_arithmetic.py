@@ -4,7 +4,7 @@ import pytest
 
 from trainer.configuration.compose import compose
 from trainer.configuration.schema import settings
-from trainer.data.sample_order import split_evenly
+from trainer.data.sampler import split_evenly
 from trainer.jobs.batch_sizes import Batches, deal, measure, more_micro_batches
 from trainer.messages import Refusal
 

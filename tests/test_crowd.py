@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer import gather
-from trainer.data import reader
+from trainer.data import dataset_reader
 from trainer.parallel.activation_checkpointing import recompute
 
 
@@ -26,8 +26,8 @@ def test_cores_are_divided_once(monkeypatch: pytest.MonkeyPatch, own: range, oth
     of = {0: set(own), 1: set(own), **{pid: set(cores) for pid, cores in enumerate(others, 2)}}
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(os, "sched_getaffinity", of.__getitem__)
-    monkeypatch.setattr(reader.Path, "read_text", lambda path: " ".join(str(pid) for pid in of if pid))
-    assert reader._count_cores() == wanted
+    monkeypatch.setattr(dataset_reader.Path, "read_text", lambda path: " ".join(str(pid) for pid in of if pid))
+    assert dataset_reader._count_cores() == wanted
 
 
 class Gathering(nn.Module):

@@ -17,9 +17,9 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_initial import IMAGES, saved
+from trainer.learning.freezing import count_trainable, freeze
 from trainer.learning.optimizer import parameter_groups
-from trainer.learning.parameter_patterns import Rule, matches_exactly, resolve_rules
-from trainer.learning.untrained_parameters import freeze, count_trainable
+from trainer.learning.parameter_groups import Rule, matches_exactly, resolve_rules
 from trainer.messages import Refusal
 from trainer.parallel.batch_norm import batch_norms, synchronised
 from trainer.parallel.meta_model import outline
@@ -87,7 +87,7 @@ def test_what_is_frozen_stays_and_each_part_has_its_rate(reference: Path, tmp_pa
 
 def before() -> dict[str, torch.Tensor]:
     """The network of these runs as the seed makes it."""
-    from trainer.data.seeds import seed_all
+    from trainer.data.rng import seed_all
 
     seed_all(0)
     network = VisionTransformer(10, 3, 8, width=24, heads=4, depth=2)

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.processes import Processes
 from tests.strategies.toys import BATCH, Net, Plain, ToyData
-from trainer.data.reader import LoaderOptions
-from trainer.data.stream import TrainLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.gradient_clipping import global_norm
 from trainer.strategies.fsdp import FSDP

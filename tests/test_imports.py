@@ -63,8 +63,7 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
         "learning.parallel_plan",
         "parallel.context_parallel",
         "data.data",
-        "data.sample_random",
-        "data.preparation",
+        "data.rng",
         "messages",
     )
     names = (
@@ -137,7 +136,7 @@ def test_nobody_but_the_strategies_names_one() -> None:
             name,
             *(
                 f"trainer.strategies.{open}"
-                for open in ("base", "process_groups", "parallel_model", "machine", "stopwatch")
+                for open in ("base", "multi_process", "parallel_model", "machine", "step_timing")
             ),
         )
     ]

@@ -21,10 +21,10 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.toys import NETWORKS, Case, Net
-from trainer.data.reader import LoaderOptions
-from trainer.data.sample_order import RankSampler
-from trainer.data.seeds import seed_all
-from trainer.data.stream import TrainLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import TrainLoader
+from trainer.data.rng import seed_all
+from trainer.data.sampler import RankSampler
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 

@@ -20,7 +20,7 @@ from recipes.vision.vit import VisionTransformer
 from tests.commands import ROOT, finish, torchrun
 from tests.processes import Processes
 from tests.strategies.toys import STRATEGIES, WIDTH, Net, Plain, built
-from trainer.data.seeds import seed_all
+from trainer.data.rng import seed_all
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_stored, is_outline, outline

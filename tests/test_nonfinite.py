@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.commands import curve, lines
 from tests.processes import Processes
 from tests.quick import quickly
-from tests.test_finite import ended
+from tests.test_nonfinite_check import ended
 from trainer.launch.rendezvous import Launch
 from trainer.records.checkpoint.manifest import read_manifest
 from trainer.records.checkpoint.store import look_into

@@ -15,8 +15,8 @@ from tests.commands import curve, lines
 from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
-from trainer.learning.optimizer import init_momentum, fused_argument, parameter_groups, should_spare_vectors
-from trainer.learning.untrained_parameters import refuse_frozen
+from trainer.learning.freezing import refuse_frozen
+from trainer.learning.optimizer import fused_argument, init_momentum, parameter_groups, should_spare_vectors
 from trainer.messages import Refusal
 
 

@@ -12,8 +12,8 @@ from tests.commands import SMALL, curve, lines, status
 from tests.inside import product
 from tests.processes import Processes
 from tests.strategies.toys import Net, Plain, ToyData
-from trainer.data.reader import LoaderOptions
-from trainer.data.stream import EvalLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import EvalLoader
 from trainer.launch.rendezvous import Launch
 from trainer.loop.evaluation import evaluate
 from trainer.messages import Refusal

@@ -11,7 +11,7 @@ from tests.commands import SMALL, finish, single, status
 from tests.inside import here
 from trainer.api import build_run
 from trainer.launch.rendezvous import Launch
-from trainer.learning.cadence import Cadences, Interval
+from trainer.learning.intervals import Cadences, Interval
 from trainer.messages import Refusal
 
 WORDS = (*SMALL, "strategy=single", "schedule=constant", "loop.global_batch=120", "loop.steps=1")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Beta, Binomial, Gamma
 from torch.utils.checkpoint import checkpoint
 
-from trainer.data.sample_random import TensorPart, Random
+from trainer.data.rng import Random, TensorPart
 from trainer.parallel.rng import random_functions
 from trainer.parallel.rng.sample_rng import SampleRNG
 

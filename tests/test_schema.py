@@ -10,7 +10,7 @@ from trainer.configuration.interpolation import resolved, written
 from trainer.configuration.key_types import parse_packages, parse_rhythm, parse_seconds
 from trainer.configuration.resource_paths import root
 from trainer.configuration.schema import GROUPS, SECTIONS, Settings, settings
-from trainer.learning.cadence import Interval
+from trainer.learning.intervals import Interval
 from trainer.messages import Refusal
 
 

@@ -14,13 +14,13 @@ import pytest
 from tests.commands import SMALL, curve, finish, lines, single, status
 from tests.inside import here
 from tests.strategies.toys import BATCH, Net, Plain, ToyData
-from trainer.data.reader import LoaderOptions
-from trainer.data.stream import EvalLoader, TrainLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.loop.evaluation import evaluate
 from trainer.loop.trainer import Trainer
 from trainer.records.checkpoint.manager import Checkpoints
-from trainer.strategies import stop_votes
+from trainer.strategies import rank_context
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 from trainer.strategies.parallel_model import ParallelModel
@@ -172,9 +172,13 @@ def one_rank_is_asked(launch: Launch) -> tuple[Any, int, int]:
             seen.append(launch.rank)
             return launch.rank == 1 and len(seen) >= 3
 
-        patch.setattr(stop_votes, "SECONDS", 0)  # steps that are longer than the time between two votes: each has one
+        patch.setattr(
+            rank_context, "VOTE_INTERVAL", 0
+        )  # steps that are longer than the time between two votes: each has one
         figures = evaluate(strategy, placed, Plain(), evaluation, asked)
-        patch.setattr(stop_votes, "SECONDS", 1e9)  # very short ones: after the first two there are as many as may be
+        patch.setattr(
+            rank_context, "VOTE_INTERVAL", 1e9
+        )  # very short ones: after the first two there are as many as may be
         loop, step, heard = strategy.votes(), 0, False
         while not heard:
             step += 1
@@ -184,4 +188,4 @@ def one_rank_is_asked(launch: Launch) -> tuple[Any, int, int]:
 
 
 def test_all_ranks_break_off_at_the_same_batch_and_the_same_step(processes):
-    assert processes.run(2, one_rank_is_asked) == [(None, 3, 2 + stop_votes.MOST)] * 2
+    assert processes.run(2, one_rank_is_asked) == [(None, 3, 2 + rank_context.MAX_VOTE_STEPS)] * 2

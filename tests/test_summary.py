@@ -20,7 +20,7 @@ from trainer.launch import status as status_module
 from trainer.launch.status import Status
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal
-from trainer.strategies.stopwatch import PHASES, STEP, NoStallClock, StepTimer
+from trainer.strategies.step_timing import PHASES, STEP_PHASES, NoStallClock, StepTimer
 
 WORDS = (*SMALL, "schedule=constant", "loop.global_batch=120", "loop.eval_every=4", "loop.steps=12", "log=[console]")
 
@@ -65,7 +65,7 @@ def test_a_run_ends_with_its_figures_and_its_time(tmp_path: Path, both: tuple[st
         assert 95 <= sum(shares) <= 104  # each is rounded, and what is next to nothing is left out
         assert rows["total"][1] == "100 %"
         # how much of each there is, nobody knows; those of every step also say how long one takes
-        assert all(len(rows[label]) == 2 + (label in STEP) for label in ("start", *PHASES) if label in rows)
+        assert all(len(rows[label]) == 2 + (label in STEP_PHASES) for label in ("start", *PHASES) if label in rows)
     earlier = "note        the table is of this start only; earlier starts did the first 7 steps"
     assert [earlier in screen for screen in both] == [False, True]
     # what is to be done next stays last

@@ -18,15 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.vision.classification import Classification
 from tests.strategies.toys import BATCH, Net, Plain, ToyData, Weighted
-from trainer.data.reader import LoaderOptions
-from trainer.data.stream import EvalLoader, TrainLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.launch.rendezvous import Launch
-from trainer.learning import cadence
-from trainer.learning.cadence import Trigger, Interval
+from trainer.learning import intervals
+from trainer.learning.intervals import Interval, Trigger
 from trainer.learning.schedule import Constant, Cosine, Linear, Schedule
 from trainer.learning.task import Task
+from trainer.loop import train_metrics
 from trainer.loop import trainer as trainer_module
-from trainer.loop import training_lines
 from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal
@@ -129,7 +129,7 @@ def test_rhythms_and_the_last_step(tmp_path: Path) -> None:
 
 def test_the_first_of_several_rhythms_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(cadence, "monotonic", lambda: now[0])
+    monkeypatch.setattr(intervals, "monotonic", lambda: now[0])
     due = Trigger([Interval(steps=4), Interval(epochs=2), Interval(seconds=9.0), Interval(seconds=5.0)])
     epochs = {step: step // 3 for step in (3, 6, 9)}
     assert [step for step in range(1, 10) if due.now(step, epochs.get(step), clock=False)] == [4, 6, 8]
@@ -252,7 +252,7 @@ def test_a_new_best_is_kept_at_once(tmp_path: Path) -> None:
 
 def test_a_clock_that_has_run_out_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(cadence, "monotonic", lambda: now[0])
+    monkeypatch.setattr(intervals, "monotonic", lambda: now[0])
 
     class Second(Constant):
         def __call__(self, step: int, epoch: int, horizon: int) -> float:
@@ -270,7 +270,7 @@ def test_a_clock_that_has_run_out_begins_anew(tmp_path: Path, monkeypatch: pytes
 
 def test_the_time_of_a_step_is_that_of_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(training_lines, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(train_metrics, "perf_counter", lambda: now[0])
     # what is no step falls into the middle of lines; the first evaluation's figures stay the best
     with made(tmp_path, lr=0.0, eval_due=Trigger([Interval(steps=4)]), save_due=Trigger([Interval(steps=7)])) as run:
         for owner, name, seconds in (

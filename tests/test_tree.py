@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.data.nested_tensors import map_tensors, first_tensor, cast_floats, has_rows, to_device, slice_rows, tensors
+from trainer.data.nested_tensors import cast_floats, first_tensor, has_rows, map_tensors, slice_rows, tensors, to_device
 
 Pair = namedtuple("Pair", "left right")
 

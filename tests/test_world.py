@@ -21,7 +21,7 @@ from trainer.records.checkpoint.manager import Checkpoints
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 from trainer.strategies.parallel_model import ParallelModel
-from trainer.strategies.process_topology import WATCHDOG_MARGIN
+from trainer.strategies.rank_context import WATCHDOG_MARGIN
 
 CPU = torch.device("cpu")
 LONG, SHORT = timedelta(minutes=30), timedelta(seconds=1)

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from trainer.api import Result as Result
     from trainer.api import run as run
     from trainer.data.data import Data as Data
-    from trainer.data.preparation import Preparation as Preparation
+    from trainer.data.data import Preparation as Preparation
     from trainer.jobs.run_parts import Job as Job
     from trainer.learning.parallel_plan import Plan as Plan
     from trainer.learning.schedule import Schedule as Schedule
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from trainer.parallel.context_parallel import ShiftedPlaces as ShiftedPlaces
     from trainer.records.sinks import Sink as Sink
     from trainer.strategies.base import Strategy as Strategy
+    from trainer.strategies.multi_process import Joined as Joined
     from trainer.strategies.parallel_model import ParallelModel as ParallelModel
-    from trainer.strategies.process_groups import Joined as Joined
 
 __version__ = "0.1.0"
 
@@ -32,10 +32,10 @@ _HOMES = {
     "Data": "trainer.data.data",
     "GatheredKeys": "trainer.parallel.context_parallel",
     "Job": "trainer.jobs.run_parts",
-    "Joined": "trainer.strategies.process_groups",
+    "Joined": "trainer.strategies.multi_process",
     "ParallelModel": "trainer.strategies.parallel_model",
     "Plan": "trainer.learning.parallel_plan",
-    "Preparation": "trainer.data.preparation",
+    "Preparation": "trainer.data.data",
     "Refusal": "trainer.messages",
     "Result": "trainer.api",
     "Schedule": "trainer.learning.schedule",

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.data.data import Data
-from trainer.data.sample_random import Random
+from trainer.data.rng import Random
 from trainer.messages import Refusal
 
 _NOISE = 0.25  # of the tokens, where the rest can be learned

@@ -13,8 +13,7 @@ from torch.utils.data import Dataset, default_collate
 from recipes.splits import class_count, class_names, labels, numbered, splits
 from recipes.text.tokenizer import loaded
 from recipes.text.unlabelled import Unlabelled, new_texts
-from trainer.data.data import Data
-from trainer.data.preparation import Preparation
+from trainer.data.data import Data, Preparation
 from trainer.messages import Refusal
 
 _IGNORED = -100  # the target that a cross entropy of torch's leaves out

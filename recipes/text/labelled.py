@@ -17,8 +17,7 @@ from recipes.splits import class_count
 from recipes.text.table import column, table
 from recipes.text.tokenizer import loaded
 from recipes.text.unlabelled import Unlabelled, new_texts
-from trainer.data.data import Data
-from trainer.data.preparation import Preparation
+from trainer.data.data import Data, Preparation
 from trainer.messages import Refusal, expand_home
 
 ADDRESSES = Path(__file__).with_name("state-of-the-union.jsonl.gz")  # passages of speeches since 1934; public domain

@@ -19,7 +19,7 @@ from recipes.vision.pixels.colour import jitter
 from recipes.vision.pixels.geometry import affine, crop, resized_crop
 from recipes.vision.pixels.mixing import mix
 from recipes.vision.pixels.trivial import trivial
-from trainer.data.sample_random import Random
+from trainer.data.rng import Random
 from trainer.messages import Refusal
 
 

@@ -17,7 +17,7 @@ from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
 from recipes.vision.plain_pickle import read_plain
 from recipes.vision.prepared import preparation
-from trainer.data.preparation import Preparation
+from trainer.data.data import Preparation
 from trainer.messages import Refusal, expand_home
 
 _SIDE = 32

@@ -14,7 +14,7 @@ from recipes.vision.decode import Window, Windows, decode
 from recipes.vision.pictures import Pictures
 from recipes.vision.prepared import preparation
 from recipes.vision.unlabelled import Unlabelled
-from trainer.data.preparation import Preparation
+from trainer.data.data import Preparation
 from trainer.messages import BadData, Refusal, escape_line
 
 _MOST = 100  # damaged pictures in a row; then nothing is there that could be read

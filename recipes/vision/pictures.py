@@ -14,8 +14,7 @@ from recipes.vision.decode import ENDINGS, Window, Windows
 from recipes.vision.prepared import preparation
 from recipes.vision.sampling import appearances, sampled
 from recipes.vision.unlabelled import Unlabelled
-from trainer.data.data import Data
-from trainer.data.preparation import Preparation
+from trainer.data.data import Data, Preparation
 from trainer.messages import Refusal
 
 

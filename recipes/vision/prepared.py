@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.preparation import Preparation
+from trainer.data.data import Preparation
 
 _UNIT = 2.0**22  # PIL's weights are whole numbers of this part
 _LUMA = (19595.0, 38470.0, 7471.0)  # PIL's grey: red, green and blue, of 65,536

@@ -79,7 +79,7 @@ PLANTS = {
         ("strategy=ddp",),
         ("at step 3, data, inputs, rank 1",),
         STRATEGY,
-        {"trainer.data.stream.TrainLoader.epoch": first_epoch_again},
+        {"trainer.data.loader.TrainLoader.epoch": first_epoch_again},
     ),
     "one_order": Plant(
         "every epoch has the order of the first",
@@ -87,7 +87,7 @@ PLANTS = {
         ("strategy=hsdp",),
         THIRD_DATA,
         STRATEGY,
-        {"trainer.data.sample_order.EpochOrder.__call__": lambda original: lambda self, epoch: original(self, 0)},
+        {"trainer.data.sampler.EpochOrder.__call__": lambda original: lambda self, epoch: original(self, 0)},
         FOUR,
     ),
     "augmented_by_place": Plant(
@@ -97,7 +97,7 @@ PLANTS = {
         ("at step 1, data, inputs",),
         STRATEGY,
         {
-            "trainer.data.rank_batches.Random": lambda original: (
+            "trainer.data.loader.Random": lambda original: (
                 lambda seed, epoch, indices: original(seed, epoch, torch.arange(len(indices)))
             )
         },
@@ -108,6 +108,6 @@ PLANTS = {
         ("strategy=tp",),
         ("at step 1, data, inputs",),
         STRATEGY,
-        {"trainer.data.sample_order.RankSampler.pairs": wrong_partner},
+        {"trainer.data.sampler.RankSampler.pairs": wrong_partner},
     ),
 }

@@ -163,7 +163,7 @@ PLANTS = {
         ("strategy=fsdp",),
         LAST,
         EVALUATION,
-        {"trainer.data.stream.EvalLoader.__len__": lambda original: lambda self: self.size // self._global_batch},
+        {"trainer.data.loader.EvalLoader.__len__": lambda original: lambda self: self.size // self._global_batch},
     ),
     "plain_views": Plant(
         "figures of the moving average are those of the weights",

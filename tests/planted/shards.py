@@ -305,7 +305,7 @@ PLANTS = {
         ("strategy=mesh", "strategy.shard=2", "strategy.tensor=2"),
         ("at step 1, data, inputs",),
         STRATEGY,
-        {"trainer.strategies.process_topology.RankContext.slice": first_rank},
+        {"trainer.strategies.rank_context.RankContext.slice": first_rank},
         FOUR,
     ),
 }

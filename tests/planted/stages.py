@@ -188,7 +188,7 @@ PLANTS = {
         ("strategy=mesh", "strategy.shard=2", "strategy.context=2"),
         LOSS,
         STRATEGY,
-        {"trainer.strategies.process_groups.Meshed.loss_group": local_loss_group},
+        {"trainer.strategies.multi_process.Meshed.loss_group": local_loss_group},
         FOUR,
     ),
     "whole_masks": Plant(

@@ -10,8 +10,7 @@ from recipes.vision.pixels.geometry import affine, crop, resized_crop
 from recipes.vision.pixels.mixing import beta
 from recipes.vision.pixels.mixing import mix as mix_images
 from recipes.vision.pixels.trivial import trivial
-from trainer.data.sample_random import Random, _quantiles
-from trainer.data.seeds import mix_seeds
+from trainer.data.rng import Random, _quantiles, mix_seeds
 from trainer.messages import Refusal
 
 INDICES = torch.randperm(60_000, generator=torch.Generator().manual_seed(1))[:128]

@@ -22,7 +22,7 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_initial import saved
-from trainer.data.sample_order import EpochOrder
+from trainer.data.sampler import EpochOrder
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks

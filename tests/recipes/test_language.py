@@ -19,7 +19,7 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.recipes.nano import GPT, train
-from trainer.data.sample_order import EpochOrder
+from trainer.data.sampler import EpochOrder
 from trainer.jobs.generate import Generate
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tests.strategies.toys import BATCH, DATA, NETWORKS, STRATEGIES, TASKS, Case, ToyData, make_optimizer
-from trainer.data.reader import LoaderOptions
-from trainer.data.stream import TrainLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.learning.optimizer import parameter_groups
 from trainer.strategies.machine import Machine

@@ -17,8 +17,8 @@ from tests.processes import Processes
 from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.sequences import LENGTH, NETWORKS, Next, TokenData
 from tests.strategies.toys import BATCH, STRATEGIES, Case, built, run
-from trainer.data.reader import LoaderOptions
-from trainer.data.stream import TrainLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.context_parallel import Pieces, pieces

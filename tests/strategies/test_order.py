@@ -19,8 +19,8 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.toys import CLASSES, STRATEGIES, WIDTH, Plain, ToyData, built, make_optimizer, whole
 from trainer import Plan
-from trainer.data.reader import LoaderOptions
-from trainer.data.stream import EvalLoader, TrainLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.buckets import Sums
 from trainer.strategies.base import Strategy

@@ -18,7 +18,7 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies import toys
 from trainer import Plan, Task
-from trainer.data.stream import Batch
+from trainer.data.loader import Batch
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.pipeline.schedule import KINDS, Layout, runs_over_gloo, takes

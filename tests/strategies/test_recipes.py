@@ -15,8 +15,8 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.toys import STRATEGIES, built
 from trainer import Data
-from trainer.data.reader import LoaderOptions
-from trainer.data.stream import TrainLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.strategies.machine import Machine
 

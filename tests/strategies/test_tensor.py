@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from tests.processes import Processes
 from tests.strategies.toys import CLASSES, WIDTH, Net, Plain, Rows, ToyData, make_optimizer, whole
 from trainer import Plan, Task
-from trainer.data.reader import LoaderOptions
-from trainer.data.stream import TrainLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.strategies.machine import Machine

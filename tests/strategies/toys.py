@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from tests.strategies import sequences
 from trainer import Data, Plan, Task, gather
-from trainer.data.reader import LoaderOptions
-from trainer.data.stream import EvalLoader, TrainLoader, digest_indices
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import EvalLoader, TrainLoader, digest_indices
 from trainer.launch.rendezvous import Launch
-from trainer.learning.untrained_parameters import freeze
+from trainer.learning.freezing import freeze
 from trainer.loop.evaluation import evaluate
 from trainer.parallel.device_mesh import to_local
 from trainer.records.checkpoint.manager import Checkpoints

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from trainer.launch.launchers import meeting
 from trainer.launch.validation import Validator, convert, is_valid, require
-from trainer.learning.cadence import Interval
-from trainer.learning.parameter_patterns import Rule
+from trainer.learning.intervals import Interval
+from trainer.learning.parameter_groups import Rule
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
 

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from trainer.data.preparation import Preparation
-from trainer.data.seeds import mix_seeds, preserve_rng_state, seed_all
+from trainer.data.rng import mix_seeds, preserve_rng_state, seed_all
 from trainer.messages import Refusal
 
 if TYPE_CHECKING:
-    from trainer.data.sample_random import Random
+    from trainer.data.rng import Random
 
+
+from dataclasses import dataclass, field
+
+from torch import nn
 
 _ITEMS = 8  # that are looked at, from the first to the last
 _READINGS = 3  # of each of them, under other seeds: what then differs is drawn at random
@@ -194,3 +197,18 @@ class Data:
         """
         # (N,); an equal generator on every rank gives an equal order, and nothing need be sent
         return torch.randperm(len(self.train()), generator=generator)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A module that prepares raw inputs as an evaluation prepares its samples; an exported program contains it.
+
+    `torch.export` must be able to follow the module, for any number of samples.
+    """
+
+    module: nn.Module  # raw inputs → inputs of the network
+    example: Any  # raw inputs of two samples
+    raw: str  # what raw inputs are, for people: "uint8 (B, 3, H, W)"
+    ready: str  # what the module makes of them, for who prepares by himself
+    facts: Mapping[str, Any] = field(default_factory=dict)  # mean, std, image_size, as JSON takes them
+    processor: Mapping[str, Any] = field(default_factory=dict)  # the same as transformers' preprocessor_config.json

@@ -11,7 +11,7 @@ from traceback import walk_tb
 from typing import Any
 
 from trainer.configuration.schema import Loop
-from trainer.data.sample_order import dataset_size
+from trainer.data.sampler import dataset_size
 from trainer.jobs.batch_sizes import more_micro_batches
 from trainer.jobs.preparation import Prepared
 from trainer.launch.failure import chain

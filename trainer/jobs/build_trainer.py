@@ -9,18 +9,17 @@ from functools import partial
 
 from torch.optim import Optimizer
 
-from trainer.data.reader import LoaderOptions
-from trainer.data.stream import EvalLoader, TrainLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.jobs.allocator import evaluation_batch
 from trainer.jobs.flops import make_work
 from trainer.jobs.goodput_report import report
 from trainer.jobs.preparation import Prepared
 from trainer.launch.stop_signals import StopRequest
-from trainer.learning.cadence import Trigger
-from trainer.learning.optimizer import EMPTY_ERROR, why_not_fused, parameter_groups
-from trainer.loop.media_logging import NoTextSample, NoMediaLogger, TextSample, MediaLogger
-from trainer.loop.progress import Progress
-from trainer.loop.rollback import NONFINITE_POLICIES
+from trainer.learning.intervals import Trigger
+from trainer.learning.optimizer import EMPTY_ERROR, parameter_groups, why_not_fused
+from trainer.loop.media_logging import MediaLogger, NoMediaLogger, NoTextSample, TextSample
+from trainer.loop.progress import NONFINITE_POLICIES, Progress
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks

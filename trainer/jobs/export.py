@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.class_names import renumber_classes
-from trainer.data.data import Data
-from trainer.data.nested_tensors import map_tensors, cast_floats, tensors
-from trainer.data.preparation import Preparation
-from trainer.data.reader import LoaderOptions
-from trainer.data.sample_order import RankSampler
-from trainer.data.stream import EvalLoader
+from trainer.data.data import Data, Preparation
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import EvalLoader
+from trainer.data.nested_tensors import cast_floats, map_tensors, tensors
+from trainer.data.sampler import RankSampler
 from trainer.jobs.preparation import seeded_network
 from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import Which, as_average, chosen, classes_of, names_there, run_folder, samples_of

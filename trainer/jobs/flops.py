@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.nested_tensors import map_tensors, first_tensor, tensors
+from trainer.data.nested_tensors import first_tensor, map_tensors, tensors
 from trainer.jobs.preparation import Prepared
 from trainer.launch.devices import accelerator_names
-from trainer.learning.flops_utilization import NoUtilization, Utilization
 from trainer.learning.task import Task
 from trainer.messages import first_line
 from trainer.parallel.pipeline.fake_forward import shapes
 from trainer.records.sinks import Log
+from trainer.strategies.step_timing import NoUtilization, Utilization
 
 # Dense matrix products, without sparsity, in 10¹² operations a second: in bf16 and fp16, TF32, fp32, fp64. Where a name
 # fits several lines, the first one counts; a number that no data sheet gives is missing. MI250X: of each half, which is

@@ -16,7 +16,7 @@ from trainer.messages import Refusal, format_count, format_duration
 
 if TYPE_CHECKING:
     from trainer.records.run_folder import RunFolder
-    from trainer.strategies.stopwatch import StepTimer
+    from trainer.strategies.step_timing import StepTimer
 
 _LOST = ("start", "down", "repeated", "save")  # what no step and no evaluation has of a run's time
 

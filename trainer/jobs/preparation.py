@@ -11,21 +11,21 @@ from torch import nn
 
 from trainer.configuration.schema import Settings
 from trainer.data.data import Data
-from trainer.data.reader import LoaderOptions
-from trainer.data.sample_order import EpochOrder, RankSampler, dataset_size
-from trainer.data.seeds import seed_all
-from trainer.data.stream import TrainLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import TrainLoader
+from trainer.data.rng import seed_all
+from trainer.data.sampler import EpochOrder, RankSampler, dataset_size
 from trainer.jobs.batch_sizes import Batches, Length, deal, measure
 from trainer.jobs.determinism import be_deterministic
 from trainer.jobs.initial_weights import Initial
 from trainer.jobs.resume_precheck import known_sets, refuse_start
 from trainer.jobs.run_parts import RunParts
 from trainer.launch.agreement import first_on_node
-from trainer.learning.generation_request import GenerationRequest
-from trainer.learning.optimizer_trial import refuse_step
-from trainer.learning.parameter_patterns import Rule, resolve_rules
-from trainer.learning.task import Task, is_recurrent, gathers_samples, refuse_metric_objects
-from trainer.learning.untrained_parameters import freeze, refuse_frozen, refuse_parameters
+from trainer.learning.freezing import freeze, refuse_frozen, refuse_parameters
+from trainer.learning.optimizer_checks import refuse_step
+from trainer.learning.parameter_groups import Rule, resolve_rules
+from trainer.learning.task import Task, gathers_samples, is_recurrent, refuse_metric_objects
+from trainer.learning.text_generation import GenerationRequest
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_stored, allocate_empty, is_outline
 from trainer.records.profiler import refuse_window

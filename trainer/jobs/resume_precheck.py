@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.configuration.schema import Settings
-from trainer.data.class_names import read_class_names, format_class_names
+from trainer.data.class_names import format_class_names, read_class_names
 from trainer.data.data import Data
-from trainer.data.sample_order import dataset_size
+from trainer.data.sampler import dataset_size
 from trainer.jobs.batch_sizes import Length
 from trainer.messages import Refusal
 from trainer.parallel.optimizer_state import differences

@@ -22,11 +22,11 @@ from torch import nn
 from trainer import __version__
 from trainer.configuration.command_line import code_words
 from trainer.data.class_names import read_class_names
-from trainer.data.sample_order import dataset_size
+from trainer.data.sampler import dataset_size
 from trainer.jobs.preparation import Prepared
 from trainer.launch.devices import accelerator_names
 from trainer.launch.rendezvous import Launch
-from trainer.learning.untrained_parameters import count_trainable
+from trainer.learning.freezing import count_trainable
 from trainer.loop.progress import Progress
 from trainer.messages import format_count, format_names
 from trainer.parallel.optimizer_state import AVERAGE

@@ -24,7 +24,7 @@ from trainer.launch.child_processes import Alone, alone
 from trainer.launch.launchers import meeting_at
 from trainer.launch.rendezvous import Launch
 from trainer.launch.validation import read_yaml
-from trainer.learning.cadence import Cadences, Interval
+from trainer.learning.intervals import Cadences, Interval
 from trainer.learning.optimizer import (
     Make,
     expose_inner_optimizers,

@@ -14,7 +14,7 @@ from trainer.records.checkpoint.manager import Checkpoints
 from trainer.records.checkpoint.store import committed, winner
 from trainer.records.console import figure
 from trainer.records.metrics_reader import figures, last_of
-from trainer.strategies.stopwatch import STEP, StepTimer
+from trainer.strategies.step_timing import STEP_PHASES, StepTimer
 
 _SHOWN = 12  # figures of an evaluation
 _LABEL, _CELL = 24, 11  # columns of the screen; three cells behind a label fit into 80
@@ -61,7 +61,7 @@ def time_lines(watch: StepTimer, whole: float, before: int, step: int) -> list[s
     for name, seconds in spent.items():
         # what is next to nothing is left out
         if seconds >= whole / 200:
-            each = [spoken(seconds / watch.measured)] if name in STEP else []
+            each = [spoken(seconds / watch.measured)] if name in STEP_PHASES else []
             rows.append((f"  {name}", spoken(seconds), f"{100 * seconds / whole:.0f} %", *each))
     return _aligned([*rows, ("  total", spoken(whole), "100 %")])
 
@@ -71,7 +71,7 @@ def throughput_lines(watch: StepTimer, whole: float, batch: int) -> list[str]:
     if not watch.measured:
         return []
     # both are counted by the host: work that a GPU has still to do is seen by the second alone
-    steady = watch.measured * batch / sum(watch.spent[name] for name in STEP)
+    steady = watch.measured * batch / sum(watch.spent[name] for name in STEP_PHASES)
     return [f"throughput  {steady:,.0f} samples/s in the steps, {watch.steps * batch / whole:,.0f} overall"]
 
 

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.data.class_names import renumber_classes, read_class_names
+from trainer.data.class_names import read_class_names, renumber_classes
 from trainer.data.data import Data
-from trainer.data.reader import LoaderOptions
-from trainer.data.sample_order import RankSampler, dataset_size
-from trainer.data.seeds import seed_all
-from trainer.data.stream import EvalLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import EvalLoader
+from trainer.data.rng import seed_all
+from trainer.data.sampler import RankSampler, dataset_size
 from trainer.jobs.allocator import evaluation_batch
 from trainer.jobs.determinism import be_deterministic
 from trainer.jobs.preparation import read_data, refuse_figures, seeded_network

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from trainer.data.loader import Batch, EvalLoader
 from trainer.data.nested_tensors import map_tensors
-from trainer.data.stream import Batch, EvalLoader
-from trainer.learning.task import TaskWrapper, Task, gathers_samples, unwrap_task, is_list_of_samples
+from trainer.learning.task import Task, TaskWrapper, gathers_samples, is_list_of_samples, unwrap_task
 from trainer.loop.media_logging import NoMediaLogger
 from trainer.messages import Refusal, did_you_mean, first_line
 from trainer.parallel.ranks import Ranks

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from trainer.data.data import Data
+from trainer.data.loader import Batch, EvalLoader
 from trainer.data.nested_tensors import slice_rows
-from trainer.data.seeds import preserve_rng_state
-from trainer.data.stream import Batch, EvalLoader
-from trainer.learning.cadence import Trigger
-from trainer.learning.generation_request import GenerationRequest
-from trainer.learning.task import TaskWrapper, Task, unwrap_task
+from trainer.data.rng import preserve_rng_state
+from trainer.learning.intervals import Trigger
+from trainer.learning.task import Task, TaskWrapper, unwrap_task
+from trainer.learning.text_generation import GenerationRequest
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_statistics import histograms

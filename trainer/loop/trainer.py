@@ -11,17 +11,16 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from trainer.data.stream import Batch, EvalLoader, TrainLoader
-from trainer.learning.cadence import Trigger
+from trainer.data.loader import Batch, EvalLoader, TrainLoader
+from trainer.learning.freezing import frozen_names
+from trainer.learning.intervals import Trigger
 from trainer.learning.optimizer import init_momentum, set_rates
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
-from trainer.learning.untrained_parameters import frozen_names
 from trainer.loop.evaluation import evaluate, trial_evaluation
 from trainer.loop.media_logging import NoMediaLogger
-from trainer.loop.progress import Progress
-from trainer.loop.rollback import StopOnNonFinite
-from trainer.loop.training_lines import StepMonitor
+from trainer.loop.progress import Progress, StopOnNonFinite
+from trainer.loop.train_metrics import StepMonitor
 from trainer.messages import NotFinite
 from trainer.parallel.tensor_statistics import moving
 from trainer.records.checkpoint.manager import Checkpoints

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from trainer.learning.untrained_parameters import BATCH_NORMS, FrozenBatchNorm
+from trainer.learning.freezing import BATCH_NORMS, FrozenBatchNorm
 from trainer.messages import Refusal
 from trainer.parallel.buckets import average
 from trainer.parallel.ranks import Group, Ranks

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, parallelize_module
 from torch.nn.functional import pad
 
-from trainer.data.nested_tensors import map_tensors, replace_tensors, first_tensor, named_tensors, tensors
+from trainer.data.nested_tensors import first_tensor, map_tensors, named_tensors, replace_tensors, tensors
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Group, Ranks

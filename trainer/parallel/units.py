@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from trainer.learning.parallel_plan import Plan
-from trainer.learning.parameter_patterns import matches_exactly
+from trainer.learning.parameter_groups import matches_exactly
 from trainer.messages import Refusal, did_you_mean
 
 SMALL = 1 / 8  # of the network's parameters: what has no more than that is not taken apart

@@ -12,7 +12,7 @@ from trainer.strategies.ddp import DDP
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
 from trainer.strategies.pp import PP
-from trainer.strategies.process_topology import ActivationCheckpointing
+from trainer.strategies.rank_context import ActivationCheckpointing
 from trainer.strategies.single import Single
 
 

@@ -17,12 +17,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from trainer.learning.task import Task
 from trainer.messages import Refusal, format_count
 from trainer.parallel.batch_norm import batch_norms
-from trainer.strategies.nonfinite_monitor import NonFiniteCheck, NonFiniteCheckOnDevice
+from trainer.strategies.nonfinite_check import NonFiniteCheck, NonFiniteCheckOnDevice
 from trainer.strategies.parallel_model import ParallelModel
-from trainer.strategies.process_topology import RankContext
+from trainer.strategies.rank_context import RankContext, StopVotes
 from trainer.strategies.replica_check import NoReplicaCheck
-from trainer.strategies.stop_votes import StopVotes
-from trainer.strategies.straggler import StragglerCheck
+from trainer.strategies.step_timing import StragglerCheck
 
 
 @dataclass

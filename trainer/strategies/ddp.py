@@ -16,9 +16,9 @@ from typing_extensions import override
 from trainer.learning.task import Task
 from trainer.messages import FatalRunError, Refusal, format_names
 from trainer.parallel.units import uncompiled
-from trainer.strategies.loss import Forward, FlatOutput, unflatten_output
+from trainer.strategies.loss import FlatOutput, Forward, unflatten_output
+from trainer.strategies.multi_process import Joined
 from trainer.strategies.parallel_model import ParallelModel
-from trainer.strategies.process_groups import Joined
 from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check
 
 # Running statistics are averaged before they are used (ParallelModel.settle), not overwritten in every forward by

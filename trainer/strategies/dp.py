@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from trainer.data.nested_tensors import replace_tensors, has_rows, tensors
-from trainer.data.seeds import seed_more_gpus
+from trainer.data.nested_tensors import has_rows, replace_tensors, tensors
+from trainer.data.rng import seed_more_gpus
 from trainer.learning.task import Task
 from trainer.messages import Refusal, format_count
 from trainer.strategies.base import Strategy

@@ -13,9 +13,9 @@ from trainer.learning.task import Task
 from trainer.parallel.fully_shard import SameCalls, Sharding, reshard, shard
 from trainer.parallel.units import units
 from trainer.parallel.unused_parameters import Unused, always_called, used_always
-from trainer.strategies.loss import Forward, FlatOutput, TaskNetwork, unflatten_output
+from trainer.strategies.loss import FlatOutput, Forward, TaskNetwork, unflatten_output
+from trainer.strategies.multi_process import Meshed
 from trainer.strategies.parallel_model import ParallelModel
-from trainer.strategies.process_groups import Meshed
 from trainer.strategies.sharded_model import ContextParallelModel
 
 

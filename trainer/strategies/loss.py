@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from trainer.data.nested_tensors import map_tensors, replace_tensors, cast_floats, tensors
+from trainer.data.nested_tensors import cast_floats, map_tensors, replace_tensors, tensors
 from trainer.launch.devices import accumulation_dtype
 from trainer.learning.task import Task, loss_weight
 from trainer.messages import Refusal

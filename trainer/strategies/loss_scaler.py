@@ -12,7 +12,7 @@ from trainer.parallel.buckets import buckets, packed, unpacked
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.gradient_clipping import multiply_
 from trainer.parallel.ranks import DONE, Ranks, Waitable
-from trainer.strategies.carried_state import NoRecurrentState
+from trainer.strategies.recurrent_state import NoRecurrentState
 
 GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL, INIT_SCALE = 2.0, 0.5, 2000, 65536.0  # torch.amp.GradScaler's defaults
 

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.learning.flops_utilization import NoUtilization
+from trainer.learning.freezing import refuse_gradients, task_weights_with_gradient
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
-from trainer.learning.untrained_parameters import refuse_gradients, task_weights_with_gradient
 from trainer.parallel.activation_checkpointing import recompute
 from trainer.parallel.batch_gather import dealt, gathering_over
 from trainer.parallel.batch_norm import average_statistics, synchronised
@@ -24,24 +23,25 @@ from trainer.parallel.optimizer_state import empty_optimizer_state, fits, optimi
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.rng.sample_rng import TorchRNG, chances
 from trainer.parallel.units import called, compile_network, uncompiled, units
-from trainer.strategies.carried_state import make_recurrent_state
 from trainer.strategies.ema import MovingAverage, NoMovingAverage
 from trainer.strategies.loss import (
     Forward,
     MemoryFormat,
     accumulate_losses,
-    name_losses,
     check_gradients,
     evaluation_sums,
-    to_float64,
-    refuse_extra_state,
     loss_shares,
+    name_losses,
+    refuse_extra_state,
     scale_loss,
+    to_float64,
     zero_sums,
 )
 from trainer.strategies.loss_scaler import NoScaler, Scaler, StepSkipper
 from trainer.strategies.machine import Machine
-from trainer.strategies.process_topology import RankContext
+from trainer.strategies.rank_context import RankContext
+from trainer.strategies.recurrent_state import make_recurrent_state
+from trainer.strategies.step_timing import NoUtilization
 
 
 class ParallelModel:

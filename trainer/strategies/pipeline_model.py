@@ -23,7 +23,7 @@ from trainer.parallel.ranks import Group
 from trainer.parallel.units import called, matches, units
 from trainer.parallel.unused_parameters import Unused, always_called, used_always
 from trainer.strategies.loss import TaskNetwork, evaluation_sums
-from trainer.strategies.process_groups import Meshed
+from trainer.strategies.multi_process import Meshed
 from trainer.strategies.sharded_model import ShardedModel
 
 

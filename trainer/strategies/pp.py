@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from trainer.data.sample_order import RankSampler
+from trainer.data.sampler import RankSampler
 from trainer.learning.task import Task, is_recurrent
 from trainer.messages import Refusal
 from trainer.parallel.device_mesh import described
@@ -18,9 +18,9 @@ from trainer.parallel.fully_shard import Sharding
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.schedule import KINDS, Layout, Name, runs_over_gloo, takes
 from trainer.strategies.loss import TaskNetwork
+from trainer.strategies.multi_process import Meshed
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.pipeline_model import PipelineModel
-from trainer.strategies.process_groups import Meshed
 
 
 @dataclass

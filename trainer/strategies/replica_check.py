@@ -19,7 +19,7 @@ from trainer.parallel.device_mesh import AXES, split_axes
 from trainer.parallel.optimizer_state import AVERAGE
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_statistics import bit_sums
-from trainer.strategies.process_topology import RankContext
+from trainer.strategies.rank_context import RankContext
 
 # How a tensor can be split: the axes of the mesh along which ranks hold different shards of it.
 SPLITS = [kind for count in range(len(AXES)) for kind in combinations(AXES[1:], count)]

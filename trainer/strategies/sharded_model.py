@@ -28,8 +28,8 @@ from trainer.parallel.meta_model import allocate_empty, send_values, set_aside
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_parallel import Shared, redistribute_gradients, refuse_drift, share_buffers
 from trainer.strategies.loss import Forward
+from trainer.strategies.multi_process import Meshed
 from trainer.strategies.parallel_model import ParallelModel
-from trainer.strategies.process_groups import Meshed
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW)  # whose fused step knows DTensors, on torch 2.11 to 2.15
 

@@ -9,8 +9,8 @@ from torch import nn
 from typing_extensions import override
 
 from trainer.learning.task import Task
+from trainer.strategies.multi_process import Meshed
 from trainer.strategies.parallel_model import ParallelModel
-from trainer.strategies.process_groups import Meshed
 from trainer.strategies.sharded_model import ContextParallelModel
 
 

@@ -18,8 +18,8 @@ from trainer.parallel.gradient_clipping import global_norm
 from trainer.parallel.parameter_owners import Delivery, owned_buckets, owners, send_from_owners
 from trainer.parallel.ranks import Group
 from trainer.strategies.loss import Forward
+from trainer.strategies.multi_process import Joined
 from trainer.strategies.parallel_model import ParallelModel
-from trainer.strategies.process_groups import Joined
 from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.jobs.preparation import Prepared
 from trainer.launch.stop_signals import StopRequest
-from trainer.learning.task import is_recurrent, gathers_samples
+from trainer.learning.task import gathers_samples, is_recurrent
 from trainer.messages import Refusal
 from trainer.verify.causes import (
     AGAIN,

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from trainer.data.nested_tensors import map_tensors
 from trainer.jobs.preparation import Prepared, host_example, seeded_network
+from trainer.learning.freezing import freeze
 from trainer.learning.parallel_plan import Plan
-from trainer.learning.parameter_patterns import Rule, matches_exactly, resolve_rules
+from trainer.learning.parameter_groups import Rule, matches_exactly, resolve_rules
 from trainer.learning.task import Task
-from trainer.learning.untrained_parameters import freeze
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import named_tensors, outline
 from trainer.parallel.pipeline.fake_forward import shapes

@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from trainer.data.seeds import seed_torch
+from trainer.data.rng import seed_torch
 from trainer.parallel.rng.random_functions import Operators
 
 # where classes keep their probability: nn.Dropout and its like and torchvision's StochasticDepth in `p`, timm's

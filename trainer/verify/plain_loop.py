@@ -15,17 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from trainer.data.dataset_reader import LoaderOptions, make_reader
+from trainer.data.loader import MIXING, Batch
 from trainer.data.nested_tensors import cast_floats, to_device
-from trainer.data.rank_batches import MIXING
-from trainer.data.reader import LoaderOptions, make_reader
-from trainer.data.sample_order import make_epoch_order, dataset_size, split_evenly
-from trainer.data.sample_random import Random
-from trainer.data.seeds import mix_seeds
-from trainer.data.stream import Batch
+from trainer.data.rng import Random, mix_seeds
+from trainer.data.sampler import dataset_size, make_epoch_order, split_evenly
 from trainer.jobs.allocator import evaluation_batch
 from trainer.jobs.initial_weights import Initial
 from trainer.jobs.preparation import Prepared, read_data, seeded_network
-from trainer.learning.optimizer import init_momentum, why_not_fused, parameter_groups, set_rates
+from trainer.learning.optimizer import init_momentum, parameter_groups, set_rates, why_not_fused
 from trainer.learning.task import loss_weight
 from trainer.loop.progress import Progress
 from trainer.messages import Refusal

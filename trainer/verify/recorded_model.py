@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from trainer.data.loader import Batch
 from trainer.data.nested_tensors import map_tensors
-from trainer.data.stream import Batch
 from trainer.learning.task import Task
 from trainer.messages import FatalRunError
 from trainer.parallel.activation_checkpointing import in_backward

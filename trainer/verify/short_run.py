@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.data.reader import LoaderOptions
-from trainer.data.stream import Batch, EvalLoader, TrainLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.jobs.allocator import evaluation_batch
 from trainer.jobs.batch_sizes import deal
 from trainer.jobs.build_trainer import make_checkpoints, make_evaluation, make_trainer
 from trainer.jobs.preparation import Prepared, build_values, read_data, seeded_network
 from trainer.jobs.run_parts import RunParts
 from trainer.launch.stop_signals import StopRequest
-from trainer.learning.cadence import Trigger, Interval
+from trainer.learning.intervals import Interval, Trigger
 from trainer.loop.evaluation import evaluate_batches
 from trainer.loop.progress import Progress
 from trainer.parallel.ranks import Ranks

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.data.seeds import GOLDEN, mix_bits, to_int64
+from trainer.data.rng import GOLDEN, mix_bits, to_int64
 
 _BLOCK = 2**16  # numbers that one row of signs is for
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, lie as evenly as can be

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.data.sample_random import Random
+from trainer.data.rng import Random
 
 
 def aspects(draw: Tensor, most: float) -> Tensor:

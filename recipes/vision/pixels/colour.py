@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.data.sample_random import Random
+from trainer.data.rng import Random
 
 _LUMA = (0.299, 0.587, 0.114)  # how bright red, green and blue seem (ITU-R BT.601)
 _STEPS = 4096.0  # of a grey value, in a sum of whole numbers

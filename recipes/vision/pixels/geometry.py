@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recipes.vision.pixels.boxes import aspects, sides
-from trainer.data.sample_random import Random
+from trainer.data.rng import Random
 
 _CACHED = 128  # images
 

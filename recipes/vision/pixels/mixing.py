@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recipes.vision.pixels.boxes import inside
-from trainer.data.sample_random import Random
+from trainer.data.rng import Random
 
 _CELLS = 1024  # of the table of quantiles
 _FINE = 1 << 16  # steps of the integral that gives them

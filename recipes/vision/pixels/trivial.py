@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recipes.vision.pixels.colour import away_from, grey, mean
 from recipes.vision.pixels.geometry import sampled
-from trainer.data.sample_random import Random
+from trainer.data.rng import Random
 
 _STRENGTHS = 31
 _SLOPE, _PIXELS, _DEGREES, _BLEND = 0.99, 32.0, 135.0, 0.99  # the largest amounts, those of the paper's wide space

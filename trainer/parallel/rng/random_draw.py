@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainer.data.sample_random import TensorPart, Random
-from trainer.data.seeds import POSITIVE, mix_seeds, seed_torch
+from trainer.data.rng import POSITIVE, Random, TensorPart, mix_seeds, seed_torch
 from trainer.parallel.context_parallel import Pieces
 
 

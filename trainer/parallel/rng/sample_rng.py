@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from trainer.data.nested_tensors import first_tensor, to_device
-from trainer.data.sample_random import Random
-from trainer.data.seeds import mix_seeds, seed_torch, to_int64
+from trainer.data.rng import Random, mix_seeds, seed_torch, to_int64
 from trainer.learning.parallel_plan import Plan
 from trainer.parallel.context_parallel import Pieces, computed, pieces
 from trainer.parallel.ranks import Ranks

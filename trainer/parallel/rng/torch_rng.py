@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from trainer.data.seeds import mix_seeds, seed_torch
+from trainer.data.rng import mix_seeds, seed_torch
 from trainer.launch.devices import default_generator
 from trainer.learning.parallel_plan import Plan
 from trainer.parallel.ranks import Ranks

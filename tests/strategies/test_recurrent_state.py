@@ -18,13 +18,13 @@ from tests.commands import curve, far, lines
 from tests.inside import product
 from tests.processes import Processes
 from tests.test_labs import train
-from trainer.data.seeds import seed_all
-from trainer.data.stream import Batch
+from trainer.data.loader import Batch
+from trainer.data.rng import seed_all
 from trainer.launch.rendezvous import Launch
 from trainer.learning.task import Task
 from trainer.messages import Refusal
-from trainer.strategies.carried_state import RecurrentState
 from trainer.strategies.machine import Machine
+from trainer.strategies.recurrent_state import RecurrentState
 from trainer.strategies.single import Single
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.data.data import Data
-from trainer.data.seeds import seed_all, seed_torch
+from trainer.data.rng import seed_all, seed_torch
 from trainer.messages import Refusal
 
 

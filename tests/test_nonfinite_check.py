@@ -13,14 +13,14 @@ from torch import nn
 from tests.commands import lines
 from tests.inside import product
 from tests.processes import Processes
-from trainer.data.stream import Batch
+from trainer.data.loader import Batch
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_statistics import moving, not_finite
 from trainer.records.checkpoint.manager import Checkpoints
 from trainer.records.checkpoint.manifest import CorruptCheckpoint
 from trainer.records.checkpoint.store import open_checkpoint
-from trainer.strategies import nonfinite_monitor
+from trainer.strategies import nonfinite_check
 
 # Sample 37 is read in step 5, by rank 1 of 2. What it breaks is said in its task's name.
 LAB = """
@@ -169,8 +169,8 @@ def test_numbers_of_an_accelerator_are_looked_at_now_and_then_and_none_is_missed
     monkeypatch: pytest.MonkeyPatch, number: float
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(nonfinite_monitor, "perf_counter", lambda: now[0])
-    afar, fine = nonfinite_monitor.NonFiniteCheckOnDevice(Ranks(), torch.device("cpu")), torch.tensor(1.0)
+    monkeypatch.setattr(nonfinite_check, "perf_counter", lambda: now[0])
+    afar, fine = nonfinite_check.NonFiniteCheckOnDevice(Ranks(), torch.device("cpu")), torch.tensor(1.0)
     seen = []
     for step in range(1, 9):  # the second one is bad; the first look is at step 1, the next one 0.05 s later, at step 5
         now[0] = step / 64
@@ -186,8 +186,8 @@ def test_a_step_left_out_on_an_accelerator_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(nonfinite_monitor, "perf_counter", lambda: now[0])
-    afar, one = nonfinite_monitor.NonFiniteCheckOnDevice(Ranks(), torch.device("cpu"), allowed=1), torch.tensor(1.0)
+    monkeypatch.setattr(nonfinite_check, "perf_counter", lambda: now[0])
+    afar, one = nonfinite_check.NonFiniteCheckOnDevice(Ranks(), torch.device("cpu"), allowed=1), torch.tensor(1.0)
     for step in range(1, 150):  # all is told that has been seen, though the copies that come later have it once more
         now[0] = step / 64
         afar.refuse(afar.seen() or step % 7 == 0)

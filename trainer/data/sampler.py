@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trainer.data.data import Data
-from trainer.data.seeds import mix_seeds
+from trainer.data.rng import mix_seeds
 from trainer.messages import Refusal
 
 _ORDER = 0x6F72646572  # sets the order's stream of random numbers apart from all others of the same seed

@@ -22,8 +22,7 @@ from trainer.parallel.ranks import Group, Ranks, join_group, leave_group, refuse
 from trainer.parallel.tensor_parallel import refuse_plan
 from trainer.strategies.base import Strategy
 from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check
-from trainer.strategies.stopwatch import NoStallClock, StallClock, StepTimer
-from trainer.strategies.straggler import StragglerCheck
+from trainer.strategies.step_timing import NoStallClock, StallClock, StepTimer, StragglerCheck
 
 
 @dataclass

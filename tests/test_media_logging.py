@@ -28,10 +28,10 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
 from trainer.data.data import Data
-from trainer.data.stream import Batch
+from trainer.data.loader import Batch
 from trainer.jobs.run_messages import curves_command
-from trainer.learning.cadence import Trigger
-from trainer.loop.media_logging import MAX_WORST, NoTextSample, MediaLogger
+from trainer.learning.intervals import Trigger
+from trainer.loop.media_logging import MAX_WORST, MediaLogger, NoTextSample
 from trainer.messages import Refusal
 from trainer.parallel.ranks import DONE, Ranks, Waitable
 from trainer.parallel.tensor_statistics import BINS, histograms

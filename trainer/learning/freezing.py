@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from trainer.learning.parameter_patterns import resolve_pattern, matches_or_contains
+from trainer.learning.parameter_groups import matches_or_contains, resolve_pattern
 from trainer.learning.task import Task
 from trainer.messages import Refusal, format_names
 

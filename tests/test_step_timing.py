@@ -16,8 +16,7 @@ from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import DONE, Ranks, Waitable
-from trainer.strategies.stopwatch import NoStallClock, StallClock, StepTimer
-from trainer.strategies.straggler import StragglerCheck
+from trainer.strategies.step_timing import NoStallClock, StallClock, StepTimer, StragglerCheck
 
 # Rank 1 stops at each step for a while, as a debugger or a hypervisor would have it; or reads slowly.
 LAB = """
@@ -60,7 +59,7 @@ def run(launch: Launch, place: Path, words: list[str]) -> int:
     """A run on this rank, in which half a second of steps is long."""
     sys.path.insert(0, str(place))
     try:
-        with patch("trainer.strategies.straggler.SECONDS", 0.5):
+        with patch("trainer.strategies.step_timing.MIN_SECONDS", 0.5):
             return product(launch, place, [*WORDS, *LENGTH, *words])
     finally:
         sys.path.remove(str(place))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer.data.data import Data
-from trainer.data.seeds import SeededDataset
+from trainer.data.rng import SeededDataset
 from trainer.launch.stop_signals import obey_parent_alone
 from trainer.messages import BadData
 

@@ -13,8 +13,8 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.toys import STRATEGIES, Net, Plain, ToyData, built
-from trainer.data.reader import LoaderOptions
-from trainer.data.stream import TrainLoader
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.tensor_statistics import bit_sums

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from trainer.data.stream import Batch
+from trainer.data.loader import Batch
 from trainer.learning.task import Task, is_recurrent
 from trainer.parallel.batch_gather import dealt, gather, gathering_over
 from trainer.parallel.optimizer_state import CARRIED
 from trainer.strategies.loss import Forward, TaskNetwork
-from trainer.strategies.process_topology import RankContext
+from trainer.strategies.rank_context import RankContext
 
 State = dict[str, Tensor]  # of some rows: by names, (rows, …) each, without a graph
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.data.stream import Batch, digest_indices
-from trainer.learning.flops_utilization import NoUtilization
+from trainer.data.loader import Batch, digest_indices
 from trainer.parallel.buckets import Totals, to_accumulator
 from trainer.records.checkpoint.manager import Broken, Checkpoints
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
+from trainer.strategies.step_timing import NoUtilization
 
 
 class TrainMeter:

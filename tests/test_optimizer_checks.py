@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.commands import curve, lines
 from tests.inside import here
-from trainer.learning.optimizer_trial import refuse_step
+from trainer.learning.optimizer_checks import refuse_step
 from trainer.messages import Refusal
 
 
@@ -69,7 +69,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("both", "hidden", "deaf"):
         option = tmp_path / "conf" / "optimizer" / f"{name}.yaml"
         option.parent.mkdir(parents=True, exist_ok=True)
-        option.write_text(f"_target_: tests.test_optimizer_trial.{name.title()}\nlr: 0.02\n")
+        option.write_text(f"_target_: tests.test_optimizer_checks.{name.title()}\nlr: 0.02\n")
     monkeypatch.chdir(tmp_path)
     brief = ["trust=[tests]", "loop.log_every=1", "loop.global_batch=24", "loop.eval_every=null", "model.width=16"]
     return ["--config-dir", "conf", *brief, "model=mlp", "model.depth=1", "loop.epochs=null"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trainer.data.stream import Batch
+from trainer.data.loader import Batch
 from trainer.messages import NotFinite, format_names
 from trainer.parallel.buckets import Totals, to_accumulator
 from trainer.parallel.ranks import Ranks

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from trainer import Data
-from trainer.data.reader import LoaderOptions, make_reader
-from trainer.data.sample_order import EpochOrder, dataset_size
-from trainer.data.sample_order import RankSampler as Dealt
-from trainer.data.seeds import SeededDataset
-from trainer.data.stream import EvalLoader, TrainLoader, digest_indices
+from trainer.data.dataset_reader import LoaderOptions, make_reader
+from trainer.data.loader import EvalLoader, TrainLoader, digest_indices
+from trainer.data.rng import SeededDataset
+from trainer.data.sampler import EpochOrder, dataset_size
+from trainer.data.sampler import RankSampler as Dealt
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
 from trainer.strategies.base import Strategy

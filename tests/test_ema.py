@@ -15,7 +15,7 @@ from tests.commands import SMALL, curve, lines
 from tests.inside import product
 from tests.test_trainer import made
 from trainer.launch.rendezvous import Launch
-from trainer.learning.cadence import Trigger, Interval
+from trainer.learning.intervals import Interval, Trigger
 from trainer.loop.evaluation import evaluate
 from trainer.messages import Refusal
 from trainer.strategies.ema import MovingAverage
