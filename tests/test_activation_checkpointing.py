@@ -19,8 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recipes.vision.vit import VisionTransformer
 from trainer import Plan
 from trainer.messages import Refusal
-from trainer.parallel.activation_checkpointing import DEAR, _dear, _keep, recompute
-from trainer.parallel.units import units
+from trainer.parallel.activation_checkpointing import (
+    EXPENSIVE,
+    _expensive_operators,
+    _policy,
+    apply_activation_checkpointing,
+)
+from trainer.parallel.units import find_units
 
 modes = pytest.mark.parametrize("mode", ["units", "operators"])
 
@@ -88,7 +93,7 @@ def built(make: Callable[[], nn.Module], mode: str, dtype: torch.dtype = torch.f
     torch.manual_seed(1)
     network = make().to(dtype)
     if mode != "none":
-        recompute(network, units(network, Plan()), mode)  # type: ignore[arg-type]  # a name out of a table
+        apply_activation_checkpointing(network, find_units(network, Plan()), mode)  # type: ignore[arg-type]  # a name out of a table
     return network
 
 
@@ -153,7 +158,7 @@ def test_inputs_by_name_and_outputs_in_a_tuple() -> None:
             return x.exp() * scale, scale
 
     network = nn.Sequential(Two())
-    recompute(network, ["0"], "units")
+    apply_activation_checkpointing(network, ["0"], "units")
     scale = torch.ones(3, requires_grad=True)
     network[0](torch.ones(2, 3), scale=scale)[0].sum().backward()
     assert scale.grad is not None
@@ -163,7 +168,7 @@ def test_a_forward_that_was_replaced_is_refused() -> None:
     network = nn.Sequential(nn.Linear(2, 2))
     network[0].forward = functional.gelu
     with pytest.raises(Refusal, match="0 cannot be recomputed: its forward was replaced"):
-        recompute(network, ["0"], "units")
+        apply_activation_checkpointing(network, ["0"], "units")
 
 
 # What is kept and what is computed.
@@ -253,11 +258,11 @@ def built_calls(name: str) -> int:
 
 def test_the_operators_that_are_kept_exist() -> None:
     """Of those that every build has; a name that torch dropped would silently be recomputed."""
-    names = {str(operator) for operator in _dear()}
+    names = {str(operator) for operator in _expensive_operators()}
     for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu"):
         assert f"aten.{name}.default" in names
-    assert {f"_c10d_functional.{name}.default" for name in DEAR["_c10d_functional"]} <= names
-    for operator in _dear():
+    assert {f"_c10d_functional.{name}.default" for name in EXPENSIVE["_c10d_functional"]} <= names
+    for operator in _expensive_operators():
         if "attention" in str(
             operator
         ):  # `_keep` tells the rate of dropout by being the only float among the arguments
@@ -268,11 +273,11 @@ def test_the_operators_that_are_kept_exist() -> None:
 def test_attention_with_dropout_runs_again_so_that_later_random_numbers_stay_in_step() -> None:
     operator = torch.ops.aten._scaled_dot_product_flash_attention.default
     q = torch.zeros(1)
-    assert "SAVE" in _keep(None, operator, q, q, q).name
-    assert "SAVE" in _keep(None, operator, q, q, q, 0.0, True).name
-    assert "RECOMPUTE" in _keep(None, operator, q, q, q, 0.1, True).name
-    assert "RECOMPUTE" in _keep(None, operator, q, q, q, dropout_p=0.1).name
-    assert "SAVE" in _keep(None, torch.ops.aten.addmm.default, q, q, q, beta=1.0).name
+    assert "SAVE" in _policy(None, operator, q, q, q).name
+    assert "SAVE" in _policy(None, operator, q, q, q, 0.0, True).name
+    assert "RECOMPUTE" in _policy(None, operator, q, q, q, 0.1, True).name
+    assert "RECOMPUTE" in _policy(None, operator, q, q, q, dropout_p=0.1).name
+    assert "SAVE" in _policy(None, torch.ops.aten.addmm.default, q, q, q, beta=1.0).name
 
 
 class Cache:
@@ -307,7 +312,7 @@ class Decoder(nn.Module):
 @modes
 def test_a_cache_of_keys_and_values_is_refused_with_what_to_set(mode):
     network = Decoder()
-    recompute(network, ["layer"], mode)
+    apply_activation_checkpointing(network, ["layer"], mode)
     with pytest.raises(ValueError, match="use_cache=False"):
         network(torch.ones(3, 4))
     with torch.no_grad():  # nothing is repeated

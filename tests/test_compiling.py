@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.activation_checkpointing import recompute
-from trainer.parallel.units import compile_network, uncompiled
+from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
+from trainer.parallel.units import compile_units, without_compile
 
 # torch silences it by replacing the function that shows warnings, which an error passes by
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -55,7 +55,7 @@ def names(network: nn.Module) -> list[str]:
 def test_alike_units_share_a_graph(graphs: list[Any]) -> None:
     network = nn.Sequential(nn.Linear(4, 4), *(Alike(4) for _ in range(12)))
     plain = network(torch.ones(3, 4))
-    compile_network(network, names(network))
+    compile_units(network, names(network))
     assert torch.equal(network(torch.ones(3, 4)), plain)
     assert len(graphs) == 1
     network(torch.ones(5, 4))
@@ -65,7 +65,7 @@ def test_alike_units_share_a_graph(graphs: list[Any]) -> None:
 
 def test_more_units_of_one_class_than_torch_would_compile_are_compiled_each_by_its_sizes(graphs: list[Any]) -> None:
     network = nn.Sequential(nn.Linear(4, 4), *(Block(4 + index) for index in range(12)))
-    compile_network(network, names(network))
+    compile_units(network, names(network))
     network(torch.ones(3, 4))
     assert len(graphs) == 12
     sizes = [tuple(node.meta["example_value"].shape) for node in _inputs(graphs[-1])]
@@ -86,7 +86,7 @@ class Chain(nn.Sequential):
 def test_without_units_the_network_is_one_graph_under_its_own_names(graphs: list[Any]) -> None:
     network = Chain(nn.Linear(4, 4), *(Block(4 + index) for index in range(3)))
     before = list(network.state_dict())
-    compile_network(network, [])
+    compile_units(network, [])
     network(torch.ones(3, 4))
     assert len(graphs) == 1
     assert list(network.state_dict()) == before
@@ -95,8 +95,8 @@ def test_without_units_the_network_is_one_graph_under_its_own_names(graphs: list
 @pytest.mark.parametrize("mode", ["units", "operators"])
 def test_recomputed_units_share_a_graph_too_with_what_is_recomputed_in_it(graphs: list[Any], mode: Any) -> None:
     network = nn.Sequential(nn.Linear(4, 4), *(Alike(4) for _ in range(3)))
-    recompute(network, names(network), mode)
-    compile_network(network, names(network))
+    apply_activation_checkpointing(network, names(network), mode)
+    compile_units(network, names(network))
     network(torch.ones(3, 4)).sum().backward()
     assert len(graphs) == 1
     assert "checkpoint" in graphs[0].code
@@ -105,8 +105,8 @@ def test_recomputed_units_share_a_graph_too_with_what_is_recomputed_in_it(graphs
 
 def test_a_rehearsal_compiles_nothing(graphs: list[Any]) -> None:
     network = nn.Sequential(nn.Linear(4, 4), Alike(4))
-    compile_network(network, ["1"])
-    with uncompiled():
+    compile_units(network, ["1"])
+    with without_compile():
         network(torch.ones(2, 4)).sum().backward()
     assert not graphs
     network(torch.ones(3, 4))

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer import gather
 from trainer.data import dataset_reader
-from trainer.parallel.activation_checkpointing import recompute
+from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ class Gathering(nn.Module):
 def test_gather_in_a_unit_that_is_computed_again_is_refused() -> None:
     """On a GPU the second time runs in a thread of autograd's, where it would give this rank's rows alone."""
     network = nn.Sequential(Gathering())
-    recompute(network, ["0"], "units")
+    apply_activation_checkpointing(network, ["0"], "units")
     loss = network(torch.randn(2, 4)).sum()
     with pytest.raises(ValueError, match="in a method of the task"):
         loss.backward()

@@ -19,7 +19,7 @@ from tests.strategies.toys import CLASSES, WIDTH, Asserting, Stubborn, Unread
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import named_tensors
 from trainer.parallel.pipeline.cut import cut_stages
-from trainer.parallel.pipeline.stages import Stages
+from trainer.parallel.pipeline.stages import RankStages
 
 
 class Step(nn.Module):
@@ -184,7 +184,7 @@ def test_nothing_is_computed_and_modes_stay() -> None:
 def test_stages_of_one_rank_are_one_module_with_the_networks_names() -> None:
     network = Skips()
     stages = cut(network, 4, ("second", "third", "last"))
-    held = Stages([stages[0], stages[2]], [name for name, _ in network.named_modules()])
+    held = RankStages([stages[0], stages[2]], [name for name, _ in network.named_modules()])
     names = ["place", "first.weight", "first.bias", "unused.weight", "unused.bias", "third.weight", "third.bias"]
     assert sorted(name for name, _ in held.named_parameters()) == sorted(names)
     assert set(held.state_dict()) == {*names, "scale"}

@@ -21,8 +21,8 @@ from trainer.learning.freezing import count_trainable, freeze
 from trainer.learning.optimizer import parameter_groups
 from trainer.learning.parameter_groups import Rule, matches_exactly, resolve_rules
 from trainer.messages import Refusal
-from trainer.parallel.batch_norm import batch_norms, synchronised
-from trainer.parallel.meta_model import outline
+from trainer.parallel.batch_norm import local_batch_norms, synchronise_batch_norms
+from trainer.parallel.meta_model import build_meta_model
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manager import Checkpoints
 
@@ -161,15 +161,15 @@ def test_statistics_of_what_is_frozen_stay(make: Any) -> None:
     assert all(torch.equal(value, whole[name]) for name, value in network.state_dict().items())
     learning = {name.split(".")[0] for name, one in network.named_parameters() if one.grad is not None}
     assert learning == {name.split(".")[0] for name in list(whole)[-1:]}
-    assert batch_norms(network) == []  # nothing in them depends on ranks
-    assert synchronised(network, Ranks(), torch.device("cpu")) is network
+    assert local_batch_norms(network) == []  # nothing in them depends on ranks
+    assert synchronise_batch_norms(network, Ranks(), torch.device("cpu")) is network
 
 
 def test_a_norm_is_frozen_where_its_scale_and_shift_are() -> None:
     network = freeze(resnet18(10, 3, 32).train(), ["bn1.weight", "bn1.bias", "layer1.*.bn1"]).train()
     still = {name for name, module in network.named_modules() if "bn" in name and not module.training}
     assert still == {"bn1", "layer1.0.bn1", "layer1.1.bn1"}
-    outlined, why = outline(lambda: freeze(resnet18(10, 3, 32), ["layer1"]))
+    outlined, why = build_meta_model(lambda: freeze(resnet18(10, 3, 32), ["layer1"]))
     assert (why, outlined.get_parameter("layer1.0.conv1.weight").requires_grad) == ("", False)
 
 

@@ -20,7 +20,7 @@ from tests.strategies.toys import Net
 from trainer.jobs.initial_weights import Initial
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
-from trainer.parallel.meta_model import outline
+from trainer.parallel.meta_model import build_meta_model
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manager import Checkpoints
 
@@ -123,7 +123,7 @@ def test_every_form_gives_the_same_values(form: str, tmp_path: Path) -> None:
     state = {name: value.half().float() for name, value in Net().state_dict().items()}
     FORMS[form](state, tmp_path / form)
     initial, network = Initial(str(tmp_path / form), "-loss"), Net()
-    initial.look(outline(Net)[0])  # names and shapes are enough
+    initial.look(build_meta_model(Net)[0])  # names and shapes are enough
     initial.fill(network)
     assert equal(network.state_dict(), state)
     assert initial.gives_all

@@ -33,8 +33,8 @@ from trainer.jobs.run_messages import curves_command
 from trainer.learning.intervals import Trigger
 from trainer.loop.media_logging import MAX_WORST, MediaLogger, NoTextSample
 from trainer.messages import Refusal
-from trainer.parallel.ranks import DONE, Ranks, Waitable
-from trainer.parallel.tensor_statistics import BINS, histograms
+from trainer.parallel.ranks import COMPLETED, Ranks, Waitable
+from trainer.parallel.tensor_statistics import BINS, compute_histograms
 from trainer.records import tensorboard
 from trainer.records.image_plots import confusion, grid
 from trainer.records.sinks import Log, Sink
@@ -220,16 +220,17 @@ def test_what_two_ranks_hold_counts_once_and_what_is_no_number_not_at_all() -> N
 
         def all_reduce_sum_(self, tensor: torch.Tensor) -> Waitable:
             tensor.mul_(2)
-            return DONE
+            return COMPLETED
 
     numbers = torch.tensor([1.0, math.nan, 2.0, 3.0, math.inf, 3.0])
-    (found,) = histograms({"w": numbers}, {"w": 6, "elsewhere": 4}, 2.0, Twice()).values()
+    (found,) = compute_histograms({"w": numbers}, {"w": 6, "elsewhere": 4}, 2.0, Twice()).values()
     assert (found.low, found.high, sum(found.counts), found.counts[0], found.counts[-1]) == (2.0, 6.0, 4, 1, 2)
     assert (found.sum, found.squares, len(found.counts)) == (18.0, 92.0, BINS)
-    (alike,) = histograms({"w": torch.zeros(5)}, {"w": 5}, 1.0, Ranks()).values()
+    (alike,) = compute_histograms({"w": torch.zeros(5)}, {"w": 5}, 1.0, Ranks()).values()
     assert (alike.low, alike.high, alike.counts[0]) == (0.0, 0.0, 5)
     assert (
-        histograms({"w": torch.full((2,), math.nan), "none": torch.zeros(0)}, {"w": 2, "none": 0}, 1.0, Ranks()) == {}
+        compute_histograms({"w": torch.full((2,), math.nan), "none": torch.zeros(0)}, {"w": 2, "none": 0}, 1.0, Ranks())
+        == {}
     )
 
 

@@ -23,7 +23,7 @@ from tests.strategies.toys import STRATEGIES, WIDTH, Net, Plain, built
 from trainer.data.rng import seed_all
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
-from trainer.parallel.meta_model import all_stored, is_outline, outline
+from trainer.parallel.meta_model import all_in_state_dict, build_meta_model, is_meta_model
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manager import Checkpoints
 from trainer.strategies.machine import Machine
@@ -71,8 +71,8 @@ WHOLE: dict[Callable[[Any], None], str] = {
 
 @pytest.mark.parametrize("build", WHOLE)
 def test_a_constructor_that_needs_values_gets_them_and_the_reason_is_said(build: Callable[[Any], None]) -> None:
-    network, why = outline(partial(Odd, build))
-    assert not is_outline(network)
+    network, why = build_meta_model(partial(Odd, build))
+    assert not is_meta_model(network)
     assert WHOLE[build] in why
 
 
@@ -90,8 +90,8 @@ SWIN: dict[str, Any] = {"patch_size": [4, 4], "embed_dim": 16, "depths": [2], "n
     ],
 )
 def test_others_have_an_outline(make: Callable[[], nn.Module]) -> None:
-    network, why = outline(make)
-    assert (is_outline(network), why) == (True, "")
+    network, why = build_meta_model(make)
+    assert (is_meta_model(network), why) == (True, "")
     assert network.state_dict().keys() == make().state_dict().keys()
 
 
@@ -100,7 +100,7 @@ def test_a_refusal_stays_one() -> None:
         raise Refusal("no such width")
 
     with pytest.raises(Refusal, match="no such width"):
-        outline(partial(Odd, refuses))
+        build_meta_model(partial(Odd, refuses))
 
 
 class Everything(Net):
@@ -128,7 +128,7 @@ def begun(launch: Launch, word: str, fields: dict[str, Any], precision: str, rea
     with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", precision=precision), **fields) as strategy:
         seed_all(5)
         network = built(strategy, partial(Everything, reads))
-        outlined = is_outline(network)
+        outlined = is_meta_model(network)
         example = torch.randn(2, WIDTH), (torch.zeros(2, dtype=torch.int64), torch.ones(2))
         placed = strategy.build(Plain(), network, example)
         own: Any = placed.network
@@ -166,8 +166,8 @@ def test_each_rank_gets_its_part_of_every_value(
 
 
 def test_what_no_checkpoint_holds_must_be_built() -> None:
-    assert not all_stored(outline(Everything)[0])
-    assert all_stored(outline(Net)[0])
+    assert not all_in_state_dict(build_meta_model(Everything)[0])
+    assert all_in_state_dict(build_meta_model(Net)[0])
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from tests.processes import Processes
 from trainer.data.loader import Batch
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.tensor_statistics import moving, not_finite
+from trainer.parallel.tensor_statistics import find_not_finite, trained_tensors
 from trainer.records.checkpoint.manager import Checkpoints
 from trainer.records.checkpoint.manifest import CorruptCheckpoint
 from trainer.records.checkpoint.store import open_checkpoint
@@ -208,12 +208,12 @@ def test_what_training_moves_must_be_finite_and_nothing_else() -> None:
     network.register_buffer("least", torch.tensor(math.inf))
     state = {**network.state_dict(), "optimizer/0.weight/exp_avg": torch.zeros(3, 2), "optimizer/0.weight/d": INF}
     state |= {"carried/memory": INF.expand(3), "ema/0.weight": torch.zeros(3, 2), "empty": torch.empty(0)}
-    moved = moving(network, state)
-    assert not_finite(moved) == []
+    moved = trained_tensors(network, state)
+    assert find_not_finite(moved) == []
     assert {"0.weight", "1.running_mean", "1.running_var", "optimizer/0.weight/exp_avg", "ema/0.weight"} <= moved.keys()
     for name, number in zip(moved, (math.nan, math.inf, -math.inf) * 3, strict=False):
         broken = moved[name].clone().double().view(-1).index_fill(0, torch.tensor(0), number)
-        assert not_finite({**moved, name: broken, "last": torch.ones(2)}) == [name]
+        assert find_not_finite({**moved, name: broken, "last": torch.ones(2)}) == [name]
 
 
 def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_passed_over(tmp_path: Path) -> None:

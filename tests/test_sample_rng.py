@@ -111,14 +111,14 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
 
 def drawn(chance: SampleRNG, network: nn.Module, x: Tensor, at: slice, step: int = 0) -> Tensor:
     """What a network makes of these samples."""
-    chance.begin(torch.arange(100, 100 + BATCH)[at], step, at.start)
+    chance.begin_forward(torch.arange(100, 100 + BATCH)[at], step, at.start)
     with chance:
         return network(x[at])
 
 
 def chanced(network: nn.Module) -> tuple[SampleRNG, nn.Module]:
     chance = SampleRNG(3, torch.device("cpu"))
-    chance.follow(network, may_draw=False)
+    chance.watch(network, may_draw=False)
     return chance, network
 
 
@@ -130,7 +130,7 @@ def test_a_loss_draws_for_its_samples_beside_a_network_that_draws_nothing() -> N
     def loss(at: slice) -> Tensor:
         with torch.inference_mode():
             output = drawn(chance, network, x, at)
-            return chance.call(lambda scores: torch.rand_like(scores), output)
+            return chance.call_outside(lambda scores: torch.rand_like(scores), output)
 
     whole = loss(slice(0, BATCH))
     torch.testing.assert_close(torch.cat([loss(slice(0, 2)), loss(slice(2, BATCH))]), whole, rtol=0, atol=0)
@@ -153,7 +153,7 @@ def test_a_sample_draws_the_same_whatever_runs_beside_it(kind: str) -> None:
 def test_every_module_and_every_call_of_it_draws_its_own() -> None:
     network = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])
     chance, _ = chanced(network)
-    chance.begin(torch.arange(BATCH), 0, 0)
+    chance.begin_forward(torch.arange(BATCH), 0, 0)
     ones = torch.ones(BATCH, 50)
     with chance:
         masks = [network[at](ones) for at in (0, 1, 0)] + [F.dropout(ones, 0.5)]
@@ -180,7 +180,7 @@ def test_what_is_computed_again_draws_the_same(reentrant: bool) -> None:
         losses = []
         with chance:
             for at in (slice(0, 3), slice(3, 6)):
-                chance.begin(torch.arange(BATCH)[at], 0, at.start)
+                chance.begin_forward(torch.arange(BATCH)[at], 0, at.start)
                 losses.append(network(x[at]).square().sum())
             for loss in reversed(losses):
                 loss.backward()
@@ -305,7 +305,7 @@ def test_the_first_and_the_last_number_lie_in_the_interval(
 def test_a_hundred_million_numbers_lie_in_the_interval(kind: str, dtype: torch.dtype) -> None:
     chance, network = chanced(Calls(KINDS[kind]))
     for step in range(20):
-        chance.begin(torch.arange(BATCH) + step * BATCH, 0, 0)
+        chance.begin_forward(torch.arange(BATCH) + step * BATCH, 0, 0)
         with chance:
             network(torch.ones(BATCH, 5_000_000 // BATCH, dtype=dtype))
 
@@ -332,10 +332,10 @@ def test_rows_that_are_no_samples_are_noticed() -> None:
     chance, _ = chanced(network)
 
     def forward(rows: int, samples: int) -> list[str]:
-        chance.begin(torch.arange(samples), 0, 0)
+        chance.begin_forward(torch.arange(samples), 0, 0)
         with chance:
             network(torch.ones(rows, WIDTH))
-        return chance.heard()
+        return chance.pop_notes()
 
     # samples themselves, several rows of each, then nodes of graphs
     assert [forward(*sizes) for sizes in ((6, 6), (12, 6), (8, 4))] == [[], [], []]
@@ -356,9 +356,9 @@ def test_attention_that_keeps_all_its_weights_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For flash attention draws by itself; short sequences lose nothing that is worth a word."""
-    random_functions._tell_of_weights.cache_clear()
+    random_functions._warn_of_attention_weights.cache_clear()
     chance, network = chanced(DRAWING["attention"]())
-    for many, words in ((random_functions._MANY, 0), (BATCH * 25, 1), (1, 1)):
-        monkeypatch.setattr(random_functions, "_MANY", many)
+    for many, words in ((random_functions._MANY_WEIGHTS, 0), (BATCH * 25, 1), (1, 1)):
+        monkeypatch.setattr(random_functions, "_MANY_WEIGHTS", many)
         drawn(chance, network, torch.randn(BATCH, 5, WIDTH), slice(0, BATCH))
         assert sum("loop.dropout=native" in record.getMessage() for record in caplog.records) == words

@@ -15,7 +15,7 @@ from tests.commands import curve
 from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
-from trainer.parallel.ranks import DONE, Ranks, Waitable
+from trainer.parallel.ranks import COMPLETED, Ranks, Waitable
 from trainer.strategies.step_timing import NoStallClock, StallClock, StepTimer, StragglerCheck
 
 # Rank 1 stops at each step for a while, as a debugger or a hypervisor would have it; or reads slowly.
@@ -98,7 +98,7 @@ class Company(Ranks):
 
     def all_reduce_sum_(self, tensor: Tensor) -> Waitable:
         tensor.view(3, 5)[1:] += self.others
-        return DONE
+        return COMPLETED
 
     def all_gather_values(self, value: object) -> list[object]:
         return [("one", 0), ("two", 0), ("two", 1)]

@@ -15,7 +15,7 @@ from recipes.vision.vit import VisionTransformer
 from tests.strategies.toys import BatchNormNet, Net, SequenceNet
 from trainer import Plan
 from trainer.messages import Refusal
-from trainer.parallel.units import units
+from trainer.parallel.units import find_units
 
 
 class Block(nn.Module):
@@ -65,14 +65,18 @@ def named(*keys: str) -> Plan:
 
 
 def test_the_plan_decides_and_wildcards_stand_within_one_level() -> None:
-    assert units(Tower(), named("blocks.*")) == BLOCKS
-    assert units(Tower(), named("head", "blocks.[02]")) == ["blocks.0", "blocks.2", "head"]  # in the network's order
-    assert units(Tower(), named("blocks.*.one")) == [f"{block}.one" for block in BLOCKS]
+    assert find_units(Tower(), named("blocks.*")) == BLOCKS
+    assert find_units(Tower(), named("head", "blocks.[02]")) == [
+        "blocks.0",
+        "blocks.2",
+        "head",
+    ]  # in the network's order
+    assert find_units(Tower(), named("blocks.*.one")) == [f"{block}.one" for block in BLOCKS]
 
 
 def test_a_wildcard_leaves_out_what_has_no_parameters() -> None:
     network = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))
-    assert units(network, named("*")) == ["0", "2"]
+    assert find_units(network, named("*")) == ["0", "2"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_a_wildcard_leaves_out_what_has_no_parameters() -> None:
 )
 def test_what_cannot_be_a_unit_is_refused_in_words(network: nn.Module, plan: Plan, said: list[str]) -> None:
     with pytest.raises(Refusal) as refused:
-        units(network, plan)
+        find_units(network, plan)
     assert all(part in str(refused.value) for part in said), str(refused.value)
 
 
@@ -116,37 +120,37 @@ def test_where_it_is_silent_blocks_that_repeat_are_found_else_parts_by_size(
     make: Callable[[], nn.Module], found: list[str]
 ) -> None:
     with torch.device("meta"):  # only sizes are looked at
-        assert units(make(), Plan()) == found
+        assert find_units(make(), Plan()) == found
 
 
 def test_the_largest_parts_are_taken_apart_until_they_are_small() -> None:
     stage = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8)) for _ in range(2)])
     network = nn.ModuleDict({"large": Learned(stage), "crumb": nn.LayerNorm(2)})
-    assert units(network, Plan()) == ["large.inner.0", "large.inner.1"]  # the position and the crumb stay outside
+    assert find_units(network, Plan()) == ["large.inner.0", "large.inner.1"]  # the position and the crumb stay outside
 
 
 def test_what_owns_parameters_is_opened_only_for_blocks() -> None:
     whole = nn.ModuleDict({"part": Learned(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))})
-    assert units(whole, Plan()) == ["part"]
+    assert find_units(whole, Plan()) == ["part"]
     scales = Block(8)
     scales.scales = nn.ParameterList([torch.zeros(8)])
-    assert units(nn.ModuleDict({"part": scales}), Plan()) == ["part"]
+    assert find_units(nn.ModuleDict({"part": scales}), Plan()) == ["part"]
 
 
 def test_a_reparametrised_layer_stays_in_one_piece() -> None:
     network = nn.Sequential(weight_norm(nn.Linear(8, 8, bias=False)), weight_norm(nn.Linear(8, 8)))
-    assert units(network, Plan()) == ["0", "1"]
+    assert find_units(network, Plan()) == ["0", "1"]
 
 
 def test_a_module_used_twice_is_no_unit() -> None:
     shared = Block(8)
     network = nn.ModuleDict({"one": shared, "two": nn.Sequential(shared, nn.Linear(8, 8)), "three": Block(8)})
-    assert units(network, Plan()) == ["two.1", "three"]
+    assert find_units(network, Plan()) == ["two.1", "three"]
 
 
 @pytest.mark.parametrize("network", [Net(), BatchNormNet(), SequenceNet(), Tower(12), resnet18(10, 3, 32)])
 def test_units_are_disjoint_called_and_few(network: nn.Module) -> None:
-    names = units(network, Plan())
+    names = find_units(network, Plan())
     assert 1 <= len(names) <= 16
     assert not any(one != other and one.startswith(f"{other}.") for one in names for other in names)
     held = [id(parameter) for name in names for parameter in network.get_submodule(name).parameters()]

@@ -276,7 +276,7 @@ PLANTS = {
         ("strategy=pp", MICRO),
         LAST,
         STRATEGY,
-        {"trainer.parallel.pipeline.stages.Stages.train": first_stage_trains},
+        {"trainer.parallel.pipeline.stages.RankStages.train": first_stage_trains},
     ),
     "own_positions": Plant(
         "a context rank takes its two pieces for neighbours",
@@ -300,6 +300,6 @@ PLANTS = {
         ("strategy=ddp", SYNC),
         ("at step 1, update, middle.running_var",),
         STRATEGY,
-        {"trainer.parallel.batch_norm.batch_norm": local_variance},
+        {"trainer.parallel.batch_norm.batch_norm_over_ranks": local_variance},
     ),
 }

@@ -251,7 +251,7 @@ PLANTS = {
         ("strategy=zero1",),
         ("in its precision",),
         STRATEGY,
-        {"trainer.parallel.parameter_owners.Delivery._send": in_bf16_of_fp32},
+        {"trainer.parallel.parameter_owners.GradientReducer._send": in_bf16_of_fp32},
     ),
     "accumulated_in_bf16": Plant(
         "gradients are added up over micro-batches in bf16",
@@ -284,7 +284,7 @@ PLANTS = {
         ("at step 1, optimizer step", "at step 1, update"),
         STRATEGY,
         {
-            "trainer.strategies.zero1.send_from_owners": lambda original: (
+            "trainer.strategies.zero1.broadcast_from_owners": lambda original: (
                 lambda buckets, ranks: original(buckets[1:], ranks)
             )
         },
@@ -296,7 +296,7 @@ PLANTS = {
         GRADIENT,
         STRATEGY,
         {
-            "trainer.parallel.parameter_owners._hand_over": lambda original: (
+            "trainer.parallel.parameter_owners._set_gradients": lambda original: (
                 lambda bucket, flat, used: original(bucket, flat * 2, used)
             )
         },

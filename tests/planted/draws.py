@@ -13,7 +13,7 @@ from tests.planted.networks import rank
 from tests.planted.plant import DROPOUT, NET, STRATEGY, VIT, Plant
 from tests.planted.shards import FOUR
 
-BEGIN = "trainer.parallel.rng.sample_rng.SampleRNG.begin"
+BEGIN = "trainer.parallel.rng.sample_rng.SampleRNG.begin_forward"
 RANDOM = (*STRATEGY, "random numbers")
 MIXED = tuple(word for word in VIT if word != "task=classes")  # labels are no longer numbers of classes
 THIRD_DATA = ("at step 3, data, inputs",)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.parallel.buckets import packed
+from trainer.parallel.buckets import pack
 from trainer.strategies.ddp import COMPRESSION
 from trainer.strategies.ddp import DDPModel as PlacedDDP
 
@@ -40,7 +40,7 @@ def narrow_hook(self: Any) -> Any:
 
 def narrow_buckets(tensors: Any) -> Tensor:
     """The same, in what a strategy packs by itself."""
-    flat = packed(tensors)
+    flat = pack(tensors)
     return flat.to(torch.bfloat16).to(flat.dtype) if flat.dtype == torch.float32 else flat
 
 
@@ -52,7 +52,7 @@ PLANTED: dict[str, tuple[str, str, str, Any, str]] = {
     "narrow_buckets": (
         "fp32",
         "zero1",
-        "trainer.parallel.parameter_owners.packed",
+        "trainer.parallel.parameter_owners.pack",
         narrow_buckets,
         "step 1, gradient, ",
     ),

@@ -16,7 +16,7 @@ from tests.planted.networks import rank
 from tests.planted.plant import NET, STRATEGY, VIT, Change, Plant
 from trainer.parallel.device_mesh import split_axes, to_local
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.units import matches
+from trainer.parallel.units import matching_modules
 
 
 def without_replicas(original: Any) -> Any:
@@ -110,7 +110,7 @@ def split(kind: type, change: Any) -> Change:
         def divide(self: Any, network: nn.Module, plan: Any) -> None:
             original(self, network, plan)
             keys = [key for key, style in plan.tensor.items() if isinstance(style, kind)]
-            ((_, module), *_) = matches(network, keys[-1])
+            ((_, module), *_) = matching_modules(network, keys[-1])
             vars(module)["forward"] = change(module, module.forward)
 
         return divide
@@ -166,7 +166,11 @@ STEP = ("at step 1, optimizer step", "at step 1, update")
 TENSOR = "trainer.strategies.sharded_model"
 SPLIT = f"{TENSOR}.ShardedModel._split"
 FINISH = f"{TENSOR}.ShardedModel.finish_gradients"
-UNSEEN = {f"{TENSOR}.Shared": lambda original: type("Shared", (original,), {"refuse_apart": lambda self: None})}
+UNSEEN = {
+    f"{TENSOR}.ReplicatedParameters": lambda original: type(
+        "Shared", (original,), {"check_gradients": lambda self: None}
+    )
+}
 FOUR = 4
 
 PLANTS = {
@@ -176,7 +180,7 @@ PLANTS = {
         ("strategy=hsdp",),
         GRADIENT,
         STRATEGY,
-        {"trainer.strategies.fsdp.shard": without_replicas},
+        {"trainer.strategies.fsdp.apply_fully_shard": without_replicas},
         FOUR,
     ),
     "one_unit_summed": Plant(

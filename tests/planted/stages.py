@@ -120,7 +120,11 @@ PLANTS = {
         ("strategy=pp", MICRO),
         ("at step 1, gradient, blocks.0",),
         STRATEGY,
-        {"trainer.parallel.pipeline.schedule.InOrder.backward": lambda original: lambda ctx, gradient: gradient / 2},
+        {
+            "trainer.parallel.pipeline.schedule.ContiguousGradient.backward": lambda original: (
+                lambda ctx, gradient: gradient / 2
+            )
+        },
     ),
     "pipelines_apart": Plant(
         "two pipelines do not average their gradients",
@@ -162,7 +166,7 @@ PLANTS = {
         ("strategy=cp",),
         GRADIENT,
         STRATEGY,
-        {"trainer.parallel.context_parallel._gathered": own_keys_gradient},
+        {"trainer.parallel.context_parallel._all_gather": own_keys_gradient},
     ),
     "lost_token": Plant(
         "the last token of each stretch is lost",
@@ -170,7 +174,7 @@ PLANTS = {
         ("strategy=ddp_cp", "strategy.context=2"),
         STRETCH,
         STRATEGY,
-        {"trainer.strategies.sharded_model.sequence_shard": own_tokens},
+        {"trainer.strategies.sharded_model.shard_sequences": own_tokens},
         FOUR,
     ),
     "unshifted_places": Plant(
@@ -197,7 +201,7 @@ PLANTS = {
         ("strategy=cp",),
         STRETCH,
         (*STRATEGY, "random numbers"),
-        {"trainer.parallel.rng.sample_rng.SampleRNG.cut": lambda original: lambda *_: None},
+        {"trainer.parallel.rng.sample_rng.SampleRNG.set_sequence_shard": lambda original: lambda *_: None},
     ),
     "masks_of_shards": Plant(
         "a tensor rank draws as if its tokens were all of the sequence",
@@ -205,6 +209,6 @@ PLANTS = {
         ("strategy=tp",),
         ("at step 1, forward",),
         (*STRATEGY, "random numbers"),
-        {"trainer.parallel.rng.sample_rng.SampleRNG.split": lambda original: lambda *_: None},
+        {"trainer.parallel.rng.sample_rng.SampleRNG.follow_plan": lambda original: lambda *_: None},
     ),
 }

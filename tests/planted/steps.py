@@ -18,7 +18,7 @@ from trainer.parallel.gradient_clipping import global_norm
 RATES = "trainer.loop.trainer.set_rates"
 SYNCED = (*NET, "+model.kind=batch_norm")
 SYNC = "strategy.sync_bn=true"
-CLIP = "trainer.strategies.parallel_model.clip_"
+CLIP = "trainer.strategies.parallel_model.clip_gradients_"
 RATE = ("at step 1, learning rate", *CLIPPED[1:])
 
 
@@ -137,7 +137,7 @@ PLANTS = {
         ("strategy=ddp", SYNC),
         ("at step 1, forward, middle",),
         STRATEGY,
-        {"trainer.strategies.parallel_model.synchronised": lambda original: lambda network, *_: network},
+        {"trainer.strategies.parallel_model.synchronise_batch_norms": lambda original: lambda network, *_: network},
     ),
     "local_statistics_backward": Plant(
         "the backward of synchronised statistics is that of one rank",
@@ -160,6 +160,6 @@ PLANTS = {
         ("strategy=zero1", SYNC),
         ("at step 1, update, middle.running_var",),
         STRATEGY,
-        {"trainer.parallel.batch_norm.batch_norm": moved_variance},
+        {"trainer.parallel.batch_norm.batch_norm_over_ranks": moved_variance},
     ),
 }

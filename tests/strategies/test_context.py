@@ -21,8 +21,8 @@ from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
-from trainer.parallel.context_parallel import Pieces, pieces
-from trainer.parallel.rng.random_draw import Cut, Stretch
+from trainer.parallel.context_parallel import Pieces, rank_pieces
+from trainer.parallel.rng.random_draw import ActivationShard, SequenceShard
 from trainer.strategies.machine import Machine
 from trainer.strategies.tp import TP
 
@@ -179,10 +179,10 @@ def test_what_cannot_be_cut_is_refused_before_any_group(processes: Processes, tm
 @pytest.mark.parametrize(("size", "ranks"), [(6, 1), (6, 2), (6, 3), (12, 4)])
 def test_tensor_ranks_that_cut_a_stretch_once_more_know_its_places(size: int, ranks: int) -> None:
     """A stretch of so many tokens, the second of three context ranks'; the tensor ranks' parts are equal."""
-    stretch = Stretch(1, size, pieces(1, 3, size, 2))
+    stretch = SequenceShard(1, size, rank_pieces(1, 3, size, 2))
     places = [*range(size // 2, size), *range(2 * size, 5 * size // 2)]
     for rank in range(ranks):
-        part = stretch.within(Cut(1, 0, Pieces((rank,), ranks))).part((2, size // ranks))
+        part = stretch.within(ActivationShard(1, 0, Pieces((rank,), ranks))).part((2, size // ranks))
         assert part is not None
         assert (part.dim, part.size) == (1, 3 * size)
         own = places[rank * size // ranks : (rank + 1) * size // ranks]
@@ -191,7 +191,7 @@ def test_tensor_ranks_that_cut_a_stretch_once_more_know_its_places(size: int, ra
 
 def test_heads_of_tensor_ranks_that_drop_weights_of_a_stretch_are_refused() -> None:
     """They would all have the mask of the first heads."""
-    stretch, heads = Stretch(1, 6, pieces(0, 2, 6, 2)), Cut(-1, 8, Pieces((1,), 2))
+    stretch, heads = SequenceShard(1, 6, rank_pieces(0, 2, 6, 2)), ActivationShard(-1, 8, Pieces((1,), 2))
     assert stretch.of_scores(4).dim == 2
     with pytest.raises(RuntimeError, match=r"use loop\.dropout=native, or no dropout in attention"):
         stretch.within(heads).of_scores(4)

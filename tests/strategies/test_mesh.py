@@ -9,15 +9,15 @@ import pytest
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
-from trainer.parallel.device_mesh import make_mesh, ranks_along, spread
+from trainer.parallel.device_mesh import make_mesh, ranks_along, resolve_degrees
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 
 
 def test_an_open_degree_takes_what_the_others_leave() -> None:
-    assert spread(8, {"replicate": 2, "shard": None, "tensor": 2}) == {"replicate": 2, "shard": 2, "tensor": 2}
-    assert spread(1, {"replicate": 1, "shard": None}) == {"replicate": 1, "shard": 1}
-    assert spread(16, {"pipe": 2, "replicate": 1, "shard": 4, "tensor": 2})["shard"] == 4
+    assert resolve_degrees(8, {"replicate": 2, "shard": None, "tensor": 2}) == {"replicate": 2, "shard": 2, "tensor": 2}
+    assert resolve_degrees(1, {"replicate": 1, "shard": None}) == {"replicate": 1, "shard": 1}
+    assert resolve_degrees(16, {"pipe": 2, "replicate": 1, "shard": 4, "tensor": 2})["shard"] == 4
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_an_open_degree_takes_what_the_others_leave() -> None:
 )
 def test_degrees_that_do_not_multiply_are_refused_with_the_sum(size: int, wanted: Any, said: str) -> None:
     with pytest.raises(Refusal) as refused:
-        spread(size, wanted)
+        resolve_degrees(size, wanted)
     assert said in str(refused.value)
 
 

@@ -21,7 +21,7 @@ from trainer import Plan, Task
 from trainer.data.loader import Batch
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
-from trainer.parallel.pipeline.schedule import KINDS, Layout, runs_over_gloo, takes
+from trainer.parallel.pipeline.schedule import SCHEDULES, StageLayout, can_run, runs_over_gloo
 from trainer.strategies.machine import Machine
 from trainer.strategies.pp import PP
 from trainer.strategies.single import Single
@@ -276,8 +276,8 @@ def same(ranks: list[dict[str, Any]], alone: dict[str, Any], within: float = 1e-
 @pytest.mark.parametrize(
     ("schedule", "micro_batches"),
     quickly(
-        [(s, m) for s in KINDS for m in (1, 4) if takes(s, Layout(2, 2), m)],
-        *[(s, 4) for s in KINDS if takes(s, Layout(2, 2), 4)],
+        [(s, m) for s in SCHEDULES for m in (1, 4) if can_run(s, StageLayout(2, 2), m)],
+        *[(s, 4) for s in SCHEDULES if can_run(s, StageLayout(2, 2), 4)],
     ),
 )
 def test_every_schedule_computes_what_one_process_does(train: Any, schedule: str, micro_batches: int) -> None:

@@ -13,7 +13,7 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.toys import Case, run
 from trainer.launch.rendezvous import Launch
-from trainer.parallel.batch_gather import dealt, gather, gathering_over
+from trainer.parallel.batch_gather import gather, set_gather_ranks, set_gather_span
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 
@@ -139,10 +139,10 @@ def gradient_of(part: range) -> list[float]:
 def gather_part(launch: Launch, part: range) -> tuple[list[float], list[float]]:
     with DDP(machine=Machine(launch=launch, device="cpu")) as strategy:
         own = torch.tensor([[float(at)] for at in part if at % 3 == launch.rank], requires_grad=True)
-        with gathering_over(strategy.data_group), dealt(part):
+        with set_gather_ranks(strategy.data_group), set_gather_span(part):
             rows = gather(own)
         (rows.squeeze(1) * torch.tensor(gradient_of(part))).sum().backward()
-        with gathering_over(strategy.data_group), dealt(part):
+        with set_gather_ranks(strategy.data_group), set_gather_span(part):
             return rows.squeeze(1).tolist(), gather(_gradient(own)).squeeze(1).tolist()
 
 
@@ -159,8 +159,8 @@ def test_rows_that_are_not_one_a_sample_are_refused(processes: Processes) -> Non
 def gather_twice_as_many(launch: Launch) -> str:
     with (
         DDP(machine=Machine(launch=launch, device="cpu")) as strategy,
-        gathering_over(strategy.data_group),
-        dealt(range(10)),
+        set_gather_ranks(strategy.data_group),
+        set_gather_span(range(10)),
         pytest.raises(ValueError, match="gather of 20 rows") as refused,
     ):
         gather(torch.zeros(20, 2))

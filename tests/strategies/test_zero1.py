@@ -18,7 +18,7 @@ from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.toys import CLASSES, NETWORKS, WIDTH, Case, Net, Plain, Routed, ToyData, run
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
-from trainer.parallel.parameter_owners import Delivery
+from trainer.parallel.parameter_owners import GradientReducer
 from trainer.records.checkpoint.manifest import read_manifest
 from trainer.records.checkpoint.store import look_into
 from trainer.strategies.machine import Machine
@@ -228,7 +228,7 @@ def left_behind(launch: Launch) -> list[list[str]]:
     """Whose gradients are here before the last of two micro-batches, and after it, before anyone waits for them."""
     seen: list[list[str]] = []
 
-    class Watched(Delivery):
+    class Watched(GradientReducer):
         def look(self) -> None:
             seen.append([name for name, one in placed.network.named_parameters() if one.grad is not None])
 
@@ -241,7 +241,7 @@ def left_behind(launch: Launch) -> list[list[str]]:
             super().finish()
 
     with (
-        patch("trainer.strategies.zero1.Delivery", Watched),
+        patch("trainer.strategies.zero1.GradientReducer", Watched),
         Zero1(machine=Machine(launch=launch, device="cpu")) as strategy,
     ):
         stream = toys.TrainLoader(ToyData(), ToyData().train(), strategy.slice, 48, 2, toys.LoaderOptions())

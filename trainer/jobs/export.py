@@ -26,7 +26,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.launch.run_files import make_folder, replace_file
 from trainer.learning.task import Task
 from trainer.messages import Refusal, expand_home
-from trainer.parallel.optimizer_state import fits
+from trainer.parallel.optimizer_state import refuse_other_network
 from trainer.records.weight_files import of_checkpoint
 
 
@@ -267,7 +267,7 @@ def trained(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
     own = network.state_dict()
     # verified byte by byte; nothing is matched by guesses here, every name and shape must be the network's own
     weights = of_checkpoint(checkpoint, average=average)
-    fits({name: value.shape for name, value in own.items()}, weights.tensors)
+    refuse_other_network({name: value.shape for name, value in own.items()}, weights.tensors)
     weights.read_into(own)
     merged = getattr(network, "merged", None)
     return (merged() if callable(merged) else network).eval()

@@ -24,7 +24,7 @@ from trainer.launch.stop_signals import StopRequest, left_behind
 from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal, format_count
-from trainer.parallel.meta_model import is_outline
+from trainer.parallel.meta_model import is_meta_model
 from trainer.records.checkpoint.manifest import TO_RESUME, Found
 from trainer.records.checkpoint.store import newest_in, open_checkpoint
 from trainer.records.console import LogFile
@@ -43,7 +43,7 @@ class Fit(Job):
         run, progress = prepare(parts), Progress()
         launch, folder = run.machine.launch, run.folder.path
         # before any value lies on a device: what was allocated under other rules stays where it is
-        if is_outline(run.network):
+        if is_meta_model(run.network):
             give_back_freed_memory()
         else:
             keep_freed_memory()

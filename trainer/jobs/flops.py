@@ -17,7 +17,7 @@ from trainer.jobs.preparation import Prepared
 from trainer.launch.devices import accelerator_names
 from trainer.learning.task import Task
 from trainer.messages import first_line
-from trainer.parallel.pipeline.fake_forward import shapes
+from trainer.parallel.pipeline.fake_forward import fake_tensors
 from trainer.records.sinks import Log
 from trainer.strategies.step_timing import NoUtilization, Utilization
 
@@ -94,7 +94,7 @@ def step_flops(task: Task, network: nn.Module, example: tuple[Any, Any], samples
         instead = {value: _shape(value) for value in chain(network.parameters(), network.buffers())}
         return _counted(task, network, instead, map_tensors(example, partial(_samples, size, samples)))
     except Exception:  # whatever a forward does with a batch without values: many of transformers look into masks
-        instead = shapes(network, first_tensor(example[0]).device)
+        instead = fake_tensors(network, first_tensor(example[0]).device)
         for value, shape in instead.items():
             shape.requires_grad_(value.requires_grad)
         return _counted(task, network, instead, map_tensors(example, torch.clone)) * samples / size

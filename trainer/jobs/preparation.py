@@ -27,7 +27,7 @@ from trainer.learning.parameter_groups import Rule, resolve_rules
 from trainer.learning.task import Task, gathers_samples, is_recurrent, refuse_metric_objects
 from trainer.learning.text_generation import GenerationRequest
 from trainer.messages import Refusal
-from trainer.parallel.meta_model import all_stored, allocate_empty, is_outline
+from trainer.parallel.meta_model import all_in_state_dict, allocate_empty, is_meta_model
 from trainer.records.profiler import refuse_window
 from trainer.records.run_folder import RunFolder
 from trainer.records.sinks import shows
@@ -51,7 +51,7 @@ class Prepared(RunParts):
     @property
     def sharded(self) -> bool:
         """Do ranks hold shards of the network? Asked before it has values."""
-        return is_outline(self.network) or bool(self.whole_because)
+        return is_meta_model(self.network) or bool(self.whole_because)
 
     @property
     def sample(self) -> GenerationRequest | None:
@@ -122,9 +122,9 @@ def build_values(run: Prepared, resuming: bool) -> None:
     """
     if not run.machine.launch.is_main:
         return
-    if is_outline(run.network) and run.initial.gives_all:
+    if is_meta_model(run.network) and run.initial.gives_all:
         allocate_empty(run.network, torch.device("cpu"), torch.device("cpu"))
-    elif is_outline(run.network) and not (resuming and all_stored(run.network)):
+    elif is_meta_model(run.network) and not (resuming and all_in_state_dict(run.network)):
         run.network = seeded_network(run)
     run.initial.fill(run.network)  # of a run that goes on from a checkpoint nothing
 

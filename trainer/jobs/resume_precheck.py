@@ -18,7 +18,7 @@ from trainer.data.data import Data
 from trainer.data.sampler import dataset_size
 from trainer.jobs.batch_sizes import Length
 from trainer.messages import Refusal
-from trainer.parallel.optimizer_state import differences
+from trainer.parallel.optimizer_state import network_differences
 from trainer.records.checkpoint.manifest import TO_RESUME, CorruptCheckpoint, Found, check_sizes, read_manifest
 from trainer.records.checkpoint.store import candidates, look_into
 from trainer.records.resume_rules import Change, changes, is_checkpoint, read_config
@@ -136,7 +136,7 @@ def refuse_own(folder: Path, found: Found | None, network: nn.Module, configurat
 
 def _refuse_network(what: str, found: Found, network: nn.Module, configuration: str, out: str) -> None:
     own = {name: value.shape for name, value in network.state_dict().items() if isinstance(value, Tensor)}
-    wrong = differences(own, found.tensors)
+    wrong = network_differences(own, found.tensors)
     if not wrong:
         return
     # why it is another one: keys of the model that differ, or else its code

@@ -29,7 +29,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.learning.freezing import count_trainable
 from trainer.loop.progress import Progress
 from trainer.messages import format_count, format_names
-from trainer.parallel.optimizer_state import AVERAGE
+from trainer.parallel.optimizer_state import EMA_PREFIX
 from trainer.records.checkpoint.manager import Checkpoints
 from trainer.records.checkpoint.manifest import Found
 from trainer.records.checkpoint.store import committed, winner
@@ -121,7 +121,7 @@ def uncalled_notes(network: nn.Module) -> list[str]:
 
 def average_notes(decay: float | None, start: Found | None) -> list[str]:
     """What becomes of the weights' moving average where the checkpoint and this run are not of one mind about it."""
-    if start is None or (decay is None) == (not any(name.startswith(AVERAGE) for name in start.tensors)):
+    if start is None or (decay is None) == (not any(name.startswith(EMA_PREFIX) for name in start.tensors)):
         return []
     if decay is None:
         return ["note        the checkpoint's moving average is dropped: ema.decay=null"]

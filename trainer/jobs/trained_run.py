@@ -33,7 +33,7 @@ from trainer.launch.run_files import make_folder, real, refuse_strange
 from trainer.launch.status import STATUS_FILE
 from trainer.launch.stop_signals import StopRequest
 from trainer.messages import Refusal
-from trainer.parallel.meta_model import all_stored, is_outline
+from trainer.parallel.meta_model import all_in_state_dict, is_meta_model
 from trainer.parallel.ranks import all_or_none
 from trainer.records.checkpoint.manifest import TO_RESUME, CorruptCheckpoint, Found, Manifest, read_state
 from trainer.records.checkpoint.store import committed, damage, open_checkpoint, winner
@@ -94,7 +94,7 @@ def opened(run: RunParts, job: str, which: Which, read: Callable[[list[str]], An
     # watched as an evaluation in training is; batches stand for steps
     with stop, watchdog(launch, out, stop, lambda: strategy.pulse(strategy.watch.done)), strategy:
         stream = evaluation_stream(run, samples)
-        if launch.is_main and is_outline(network) and not all_stored(network):
+        if launch.is_main and is_meta_model(network) and not all_in_state_dict(network):
             network = seeded_network(run)  # some of its values are in no checkpoint
         placed = strategy.build(run.task, network, stream.example())
         # the average as well: its figures are the run's own, and it may be what was asked for

@@ -19,8 +19,8 @@ from trainer.learning.task import Task, TaskWrapper, unwrap_task
 from trainer.learning.text_generation import GenerationRequest
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.tensor_statistics import histograms
-from trainer.parallel.units import uncompiled
+from trainer.parallel.tensor_statistics import compute_histograms
+from trainer.parallel.units import without_compile
 from trainer.records.sinks import Log
 from trainer.strategies.parallel_model import ParallelModel
 
@@ -110,7 +110,7 @@ class TextSample(NoTextSample):
         if not place.world.is_main:  # the others wait for it where they next meet
             return
         # one token after the other: nothing that was compiled for a step has these sizes
-        with preserve_rng_state(), uncompiled(), place.machine.autocast(place.device):
+        with preserve_rng_state(), without_compile(), place.machine.autocast(place.device):
             self._log.sample(self._asked.text(placed.network, self._data, place.device), step)
 
 
@@ -173,8 +173,10 @@ class MediaLogger(NoMediaLogger):
         gradients = {name: to_local(one.grad) for name, one in trained.items() if one.grad is not None}
         weights = {name: to_local(one) for name, one in trained.items()}
         # all ranks, whatever each holds
-        self._log.histograms("weights", histograms(weights, sizes, 1.0, self._ranks), step)
-        self._log.histograms("gradients", histograms(gradients, sizes, placed.scaler.unscaled(), self._ranks), step)
+        self._log.histograms("weights", compute_histograms(weights, sizes, 1.0, self._ranks), step)
+        self._log.histograms(
+            "gradients", compute_histograms(gradients, sizes, placed.scaler.unscaled(), self._ranks), step
+        )
 
     @contextmanager
     def watching(self, placed: ParallelModel, view: str) -> Iterator[BatchObserver]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.loader import Batch, digest_indices
-from trainer.parallel.buckets import Totals, to_accumulator
+from trainer.parallel.buckets import PendingSums, to_accumulator
 from trainer.records.checkpoint.manager import Broken, Checkpoints
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
@@ -24,7 +24,7 @@ from trainer.strategies.step_timing import NoUtilization
 class TrainMeter:
     """Sums of losses that stay on the device, and a clock that stops while nothing is trained."""
 
-    def __init__(self, totals: Callable[..., Totals], global_batch: int, dtype: torch.dtype) -> None:
+    def __init__(self, totals: Callable[..., PendingSums], global_batch: int, dtype: torch.dtype) -> None:
         """`totals` starts adding sums up over all that train, to be read later. dtype: of the loss's bits."""
         self._totals, self._global_batch, self._dtype = totals, global_batch, dtype
         self._last: dict[str, Tensor] = {}
@@ -72,7 +72,7 @@ class TrainMeter:
 class PendingMetrics:
     """A training line whose sums are still on their way."""
 
-    totals: Totals
+    totals: PendingSums
     facts: Mapping[str, float | int | str]
     seconds: float  # that it is about
     dtype: torch.dtype  # of the loss's bits

@@ -22,7 +22,7 @@ from trainer.loop.media_logging import NoMediaLogger
 from trainer.loop.progress import Progress, StopOnNonFinite
 from trainer.loop.train_metrics import StepMonitor
 from trainer.messages import NotFinite
-from trainer.parallel.tensor_statistics import moving
+from trainer.parallel.tensor_statistics import trained_tensors
 from trainer.records.checkpoint.manager import Checkpoints
 from trainer.records.checkpoint.manifest import Found
 from trainer.records.profiler import NoProfile
@@ -221,7 +221,7 @@ class Trainer:
             self._lines.refuse_save(self.progress.step, tensors)
             # first the lines, then the checkpoint: a resumed run drops what is later, but invents nothing
             self.log.flush()
-            finite = moving(self.placed.network, tensors)
+            finite = trained_tensors(self.placed.network, tensors)
             state, still = {**known, **self.facts}, frozen_names(self.placed.network)
             saved = self.checkpoints.save(self.progress.step, tensors, state, figures, finite, still)
             self._lines.refuse_saved(saved)

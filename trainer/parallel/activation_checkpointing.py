@@ -23,7 +23,7 @@ Mode = Literal["units", "operators"]
 
 # What is dear to compute, by namespace of torch.ops; torch 2.11 to 2.15 and builds without some of them have these or
 # fewer. Attention by itself has many kernels.
-DEAR = {
+EXPENSIVE = {
     "aten": (
         "mm",
         "addmm",
@@ -48,7 +48,7 @@ DEAR = {
 }
 
 
-def recompute(network: nn.Module, names: list[str], mode: Mode) -> None:
+def apply_activation_checkpointing(network: nn.Module, names: list[str], mode: Mode) -> None:
     """Let these units of a network keep less between forward and backward, in place; names, values and losses stay.
 
     "units": a unit keeps its inputs and is run again in the backward. "operators": it also keeps the results of matrix
@@ -68,17 +68,17 @@ def recompute(network: nn.Module, names: list[str], mode: Mode) -> None:
         # not a wrapper, which would be one level more in every name
         # recurrent layers write into products that "operators" would keep, which no version counter sees
         recurrent = any(isinstance(inner, nn.RNNBase | nn.RNNCellBase) for inner in unit.modules())
-        unit.__class__ = _recomputed(type(unit), "units" if recurrent else mode)  # type: ignore[arg-type]  # mypy takes no class for hashable
+        unit.__class__ = _checkpointed_class(type(unit), "units" if recurrent else mode)  # type: ignore[arg-type]  # mypy takes no class for hashable
 
 
 @cache
-def _recomputed(kind: type[nn.Module], mode: Mode) -> type[nn.Module]:
+def _checkpointed_class(kind: type[nn.Module], mode: Mode) -> type[nn.Module]:
     """A class of the same name whose forward is recomputed. Alike units share it, and so a compiled graph."""
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "recomputed_mode": mode}
-    return type(kind.__name__, (_Recomputed, kind), own)
+    return type(kind.__name__, (_Checkpointed, kind), own)
 
 
-class _Recomputed(nn.Module):
+class _Checkpointed(nn.Module):
     """A unit of a network. Attributes begin with `recomputed`, so that they are none of the unit's own."""
 
     recomputed_mode: ClassVar[Mode]
@@ -98,7 +98,7 @@ class _Recomputed(nn.Module):
         if modes not in changing:
             _refuse_cache([*args, *kwargs.values()], type(self).__qualname__)
         before = {name: value.clone() for name, value in self.named_buffers() if name in changing.get(modes, [name])}
-        own = partial(_with_buffers, self, before, contexts)
+        own = partial(_contexts, self, before, contexts)
         output = checkpoint(run, *args, use_reentrant=False, context_fn=own, **kwargs)
         if modes not in changing:  # looked at once, so that constants are not copied in every step
             changing[modes] = [name for name, value in before.items() if not torch.equal(value, self.get_buffer(name))]
@@ -114,12 +114,12 @@ def _refuse_cache(arguments: list[Any], unit: str) -> None:
         )
 
 
-def _with_buffers(unit: nn.Module, before: dict[str, Tensor], contexts: Callable[[], Contexts]) -> Contexts:
+def _contexts(unit: nn.Module, before: dict[str, Tensor], contexts: Callable[[], Contexts]) -> Contexts:
     first, again = contexts()
-    return first, _OwnBuffers(unit, before, again)
+    return first, _InitialBuffers(unit, before, again)
 
 
-class _OwnBuffers:
+class _InitialBuffers:
     """Inside it a unit has copies of the buffers that its forward began with. Can be entered several times."""
 
     def __init__(self, unit: nn.Module, before: dict[str, Tensor], inner: AbstractContextManager[Any]) -> None:
@@ -145,21 +145,21 @@ class _OwnBuffers:
             setattr(self._unit.get_submodule(owner), buffer, value)
 
 
-def _keep(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Which results stay. Attention with dropout does not: skipping it would shift the random numbers that follow."""
     drops = any(isinstance(value, float) and value > 0 for value in args) or kwargs.get("dropout_p", 0.0) > 0
-    dear = operator in _dear() and not (drops and "attention" in str(operator))
+    dear = operator in _expensive_operators() and not (drops and "attention" in str(operator))
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache
-def _dear() -> frozenset[Any]:
-    packets = [getattr(getattr(torch.ops, space), name, None) for space, names in DEAR.items() for name in names]
+def _expensive_operators() -> frozenset[Any]:
+    packets = [getattr(getattr(torch.ops, space), name, None) for space, names in EXPENSIVE.items() for name in names]
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of the forward, of its repetition
 _CONTEXTS: dict[Mode, Callable[[], Contexts]] = {
     "units": noop_context_fn,
-    "operators": partial(create_selective_checkpoint_contexts, _keep),
+    "operators": partial(create_selective_checkpoint_contexts, _policy),
 }

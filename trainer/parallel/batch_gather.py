@@ -21,7 +21,7 @@ class _Scope(NamedTuple):
 
 
 _ALONE = nullcontext()  # one rank gathers its own rows wherever it is
-_place: ContextVar[_Scope] = ContextVar("place", default=_Scope(Ranks()))  # noqa: B039 (it holds no state)
+_scope: ContextVar[_Scope] = ContextVar("place", default=_Scope(Ranks()))  # noqa: B039 (it holds no state)
 
 
 def gather(x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def gather(x: Tensor) -> Tensor:
             "gather was called in a backward, which computes a unit again (strategy.activation_checkpointing). Call it"
             " in a method of the task, on what the network returns; or leave that unit out of activation checkpointing"
         )
-    place = _place.get()
+    place = _scope.get()
     if place.ranks.size == 1:
         return x
     span, size = place.span, place.ranks.size
@@ -49,32 +49,32 @@ def gather(x: Tensor) -> Tensor:
     return _Gather.apply(x, place.ranks, span)
 
 
-def gathering_over(ranks: Ranks) -> AbstractContextManager[None]:
+def set_gather_ranks(ranks: Ranks) -> AbstractContextManager[None]:
     """Within this context `gather` collects from these ranks."""
-    return _At(_Scope(ranks)) if ranks.size > 1 else _ALONE
+    return _SetScope(_Scope(ranks)) if ranks.size > 1 else _ALONE
 
 
-def dealt(span: range) -> AbstractContextManager[None]:
+def set_gather_span(span: range) -> AbstractContextManager[None]:
     """Within this context the ranks have these samples of a global batch, dealt to them in turn."""
-    return _At(_Scope(_place.get().ranks, span))
+    return _SetScope(_Scope(_scope.get().ranks, span))
 
 
-def present_span() -> range | None:
+def current_span() -> range | None:
     """The samples of the global batch that all data ranks have of this micro-batch; None outside of a step."""
-    return _place.get().span
+    return _scope.get().span
 
 
-class _At:
+class _SetScope:
     """A class of its own, because a generator's context costs four times as much, and every micro-batch has two."""
 
     def __init__(self, place: _Scope) -> None:
         self._here = place
 
     def __enter__(self) -> None:
-        self._token = _place.set(self._here)
+        self._token = _scope.set(self._here)
 
     def __exit__(self, *_: object) -> None:
-        _place.reset(self._token)
+        _scope.reset(self._token)
 
 
 class _Gather(torch.autograd.Function):

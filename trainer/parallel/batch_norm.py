@@ -16,27 +16,27 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.learning.freezing import BATCH_NORMS, FrozenBatchNorm
 from trainer.messages import Refusal
-from trainer.parallel.buckets import average
+from trainer.parallel.buckets import average_tensors
 from trainer.parallel.ranks import Group, Ranks
 
 
-def batch_norms(network: nn.Module) -> list[_BatchNorm]:
+def local_batch_norms(network: nn.Module) -> list[_BatchNorm]:
     """The layers that normalise by the statistics of their own rank's micro-batch."""
-    return [module for module in network.modules() if _stands_alone(module)]
+    return [module for module in network.modules() if _is_local(module)]
 
 
-def _stands_alone(module: nn.Module) -> TypeGuard[_BatchNorm]:
-    return isinstance(module, BATCH_NORMS) and not isinstance(module, (Synchronised, FrozenBatchNorm))
+def _is_local(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    return isinstance(module, BATCH_NORMS) and not isinstance(module, (SynchronisedBatchNorm, FrozenBatchNorm))
 
 
-def with_statistics(network: nn.Module) -> list[_BatchNorm]:
+def all_batch_norms(network: nn.Module) -> list[_BatchNorm]:
     """All layers with BatchNorm's running statistics, synchronised or not."""
     return [module for module in network.modules() if isinstance(module, _BatchNorm)]
 
 
-def statistics(network: nn.Module) -> dict[str, Tensor]:
+def running_statistics(network: nn.Module) -> dict[str, Tensor]:
     """BatchNorm's running means and variances, by their names."""
-    layers = {id(layer) for layer in with_statistics(network)}
+    layers = {id(layer) for layer in all_batch_norms(network)}
     return {
         f"{name}.{key}".removeprefix("."): buffer
         for name, layer in network.named_modules()
@@ -46,7 +46,7 @@ def statistics(network: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def synchronised(network: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
+def synchronise_batch_norms(network: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
     """The network with every BatchNorm taking its statistics over all of these ranks; DDP does not do this by itself.
 
     A class that adds something to BatchNorm (timm's adds an activation) keeps what it adds. On CUDA plain BatchNorms
@@ -56,25 +56,25 @@ def synchronised(network: nn.Module, ranks: Ranks, device: torch.device) -> nn.M
         return network
     if type(network) in BATCH_NORMS and device.type == "cuda":  # its kernels are CUDA's
         return nn.SyncBatchNorm.convert_sync_batchnorm(network, ranks.group)
-    if _stands_alone(network):
+    if _is_local(network):
         kind = type(network)
-        network.__class__ = type(f"Synchronised{kind.__name__}", (Synchronised, kind), {"ranks": ranks})
+        network.__class__ = type(f"Synchronised{kind.__name__}", (SynchronisedBatchNorm, kind), {"ranks": ranks})
     for name, child in network.named_children():
-        setattr(network, name, synchronised(child, ranks, device))
+        setattr(network, name, synchronise_batch_norms(child, ranks, device))
     return network
 
 
-def refuse_own_statistics(network: nn.Module) -> None:
+def refuse_custom_batch_norms(network: nn.Module) -> None:
     """Refuse classes of BatchNorm that compute statistics by themselves: found out by a forward without values."""
-    for kind, (name, layer) in {type(m): (n, m) for n, m in network.named_modules() if _stands_alone(m)}.items():
-        if kind not in BATCH_NORMS and not _asks_torch(layer):
+    for kind, (name, layer) in {type(m): (n, m) for n, m in network.named_modules() if _is_local(m)}.items():
+        if kind not in BATCH_NORMS and not _calls_torch(layer):
             raise Refusal(
                 f"strategy.sync_bn=true: {name or 'the network'} is a {kind.__name__}, whose forward does not call"
                 " torch's batch_norm, so nobody else can take its statistics over all ranks; use strategy.sync_bn=false"
             )
 
 
-def _asks_torch(layer: _BatchNorm) -> bool:
+def _calls_torch(layer: _BatchNorm) -> bool:
     axes = next(count for kind, count in zip(BATCH_NORMS, (0, 2, 3), strict=True) if isinstance(layer, kind))
     asked = False
 
@@ -83,7 +83,7 @@ def _asks_torch(layer: _BatchNorm) -> bool:
         asked = True
         return x
 
-    with _Instead(unchanged), suppress(Exception):
+    with _ReplacedBatchNorm(unchanged), suppress(Exception):
         x = torch.empty(2, layer.num_features, *[2] * axes, device="meta")  # (B, C, ...)
         deepcopy(layer).to("meta").train()(x)
     return asked
@@ -94,23 +94,23 @@ def average_statistics(network: nn.Module, ranks: Ranks) -> None:
 
     The mean is linear, as is the running update: when it is taken does not change what it will be later.
     """
-    layers = batch_norms(network)
+    layers = local_batch_norms(network)
     buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
-    average(buffers, ranks)  # the data ranks; two numbers a channel travel
+    average_tensors(buffers, ranks)  # the data ranks; two numbers a channel travel
 
 
-class Synchronised(nn.Module):
+class SynchronisedBatchNorm(nn.Module):
     """What a BatchNorm becomes: its own forward, in which torch's batch_norm is that of all ranks."""
 
     ranks: Ranks
 
     def forward(self, *args: Any, **more: Any) -> Any:
         """What the layer's own class computes."""
-        with _Instead(partial(batch_norm, self.ranks)):
+        with _ReplacedBatchNorm(partial(batch_norm_over_ranks, self.ranks)):
             return super().forward(*args, **more)
 
 
-class _Instead(TorchFunctionMode):
+class _ReplacedBatchNorm(TorchFunctionMode):
     """Inside, calls of `torch.nn.functional.batch_norm` are calls of another function."""
 
     def __init__(self, other: Callable[..., Any]) -> None:
@@ -121,7 +121,7 @@ class _Instead(TorchFunctionMode):
         return (self._other if func is functional.batch_norm else func)(*args, **(kwargs or {}))
 
 
-def batch_norm(
+def batch_norm_over_ranks(
     ranks: Ranks,
     x: Tensor,
     running_mean: Tensor | None,

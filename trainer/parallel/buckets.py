@@ -12,11 +12,11 @@ from trainer.launch.devices import accumulation_dtype, uses_pinned_memory
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks, Waitable
 
-BUCKET = 25 * 2**20  # bytes that travel as one, where nobody has said
+BUCKET_BYTES = 25 * 2**20  # bytes that travel as one, where nobody has said
 Sums = Mapping[str, Tensor | float]  # numbers that the host knows need no device
 
 
-def buckets(tensors: Sequence[Tensor], most_bytes: int = BUCKET) -> list[list[Tensor]]:
+def make_buckets(tensors: Sequence[Tensor], most_bytes: int = BUCKET_BYTES) -> list[list[Tensor]]:
     """Neighbours of one type on one device, up to so many bytes each."""
     full: list[list[Tensor]] = []
     size, kind = 0, None
@@ -29,18 +29,18 @@ def buckets(tensors: Sequence[Tensor], most_bytes: int = BUCKET) -> list[list[Te
     return full
 
 
-def packed(tensors: Sequence[Tensor]) -> Tensor:
+def pack(tensors: Sequence[Tensor]) -> Tensor:
     """All of these as one flat tensor, (numbers,)."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def unpacked(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views of a flat tensor, in the shapes of what was packed into it."""
     pieces = flat.split([tensor.numel() for tensor in like])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
-def average_gradients(parameters: list[nn.Parameter], ranks: Ranks, bucket_bytes: int = BUCKET) -> None:
+def average_gradients(parameters: list[nn.Parameter], ranks: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Collective: every parameter's gradient becomes its mean over the ranks that hold the same shard of it.
 
     Once a step, whatever the number of micro-batches. A gradient that only some ranks have counts as zero on others.
@@ -55,10 +55,10 @@ def average_gradients(parameters: list[nn.Parameter], ranks: Ranks, bucket_bytes
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    average([to_local(parameter.grad) for parameter in used if parameter.grad is not None], ranks, bucket_bytes)
+    average_tensors([to_local(parameter.grad) for parameter in used if parameter.grad is not None], ranks, bucket_bytes)
 
 
-def average(tensors: list[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET) -> None:
+def average_tensors(tensors: list[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Collective: every tensor becomes its mean over the ranks, in place. All buckets are under way at once.
 
     tensors: what this rank holds, the same shapes in the same order on all of these ranks.
@@ -66,13 +66,13 @@ def average(tensors: list[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET) -> 
     if ranks.size == 1:
         return
     under_way: list[tuple[list[Tensor], Tensor, Waitable]] = []
-    for bucket in buckets(tensors, bucket_bytes):
-        flat = packed(bucket)
+    for bucket in make_buckets(tensors, bucket_bytes):
+        flat = pack(bucket)
         under_way.append((bucket, flat, ranks.all_reduce_sum_(flat)))  # the given ranks; every tensor travels once
     for bucket, flat, work in under_way:
         work.wait()
         flat /= ranks.size
-        for tensor, mean in zip(bucket, unpacked(flat, bucket), strict=True):
+        for tensor, mean in zip(bucket, unpack(flat, bucket), strict=True):
             tensor.copy_(mean)
 
 
@@ -83,14 +83,14 @@ def all_reduce_sums(sums: Sums, ranks: Ranks, device: torch.device) -> dict[str,
     own = {name: to_accumulator(value).detach().to(device) for name, value in sums.items()}
     names = sorted(own, key=lambda name: own[name].is_floating_point())
     totals: list[Tensor] = []
-    for bucket in buckets([own[name] for name in names]):
-        flat = packed(bucket)
+    for bucket in make_buckets([own[name] for name in names]):
+        flat = pack(bucket)
         ranks.all_reduce_sum_(flat).wait()  # the given ranks; 8 bytes a number
-        totals += unpacked(flat, bucket)
+        totals += unpack(flat, bucket)
     return dict(zip(names, totals, strict=True))
 
 
-class Totals:
+class PendingSums:
     """Sums on their way: added up over ranks, copied to the CPU, and only waited for when they are read.
 
     Whole numbers travel as int64 and wrap (digests), all others in the widest type of where they are; what lies on the
@@ -107,8 +107,8 @@ class Totals:
         own = {name: to_accumulator(value).detach() for name, value in sums.items()}
         self._names = sorted(own, key=lambda name: (own[name].is_floating_point(), own[name].device.type, name))
         self._under_way: list[tuple[list[Tensor], Tensor, Waitable]] = []
-        for bucket in buckets([own[name] for name in self._names]):
-            flat = packed(bucket)
+        for bucket in make_buckets([own[name] for name in self._names]):
+            flat = pack(bucket)
             work = ranks.all_reduce_sum_(flat)  # the given ranks; 8 bytes a number
             if flat.device.type != "cpu":
                 work.wait()  # of a GPU only the stream waits, so that the copy comes after the sum
@@ -122,7 +122,7 @@ class Totals:
         totals: list[Tensor] = []
         for bucket, flat, work in self._under_way:
             work.wait()
-            totals += unpacked(to_accumulator(flat), bucket)
+            totals += unpack(to_accumulator(flat), bucket)
         return self._alike | dict(zip(self._names, totals, strict=True))
 
 

@@ -22,7 +22,7 @@ from trainer.data.nested_tensors import first_tensor, map_tensors, named_tensors
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Group, Ranks
-from trainer.parallel.units import matched
+from trainer.parallel.units import require_modules
 
 
 class Pieces(NamedTuple):
@@ -40,7 +40,7 @@ class Pieces(NamedTuple):
         return Pieces(tuple(own), self.of * finer)
 
 
-def pieces(rank: int, ranks: int, tokens: int, most: int) -> Pieces:
+def rank_pieces(rank: int, ranks: int, tokens: int, most: int) -> Pieces:
     """Those of a rank that has so many tokens of each sequence: all ranks have as many, so they know alike.
 
     Two pieces, one from the front and one from the back, so that causal attention is the same work for all ranks
@@ -52,28 +52,28 @@ def pieces(rank: int, ranks: int, tokens: int, most: int) -> Pieces:
 
 
 # the call of a module, the same object for all its pieces; and which one of the rank's pieces it computes at present
-_COMPUTED: ContextVar[tuple[object, int] | None] = ContextVar("computed", default=None)
+_PIECE: ContextVar[tuple[object, int] | None] = ContextVar("computed", default=None)
 
 
 @contextmanager
-def computing(call: object, at: int) -> Iterator[None]:
+def computing_piece(call: object, at: int) -> Iterator[None]:
     """Inside it a module computes one piece: what it draws is as if the module had all pieces at once."""
-    token = _COMPUTED.set((call, at))
+    token = _PIECE.set((call, at))
     try:
         yield
     finally:
-        _COMPUTED.reset(token)
+        _PIECE.reset(token)
 
 
-def computed() -> tuple[object, int] | None:
+def current_piece() -> tuple[object, int] | None:
     """The call and its piece; None where a rank's pieces are computed together."""
-    return _COMPUTED.get()
+    return _PIECE.get()
 
 
-Answer = Callable[..., Any]  # what a module answers
+Forward = Callable[..., Any]  # what a module answers
 
 
-class _InPieces(ParallelStyle):
+class _PiecewiseStyle(ParallelStyle):
     """A style for modules that are called once for each piece of a stretch, or are told of all pieces."""
 
     pieces = 2  # that a stretch has at most: 1 where the plan has styles of others, which may not know of two
@@ -83,14 +83,14 @@ class _InPieces(ParallelStyle):
         """What torch calls, in 2.11 to 2.15: no public name is meant for styles of one's own."""
         vars(module)["stretched"] = partial(self._call, module.forward, device_mesh, device_mesh.get_local_rank())
         vars(module).pop("forward", None)  # it is in the line above
-        module.__class__ = _stretched(type(module))  # type: ignore[arg-type]  # mypy takes no class for hashable
+        module.__class__ = _piecewise_class(type(module))  # type: ignore[arg-type]  # mypy takes no class for hashable
         return module
 
     @abstractmethod
-    def _call(self, forward: Answer, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
+    def _call(self, forward: Forward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
         """What the module answers for a rank's stretch."""
 
-    def _each(self, forward: Answer, own: Pieces, told: Callable[..., list[Any]], *args: Any, **more: Any) -> Any:
+    def _each(self, forward: Forward, own: Pieces, told: Callable[..., list[Any]], *args: Any, **more: Any) -> Any:
         """Its answers for all pieces, one behind the other. told: of a piece's number and arguments, which ones."""
         dim, dims, tokens = self._dim, args[0].dim(), args[0].shape[self._dim]
         call, size, answers = object(), tokens // len(own.numbers), []
@@ -99,15 +99,15 @@ class _InPieces(ParallelStyle):
             def cut(x: Tensor, start: int = at * size) -> Tensor:
                 return x.narrow(dim, start, size) if x.dim() == dims and x.shape[dim] == tokens else x
 
-            with nullcontext() if torch.compiler.is_compiling() else computing(call, at):
+            with nullcontext() if torch.compiler.is_compiling() else computing_piece(call, at):
                 answers.append(forward(*told(number, map_tensors([*args], cut)), **map_tensors(more, cut)))
         if len(answers) == 1:
             return answers[0]
         several = zip(*map(tensors, answers), strict=True)
-        return replace_tensors(answers[0], [_behind(each, dim % dims, dims, size) for each in several])
+        return replace_tensors(answers[0], [_concatenate(each, dim % dims, dims, size) for each in several])
 
 
-class GatheredKeys(_InPieces):
+class GatheredKeys(_PiecewiseStyle):
     """For a plan's `context`: causal attention, called with (queries, keys, values), gets all earlier keys and values.
 
     This rank's stretch is two pieces of the sequence, and the module is called for each. It gets the queries of the
@@ -119,14 +119,14 @@ class GatheredKeys(_InPieces):
     def __init__(self, dim: int = 2) -> None:
         self._dim = dim
 
-    def _call(self, forward: Answer, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
+    def _call(self, forward: Forward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
         queries, keys, values, *_ = args
         ranks, tokens, widths = mesh.size(), queries.shape[self._dim], (keys.shape[-1], values.shape[-1])
-        own = pieces(rank, ranks, tokens, self.pieces)
+        own = rank_pieces(rank, ranks, tokens, self.pieces)
         size = tokens // len(own.numbers)
         # they come rank by rank; of later pieces nothing is seen
-        come = [number for other in range(ranks) for number in pieces(other, ranks, tokens, self.pieces).numbers]
-        each = _gathered(cat((keys, values), -1), mesh, self._dim).split(size, self._dim)
+        come = [number for other in range(ranks) for number in rank_pieces(other, ranks, tokens, self.pieces).numbers]
+        each = _all_gather(cat((keys, values), -1), mesh, self._dim).split(size, self._dim)
         seen = cat([each[come.index(number)] for number in range(own.numbers[-1] + 1)], self._dim)
 
         def told(number: int, cut: list[Any]) -> list[Any]:
@@ -135,7 +135,7 @@ class GatheredKeys(_InPieces):
         return self._each(forward, own, told, *args, **more)
 
 
-class ShiftedPlaces(_InPieces):
+class ShiftedPlaces(_PiecewiseStyle):
     """For a plan's `context`: a module that gets positions of tokens gets those in the whole sequence.
 
     argument: which one holds the place of the first token, or the places of all, as numbers. dim: that of the tokens
@@ -145,9 +145,9 @@ class ShiftedPlaces(_InPieces):
     def __init__(self, argument: int = 0, dim: int = -1) -> None:
         self._argument, self._dim = argument, dim
 
-    def _call(self, forward: Answer, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
+    def _call(self, forward: Forward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
         at, places, tokens = self._argument, args[self._argument], args[0].shape[self._dim]
-        own = pieces(rank, mesh.size(), tokens, self.pieces)
+        own = rank_pieces(rank, mesh.size(), tokens, self.pieces)
         size = tokens // len(own.numbers)
         dims = [self._dim] if at == 0 else range(places.dim())[::-1] if isinstance(places, Tensor) else ()
         along = next((dim for dim in dims if places.shape[dim] == tokens), None)
@@ -163,7 +163,7 @@ class ShiftedPlaces(_InPieces):
 
 
 @cache
-def _stretched(kind: type[nn.Module]) -> type[nn.Module]:
+def _piecewise_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A class of the same name, as recomputing makes one: so both may be asked of a module."""
 
     def forward(self: Any, *args: Any, **more: Any) -> Any:
@@ -173,7 +173,7 @@ def _stretched(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), own)
 
 
-def _behind(each: tuple[Tensor, ...], dim: int, dims: int, size: int) -> Tensor:
+def _concatenate(each: tuple[Tensor, ...], dim: int, dims: int, size: int) -> Tensor:
     """Answers for pieces of so many tokens, one behind the other; their tokens may lie elsewhere, as (B, T, …)."""
     last = each[-1]
     order = [*[dim] * (last.dim() == dims), *range(1, last.dim())]
@@ -184,7 +184,7 @@ def _behind(each: tuple[Tensor, ...], dim: int, dims: int, size: int) -> Tensor:
     return cat([pad(x, (0, last.shape[-1] - x.shape[-1])) for x in each], along)
 
 
-def _gathered(sequence_shard: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+def _all_gather(sequence_shard: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """Collective: the stretches of all context ranks, one behind the other; gradients go back to whom they belong."""
     own = DTensor.from_local(sequence_shard, mesh, [Shard(dim)], run_check=False)
     # the context ranks; forward: each one's keys and values to all, backward: the sum of what all have found for them
@@ -192,25 +192,25 @@ def _gathered(sequence_shard: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 
 
 TOKENS = 1  # the dimension of a batch's tensors along which sequences are cut: (B, T, …)
-ELSE = "strategy=ddp and strategy=fsdp need no such plan"
+ALTERNATIVE = "strategy=ddp and strategy=fsdp need no such plan"
 
 
-def cut_sequences(network: nn.Module, plan: Plan, ranks: Ranks, device_type: str) -> None:
+def apply_context_parallel(network: nn.Module, plan: Plan, ranks: Ranks, device_type: str) -> None:
     """Let the modules that the plan names work on stretches, in place."""
     if isinstance(ranks, Group):
         mesh = DeviceMesh.from_group(ranks.group, device_type, mesh_dim_names=("context",))
         styles = {key: copy(style) for key, style in plan.context.items()}
         for style in styles.values():
-            vars(style)["pieces"] = most_pieces(plan)
+            vars(style)["pieces"] = max_pieces(plan)
         parallelize_module(network, mesh, styles)
 
 
-def most_pieces(plan: Plan) -> int:
+def max_pieces(plan: Plan) -> int:
     """Of how many pieces a stretch may be: of two, or of one where the plan has styles of others, who know of one."""
     return 2 if {type(style) for style in plan.context.values()} <= {GatheredKeys, ShiftedPlaces} else 1
 
 
-def sequence_shard(tree: Any, ranks: Ranks, most: int) -> Any:
+def shard_sequences(tree: Any, ranks: Ranks, most: int) -> Any:
     """This rank's stretch of every sequence of a batch, (B, T, …) to (B, T / ranks, …), of at most so many pieces.
 
     Refusal where there is none.
@@ -220,14 +220,14 @@ def sequence_shard(tree: Any, ranks: Ranks, most: int) -> Any:
     refuse_sequences(tree, "a batch", ranks.size, Plan(), 1)  # lengths may differ from batch to batch
 
     def cut(x: Tensor) -> Tensor:
-        numbers, of = pieces(ranks.rank, ranks.size, x.shape[TOKENS] // ranks.size, most)
+        numbers, of = rank_pieces(ranks.rank, ranks.size, x.shape[TOKENS] // ranks.size, most)
         each = x.chunk(of, TOKENS)
         return cat([each[number] for number in numbers], TOKENS)
 
     return map_tensors(tree, cut)
 
 
-def tokens(tree: Any) -> int:
+def count_tokens(tree: Any) -> int:
     """How many tokens a batch has of each sample; 1 where its samples are no sequences."""
     return (*first_tensor(tree).shape, 1)[TOKENS]
 
@@ -237,10 +237,10 @@ def refuse_context(network: nn.Module, plan: Plan) -> None:
     if not plan.context:
         raise Refusal(
             f"{type(network).__name__} cannot be trained on stretches of its sequences: its plan has no context="
-            f"{{attention: GatheredKeys(), …}}; the decoders of recipes.language have one; {ELSE}"
+            f"{{attention: GatheredKeys(), …}}; the decoders of recipes.language have one; {ALTERNATIVE}"
         )
     for key in plan.context:
-        matched(network, key, "the plan's context", f"; {ELSE}")
+        require_modules(network, key, "the plan's context", f"; {ALTERNATIVE}")
 
 
 def refuse_sequences(tree: Any, what: str, context: int, plan: Plan, tensor: int) -> None:
@@ -253,7 +253,7 @@ def refuse_sequences(tree: Any, what: str, context: int, plan: Plan, tensor: int
         if x.dim() <= TOKENS:
             raise Refusal(
                 f"strategy.context={context} cuts sequences (B, T, …), but {name} has the shape {tuple(x.shape)},"
-                f" without tokens; {ELSE}"
+                f" without tokens; {ALTERNATIVE}"
             )
         length = x.shape[TOKENS]
         if length % pieces:

@@ -19,7 +19,7 @@ AXES = ("pipe", "replicate", "shard", "tensor")  # of parameters; the outermost 
 DEGREES = ("pipe", "replicate", "shard", "context", "tensor")
 
 
-def spread(world_size: int, wanted: dict[str, int | None]) -> dict[str, int]:
+def resolve_degrees(world_size: int, wanted: dict[str, int | None]) -> dict[str, int]:
     """The degree of every axis; one that is None takes what the others leave. Refusal where that is not whole.
 
     wanted: axis → degree, in the order of DEGREES. The sum, and what would fit, stand in the refusal.
@@ -30,12 +30,12 @@ def spread(world_size: int, wanted: dict[str, int | None]) -> dict[str, int]:
     taken = prod(degree for degree in wanted.values() if degree is not None)
     free = [axis for axis, degree in wanted.items() if degree is None]
     if world_size % taken or (not free and taken != world_size):
-        raise Refusal(_unfit(world_size, wanted, taken))
+        raise Refusal(_mismatch(world_size, wanted, taken))
     filled = {axis: 1 if degree is None else degree for axis, degree in wanted.items()}
     return filled | ({free[0]: world_size // taken} if free else {})
 
 
-def _unfit(world_size: int, wanted: dict[str, int | None], taken: int) -> str:
+def _mismatch(world_size: int, wanted: dict[str, int | None], taken: int) -> str:
     """The sum that does not come out, and the nearest that do: other degrees, or other processes."""
     named = {axis: degree for axis, degree in wanted.items() if degree is not None}
     rest = len(named) < len(wanted)  # does one axis take what the others leave?
@@ -46,10 +46,10 @@ def _unfit(world_size: int, wanted: dict[str, int | None], taken: int) -> str:
         said = f"{started} / ({factors} = {taken}) is not whole"
     counts = sorted({max(world_size // taken, 1) * taken, -(-world_size // taken) * taken} if rest else {taken})
     processes = f"{' or '.join(map(str, counts))} process{'' if counts == [1] else 'es'}"
-    return f"{said}; nearest: {', or '.join(_nearest(world_size, named, rest))}; or start {processes}"
+    return f"{said}; nearest: {', or '.join(_nearest_degrees(world_size, named, rest))}; or start {processes}"
 
 
-def _nearest(world_size: int, named: dict[str, int], rest: bool) -> list[str]:
+def _nearest_degrees(world_size: int, named: dict[str, int], rest: bool) -> list[str]:
     """The two nearest changes of degrees that make the product come out, as few and as small as can be."""
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
     found: list[tuple[int, float, str]] = []
@@ -61,7 +61,7 @@ def _nearest(world_size: int, named: dict[str, int], rest: bool) -> list[str]:
     return [change for _, _, change in sorted(found, key=itemgetter(0, 1))[:2]]
 
 
-def described(degrees: dict[str, int]) -> str:
+def format_degrees(degrees: dict[str, int]) -> str:
     """Degrees as a product, the outermost axis first."""
     return " × ".join(f"{axis} {degrees[axis]}" for axis in DEGREES if axis in degrees)
 
@@ -72,7 +72,7 @@ def make_mesh(device_type: str, degrees: dict[str, int], always: str) -> DeviceM
     return init_device_mesh(device_type, tuple(degrees[axis] for axis in axes), mesh_dim_names=tuple(axes))
 
 
-def by_sequence(device_type: str, world_size: int, context: int, tensor: int) -> DeviceMesh:
+def make_sequence_mesh(device_type: str, world_size: int, context: int, tensor: int) -> DeviceMesh:
     """Collective: the same ranks by what they read: other samples, other stretches of these, or all of it alike."""
     degrees = {"samples": world_size // context // tensor, "context": context, "alike": tensor}
     axes = [axis for axis, degree in degrees.items() if degree > 1]

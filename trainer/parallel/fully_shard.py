@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainer.messages import FatalRunError, Refusal
 from trainer.parallel.activation_checkpointing import in_backward
-from trainer.parallel.batch_norm import with_statistics
+from trainer.parallel.batch_norm import all_batch_norms
 from trainer.parallel.device_mesh import split_axes, to_local
-from trainer.parallel.ranks import ALWAYS, Ranks
+from trainer.parallel.ranks import GROUP_TIMEOUT, Ranks
 
 _PATIENCE = timedelta(seconds=30)  # for ranks that have done the same as ever: they do not come
 
 
-class SameCalls:
+class SameCallsCheck:
     """What ranks have agreed to call, by the number of the call in a forward.
 
     A call that has always been the same costs nothing: it is what all others wait for. Where it is another one, or
@@ -39,7 +39,7 @@ class SameCalls:
         self._agreed: dict[bool, list[set[int]]] = {True: [], False: []}  # in training; in evaluation
         self._at = 0  # the number of the next call
         if ranks.size > 1 and units:
-            self._ranks = ranks.apart(patience)  # a gather may be under way
+            self._ranks = ranks.duplicate(patience)  # a gather may be under way
             root.register_forward_pre_hook(self._begin)
             for number, name in enumerate(units, 1):
                 # before fully_shard's own
@@ -65,21 +65,23 @@ class SameCalls:
     def _agree(self, number: int, before: set[int]) -> None:
         """Collective of the ranks that have come: Told where they do not call the same."""
         only = len(before) == 1  # whoever calls that does not ask
-        vote = self._ranks.vote([number, -number], _PATIENCE if only else ALWAYS)  # these ranks; 16 bytes
+        vote = self._ranks.vote([number, -number], _PATIENCE if only else GROUP_TIMEOUT)  # these ranks; 16 bytes
         try:
             most, least = vote.read()
         except RuntimeError as error:
             if not only:
                 raise
             others = f"{self._names[before.pop()]} on others, as before"
-            raise FatalRunError(_parted([f"{self._names[number]} on rank {self._ranks.rank}", others])) from error
+            raise FatalRunError(
+                _different_calls([f"{self._names[number]} on rank {self._ranks.rank}", others])
+            ) from error
         if most != -least:
             names = [self._names[each] for each in self._ranks.all_gather_values(number)]  # these ranks
             who = {name: [str(rank) for rank, own in enumerate(names) if own == name] for name in dict.fromkeys(names)}
-            raise FatalRunError(_parted([f"{name} on rank {', '.join(ranks)}" for name, ranks in who.items()]))
+            raise FatalRunError(_different_calls([f"{name} on rank {', '.join(ranks)}" for name, ranks in who.items()]))
 
 
-def _parted(calls: Sequence[str]) -> str:
+def _different_calls(calls: Sequence[str]) -> str:
     return (
         f"data ranks call different modules: {'; '.join(calls)}. Each of them is a unit, which ranks gather together:"
         " they would compute with parts of different ones. Where a network chooses its layers by a rank's own samples"
@@ -89,7 +91,7 @@ def _parted(calls: Sequence[str]) -> str:
 
 
 PADDING = 1 / 8  # of a parameter: with no more, it is spread by its first dimension, which is the fastest to gather
-WHOLE = 4  # sizes of it are what a whole parameter costs a rank: itself, its gradient and two moments
+WHOLE_COST = 4  # sizes of it are what a whole parameter costs a rank: itself, its gradient and two moments
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ class Sharding:
     ahead: int = 1  # units that are gathered before they are needed
 
 
-def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMesh, how: Sharding) -> FSDPModule:
+def apply_fully_shard(
+    root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMesh, how: Sharding
+) -> FSDPModule:
     """Collective over the mesh: every parameter becomes a DTensor of which each rank holds a shard, in place.
 
     The units of `network` that are named are gathered and released one by one, the rest of it with `root`, the module
@@ -120,20 +124,20 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
     # all calls must pass over the same parameters
     ranks = mesh["shard"].size()
-    kept = _kept_whole(network, ranks, how)
+    kept = _replicated_parameters(network, ranks, how)
     spread = partial(
         fully_shard,
         mesh=mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"],
         mp_policy=policy,
         offload_policy=offload,
-        shard_placement_fn=lambda parameter: Shard(_dimension(parameter, ranks) or 0),
+        shard_placement_fn=lambda parameter: Shard(_shard_dim(parameter, ranks) or 0),
         ignored_params=kept,
     )
     again = how.reshard_after_forward
     # units first, for fully_shard of the root takes what no unit has
     units = [spread(network.get_submodule(name), reshard_after_forward=again) for name in names]
     for name in names:
-        _refuse_replaced(name, network.get_submodule(name))
+        _refuse_foreign_parameters(name, network.get_submodule(name))
     # what is left is small and wanted first in the backward: it stays gathered, unless it is everything
     whole = spread(root, reshard_after_forward=again and not units)
     # one unit ahead is what torch does by itself
@@ -144,19 +148,19 @@ def shard(root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMes
     return whole
 
 
-def _kept_whole(network: nn.Module, ranks: int, how: Sharding) -> set[nn.Parameter]:
+def _replicated_parameters(network: nn.Module, ranks: int, how: Sharding) -> set[nn.Parameter]:
     """The parameters that are not to be spread: single numbers, which fully_shard refuses, and what is too short.
 
     Where parameters are cast, what stays whole would stay as it is, and mix with what is cast. So there only BatchNorms
     do, whose weights must have the type of their running statistics.
     """
     if how.param_dtype:
-        own = {parameter for norm in with_statistics(network) for parameter in norm.parameters()}
+        own = {parameter for norm in all_batch_norms(network) for parameter in norm.parameters()}
         return own | {parameter for parameter in network.parameters() if parameter.dim() == 0}
-    return {parameter for parameter in network.parameters() if _dimension(parameter, ranks) is None}
+    return {parameter for parameter in network.parameters() if _shard_dim(parameter, ranks) is None}
 
 
-def _dimension(parameter: nn.Parameter, ranks: int) -> int | None:
+def _shard_dim(parameter: nn.Parameter, ranks: int) -> int | None:
     """Along which dimension a parameter is best spread over so many ranks; None: it is better kept whole.
 
     fully_shard pads the first dimension to a multiple of the ranks, so (1, 256, 768) would be gathered as 1,024 times
@@ -172,10 +176,12 @@ def _dimension(parameter: nn.Parameter, ranks: int) -> int | None:
     for dim, size in enumerate(shape):
         if size % ranks == 0:
             return dim
-    return 0 if gathered + WHOLE * gathered / ranks < WHOLE else None  # gathered, and what is kept of it between steps
+    return (
+        0 if gathered + WHOLE_COST * gathered / ranks < WHOLE_COST else None
+    )  # gathered, and what is kept of it between steps
 
 
-def _refuse_replaced(name: str, unit: nn.Module) -> None:
+def _refuse_foreign_parameters(name: str, unit: nn.Module) -> None:
     """Have a unit look at each call whether its parameters are its own; Refusal where somebody has put in others.
 
     fully_shard puts the gathered ones in place before the forward. What `torch.func.functional_call` had put there
@@ -205,7 +211,7 @@ def _refuse_replaced(name: str, unit: nn.Module) -> None:
     unit.register_forward_pre_hook(remember)  # behind it
 
 
-def not_spread(network: nn.Module) -> list[nn.Parameter]:
+def unsharded_parameters(network: nn.Module) -> list[nn.Parameter]:
     """The parameters that lie on no axis "shard": each data rank holds the same of them, and its own gradient."""
     return [parameter for parameter in network.parameters() if "shard" not in split_axes(parameter)]
 

@@ -56,13 +56,13 @@ def _short_chains(tensor: Tensor) -> list[Tensor]:
     return [torch.linalg.vector_norm(flat[rest:].view(-1, CHAIN), dim=1), flat[:rest]]
 
 
-def clip_(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+def clip_gradients_(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale the gradients in place so that their global norm is at most max_norm; no device waits."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    multiply_(gradients, factor)
+    multiply_gradients_(gradients, factor)
 
 
-def multiply_(gradients: list[Tensor], factor: Tensor) -> None:
+def multiply_gradients_(gradients: list[Tensor], factor: Tensor) -> None:
     """Multiply what this rank holds of each gradient, in place, by one number that stays on the device.
 
     Gradients that were offloaded to the host meet it there: it is copied once, and waited for.

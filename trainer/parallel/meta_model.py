@@ -15,9 +15,9 @@ from trainer.parallel.ranks import Ranks
 Values = dict[tuple[str, ...], Tensor]  # all names of a tensor → it; on the meta device where only its shape is known
 
 
-def outline(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
+def build_meta_model(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
     """The network on the meta device; or built whole, and why its constructor cannot do without values."""
-    before = _without_memory()  # kept until the end, so that nothing new can have the identity of one of them
+    before = _live_meta_tensors()  # kept until the end, so that nothing new can have the identity of one of them
     try:
         with torch.device("meta"):
             network = make()
@@ -27,24 +27,24 @@ def outline(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
         # a tensor that is neither parameter nor buffer would never get a value; a view keeps its base alive
         own = [each for _, tensor in named_tensors(network) for each in (tensor, tensor._base)]
         known = {id(each) for each in (*own, *before)}
-        if all(id(tensor) in known for tensor in _without_memory()):
+        if all(id(tensor) in known for tensor in _live_meta_tensors()):
             return network, ""
         why = "it holds tensors that are neither parameters nor buffers"
     return make(), why
 
 
-def is_outline(network: nn.Module) -> bool:
+def is_meta_model(network: nn.Module) -> bool:
     """Is the network without values?"""
     return any(tensor.is_meta for _, tensor in named_tensors(network))
 
 
-def all_stored(network: nn.Module) -> bool:
+def all_in_state_dict(network: nn.Module) -> bool:
     """Does a checkpoint hold every value of the network? Buffers may have been made not to be stored."""
     return {name for name, _ in named_tensors(network)} <= set(network.state_dict())
 
 
 @torch.no_grad()
-def set_aside(network: nn.Module) -> Values:
+def take_values(network: nn.Module) -> Values:
     """Turn a network into its outline, in place; returns what values it had."""
     for module in network.modules():
         # It keeps weak references, to see whether its weights are still the same: what has one cannot be swapped. It
@@ -56,7 +56,7 @@ def set_aside(network: nn.Module) -> Values:
         names.setdefault(tensor, []).append(name)
     values: Values = {}
     for tensor, own in names.items():
-        other = _like(tensor, torch.device("meta"))
+        other = _empty_like(tensor, torch.device("meta"))
         torch.utils.swap_tensors(tensor, other)  # every name and every tie keeps its tensor; the other has the values
         values[tuple(own)] = other.detach()
     return values
@@ -66,11 +66,11 @@ def set_aside(network: nn.Module) -> Values:
 def allocate_empty(network: nn.Module, device: torch.device, shards: torch.device) -> None:
     """Give an outline memory, in place, which nobody has written to yet. shards: where DTensors are to lie."""
     for tensor in {tensor for _, tensor in named_tensors(network) if tensor.is_meta}:
-        torch.utils.swap_tensors(tensor, _like(tensor, shards if isinstance(tensor, DTensor) else device))
+        torch.utils.swap_tensors(tensor, _empty_like(tensor, shards if isinstance(tensor, DTensor) else device))
 
 
 @torch.no_grad()
-def send_values(values: Values, network: nn.Module, ranks: Ranks, device: torch.device) -> None:
+def broadcast_values(values: Values, network: nn.Module, ranks: Ranks, device: torch.device) -> None:
     """Collective: what the first rank has set aside comes to all, of each tensor the shard that a rank holds.
 
     values: of the whole network; they are freed on the way, so that a rank holds one whole tensor at a time. Nothing
@@ -91,13 +91,13 @@ def send_values(values: Values, network: nn.Module, ranks: Ranks, device: torch.
             to_local(tensor).copy_(shard)
 
 
-def _like(tensor: Tensor, device: torch.device) -> Tensor:
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor or parameter of the same shape and kind, with memory that nobody has written to."""
     other = torch.empty_like(tensor, device=device)
     return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
 
 
-def _without_memory() -> list[Tensor]:
+def _live_meta_tensors() -> list[Tensor]:
     """Every tensor on the meta device that is alive, wherever it is kept."""
     alive = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
     return [tensor for tensor in alive if tensor.is_meta]

@@ -11,11 +11,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, zeros
 
 from trainer.messages import Refusal
 
-PREFIX = "optimizer/"
-AVERAGE = "ema/"
-CARRIED = "carried/"
-OWN = "strategy/"  # of what one strategy alone keeps, and no other reads
-APART = (PREFIX, AVERAGE, CARRIED, OWN, "scaler/")  # begin names in a checkpoint that are not the network's
+OPTIMIZER_PREFIX = "optimizer/"
+EMA_PREFIX = "ema/"
+CARRIED_PREFIX = "carried/"
+STRATEGY_PREFIX = "strategy/"  # of what one strategy alone keeps, and no other reads
+OTHER_PREFIXES = (
+    OPTIMIZER_PREFIX,
+    EMA_PREFIX,
+    CARRIED_PREFIX,
+    STRATEGY_PREFIX,
+    "scaler/",
+)  # begin names in a checkpoint that are not the network's
 
 
 def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -30,7 +36,7 @@ def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> d
                 raise TypeError(
                     f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}; only tensors can be saved"
                 )
-            flat[f"{PREFIX}{names[parameter]}/{key}"] = value
+            flat[f"{OPTIMIZER_PREFIX}{names[parameter]}/{key}"] = value
     return flat
 
 
@@ -46,7 +52,7 @@ def empty_optimizer_state(
     taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = {name: parameter for name, parameter in network.named_parameters() if id(parameter) in taken}
     space: dict[str, Tensor] = {}
-    for name, parameter_name, _ in _memories(stored):
+    for name, parameter_name, _ in _split_names(stored):
         if parameter_name not in known:
             raise Refusal(f"the checkpoint's {name} belongs to no parameter of this network")
         if parameter_name not in parameters:
@@ -60,14 +66,14 @@ def empty_optimizer_state(
                 tuple(fact.shape),
                 dtype=fact.dtype,
                 device_mesh=parameter.device_mesh,
-                placements=_as_far_as(parameter, fact.shape),
+                placements=_memory_placements(parameter, fact.shape),
             )
         else:
             space[name] = torch.zeros(tuple(fact.shape), dtype=fact.dtype)
     return space
 
 
-def _as_far_as(parameter: DTensor, shape: Sequence[int]) -> list[Placement]:
+def _memory_placements(parameter: DTensor, shape: Sequence[int]) -> list[Placement]:
     """How a memory of another shape is spread: along its parameter's dimensions where it has them, else whole.
 
     One number for each row of a parameter whose rows are spread lies beside its row.
@@ -83,7 +89,7 @@ def _as_far_as(parameter: DTensor, shape: Sequence[int]) -> list[Placement]:
 def restore_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
     """Give the optimizer its memory back. Its groups and hyper-parameters stay those of the present configuration."""
     memories: dict[str, dict[str, Tensor]] = {}
-    for name, parameter_name, key in _memories(state):
+    for name, parameter_name, key in _split_names(state):
         memories.setdefault(parameter_name, {})[key] = state[name]
     names = {parameter: name for name, parameter in network.named_parameters()}
     order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
@@ -96,18 +102,18 @@ def restore_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer, stat
     )
 
 
-def fits(own: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> None:
+def refuse_other_network(own: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> None:
     """Refusal, naming at most ten, where a checkpoint's network is not this one."""
-    wrong = differences(own, stored)
+    wrong = network_differences(own, stored)
     if wrong:
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         raise Refusal(f"the checkpoint is of another network: {'; '.join(wrong[:10])}{more}")
 
 
-def differences(own: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> list[str]:
+def network_differences(own: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> list[str]:
     """How a checkpoint's network (name → what has a shape) is not the one with these shapes, a sentence a tensor."""
     # what belongs to optimizer, average, scaler and batches is compared when it is read
-    theirs = {name for name in stored if not name.startswith(APART)}
+    theirs = {name for name in stored if not name.startswith(OTHER_PREFIXES)}
     other = [
         f"{name} is {tuple(stored[name].shape)} in the checkpoint, {tuple(own[name])} here"
         for name in own
@@ -117,8 +123,8 @@ def differences(own: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> 
     return other + missing + [f"{name} is only in the checkpoint" for name in sorted(theirs - own.keys())]
 
 
-def _memories(names: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _split_names(names: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for name in names:
-        if name.startswith(PREFIX):
-            parameter_name, _, key = name.removeprefix(PREFIX).rpartition("/")
+        if name.startswith(OPTIMIZER_PREFIX):
+            parameter_name, _, key = name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
             yield name, parameter_name, key

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.parallel.buckets import buckets, packed, unpacked
-from trainer.parallel.ranks import DONE, Group, Waitable
+from trainer.parallel.buckets import make_buckets, pack, unpack
+from trainer.parallel.ranks import COMPLETED, Group, Waitable
 
 
-def owners(sizes: Sequence[int], ranks: int) -> list[int]:
+def assign_owners(sizes: Sequence[int], ranks: int) -> list[int]:
     """Which rank owns each of these tensors: the largest first, each to the rank that has least by then.
 
     The same answer on every rank. The fullest rank has at most the largest tensor more than the emptiest (R. Graham,
@@ -36,7 +36,7 @@ class Bucket(NamedTuple):
     parameters: list[Tensor]
 
 
-def owned_buckets(parameters: Sequence[Tensor], owner: Sequence[int], most_bytes: int) -> list[Bucket]:
+def make_owner_buckets(parameters: Sequence[Tensor], owner: Sequence[int], most_bytes: int) -> list[Bucket]:
     """The parameters in buckets of up to so many bytes, in the order in which a backward fills them."""
     # a backward comes to the last parameters first
     order = {parameter: at for at, parameter in enumerate(reversed(parameters))}
@@ -44,11 +44,11 @@ def owned_buckets(parameters: Sequence[Tensor], owner: Sequence[int], most_bytes
     alike: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for parameter, rank in zip(order, reversed(owner), strict=True):
         alike.setdefault((rank, parameter.dtype), []).append(parameter)
-    made = [Bucket(rank, bucket) for (rank, _), own in alike.items() for bucket in buckets(own, most_bytes)]
+    made = [Bucket(rank, bucket) for (rank, _), own in alike.items() for bucket in make_buckets(own, most_bytes)]
     return sorted(made, key=lambda bucket: order[bucket.parameters[-1]])
 
 
-class Delivery:
+class GradientReducer:
     """Gradients on their way to the owners of their parameters, while the last backward of a step still runs.
 
     A bucket leaves when its last gradient has come, but not before those in front of it: all ranks send the same
@@ -92,7 +92,7 @@ class Delivery:
         for bucket, flat, work in self._under_way:
             work.wait()
             if bucket.owner == self._ranks.rank:
-                _hand_over(bucket, flat.div_(self._ranks.size), used)
+                _set_gradients(bucket, flat.div_(self._ranks.size), used)
         self._under_way, self._sent = [], set()
 
     def _arrived(self, parameter: Tensor) -> None:
@@ -107,13 +107,13 @@ class Delivery:
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         """Start adding up a bucket's gradients at their owner; here their memory is free once they are in one piece."""
-        flat = packed([torch.zeros_like(one) if one.grad is None else one.grad for one in bucket.parameters])
+        flat = pack([torch.zeros_like(one) if one.grad is None else one.grad for one in bucket.parameters])
         self._sent.update(one for one in bucket.parameters if one.grad is not None)
         for parameter in bucket.parameters:
             parameter.grad = None
         # these ranks; every gradient travels once
         sent = dist.reduce(flat, group_dst=bucket.owner, group=self._ranks.group, async_op=True)
-        self._under_way.append((bucket, flat, sent or DONE))
+        self._under_way.append((bucket, flat, sent or COMPLETED))
 
     def _agree(self) -> tuple[set[Tensor], list[Bucket]]:
         """Collective: what any rank has a gradient for, and the buckets that some rank must send once more.
@@ -130,9 +130,9 @@ class Delivery:
         return {parameter for parameter, fact in said.items() if fact}, again
 
 
-def _hand_over(bucket: Bucket, flat: Tensor, used: set[Tensor]) -> None:
+def _set_gradients(bucket: Bucket, flat: Tensor, used: set[Tensor]) -> None:
     """Give the owner's parameters their gradients: views, or copies where the parameter's memory has another order."""
-    for parameter, piece in zip(bucket.parameters, unpacked(flat, bucket.parameters), strict=True):
+    for parameter, piece in zip(bucket.parameters, unpack(flat, bucket.parameters), strict=True):
         if parameter not in used:
             continue
         gradient = piece if parameter.is_contiguous() else torch.empty_like(parameter, requires_grad=False).copy_(piece)
@@ -140,16 +140,16 @@ def _hand_over(bucket: Bucket, flat: Tensor, used: set[Tensor]) -> None:
 
 
 @torch.no_grad()
-def send_from_owners(buckets: list[Bucket], ranks: Group) -> None:
+def broadcast_from_owners(buckets: list[Bucket], ranks: Group) -> None:
     """Collective: every parameter becomes what its owner holds. All buckets are under way at once."""
     under_way: list[tuple[Bucket, Tensor, Waitable]] = []
     for bucket in buckets:
-        flat = packed(bucket.parameters)
+        flat = pack(bucket.parameters)
         # these ranks; every parameter travels once
         sent = dist.broadcast(flat, group_src=bucket.owner, group=ranks.group, async_op=True)
-        under_way.append((bucket, flat, sent or DONE))
+        under_way.append((bucket, flat, sent or COMPLETED))
     for bucket, flat, work in under_way:
         work.wait()
         if bucket.owner != ranks.rank:
-            for parameter, value in zip(bucket.parameters, unpacked(flat, bucket.parameters), strict=True):
+            for parameter, value in zip(bucket.parameters, unpack(flat, bucket.parameters), strict=True):
                 parameter.copy_(value)

@@ -14,27 +14,29 @@ from torch.distributed import ProcessGroup
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 
-ALWAYS = timedelta()  # as torch says it: no time of its own, the group's counts
+GROUP_TIMEOUT = timedelta()  # as torch says it: no time of its own, the group's counts
 
 
-class Done:
+class CompletedWork:
     """A collective that has nothing to wait for."""
 
-    def wait(self, timeout: timedelta = ALWAYS) -> None:
+    def wait(self, timeout: timedelta = GROUP_TIMEOUT) -> None:
         """Return at once."""
 
 
-DONE = Done()
+COMPLETED = CompletedWork()
 
 
-Waitable = Done | dist.Work  # a collective under way: wait() until the result stands in the tensor that was given
+Waitable = (
+    CompletedWork | dist.Work
+)  # a collective under way: wait() until the result stands in the tensor that was given
 
 
 class Vote:
     """Numbers that ranks were asked for, flags among them; those of a process alone are the answer."""
 
     def __init__(
-        self, numbers: Sequence[float] | Tensor, under_way: Waitable = DONE, patience: timedelta = ALWAYS
+        self, numbers: Sequence[float] | Tensor, under_way: Waitable = COMPLETED, patience: timedelta = GROUP_TIMEOUT
     ) -> None:
         self._numbers, self._under_way, self._patience = numbers, under_way, patience
 
@@ -57,11 +59,11 @@ class Ranks:
 
     def all_reduce_sum_(self, tensor: Tensor) -> Waitable:
         """Collective: start adding up this tensor over the ranks, in place."""
-        return DONE
+        return COMPLETED
 
     def all_reduce_max_(self, tensor: Tensor) -> Waitable:
         """Collective: start taking the largest of this tensor over the ranks, in place."""
-        return DONE
+        return COMPLETED
 
     def sum_in_order(self, number: Tensor) -> Tensor:
         """Collective: the sum of one number of each rank, added in rank order everywhere.
@@ -92,7 +94,7 @@ class Ranks:
     def barrier(self) -> None:
         """Collective: return when every rank has arrived."""
 
-    def apart(self, timeout: timedelta) -> Ranks:
+    def duplicate(self, timeout: timedelta) -> Ranks:
         """Collective: the same ranks for another thread, whose collectives of CPU tensors mix with no others."""
         return self
 
@@ -156,7 +158,7 @@ class Group(Ranks):
         """Collective: return when every rank has arrived. A CPU tensor travels, so a GPU is not waited for."""
         self.all_reduce_sum_(torch.zeros(1)).wait()
 
-    def apart(self, timeout: timedelta) -> Ranks:
+    def duplicate(self, timeout: timedelta) -> Ranks:
         """Collective: the same ranks for another thread, whose collectives of CPU tensors mix with no others."""
         own = dist.get_process_group_ranks(self.group)
         # these ranks alone: those beside them may be in several such groups

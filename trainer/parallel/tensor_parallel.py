@@ -19,17 +19,17 @@ from torch.distributed.tensor.parallel import (
 
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal
-from trainer.parallel.buckets import buckets, packed, to_accumulator, unpacked
+from trainer.parallel.buckets import make_buckets, pack, to_accumulator, unpack
 from trainer.parallel.device_mesh import split_axes, to_local
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.units import matched
+from trainer.parallel.units import require_modules
 
-DRIFT = 1e-3  # of a parameter: more than a run's rounding adds up to
-APART = 0.25  # of a gradient: further than rounding moves it, in bf16 too, unless it is made of nothing else
-FLOOR = 0.003  # of all these gradients: what is smaller may be made of rounding alone
+PARAMETER_DRIFT = 1e-3  # of a parameter: more than a run's rounding adds up to
+GRADIENT_DRIFT = 0.25  # of a gradient: further than rounding moves it, in bf16 too, unless it is made of nothing else
+NOISE_FLOOR = 0.003  # of all these gradients: what is smaller may be made of rounding alone
 
 
-class Shared:
+class ReplicatedParameters:
     """The parameters that the plan has not split: a copy on each tensor rank, with a gradient of its own.
 
     Copies compute the same gradient, but not to the bit where a kernel adds in any order (atomics), and Adam makes
@@ -38,12 +38,14 @@ class Shared:
     """
 
     def __init__(self, network: nn.Module, ranks: Ranks) -> None:
-        self._parameters = {name: parameter for name, parameter in _whole(network).items() if parameter.requires_grad}
+        self._parameters = {
+            name: parameter for name, parameter in _replicated(network).items() if parameter.requires_grad
+        }
         self._ranks = ranks
         self._apart: Tensor | None = None  # for each of them, how far the gradients were from the first rank's at most
 
     @torch.no_grad()
-    def decide(self) -> None:
+    def broadcast_gradients(self) -> None:
         """Collective: gradients become the first rank's."""
         if self._ranks.size == 1 or not self._parameters:
             return
@@ -51,37 +53,37 @@ class Shared:
         own = [to_local(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._parameters.values()]
         sizes: list[Tensor] = []
         distances: list[Tensor] = []
-        for bucket in buckets(own):
-            flat = packed(bucket)
+        for bucket in make_buckets(own):
+            flat = pack(bucket)
             first = flat.clone()
             self._ranks.broadcast_(first)  # the tensor ranks; gradients of what they hold in common
             # how far apart they were is measured before it is mended, or nobody would ever know
-            sizes += torch._foreach_norm(unpacked(first, bucket))
-            distances += torch._foreach_norm(unpacked(flat - first, bucket))
-            for gradient, decided in zip(bucket, unpacked(first, bucket), strict=True):
+            sizes += torch._foreach_norm(unpack(first, bucket))
+            distances += torch._foreach_norm(unpack(flat - first, bucket))
+            for gradient, decided in zip(bucket, unpack(first, bucket), strict=True):
                 gradient.copy_(decided)
         # kept on the device until somebody looks: a step does not wait
         size, distance = (torch.stack([n.to(sizes[0].device, torch.float32) for n in ns]) for ns in (sizes, distances))
-        floor = (FLOOR * size.norm()).clamp(min=torch.finfo(torch.float32).tiny)
+        floor = (NOISE_FLOOR * size.norm()).clamp(min=torch.finfo(torch.float32).tiny)
         apart = (distance / size.maximum(floor)).nan_to_num(0.0, 0.0)  # an overflow is no disagreement
         self._apart = apart if self._apart is None else self._apart.maximum(apart)
 
-    def refuse_apart(self) -> None:
+    def check_gradients(self) -> None:
         """Collective: RuntimeError, naming parameters, where gradients since the last look were not the same ones."""
         if self._apart is None:
             return
         self._ranks.all_reduce_max_(self._apart).wait()  # the tensor ranks; a number for each parameter
-        _refuse(
+        _raise_if_different(
             "gradients of ",
-            [n for n, apart in zip(self._parameters, self._apart.tolist(), strict=True) if apart > APART],
+            [n for n, apart in zip(self._parameters, self._apart.tolist(), strict=True) if apart > GRADIENT_DRIFT],
         )
         self._apart = None
 
 
 @torch.no_grad()
-def refuse_drift(network: nn.Module, ranks: Ranks) -> None:
+def check_replicated_parameters(network: nn.Module, ranks: Ranks) -> None:
     """Collective: RuntimeError, naming them, where parameters outside the plan are not equal on all tensor ranks."""
-    whole = {name: to_local(parameter) for name, parameter in _whole(network).items()}
+    whole = {name: to_local(parameter) for name, parameter in _replicated(network).items()}
     if not whole or ranks.size == 1:
         return
     sums = torch.stack(
@@ -93,23 +95,23 @@ def refuse_drift(network: nn.Module, ranks: Ranks) -> None:
     squares = bounds[0, :, 1]
     counts = squares.new_tensor([one.numel() for one in whole.values()])
     scales = torch.stack([(counts * squares).sqrt(), squares], dim=1)
-    unequal = (bounds.sum(0) > DRIFT * scales).any(1).tolist()
-    _refuse("", [name for name, differs in zip(whole, unequal, strict=True) if differs])
+    unequal = (bounds.sum(0) > PARAMETER_DRIFT * scales).any(1).tolist()
+    _raise_if_different("", [name for name, differs in zip(whole, unequal, strict=True) if differs])
 
 
 @torch.no_grad()
-def share_buffers(network: nn.Module, ranks: Ranks) -> None:
+def broadcast_buffers(network: nn.Module, ranks: Ranks) -> None:
     """Collective: what a checkpoint keeps of whole buffers (running statistics) becomes the first rank's everywhere."""
     kept = network.state_dict() if ranks.size > 1 else {}
     own = [b for name, b in network.named_buffers() if name in kept and not isinstance(b, DTensor)]
-    for bucket in buckets(own):
-        flat = packed(bucket)
+    for bucket in make_buckets(own):
+        flat = pack(bucket)
         ranks.broadcast_(flat)  # the tensor ranks; all these buffers
-        for buffer, first in zip(bucket, unpacked(flat, bucket), strict=True):
+        for buffer, first in zip(bucket, unpack(flat, bucket), strict=True):
             buffer.copy_(first)
 
 
-def _refuse(what: str, names: list[str]) -> None:
+def _raise_if_different(what: str, names: list[str]) -> None:
     if names:
         raise RuntimeError(
             f"{what}parameters outside the tensor plan differ between its ranks: {', '.join(names[:8])}; the plan"
@@ -117,13 +119,17 @@ def _refuse(what: str, names: list[str]) -> None:
         )
 
 
-def _whole(network: nn.Module) -> dict[str, nn.Parameter]:
+def _replicated(network: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of which every tensor rank holds the same; data ranks may have spread it."""
     return {name: parameter for name, parameter in network.named_parameters() if "tensor" not in split_axes(parameter)}
 
 
-ACTIVATIONS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)  # styles that split no parameter
-ELSE = "strategy=ddp and strategy=fsdp need no plan"
+ACTIVATION_STYLES = (
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    PrepareModuleInputOutput,
+)  # styles that split no parameter
+ALTERNATIVE = "strategy=ddp and strategy=fsdp need no plan"
 
 
 def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
@@ -131,16 +137,16 @@ def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
     if not plan.tensor:
         raise Refusal(
             f"{type(network).__name__} has no tensor-parallel plan: give it a method plan(self) -> Plan, or let the"
-            f" task say one; {ELSE}"
+            f" task say one; {ALTERNATIVE}"
         )
     # wholes first (heads): sizes may divide where these do not
     for what, count in plan.divisible.items():
         if count % degree:
-            raise Refusal(f"{count} {what} / {degree} tensor ranks is not whole; {_degrees(count)}; {ELSE}")
+            raise Refusal(f"{count} {what} / {degree} tensor ranks is not whole; {_degrees(count)}; {ALTERNATIVE}")
     for key, style in plan.tensor.items():
-        for name, module in matched(network, key, "the plan's", f"; {ELSE}").items():
+        for name, module in require_modules(network, key, "the plan's", f"; {ALTERNATIVE}").items():
             _refuse_size(name, module, style, degree)
-            if not isinstance(style, ACTIVATIONS):
+            if not isinstance(style, ACTIVATION_STYLES):
                 _refuse_tied(name, module, network)
 
 
@@ -155,10 +161,12 @@ def _refuse_size(name: str, module: nn.Module, style: ParallelStyle, degree: int
         attribute = "embedding_dim" if column else "num_embeddings"
     else:
         kind = type(module).__name__
-        raise Refusal(f"the plan splits {name}, a {kind}; only Linear and Embedding can be split; {ELSE}")
+        raise Refusal(f"the plan splits {name}, a {kind}; only Linear and Embedding can be split; {ALTERNATIVE}")
     size = getattr(module, attribute)
     if size % degree:
-        raise Refusal(f"{name}.{attribute} {size} / {degree} tensor ranks is not whole; {_degrees(size)}; {ELSE}")
+        raise Refusal(
+            f"{name}.{attribute} {size} / {degree} tensor ranks is not whole; {_degrees(size)}; {ALTERNATIVE}"
+        )
 
 
 def _refuse_tied(name: str, module: nn.Module, network: nn.Module) -> None:
@@ -167,7 +175,8 @@ def _refuse_tied(name: str, module: nn.Module, network: nn.Module) -> None:
     for other, parameter in network.named_parameters(remove_duplicate=False):
         if id(parameter) in own and not other.startswith(f"{name}."):
             raise Refusal(
-                f"the plan splits {name}, whose parameter is tied to {other}; tied parameters cannot be split; {ELSE}"
+                f"the plan splits {name}, whose parameter is tied to {other}; tied parameters cannot be split;"
+                f" {ALTERNATIVE}"
             )
 
 
@@ -175,7 +184,7 @@ def _degrees(size: int) -> str:
     return "degrees that work: " + ", ".join(str(d) for d in range(1, min(size, 64) + 1) if size % d == 0)
 
 
-def layouts(style: ParallelStyle) -> tuple[Any, Any]:
+def activation_layouts(style: ParallelStyle) -> tuple[Any, Any]:
     """How activations lie when a module begins and when it has ended; None: as they were."""
     if isinstance(style, PrepareModuleInputOutput):
         return style.prepare_module_input.desired_input_layouts, style.prepare_module_output.desired_output_layouts

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.batch_norm import statistics
+from trainer.parallel.batch_norm import running_statistics
 from trainer.parallel.device_mesh import to_local
-from trainer.parallel.optimizer_state import AVERAGE, OWN, PREFIX
+from trainer.parallel.optimizer_state import EMA_PREFIX, OPTIMIZER_PREFIX, STRATEGY_PREFIX
 from trainer.parallel.ranks import Ranks
 
 
-def moving(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def trained_tensors(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of a checkpoint's tensors those that training moves, so that all their numbers must be finite.
 
     Trainable parameters, BatchNorm's running statistics, the averages of both, and the memories of optimizer and
@@ -25,11 +25,15 @@ def moving(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]
     inf), and so may lone numbers that an optimizer keeps.
     """
     trainable = {name for name, one in network.named_parameters(remove_duplicate=False) if one.requires_grad}
-    own = trainable | statistics(network).keys()
-    return {name: x for name, x in state.items() if name in own or (name.startswith((PREFIX, AVERAGE, OWN)) and x.ndim)}
+    own = trainable | running_statistics(network).keys()
+    return {
+        name: x
+        for name, x in state.items()
+        if name in own or (name.startswith((OPTIMIZER_PREFIX, EMA_PREFIX, STRATEGY_PREFIX)) and x.ndim)
+    }
 
 
-def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+def find_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of those that hold NaN or infinity, in what this rank holds of them. Waits for the device."""
     # one type and device at a time: their answers are one number to wait for; an empty shard has no extremes
     alike: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
@@ -65,7 +69,7 @@ def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def prints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """By name what the bits that this rank holds of each come to, where they stand counts, too. Waits for the device.
 
     One number that differs always shows, and so do numbers that changed places, but about once in 2³².
@@ -98,7 +102,7 @@ class Histogram(NamedTuple):
     squares: float  # the sum of them
 
 
-def histograms(
+def compute_histograms(
     held: Mapping[str, Tensor], sizes: Mapping[str, int], factor: float, ranks: Ranks
 ) -> dict[str, Histogram]:
     """Collective: the histograms of whole tensors; what is no finite number is not counted.
@@ -106,12 +110,12 @@ def histograms(
     held: what this rank holds of each, a part, all or nothing; every number of a tensor must be held as often. sizes:
     numbers of the whole tensors, by all names, the same on every rank. factor: what all numbers are multiplied by.
     """
-    names, own = sorted(sizes), {name: _finite(tensor) for name, tensor in held.items()}
+    names, own = sorted(sizes), {name: _finite_numbers(tensor) for name, tensor in held.items()}
     low, high = _limits(names, own, ranks)
     counted = torch.zeros(len(names), BINS + 3, dtype=torch.float64)  # a row: bins, sum, squares, numbers held
     for at, name in enumerate(names):
         if name in held:
-            counted[at, :-1] = _counted(own[name], low[at], high[at])
+            counted[at, :-1] = _count_bins(own[name], low[at], high[at])
             counted[at, -1] = held[name].numel()
     ranks.all_reduce_sum_(counted).wait()  # all ranks; 8 bytes a bin
     found: dict[str, Histogram] = {}
@@ -124,7 +128,7 @@ def histograms(
     return found
 
 
-def _finite(tensor: Tensor) -> Tensor:
+def _finite_numbers(tensor: Tensor) -> Tensor:
     """The finite numbers of a tensor, flat, in a type that has room for their sum."""
     numbers = tensor.detach().float().flatten() if tensor.dtype != torch.float64 else tensor.detach().flatten()
     return numbers[numbers.isfinite()]
@@ -141,7 +145,7 @@ def _limits(names: Sequence[str], own: Mapping[str, Tensor], ranks: Ranks) -> tu
     return (-limits[0]).tolist(), limits[1].tolist()
 
 
-def _counted(numbers: Tensor, low: float, high: float) -> Tensor:
+def _count_bins(numbers: Tensor, low: float, high: float) -> Tensor:
     """How many lie in each bin, their sum and that of their squares: (BINS + 2,) float64 on the CPU."""
     width = (high - low) / BINS or 1.0  # of equal numbers all lie in the first
     places = ((numbers - low) / width).long().clamp_(0, BINS - 1)

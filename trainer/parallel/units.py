@@ -25,21 +25,21 @@ LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 SEALED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-def matched(network: nn.Module, key: str, what: str, instead: str = "") -> dict[str, nn.Module]:
+def require_modules(network: nn.Module, key: str, what: str, instead: str = "") -> dict[str, nn.Module]:
     """The modules that a plan's key means, by name. Refusal where there is none, in the words for this key."""
-    found = dict(matches(network, key))
+    found = dict(matching_modules(network, key))
     if not found:
         names = [name for name, _ in network.named_modules() if name]
         raise Refusal(f"{what} {key!r} matches no module{did_you_mean(key, names)}{instead}")
     return found
 
 
-def matches(network: nn.Module, key: str) -> Iterator[tuple[str, nn.Module]]:
+def matching_modules(network: nn.Module, key: str) -> Iterator[tuple[str, nn.Module]]:
     """Modules whose name fits a plan's key; `*` and the like stand within one level, as in parallelize_module."""
     yield from ((name, module) for name, module in network.named_modules() if matches_exactly(key, name))
 
 
-def units(network: nn.Module, plan: Plan) -> list[str]:
+def find_units(network: nn.Module, plan: Plan) -> list[str]:
     """Names of the units in the order of `network.named_modules()`; no unit lies in another.
 
     Those that the plan's `shard` names. Where it is silent: the blocks that a network repeats in its lists, else the
@@ -49,16 +49,16 @@ def units(network: nn.Module, plan: Plan) -> list[str]:
     Refusal where the plan names what is not there or cannot be a unit.
     """
     if plan.shard:
-        return _planned(network, plan)
-    search = _Search(_size(network), _sharing(network))
+        return _planned_units(network, plan)
+    search = _UnitSearch(_size(network), _sharing_modules(network))
     return list(search.below("", network, blocks_only=isinstance(network, SEALED)))
 
 
-def _planned(network: nn.Module, plan: Plan) -> list[str]:
+def _planned_units(network: nn.Module, plan: Plan) -> list[str]:
     """The units that the plan names. Of what a wildcard fits, modules without parameters are left out."""
-    sharing, named = _sharing(network), set()
+    sharing, named = _sharing_modules(network), set()
     for key in plan.shard:
-        found = matched(network, key, "the plan's shard")
+        found = require_modules(network, key, "the plan's shard")
         for name, module in found.items():
             _refuse(name, module, network, sharing)
         full = {name for name, module in found.items() if any(True for _ in module.parameters())}
@@ -67,7 +67,7 @@ def _planned(network: nn.Module, plan: Plan) -> list[str]:
         named |= full
     # fully_shard gathers a unit as one, and so would gather the inner one twice
     for name in named:
-        for above in enclosing(name):
+        for above in ancestors(name):
             if above in named:
                 raise Refusal(f"the plan's shard names {above} and {name} inside it; units do not lie in one another")
     return [name for name, _ in network.named_modules() if name in named]
@@ -81,40 +81,40 @@ def _refuse(name: str, module: nn.Module, network: nn.Module, sharing: set[str])
         )
     if name in sharing:
         raise Refusal(f"the plan's shard names {name}, of whose parameters one is also used outside of it")
-    for above in enclosing(name):  # of other networks that own weights beside blocks the plan's author knows more
+    for above in ancestors(name):  # of other networks that own weights beside blocks the plan's author knows more
         if above and isinstance(network.get_submodule(above), SEALED):
             kind = type(network.get_submodule(above)).__name__
             raise Refusal(f"the plan's shard names {name}, but a {kind} uses weights in it without calling it: {above}")
 
 
-def called(network: nn.Module, names: list[str]) -> list[str]:
+def present_units(network: nn.Module, names: list[str]) -> list[str]:
     """Those of these units that a network, or a stage of it, has; a stage has bare holders in place of some."""
     modules = dict(network.named_modules(remove_duplicate=False))
     return [name for name in names if name in modules and type(modules[name]) is not nn.Module]
 
 
-def blocks(parent: nn.Module) -> dict[str, nn.Module]:
+def repeated_blocks(parent: nn.Module) -> dict[str, nn.Module]:
     """What repeats in a list, by name: those of its modules that hold modules and whose class occurs more than once.
 
     Of lists in a list the modules inside count.
     """
     if not isinstance(parent, LISTS):
         return {}
-    inside = dict(_called_in(parent))
+    inside = dict(_listed_modules(parent))
     kinds = Counter(type(child) for child in inside.values())
     return {name: one for name, one in inside.items() if kinds[type(one)] > 1 and any(True for _ in one.children())}
 
 
-def _called_in(parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _listed_modules(parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for word, child in parent.named_children():
         if isinstance(child, LISTS) and not _has_forward(child):
-            yield from ((f"{word}.{name}", one) for name, one in _called_in(child))
+            yield from ((f"{word}.{name}", one) for name, one in _listed_modules(child))
         else:
             yield word, child
 
 
 @dataclass(frozen=True)
-class _Search:
+class _UnitSearch:
     """Finding units by size."""
 
     total: int  # parameters of the whole network
@@ -122,7 +122,7 @@ class _Search:
 
     def below(self, prefix: str, parent: nn.Module, blocks_only: bool) -> Iterator[str]:
         """The units inside a module. `blocks_only`: nothing but repeated blocks may be taken out of it."""
-        repeating = blocks(parent).values()
+        repeating = repeated_blocks(parent).values()
         for word, child in parent.named_children():
             name, size, repeated = f"{prefix}{word}", _size(child), child in repeating
             if not size:
@@ -138,21 +138,21 @@ class _Search:
     def _belongs_together(self, module: nn.Module, size: int, repeated: bool) -> bool:
         """Is it better not taken apart?"""
         # where blocks repeat inside, these are the natural units, unless all of it is small
-        if any(blocks(inner) for inner in module.modules()):
+        if any(repeated_blocks(inner) for inner in module.modules()):
             return type(module) not in LISTS and size <= (LARGE if repeated else SMALL) * self.total
         return repeated or size <= SMALL * self.total or _is_sealed(module) or _is_one_layer(module)
 
 
-def _sharing(network: nn.Module) -> set[str]:
+def _sharing_modules(network: nn.Module) -> set[str]:
     """Names of modules of whose parameters one has another name outside of them: tied weights, modules used twice."""
     users: dict[int, list[set[str]]] = defaultdict(list)
     for name, parameter in network.named_parameters(remove_duplicate=False):
-        users[id(parameter)].append(enclosing(name))
+        users[id(parameter)].append(ancestors(name))
     # nothing outside: then every user lies in the module
     return {name for above in users.values() for name in chain(*above) if not all(name in other for other in above)}
 
 
-def enclosing(name: str) -> set[str]:
+def ancestors(name: str) -> set[str]:
     """The modules that a module or a parameter lies in, the network itself ("") too."""
     levels = name.split(".")
     return {".".join(levels[:depth]) for depth in range(len(levels))}
@@ -161,7 +161,7 @@ def enclosing(name: str) -> set[str]:
 def can_be_unit(network: nn.Module, name: str) -> bool:
     """Can this module be a unit that lies in no other and shares nothing with what is outside of it?"""
     module = network.get_submodule(name)
-    return _has_forward(module) and not _begins_in_place(module) and name not in _sharing(network)
+    return _has_forward(module) and not _begins_in_place(module) and name not in _sharing_modules(network)
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -194,7 +194,7 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def compile_network(network: nn.Module, names: list[str]) -> None:
+def compile_units(network: nn.Module, names: list[str]) -> None:
     """Compile each of these units by itself, in place; the whole network where none is named. Names stay.
 
     Units of one class and with parameters of the same shapes share one graph: torch's cache belongs to the code, not to
@@ -216,7 +216,7 @@ def compile_network(network: nn.Module, names: list[str]) -> None:
         unit.compile(dynamic=None if len(shapes[type(unit)]) == 1 else False)
 
 
-def uncompiled() -> AbstractContextManager[Any]:
+def without_compile() -> AbstractContextManager[Any]:
     """Inside it what was compiled runs as it was written: for a rehearsal, whose batch has another size than a step's.
 
     A first call of another size would cost a graph that is never used again, and have torch take the size for variable.

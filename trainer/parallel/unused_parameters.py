@@ -19,68 +19,68 @@ from torch.distributed.tensor import DTensor
 
 from trainer.data.nested_tensors import map_tensors, tensors
 from trainer.parallel.device_mesh import split_axes
-from trainer.parallel.pipeline.fake_forward import Shapes, cloned, has_values, leaves, shapes
-from trainer.parallel.pipeline.fx_trace import ROOT
+from trainer.parallel.pipeline.fake_forward import FakeMode, copy_step, fake_tensors, graph_leaves, has_values
+from trainer.parallel.pipeline.fx_trace import NETWORK
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.units import can_be_unit, enclosing
+from trainer.parallel.units import ancestors, can_be_unit
 
 _AT = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Use:
+class Usage:
     """What every forward of a network uses, by name, as far as is known."""
 
     modules: frozenset[str]  # called as often in every forward
     parameters: frozenset[str]  # get a gradient in every backward
 
 
-def used_always(step: nn.Module, example: Any, ranks: Ranks) -> Use:
+def find_always_used(step: nn.Module, example: Any, ranks: Ranks) -> Usage:
     """Collective: what the forward uses whatever the data are: it runs twice on shapes alone.
 
     Where it asks for a value, the answer is no the first time and yes the second, or no rows and all rows. Of a forward
     that cannot be run so, all modules count as called, and no parameter is known to get a gradient.
     """
-    network = step.get_submodule(ROOT)
-    return _agreed(_used_twice(step, network, example), network, ranks)
+    network = step.get_submodule(NETWORK)
+    return _agree(_use_in_two_forwards(step, network, example), network, ranks)
 
 
-def _used_twice(step: nn.Module, network: nn.Module, example: Any) -> Use:
+def _use_in_two_forwards(step: nn.Module, network: nn.Module, example: Any) -> Usage:
     chance = random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            no, yes = (_used(step, example, answer) for answer in (False, True))
+            no, yes = (_use_in_forward(step, example, answer) for answer in (False, True))
     except Exception:  # whatever a forward does with what has no values
-        return Use(frozenset(name for name, _ in network.named_modules()), frozenset())
+        return Usage(frozenset(name for name, _ in network.named_modules()), frozenset())
     finally:
         random.setstate(chance)
-    return Use(frozenset(name for name, often in no[0].items() if often == yes[0][name]), no[1] & yes[1])
+    return Usage(frozenset(name for name, often in no[0].items() if often == yes[0][name]), no[1] & yes[1])
 
 
-def _agreed(use: Use, network: nn.Module, ranks: Ranks) -> Use:
+def _agree(use: Usage, network: nn.Module, ranks: Ranks) -> Usage:
     """Collective: what all of these ranks have found; their batches may have other shapes."""
     modules, parameters = ([name for name, _ in each] for each in (network.named_modules(), network.named_parameters()))
     unsure = [name not in use.modules for name in modules] + [name not in use.parameters for name in parameters]
     flags = torch.tensor(unsure, dtype=torch.uint8)
     ranks.all_reduce_max_(flags).wait()  # these ranks; a byte for each name, as a CPU tensor
     sure = [not flag for flag in flags.tolist()]
-    return Use(frozenset(compress(modules, sure)), frozenset(compress(parameters, sure[len(modules) :])))
+    return Usage(frozenset(compress(modules, sure)), frozenset(compress(parameters, sure[len(modules) :])))
 
 
-def always_called(network: nn.Module, units: Iterable[str], use: Use) -> list[str]:
+def always_called_units(network: nn.Module, units: Iterable[str], use: Usage) -> list[str]:
     """These units; in place of one that only some data call, the nearest module around it that is always called.
 
     Where that is the network alone, what is in the unit belongs to the network as a whole.
     """
     chosen = set()
     for name in units:
-        around = sorted(enclosing(name), key=len, reverse=True)
+        around = sorted(ancestors(name), key=len, reverse=True)
         fit = [each for each in around if each and each in use.modules and can_be_unit(network, each)]
         chosen |= {name} if name in use.modules else {*fit[:1]}
-    return [name for name, _ in network.named_modules() if name in chosen and not enclosing(name) & chosen]
+    return [name for name, _ in network.named_modules() if name in chosen and not ancestors(name) & chosen]
 
 
-class _Answers(Shapes):
+class _FixedAnswers(FakeMode):
     """Inside it a value that nobody has is always the same, and of rows that a mask chooses there are none, or all."""
 
     def __init__(self, answer: bool) -> None:
@@ -124,20 +124,20 @@ class _Answers(Shapes):
         return [self._numbers(self._count(index)) for _ in range(index.dim())]
 
 
-def _used(step: nn.Module, example: Any, answer: bool) -> tuple[Counter[str], frozenset[str]]:
+def _use_in_forward(step: nn.Module, example: Any, answer: bool) -> tuple[Counter[str], frozenset[str]]:
     """How often one forward calls each module, and which parameters a backward would reach."""
-    mode = _Answers(answer)
-    network = step.get_submodule(ROOT)
-    own = shapes(network, torch.device("cpu"), mode)
+    mode = _FixedAnswers(answer)
+    network = step.get_submodule(NETWORK)
+    own = fake_tensors(network, torch.device("cpu"), mode)
     for before, shape in own.items():
         shape.requires_grad_(before.requires_grad)
-    copy = cloned(step, own)
+    copy = copy_step(step, own)
     calls: Counter[str] = Counter()
-    for name, module in copy.get_submodule(ROOT).named_modules():
+    for name, module in copy.get_submodule(NETWORK).named_modules():
         module.register_forward_pre_hook(partial(_count, calls, name))
     with mode:
         batch = map_tensors(example, lambda x: torch.empty(x.shape, dtype=x.dtype))
-    reached = set(leaves(tensors(copy(*batch))))
+    reached = set(graph_leaves(tensors(copy(*batch))))
     return calls, frozenset(name for name, x in network.named_parameters() if own[x] in reached)
 
 
@@ -148,7 +148,7 @@ def _count(calls: Counter[str], name: str, *_: Any) -> None:
 Places = dict[tuple[nn.Module, str], nn.Parameter]  # where a parameter is found once it is gathered → its shard
 
 
-class Unused:
+class UnusedParameters:
     """What `fully_shard` has spread and only some data use. It would reduce the gradients that a rank has, and no more.
 
     Where no rank has used a parameter in a step it has no gradient afterwards, as in one process.
@@ -158,20 +158,22 @@ class Unused:
         self._ranks = ranks  # those that gradients are averaged over
         self._used: dict[nn.Parameter, bool] = {}  # by any micro-batch of this step, here
 
-    def follow(self, root: nn.Module, network: nn.Module, units: Collection[str], use: Use) -> None:
+    def watch(self, root: nn.Module, network: nn.Module, units: Collection[str], use: Usage) -> None:
         """Look at the calls of those units, and of `root`, that hold such parameters. All of them are spread."""
         holders: dict[str, Places] = {}
         for name, parameter in network.named_parameters():
             spread = isinstance(parameter, DTensor) and "shard" in split_axes(parameter)
             if spread and parameter.requires_grad and name not in use.parameters:
                 above, _, key = name.rpartition(".")
-                unit = next(iter(enclosing(name).intersection(units)), "")
+                unit = next(iter(ancestors(name).intersection(units)), "")
                 holders.setdefault(unit, {})[network.get_submodule(above), key] = parameter
                 self._used[parameter] = False
         for unit, places in holders.items():
             module = network.get_submodule(unit) if unit else root
             begins: list[set[Any]] = [set()]
-            module.register_forward_pre_hook(partial(_begin, begins), with_kwargs=True)  # behind fully_shard's own
+            module.register_forward_pre_hook(
+                partial(_remember_inputs, begins), with_kwargs=True
+            )  # behind fully_shard's own
             module.register_forward_hook(partial(self._end, begins, places), prepend=True)  # before it releases them
 
     @torch.compiler.disable
@@ -187,7 +189,7 @@ class Unused:
         learned = [tensor for tensor in tensors(output) if tensor.requires_grad]
         if not torch.is_grad_enabled() or not learned:
             return output
-        reached = set(leaves(learned, begins[0]))
+        reached = set(graph_leaves(learned, begins[0]))
         left_out = []
         for (holder, key), parameter in places.items():
             gathered = getattr(holder, key)
@@ -197,10 +199,10 @@ class Unused:
                 left_out.append(gathered)
         if not left_out:
             return output
-        touched = _Touch.apply(learned[0], *left_out)
+        touched = _AddZeroGradients.apply(learned[0], *left_out)
         return map_tensors(output, lambda tensor: touched if tensor is learned[0] else tensor)
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         """Collective, after the last backward of a step: what no rank has used has no gradient."""
         if not self._used:
             return
@@ -212,7 +214,7 @@ class Unused:
         self._used = dict.fromkeys(self._used, False)
 
 
-class _Touch(torch.autograd.Function):
+class _AddZeroGradients(torch.autograd.Function):
     """The first tensor as it is; the others get zeros."""
 
     @staticmethod
@@ -225,5 +227,5 @@ class _Touch(torch.autograd.Function):
         return grads[0], *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 
-def _begin(begins: list[set[Any]], module: nn.Module, args: Any, kwargs: Any) -> None:
+def _remember_inputs(begins: list[set[Any]], module: nn.Module, args: Any, kwargs: Any) -> None:
     begins[0] = {tensor.grad_fn for tensor in tensors((args, kwargs))}

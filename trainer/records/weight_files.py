@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.launch.validation import DamagedFile, read_yaml
 from trainer.messages import Refusal
-from trainer.parallel.optimizer_state import APART, AVERAGE
+from trainer.parallel.optimizer_state import EMA_PREFIX, OTHER_PREFIXES
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manifest import CorruptCheckpoint, Found
 from trainer.records.checkpoint.store import committed, open_checkpoint, winner
@@ -63,7 +63,7 @@ class CheckpointWeights(Weights):
         """Fill these in place, whoever wrote which shard of them."""
         from trainer.records.checkpoint.tensor_files import read_into
 
-        there = {AVERAGE + name if name in self.averaged else name: tensor for name, tensor in tensors.items()}
+        there = {EMA_PREFIX + name if name in self.averaged else name: tensor for name, tensor in tensors.items()}
         read_into({name: tensor.detach() for name, tensor in there.items()}, self.found)
 
 
@@ -106,8 +106,8 @@ def _of_run(path: Path, best: str) -> Weights:
 def of_checkpoint(path: Path, why: str = "", average: bool = False) -> Weights:
     """The network's own tensors of one checkpoint; with `average` the moving averages of those that have one."""
     found = open_checkpoint(path, Ranks())  # this process alone: every byte is compared with its sha256
-    own = {name: tensor for name, tensor in found.tensors.items() if not name.startswith(APART)}
-    averaged = [name for name in own if AVERAGE + name in found.tensors]
+    own = {name: tensor for name, tensor in found.tensors.items() if not name.startswith(OTHER_PREFIXES)}
+    averaged = [name for name in own if EMA_PREFIX + name in found.tensors]
     if averaged:
         why += "; of the moving average" if average else "; the moving average beside them is left out"
     return CheckpointWeights(path, own, why, found=found, averaged=averaged if average else ())

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal
 
 from trainer.messages import Refusal
-from trainer.parallel.pipeline.schedule import Name
+from trainer.parallel.pipeline.schedule import ScheduleName
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDP
 from trainer.strategies.fsdp import FSDP
@@ -31,7 +31,7 @@ def mesh(
     shard: int = 1,
     context: int = 1,
     tensor: int = 1,
-    schedule: Name = "1F1B",
+    schedule: ScheduleName = "1F1B",
     param_dtype: Literal["bf16"] | None = None,
     sync_bn: bool = False,
     activation_checkpointing: ActivationCheckpointing = "none",

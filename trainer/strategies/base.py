@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from trainer.learning.task import Task
 from trainer.messages import Refusal, format_count
-from trainer.parallel.batch_norm import batch_norms
+from trainer.parallel.batch_norm import local_batch_norms
 from trainer.strategies.nonfinite_check import NonFiniteCheck, NonFiniteCheckOnDevice
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.rank_context import RankContext, StopVotes
@@ -76,7 +76,7 @@ class Strategy(RankContext):
         """What a user should know about this network in this place, one line each, for the start of the run."""
         notes = []
         # layers whose effect depends on how samples are dealt to ranks and micro-batches: with them no two curves agree
-        if norms := 0 if self.sync_bn else len(batch_norms(network)):
+        if norms := 0 if self.sync_bn else len(local_batch_norms(network)):
             layers = format_count(norms, "BatchNorm layer")
             notes.append(f"{layers}: the curve depends on micro-batches and, without strategy.sync_bn, on data ranks")
         drops = sum(isinstance(module, _DropoutNd) and module.p > 0 for module in network.modules())

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from trainer.learning.task import Task
 from trainer.messages import FatalRunError, Refusal, format_names
-from trainer.parallel.units import uncompiled
+from trainer.parallel.units import without_compile
 from trainer.strategies.loss import FlatOutput, Forward, unflatten_output
 from trainer.strategies.multi_process import Joined
 from trainer.strategies.parallel_model import ParallelModel
@@ -112,7 +112,7 @@ class DDPModel(ParallelModel):
         buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
         device = self.strategy.device
         drawn = torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type)
-        with drawn, self.compute_context(), uncompiled():
+        with drawn, self.compute_context(), without_compile():
             self.losses(forward, *self.example)["loss"].backward()
         unused = self._without_gradient()
         self.network.zero_grad(set_to_none=True)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
-from trainer.parallel.batch_norm import statistics
+from trainer.parallel.batch_norm import running_statistics
 from trainer.parallel.device_mesh import to_local
-from trainer.parallel.optimizer_state import AVERAGE
+from trainer.parallel.optimizer_state import EMA_PREFIX
 
 METRIC_PREFIX = "ema_"  # of a figure's name
 
@@ -54,7 +54,7 @@ class MovingAverage(NoMovingAverage):
 
     def __init__(self, network: nn.Module, decay: float, every: int) -> None:
         self._decay, self._every, self._move = decay, every, get_ema_multi_avg_fn(decay)
-        self._statistics = statistics(network)
+        self._statistics = running_statistics(network)
         trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
         self._own: dict[str, Tensor] = {**trained, **self._statistics}  # the network's, by their names
         self._kept: dict[str, Tensor] = {}  # their averages; none before the first update
@@ -94,12 +94,12 @@ class MovingAverage(NoMovingAverage):
     @override
     def state(self) -> dict[str, Tensor]:
         """The averages under their names; DTensors where the weights are."""
-        return {AVERAGE + name: average for name, average in self._kept.items()}
+        return {EMA_PREFIX + name: average for name, average in self._kept.items()}
 
     @override
     def empty(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Room for the averages that are stored; where there are none, the average begins from the weights."""
-        wanted = {AVERAGE + name: own for name, own in self._own.items()}
+        wanted = {EMA_PREFIX + name: own for name, own in self._own.items()}
         return {name: torch.empty_like(own) for name, own in wanted.items() if name in stored}
 
     @override
@@ -108,7 +108,7 @@ class MovingAverage(NoMovingAverage):
 
         What has none among others was frozen until now: it never moved, so it is its own average.
         """
-        there = {name: state[AVERAGE + name] for name in self._own if AVERAGE + name in state}
+        there = {name: state[EMA_PREFIX + name] for name in self._own if EMA_PREFIX + name in state}
         own = self._own if there else {}
         self._kept = {n: there[n] if n in there else tensor.detach().clone() for n, tensor in own.items()}
 

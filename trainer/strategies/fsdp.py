@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer.learning.task import Task
-from trainer.parallel.fully_shard import SameCalls, Sharding, reshard, shard
-from trainer.parallel.units import units
-from trainer.parallel.unused_parameters import Unused, always_called, used_always
+from trainer.parallel.fully_shard import SameCallsCheck, Sharding, apply_fully_shard, reshard
+from trainer.parallel.units import find_units
+from trainer.parallel.unused_parameters import UnusedParameters, always_called_units, find_always_used
 from trainer.strategies.loss import FlatOutput, Forward, TaskNetwork, unflatten_output
 from trainer.strategies.multi_process import Meshed
 from trainer.strategies.parallel_model import ParallelModel
@@ -49,7 +49,7 @@ class FSDP(Meshed):
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
         """Refuse also units that are not there."""
         super().check(task, network, world_size)
-        units(network, task.plan(network))
+        find_units(network, task.plan(network))
 
     @override
     def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
@@ -62,8 +62,8 @@ class FSDPModel(ContextParallelModel):
     @override
     def unit_names(self) -> list[str]:
         # each is gathered before it runs: no graph could reach over two
-        self._use = used_always(TaskNetwork(self.task, self.network), self.example, self.strategy.world)
-        return always_called(self.network, units(self.network, self.plan), self._use)
+        self._use = find_always_used(TaskNetwork(self.task, self.network), self.example, self.strategy.world)
+        return always_called_units(self.network, find_units(self.network, self.plan), self._use)
 
     @override
     def shard(self, names: list[str]) -> None:
@@ -71,10 +71,10 @@ class FSDPModel(ContextParallelModel):
         own = self.strategy
         how = Sharding(own.reshard_after_forward, own.param_dtype, own.cpu_offload, own.prefetch)
         self._listing = FlatOutput(self.step_module)
-        self._root = shard(self._listing, self.network, names, own.mesh, how)
-        self._unused = Unused(own.loss_group)
-        self._unused.follow(self._listing, self.network, names, self._use)
-        SameCalls(self._listing, self.network, names, own.loss_group, self.machine.timeout)
+        self._root = apply_fully_shard(self._listing, self.network, names, own.mesh, how)
+        self._unused = UnusedParameters(own.loss_group)
+        self._unused.watch(self._listing, self.network, names, self._use)
+        SameCallsCheck(self._listing, self.network, names, own.loss_group, self.machine.timeout)
         self._fill(torch.device("cpu") if own.cpu_offload else own.device)
 
     @override
@@ -101,7 +101,7 @@ class FSDPModel(ContextParallelModel):
 
     @override
     def finish_gradients(self) -> None:
-        self._unused.forget()
+        self._unused.drop_gradients()
         super().finish_gradients()
 
     @override

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainer.parallel.buckets import buckets, packed, unpacked
+from trainer.parallel.buckets import make_buckets, pack, unpack
 from trainer.parallel.device_mesh import to_local
-from trainer.parallel.gradient_clipping import multiply_
-from trainer.parallel.ranks import DONE, Ranks, Waitable
+from trainer.parallel.gradient_clipping import multiply_gradients_
+from trainer.parallel.ranks import COMPLETED, Ranks, Waitable
 from trainer.strategies.recurrent_state import NoRecurrentState
 
 GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL, INIT_SCALE = 2.0, 0.5, 2000, 65536.0  # torch.amp.GradScaler's defaults
@@ -91,7 +91,7 @@ class Scaler(NoScaler):
 
     @override
     def unscale_(self, parameters: list[Tensor]) -> None:
-        multiply_([p.grad for p in parameters if p.grad is not None], self._ranks / self._scale)
+        multiply_gradients_([p.grad for p in parameters if p.grad is not None], self._ranks / self._scale)
 
     @override
     def unscaled(self) -> float:
@@ -162,10 +162,10 @@ class StepSkipper(NoScaler):
         own = sorted(
             (to_local(buffer) for buffer in network.buffers()), key=lambda one: (str(one.device), str(one.dtype))
         )
-        self._buffers = buckets(own)
+        self._buffers = make_buckets(own)
         self._before: list[Tensor] = []  # what was in them as the step began
         self._broken = torch.zeros((), device=device)  # 1 where the last step was left out
-        self._under_way: Waitable = DONE
+        self._under_way: Waitable = COMPLETED
         self._count = torch.zeros((), device=device)  # steps left out so far
 
     @override
@@ -175,7 +175,7 @@ class StepSkipper(NoScaler):
     @override
     def begin(self) -> None:
         """Keep what the forward may move."""
-        self._before = [packed(bucket) for bucket in self._buffers]
+        self._before = [pack(bucket) for bucket in self._buffers]
 
     @override
     def hear(self, loss: Tensor) -> None:
@@ -209,8 +209,8 @@ class StepSkipper(NoScaler):
         """Give buffers and what passes on their numbers from before, if the step is broken; nothing here waits."""
         broken = self._broken > 0
         for bucket, before in zip(self._buffers, self._before, strict=True):
-            chosen = torch.where(broken.to(before.device), before, packed(bucket))
-            torch._foreach_copy_(bucket, unpacked(chosen, bucket))
+            chosen = torch.where(broken.to(before.device), before, pack(bucket))
+            torch._foreach_copy_(bucket, unpack(chosen, bucket))
         self._carried.put_back(broken)
 
     @override

@@ -14,10 +14,17 @@ from typing_extensions import override
 from trainer.learning.optimizer import find_sparse_embeddings
 from trainer.learning.task import Task, is_recurrent
 from trainer.messages import Refusal
-from trainer.parallel.batch_norm import refuse_own_statistics
+from trainer.parallel.batch_norm import refuse_custom_batch_norms
 from trainer.parallel.context_parallel import refuse_context, refuse_sequences
-from trainer.parallel.device_mesh import DEGREES, by_sequence, described, make_mesh, ranks_along, spread
-from trainer.parallel.meta_model import outline
+from trainer.parallel.device_mesh import (
+    DEGREES,
+    format_degrees,
+    make_mesh,
+    make_sequence_mesh,
+    ranks_along,
+    resolve_degrees,
+)
+from trainer.parallel.meta_model import build_meta_model
 from trainer.parallel.ranks import Group, Ranks, join_group, leave_group, refuse_backend
 from trainer.parallel.tensor_parallel import refuse_plan
 from trainer.strategies.base import Strategy
@@ -41,7 +48,7 @@ class Joined(Strategy):
         """Refuse a device whose tensors cannot be sent, and BatchNorms that cannot be synchronised where they shall."""
         refuse_backend(self.machine.kind, self.machine.backend)
         if self.sync_bn and self.data_ranks(world_size) > 1:
-            refuse_own_statistics(network)
+            refuse_custom_batch_norms(network)
 
     def refuse_sparse(self, network: nn.Module) -> None:
         """Refuse embeddings whose gradients are sparse, where what travels is dense."""
@@ -108,7 +115,7 @@ class Meshed(Joined):
         own = {axis: vars(self)[axis] for axis in DEGREES if axis in vars(self)}
         if own.get("context") == 1:  # as a rule: then nobody need read of it
             del own["context"]
-        return spread(world_size, own)
+        return resolve_degrees(world_size, own)
 
     @override
     def data_ranks(self, world_size: int) -> int:
@@ -119,7 +126,7 @@ class Meshed(Joined):
     @override
     def outline(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
         """The network without values, where its constructor allows that: ranks hold shards, one builds the whole."""
-        return outline(make)
+        return build_meta_model(make)
 
     @override
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
@@ -175,7 +182,7 @@ class Meshed(Joined):
         self._learning, self.context_group = ranks_along(self.mesh, "replicate", "shard"), Ranks()
         self.data_group = self._learning
         if context > 1:
-            reading = by_sequence(self.device.type, self.world.size, context, degrees.get("tensor", 1))
+            reading = make_sequence_mesh(self.device.type, self.world.size, context, degrees.get("tensor", 1))
             self.context_group, self.data_group = (ranks_along(reading, axis) for axis in ("context", "samples"))
 
     @property
@@ -200,4 +207,4 @@ class Meshed(Joined):
 
     @override
     def notes(self, network: nn.Module) -> list[str]:
-        return [f"mesh {described(self.degrees(self.world.size))}", *super().notes(network)]
+        return [f"mesh {format_degrees(self.degrees(self.world.size))}", *super().notes(network)]

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from trainer.data.loader import Batch
 from trainer.messages import NotFinite, format_names
-from trainer.parallel.buckets import Totals, to_accumulator
+from trainer.parallel.buckets import PendingSums, to_accumulator
 from trainer.parallel.ranks import Ranks
 
 COPY_INTERVAL = 0.05  # between two looks at a GPU: each copies a few numbers, which a short step would notice
@@ -164,14 +164,14 @@ class NonFiniteCheckOnDevice(NonFiniteCheck):
         super().__init__(ranks, allowed)
         self._device, self._since = device, -math.inf
         self._unread: list[Tensor] = []
-        self._under_way: Totals | None = None
+        self._under_way: PendingSums | None = None
 
     @override
     def _look(self, number: Tensor) -> None:
         """Begin to copy it, with all since the last copy, where that was long enough ago."""
         self._unread.append(number)
         if (now := perf_counter()) - self._since >= COPY_INTERVAL:
-            self._under_way = Totals({}, Ranks(), self._device, {"": torch.stack(self._unread)})
+            self._under_way = PendingSums({}, Ranks(), self._device, {"": torch.stack(self._unread)})
             self._unread, self._since = [], now
 
     @override

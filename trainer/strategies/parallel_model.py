@@ -14,15 +14,20 @@ from trainer.learning.freezing import refuse_gradients, task_weights_with_gradie
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
-from trainer.parallel.activation_checkpointing import recompute
-from trainer.parallel.batch_gather import dealt, gathering_over
-from trainer.parallel.batch_norm import average_statistics, synchronised
+from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
+from trainer.parallel.batch_gather import set_gather_ranks, set_gather_span
+from trainer.parallel.batch_norm import average_statistics, synchronise_batch_norms
 from trainer.parallel.context_parallel import Pieces
-from trainer.parallel.gradient_clipping import clip_, global_norm
-from trainer.parallel.optimizer_state import empty_optimizer_state, fits, optimizer_tensors, restore_optimizer
+from trainer.parallel.gradient_clipping import clip_gradients_, global_norm
+from trainer.parallel.optimizer_state import (
+    empty_optimizer_state,
+    optimizer_tensors,
+    refuse_other_network,
+    restore_optimizer,
+)
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.rng.sample_rng import TorchRNG, chances
-from trainer.parallel.units import called, compile_network, uncompiled, units
+from trainer.parallel.rng.sample_rng import RNG_CLASSES, TorchRNG
+from trainer.parallel.units import compile_units, find_units, present_units, without_compile
 from trainer.strategies.ema import MovingAverage, NoMovingAverage
 from trainer.strategies.loss import (
     Forward,
@@ -66,10 +71,12 @@ class ParallelModel:
         self.scaler = Scaler(strategy.device, strategy.loss_group.size) if half else NoScaler()
         # types and kinds of layers first: all that follows looks at them
         network = to_float64(network) if self.machine.resolved_precision == "fp64" else network
-        network = synchronised(network, strategy.loss_group, strategy.device) if strategy.sync_bn else network
+        network = (
+            synchronise_batch_norms(network, strategy.loss_group, strategy.device) if strategy.sync_bn else network
+        )
         refuse_extra_state(network)
-        self.rng = chances[strategy.dropout](self.machine.seed, strategy.device)
-        self.rng.follow(network, type(task).forward is not Task.forward)
+        self.rng = RNG_CLASSES[strategy.dropout](self.machine.seed, strategy.device)
+        self.rng.watch(network, type(task).forward is not Task.forward)
         # what is known of the whole network, while this rank has all its names and shapes
         self.shapes = {name: value.shape for name, value in network.state_dict().items()}
         self.plan = task.plan(network)
@@ -79,11 +86,11 @@ class ParallelModel:
         names = self.unit_names()
         # inside one rank, before the data ranks come in: recomputing sees split layers, a compiled graph both
         for piece in self.parallelize():
-            own = called(piece, names)
+            own = present_units(piece, names)
             if strategy.activation_checkpointing != "none":
-                recompute(piece, own, strategy.activation_checkpointing)
+                apply_activation_checkpointing(piece, own, strategy.activation_checkpointing)
             if self.machine.compile:
-                compile_network(piece, own)
+                compile_units(piece, own)
         # parameters get the form in which the optimizer sees them, then wrappers may take hold of them
         self.step_module = self.carried.called(task, self.network)
         self.shard(names)
@@ -103,7 +110,7 @@ class ParallelModel:
         """The subtrees that are recomputed, compiled and sharded each as one; none: what is compiled is the whole."""
         if self.strategy.activation_checkpointing == "none" and not (self.machine.compile and self.plan.shard):
             return []
-        return units(self.network, self.plan)
+        return find_units(self.network, self.plan)
 
     def parallelize(self) -> list[nn.Module]:
         """Edit the network in place: split its layers, keep some stages. Returns what is called as a whole."""
@@ -118,7 +125,7 @@ class ParallelModel:
 
     def compute_context(self) -> Any:
         """The context of a forward, and of its backward."""
-        return gathering_over(self.strategy.data_group)
+        return set_gather_ranks(self.strategy.data_group)
 
     def grad_sync_context(self, last: bool) -> Any:
         """The context of one micro-batch of a step, inside that: do gradients travel in it?"""
@@ -141,7 +148,7 @@ class ParallelModel:
 
     def heard(self) -> list[str]:
         """Sentences for the user about the steps since the last call."""
-        return self.rng.heard()
+        return self.rng.pop_notes()
 
     # The verbs of a step.
 
@@ -165,10 +172,10 @@ class ParallelModel:
         sums: dict[str, Tensor] = {}
         for index, batch in enumerate(batches):
             # random numbers follow from numbers alone, so that a resumed run draws the same
-            self.rng.begin(batch.indices, step, index, self.strategy.loss_group.rank)
+            self.rng.begin_forward(batch.indices, step, index, self.strategy.loss_group.rank)
             # strategies send gradients once, in the last micro-batch's backward
             last = index == len(batches) - 1
-            with self.rng, self.compute_context(), self.grad_sync_context(last), dealt(batch.span):
+            with self.rng, self.compute_context(), self.grad_sync_context(last), set_gather_span(batch.span):
                 self.share_of_loss(self.forward, batch, partial(share_of, index), sums).backward()
         return sums
 
@@ -184,7 +191,7 @@ class ParallelModel:
         """The loss of a micro-batch, in the run's precision, beside its parts if it has any."""
         with self.machine.autocast(self.strategy.device):
             inputs, targets = self.memory_format.cast((inputs, targets))
-            loss = self.gather_output(self.rng.call(self.task.loss, forward(inputs, targets), targets))
+            loss = self.gather_output(self.rng.call_outside(self.task.loss, forward(inputs, targets), targets))
         return name_losses(loss)
 
     def set_mode(self, training: bool) -> None:
@@ -211,7 +218,7 @@ class ParallelModel:
             gradients = [p.grad for p in parameters if p.grad is not None]
             norm = self.grad_norm(gradients)
             if max_norm is not None and max_norm != float("inf"):
-                clip_(gradients, norm, max_norm)
+                clip_gradients_(gradients, norm, max_norm)
         if self.scaler.allows_step(optimizer, norm):
             optimizer.step()
         for parameter in parameters:
@@ -228,10 +235,10 @@ class ParallelModel:
         """
         self.set_mode(training=False)
         self.watch.done += 1  # an evaluation may take hours: it gets further with each batch
-        rehearsing = uncompiled() if self.before_first_step else nullcontext()  # its batch may be of another size
+        rehearsing = without_compile() if self.before_first_step else nullcontext()  # its batch may be of another size
         self.rng.begin_evaluation(batch.indices)
         computing = self.machine.autocast(self.strategy.device)
-        with rehearsing, self.rng, self.compute_context(), dealt(batch.span), computing:
+        with rehearsing, self.rng, self.compute_context(), set_gather_span(batch.span), computing:
             inputs, targets = self.memory_format.cast((batch.inputs, batch.targets))
             sums = self.evaluate_batch(batch, inputs, targets)
         return sums if valid else zero_sums(sums)
@@ -239,7 +246,9 @@ class ParallelModel:
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         """The sums over a batch in its form, whether it counts or not: on ranks that need each other all compute."""
         output = self.carried.through(self.forward, batch, training=False)(inputs, targets)
-        return evaluation_sums(self.task, self.rng.call, self.gather_output(output), targets, len(batch.indices))
+        return evaluation_sums(
+            self.task, self.rng.call_outside, self.gather_output(output), targets, len(batch.indices)
+        )
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
@@ -292,7 +301,7 @@ class ParallelModel:
 
     def empty_weights(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
         """The same for the network and its average alone."""
-        fits(self.shapes, stored)
+        refuse_other_network(self.shapes, stored)
         space = {name: torch.empty_like(value) for name, value in self.network.state_dict().items()}
         return space | self.average.empty(stored)
 

@@ -13,15 +13,22 @@ from typing_extensions import override
 
 from trainer.data.nested_tensors import cast_floats, tensors
 from trainer.learning.task import Task
-from trainer.parallel.batch_gather import dealt
+from trainer.parallel.batch_gather import set_gather_span
 from trainer.parallel.buckets import Sums
-from trainer.parallel.fully_shard import SameCalls, Sharding, reshard, shard
+from trainer.parallel.fully_shard import SameCallsCheck, Sharding, apply_fully_shard, reshard
 from trainer.parallel.pipeline.cut import cut_stages
-from trainer.parallel.pipeline.schedule import Handover, InOrder, Layout, broadcast_sums, in_order, make_schedule
-from trainer.parallel.pipeline.stages import Stages, buffers_kept
+from trainer.parallel.pipeline.schedule import (
+    ContiguousGradient,
+    StageChain,
+    StageLayout,
+    broadcast_sums,
+    contiguous_copies,
+    make_schedule,
+)
+from trainer.parallel.pipeline.stages import RankStages, preserve_buffers
 from trainer.parallel.ranks import Group
-from trainer.parallel.units import called, matches, units
-from trainer.parallel.unused_parameters import Unused, always_called, used_always
+from trainer.parallel.units import find_units, matching_modules, present_units
+from trainer.parallel.unused_parameters import UnusedParameters, always_called_units, find_always_used
 from trainer.strategies.loss import TaskNetwork, evaluation_sums
 from trainer.strategies.multi_process import Meshed
 from trainer.strategies.sharded_model import ShardedModel
@@ -51,14 +58,14 @@ class PipelineModel(ShardedModel):
         task: Task,
         network: nn.Module,
         example: Any,
-        layout: Layout,
+        layout: StageLayout,
         schedule: str,
         sharding: Sharding,
     ) -> None:
         self._layout, self._schedule_name, self._sharding = layout, schedule, sharding
         self._last = layout.count - 1  # the number of the stage that knows losses
         self._pipeline = Group(strategy.mesh.get_group("pipe"))  # in the order of their first stages
-        self._handover = Handover(self._pipeline, layout, strategy.device)
+        self._handover = StageChain(self._pipeline, layout, strategy.device)
         self._schedules: dict[Hashable, Any] = {}  # by the shapes and the number of a step's micro-batches
         self._sums_like: dict[str, dict[str, Tensor]] = {"training": {}, "evaluation": {}}  # what has travelled before
         self._is_spread = "shard" in (strategy.mesh.mesh_dim_names or ())  # is a stage spread over several ranks?
@@ -70,35 +77,35 @@ class PipelineModel(ShardedModel):
     def unit_names(self) -> list[str]:
         if not self._is_spread:
             return super().unit_names()
-        self._use = used_always(TaskNetwork(self.task, self.network), self.example, self.strategy.world)
-        return always_called(self.network, units(self.network, self.plan), self._use)
+        self._use = find_always_used(TaskNetwork(self.task, self.network), self.example, self.strategy.world)
+        return always_called_units(self.network, find_units(self.network, self.plan), self._use)
 
     @override
     def parallelize(self) -> list[nn.Module]:
         whole, rank = self.network, self._pipeline.rank
         example = self.memory_format.cast(self.example)
         # every rank cuts the outline of the whole network, and keeps what is its own
-        step, held = TaskNetwork(self.task, whole), self._layout.held_by(rank)
+        step, held = TaskNetwork(self.task, whole), self._layout.stages_of(rank)
         bodies = cut_stages(
             step, self.plan.cuts, self._layout.count, example, held, may_draw=self.strategy.dropout == "sample"
         )
         self._stages = {number: Stage(number, body) for number, body in bodies.items()}
         own: list[nn.Module] = [stage.body for stage in self._stages.values()]
-        self.network = Stages(own, [name for name, _ in whole.named_modules()])
+        self.network = RankStages(own, [name for name, _ in whole.named_modules()])
         for body in own:  # of the plan, what lies in this stage: a key that fits nothing would be refused
-            fitting = {key: style for key, style in self.plan.tensor.items() if any(matches(body, key))}
+            fitting = {key: style for key, style in self.plan.tensor.items() if any(matching_modules(body, key))}
             self._split(body, replace(self.plan, tensor=fitting))
         return own
 
     @override
     def shard(self, names: list[str]) -> None:
         ranks = self.strategy.loss_group
-        self._unused = Unused(ranks)
+        self._unused = UnusedParameters(ranks)
         for stage in self._stages.values() if self._is_spread else ():
-            own = called(stage.body, names)
-            shard(stage, stage.body, own, self.strategy.mesh, self._sharding)
-            self._unused.follow(stage, stage.body, own, self._use)
-            SameCalls(stage, stage.body, own, ranks, self.machine.timeout)
+            own = present_units(stage.body, names)
+            apply_fully_shard(stage, stage.body, own, self.strategy.mesh, self._sharding)
+            self._unused.watch(stage, stage.body, own, self._use)
+            SameCallsCheck(stage, stage.body, own, ranks, self.machine.timeout)
         self._fill(self.strategy.device)
 
     # The verbs of a step.
@@ -122,7 +129,9 @@ class PipelineModel(ShardedModel):
         output, _ = self._flow(inputs, targets, batch.indices)
         sums: dict[str, Tensor | float] = {}
         if self._last in self._stages:
-            sums = evaluation_sums(self.task, self.rng.call, self.gather_output(output), targets, len(batch.indices))
+            sums = evaluation_sums(
+                self.task, self.rng.call_outside, self.gather_output(output), targets, len(batch.indices)
+            )
         return {**self._told("evaluation", sums)}
 
     def _flow(self, inputs: Any, targets: Any, indices: Tensor) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
@@ -141,7 +150,7 @@ class PipelineModel(ShardedModel):
 
     @override
     def finish_gradients(self) -> None:
-        self._unused.forget()
+        self._unused.drop_gradients()
         super().finish_gradients()
 
     @override
@@ -162,9 +171,9 @@ class PipelineModel(ShardedModel):
             index = next(order)
             batch, place = batches[index], self.strategy
             # as on one device, but that no two stages draw the same
-            self.rng.begin(batch.indices, step, index, place.data_group.rank, stage.number)
-            self.rng.go_on(vars(stage.body).get("earlier_calls", {}))
-            with dealt(batch.span):
+            self.rng.begin_forward(batch.indices, step, index, place.data_group.rank, stage.number)
+            self.rng.skip_calls(vars(stage.body).get("earlier_calls", {}))
+            with set_gather_span(batch.span):
                 if stage.number != self._last:
                     return self._call(stage, received, batch.inputs, batch.targets)
                 loss = self.share_of_loss(partial(self._call, stage, received), batch, partial(share_of, index), sums)
@@ -175,7 +184,7 @@ class PipelineModel(ShardedModel):
     def _pass(self, stage: Stage, indices: Tensor, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
         """The same where nothing is learned: a stage draws as if this rank had run no other one."""
         self.rng.begin_evaluation(indices)
-        self.rng.go_on(vars(stage.body).get("earlier_calls", {}))
+        self.rng.skip_calls(vars(stage.body).get("earlier_calls", {}))
         return self._call(stage, received, inputs, targets)
 
     def _call(self, stage: Stage, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
@@ -184,9 +193,9 @@ class PipelineModel(ShardedModel):
             inputs, targets = self.memory_format.cast((inputs, targets))
             if self._sharding.param_dtype:  # what is no argument of the stage fully_shard does not cast
                 inputs, targets = cast_floats((inputs, targets), torch.bfloat16)
-            came = self.memory_format.cast(tuple(InOrder.apply(value) for value in received))
+            came = self.memory_format.cast(tuple(ContiguousGradient.apply(value) for value in received))
             output = stage.body(inputs, targets, *came)
-            return output if stage.number == self._last else in_order(output)
+            return output if stage.number == self._last else contiguous_copies(output)
 
     # The schedule.
 
@@ -205,7 +214,12 @@ class PipelineModel(ShardedModel):
             self.strategy.data_group.all_reduce_max_(new).wait()  # the data ranks; one byte: is it new to any of them?
         if new:
             # one forward that leaves no trace, to see which shapes are handed on; some schedules gather the last ahead
-            with torch.no_grad(), self.compute_context(), dealt(batches[0].span), buffers_kept(self.network):
+            with (
+                torch.no_grad(),
+                self.compute_context(),
+                set_gather_span(batches[0].span),
+                preserve_buffers(self.network),
+            ):
                 _, handed = self._flow(batches[0].inputs, batches[0].targets, batches[0].indices)
             self._schedules[key] = self._made(handed, len(batches))
         return self._schedules[key]

@@ -13,10 +13,10 @@ from typing_extensions import override
 from trainer.data.sampler import RankSampler
 from trainer.learning.task import Task, is_recurrent
 from trainer.messages import Refusal
-from trainer.parallel.device_mesh import described
+from trainer.parallel.device_mesh import format_degrees
 from trainer.parallel.fully_shard import Sharding
 from trainer.parallel.pipeline.cut import cut_stages
-from trainer.parallel.pipeline.schedule import KINDS, Layout, Name, runs_over_gloo, takes
+from trainer.parallel.pipeline.schedule import SCHEDULES, ScheduleName, StageLayout, can_run, runs_over_gloo
 from trainer.strategies.loss import TaskNetwork
 from trainer.strategies.multi_process import Meshed
 from trainer.strategies.parallel_model import ParallelModel
@@ -38,7 +38,7 @@ class PP(Meshed):
     replicate: int | None = 1  # pipelines; they average gradients. None: what the others leave
     shard: int | None = 1  # ranks that a stage's parameters are spread over (FSDP2). None: what the others leave
     tensor: int = 1  # ranks that a layer is split over, by the plan; keep them on one machine
-    schedule: Name = "1F1B"  # the order in which micro-batches run
+    schedule: ScheduleName = "1F1B"  # the order in which micro-batches run
     stages_per_rank: int | None = None  # None: 1, or 2 where the schedule is made for several
     reshard_after_forward: bool = False  # where shard > 1, true: gathered anew in every micro-batch; false: in a step
     param_dtype: Literal["bf16"] | None = None  # where shard > 1: what parameters are gathered in; None: as they are
@@ -55,7 +55,7 @@ class PP(Meshed):
         degrees = super().degrees(world_size)
         if degrees["pipe"] < 2:
             raise Refusal(
-                f"a pipeline has 2 ranks or more, here {described(degrees)}; start 2 processes or more, or use"
+                f"a pipeline has 2 ranks or more, here {format_degrees(degrees)}; start 2 processes or more, or use"
                 " strategy=ddp or fsdp"
             )
         return degrees
@@ -66,15 +66,15 @@ class PP(Meshed):
         """Schedules of torch know one shape for all micro-batches of a step."""
         return replace(super().slice, alike=True)
 
-    def layout(self, world_size: int) -> Layout:
+    def layout(self, world_size: int) -> StageLayout:
         """Which rank holds which stages. Refusal of a number of stages that the schedule has no place for."""
-        kind = KINDS[self.schedule]
+        kind = SCHEDULES[self.schedule]
         each = (2 if kind.several else 1) if self.stages_per_rank is None else self.stages_per_rank
         if each < 1 or (each > 1 and not kind.several) or (each != 2 and kind.turns_back):
             fitting = "2" if kind.turns_back else "1" if not kind.several else "1 or more"
             several = "" if kind.several else "; strategy.schedule=Interleaved1F1B takes several"
             raise Refusal(f"strategy.stages_per_rank={each}: {self.schedule} wants {fitting}{several}")
-        return Layout(self.degrees(world_size)["pipe"], each, kind.turns_back)
+        return StageLayout(self.degrees(world_size)["pipe"], each, kind.turns_back)
 
     @override
     def least_layers(self, world_size: int) -> int:
@@ -87,8 +87,8 @@ class PP(Meshed):
         if uneven:
             raise Refusal("loop.uneven=true: a pipeline's micro-batches are of one size; strategy=ddp or fsdp takes it")
         layout = self.layout(world_size)
-        if not takes(self.schedule, layout, micro_batches):
-            fitting = [n for n in range(1, share + 1) if share % n == 0 and takes(self.schedule, layout, n)]
+        if not can_run(self.schedule, layout, micro_batches):
+            fitting = [n for n in range(1, share + 1) if share % n == 0 and can_run(self.schedule, layout, n)]
             nearest = sorted(fitting, key=lambda n: abs(n - micro_batches))[:2]
             said = f"nearest: loop.micro_batches={' or '.join(map(str, sorted(nearest)))}; " if nearest else ""
             raise Refusal(
@@ -139,7 +139,7 @@ class PP(Meshed):
 
     def _refuse_fields(self, world_size: int) -> None:
         """Refuse fields that do not go together."""
-        splits = KINDS[self.schedule].splits  # into gradients of inputs and of weights
+        splits = SCHEDULES[self.schedule].splits  # into gradients of inputs and of weights
         if self.machine.compile and splits:
             raise Refusal(
                 f"compile=true: {self.schedule} computes gradients of inputs and weights apart, which compiled stages"

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from trainer.data.sampler import RankSampler
 from trainer.launch.watchdog import Pulse
 from trainer.learning.intervals import Cadences
-from trainer.parallel.buckets import Sums, Totals
+from trainer.parallel.buckets import PendingSums, Sums
 from trainer.parallel.ranks import Ranks, Vote, set_timeouts
 from trainer.strategies.machine import Machine
 from trainer.strategies.step_timing import NoStallClock, StepTimer
@@ -101,12 +101,12 @@ class RankContext:
 
     # Collectives: every rank calls them, in the same order.
 
-    def totals(self, sums: Sums, alike: Mapping[str, Tensor] | None = None) -> Totals:
+    def totals(self, sums: Sums, alike: Mapping[str, Tensor] | None = None) -> PendingSums:
         """Collective: start adding up these sums over the data ranks, each sample counted once; read them later.
 
         `alike`: numbers that every rank has already, to arrive with them.
         """
-        return Totals(sums, self.data_group, self.device, alike)
+        return PendingSums(sums, self.data_group, self.device, alike)
 
 
 VOTE_INTERVAL = 0.05  # between two votes, where steps are shorter: a request to stop is heard as soon as that

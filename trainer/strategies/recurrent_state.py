@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from trainer.data.loader import Batch
 from trainer.learning.task import Task, is_recurrent
-from trainer.parallel.batch_gather import dealt, gather, gathering_over
-from trainer.parallel.optimizer_state import CARRIED
+from trainer.parallel.batch_gather import gather, set_gather_ranks, set_gather_span
+from trainer.parallel.optimizer_state import CARRIED_PREFIX
 from trainer.strategies.loss import Forward, TaskNetwork
 from trainer.strategies.rank_context import RankContext
 
@@ -127,24 +127,24 @@ class RecurrentState(NoRecurrentState):
     def state(self) -> dict[str, Tensor]:
         """Collective: the rows of the whole global batch, in their own order."""
         parts = [self._training[first] for first in sorted(self._training)] or [self._read]
-        with gathering_over(self._place.data_group), dealt(range(self._total)):
+        with set_gather_ranks(self._place.data_group), set_gather_span(range(self._total)):
             # the data ranks; every rank's rows come to all
-            return {CARRIED + name: gather(torch.cat([part[name] for part in parts])) for name in parts[0]}
+            return {CARRIED_PREFIX + name: gather(torch.cat([part[name] for part in parts])) for name in parts[0]}
 
     @override
     def empty(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Room for the rows of the whole global batch, in the host's memory."""
-        own = {name: one for name, one in stored.items() if name.startswith(CARRIED)}
+        own = {name: one for name, one in stored.items() if name.startswith(CARRIED_PREFIX)}
         return {name: torch.empty(tuple(one.shape), dtype=one.dtype) for name, one in own.items()}
 
     @override
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over this rank's rows, where the checkpoint had any."""
-        ranks, whole = self._place.data_group, {name: x for name, x in state.items() if name.startswith(CARRIED)}
+        ranks, whole = self._place.data_group, {name: x for name, x in state.items() if name.startswith(CARRIED_PREFIX)}
         self._training.clear()
         self._total = max((len(x) for x in whole.values()), default=0)
         # (total, …) → every ranks-th row from this rank's on, as samples are dealt
-        own = {name.removeprefix(CARRIED): x[ranks.rank :: ranks.size] for name, x in whole.items()}
+        own = {name.removeprefix(CARRIED_PREFIX): x[ranks.rank :: ranks.size] for name, x in whole.items()}
         self._read = {name: x.to(self._place.device).contiguous() for name, x in own.items()}
 
 

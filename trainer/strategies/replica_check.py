@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer.messages import FatalRunError
-from trainer.parallel.batch_norm import statistics
-from trainer.parallel.buckets import Totals
+from trainer.parallel.batch_norm import running_statistics
+from trainer.parallel.buckets import PendingSums
 from trainer.parallel.device_mesh import AXES, split_axes
-from trainer.parallel.optimizer_state import AVERAGE
+from trainer.parallel.optimizer_state import EMA_PREFIX
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_statistics import bit_sums
 from trainer.strategies.rank_context import RankContext
@@ -36,7 +36,7 @@ class PendingComparison(NamedTuple):
     step: int
     kinds: dict[str, int]  # of what this rank holds, by name: how it is split
     sums: dict[str, Tensor]  # by name, of its bits; 0-d int64, where it lies
-    totals: Totals  # (ranks, kinds) int64: a row for each rank, with a sum for each kind
+    totals: PendingSums  # (ranks, kinds) int64: a row for each rank, with a sum for each kind
 
 
 class NoReplicaCheck:
@@ -69,7 +69,7 @@ class ReplicaCheck(NoReplicaCheck):
         """Collective. `at`: where this rank is along each axis of the mesh; where there is none, all hold the same."""
         self._ranks, self._device = ranks, device
         self._parameters = dict(network.named_parameters())
-        self._statistics = statistics(network).keys()  # the same on all ranks after `settle`
+        self._statistics = running_statistics(network).keys()  # the same on all ranks after `settle`
         places = ranks.all_gather_values(dict(at))  # all ranks, once; where each of them is
         self._groups = [_group_holders(places, kind) for kind in SPLITS]  # for each kind, groups of two ranks or more
         self._told: PendingComparison | None = None  # at the last line
@@ -87,7 +87,9 @@ class ReplicaCheck(NoReplicaCheck):
     @override
     def refuse_save(self, step: int, state: Mapping[str, Tensor]) -> None:
         own = self._parameters.keys() | self._statistics
-        self._judge(self._tell(step, {name: x for name, x in state.items() if name in own or name.startswith(AVERAGE)}))
+        self._judge(
+            self._tell(step, {name: x for name, x in state.items() if name in own or name.startswith(EMA_PREFIX)})
+        )
 
     def _tell(self, step: int, tensors: Mapping[str, Tensor]) -> PendingComparison:
         """Collective: begin to add up over all ranks a table of which each fills in its own row."""
@@ -104,7 +106,7 @@ class ReplicaCheck(NoReplicaCheck):
                     table[self._ranks.rank, kind] = torch.stack(there).sum()
             tables[device.type] = table
         return PendingComparison(
-            step, kinds, sums, Totals(tables, self._ranks, self._device)
+            step, kinds, sums, PendingSums(tables, self._ranks, self._device)
         )  # all ranks; 64 bytes for each
 
     def _judge(self, told: PendingComparison) -> None:

@@ -21,12 +21,24 @@ from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
 from trainer.messages import Refusal
 from trainer.parallel.buckets import all_reduce_sums, average_gradients
-from trainer.parallel.context_parallel import Pieces, cut_sequences, most_pieces, pieces, sequence_shard, tokens
+from trainer.parallel.context_parallel import (
+    Pieces,
+    apply_context_parallel,
+    count_tokens,
+    max_pieces,
+    rank_pieces,
+    shard_sequences,
+)
 from trainer.parallel.device_mesh import ranks_along
-from trainer.parallel.fully_shard import not_spread
-from trainer.parallel.meta_model import allocate_empty, send_values, set_aside
+from trainer.parallel.fully_shard import unsharded_parameters
+from trainer.parallel.meta_model import allocate_empty, broadcast_values, take_values
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.tensor_parallel import Shared, redistribute_gradients, refuse_drift, share_buffers
+from trainer.parallel.tensor_parallel import (
+    ReplicatedParameters,
+    broadcast_buffers,
+    check_replicated_parameters,
+    redistribute_gradients,
+)
 from trainer.strategies.loss import Forward
 from trainer.strategies.multi_process import Meshed
 from trainer.strategies.parallel_model import ParallelModel
@@ -46,7 +58,7 @@ class ShardedModel(ParallelModel):
     @override
     def materialize(self, network: nn.Module) -> nn.Module:
         """The network without values: no rank need hold all of it. They follow when it is clear who holds what."""
-        self._values = set_aside(network)
+        self._values = take_values(network)
         self.memory_format.lay_out(network)
         return network
 
@@ -60,7 +72,7 @@ class ShardedModel(ParallelModel):
         if self._tensor_ranks.size > 1:
             # in place: DTensors, as yet without values
             parallelize_module(network, self.strategy.mesh["tensor"], dict(plan.tensor))
-            self.rng.split(network, plan, self._tensor_ranks)
+            self.rng.follow_plan(network, plan, self._tensor_ranks)
 
     @override
     def shard(self, names: list[str]) -> None:
@@ -69,11 +81,11 @@ class ShardedModel(ParallelModel):
     def _fill(self, shards: torch.device) -> None:
         """Collective: an outline that was split and spread gets its values. shards: where spread parameters lie."""
         allocate_empty(self.network, self.strategy.device, shards)
-        send_values(self._values, self.network, self.strategy.world, self.strategy.device)
+        broadcast_values(self._values, self.network, self.strategy.world, self.strategy.device)
         del self._values
         # only now is it clear what each rank holds of which parameter
-        self._copied = not_spread(self.network)
-        self._shared = Shared(self.network, self._tensor_ranks)
+        self._copied = unsharded_parameters(self.network)
+        self._shared = ReplicatedParameters(self.network, self._tensor_ranks)
 
     @contextmanager
     @override
@@ -84,21 +96,21 @@ class ShardedModel(ParallelModel):
 
     @override
     def finish_gradients(self) -> None:
-        self.rng.forget()
+        self.rng.end_step()
         # sums over tensor ranks first: means of halves would be means of nothing
         redistribute_gradients(self.network.parameters())
         # the data ranks' mean, of what fully_shard has not averaged in the backward
         average_gradients(self._copied, self.strategy.loss_group, self.strategy.bucket_mb * 2**20)
         # the last to touch gradients: afterwards they are the same bits on all tensor ranks
-        self._shared.decide()
+        self._shared.broadcast_gradients()
         if self.before_first_step and self.machine.compare_copies:
-            self._shared.refuse_apart()  # before anything is learned
+            self._shared.check_gradients()  # before anything is learned
 
     @override
     def settle(self) -> None:
         """Collective: running statistics become the data ranks' mean, and those of the first tensor rank."""
         super().settle()
-        self.average.on_statistics(partial(share_buffers, self.network, self._tensor_ranks))
+        self.average.on_statistics(partial(broadcast_buffers, self.network, self._tensor_ranks))
 
     @override
     def gather_output(self, output: Any) -> Any:
@@ -132,8 +144,8 @@ class ShardedModel(ParallelModel):
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What a checkpoint stores, after a look whether what tensor ranks have in common is still the same."""
         if self.machine.compare_copies:
-            self._shared.refuse_apart()
-            refuse_drift(self.network, self._tensor_ranks)
+            self._shared.check_gradients()
+            check_replicated_parameters(self.network, self._tensor_ranks)
         return super().state(optimizer)
 
 
@@ -154,12 +166,12 @@ class ContextParallelModel(ShardedModel):
     @override
     def _split(self, network: nn.Module, plan: Plan) -> None:
         super()._split(network, plan)
-        cut_sequences(network, plan, self.strategy.context_group, self.strategy.device.type)
+        apply_context_parallel(network, plan, self.strategy.context_group, self.strategy.device.type)
 
     @override
     def stretches(self, tokens: int) -> tuple[Ranks, Pieces]:
         ranks = self.strategy.context_group
-        return ranks, pieces(ranks.rank, ranks.size, tokens // ranks.size, most_pieces(self.plan))
+        return ranks, rank_pieces(ranks.rank, ranks.size, tokens // ranks.size, max_pieces(self.plan))
 
     @override
     def forward_backward(self, batches: list[Any], step: int) -> dict[str, Tensor]:
@@ -170,20 +182,20 @@ class ContextParallelModel(ShardedModel):
 
     def _stretch(self, batch: Any) -> Any:
         ranks = self.strategy.context_group
-        inputs, targets = sequence_shard((batch.inputs, batch.targets), ranks, most_pieces(self.plan))
+        inputs, targets = shard_sequences((batch.inputs, batch.targets), ranks, max_pieces(self.plan))
         # every context rank weighs its own stretches, so of the global batch there are as many more of them
         return batch._replace(inputs=inputs, targets=targets, total=batch.total * ranks.size)
 
     @override
     def losses(self, forward: Forward, inputs: Any, targets: Any) -> dict[str, Tensor]:
-        self.rng.cut(self.strategy.context_group, tokens(inputs), most_pieces(self.plan))
+        self.rng.set_sequence_shard(self.strategy.context_group, count_tokens(inputs), max_pieces(self.plan))
         return super().losses(forward, inputs, targets)
 
     @override
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         ranks = self.strategy.context_group
-        own = sequence_shard((inputs, targets), ranks, most_pieces(self.plan))
-        self.rng.cut(ranks, tokens(own), most_pieces(self.plan))
+        own = shard_sequences((inputs, targets), ranks, max_pieces(self.plan))
+        self.rng.set_sequence_shard(ranks, count_tokens(own), max_pieces(self.plan))
         sums = super().evaluate_batch(batch, *own)
         if ranks.size == 1:
             return sums

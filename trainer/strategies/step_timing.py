@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from trainer.data.nested_tensors import first_tensor
-from trainer.parallel.buckets import Totals
+from trainer.parallel.buckets import PendingSums
 from trainer.parallel.ranks import Ranks
 
 STEP_PHASES = ("data", "forward and backward", "communication", "optimizer", "log")  # of every step, in order of time
@@ -120,7 +120,7 @@ class StragglerCheck:
         # (ranks, causes, then seconds of all phases and steps): what was heard since the last judgement
         self._seen = torch.zeros(ranks.size, len(CAUSES) + 2, dtype=torch.float64)
         self._before = torch.zeros_like(self._seen[0])  # what this rank's watch had counted at the last line
-        self._under_way: Totals | None = None
+        self._under_way: PendingSums | None = None
         self._slow: set[int] = set()  # ranks that were told of, and are not well yet
 
     def tell(self, watch: StepTimer) -> None:
@@ -132,7 +132,7 @@ class StragglerCheck:
         now *= watch.measured > 0  # after the first step the watch begins anew
         table = torch.zeros_like(self._seen)
         table[self._ranks.rank], self._before = now - self._before, now
-        self._under_way = Totals({"": table}, self._ranks, _CPU)  # all ranks; each fills in its row, 40 bytes
+        self._under_way = PendingSums({"": table}, self._ranks, _CPU)  # all ranks; each fills in its row, 40 bytes
 
     def heard(self) -> list[str]:
         """After what was told has arrived: a sentence for each rank that has begun to hold up the others."""

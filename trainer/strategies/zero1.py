@@ -15,7 +15,7 @@ from trainer.learning.optimizer import Groups, Make
 from trainer.learning.task import Task
 from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.gradient_clipping import global_norm
-from trainer.parallel.parameter_owners import Delivery, owned_buckets, owners, send_from_owners
+from trainer.parallel.parameter_owners import GradientReducer, assign_owners, broadcast_from_owners, make_owner_buckets
 from trainer.parallel.ranks import Group
 from trainer.strategies.loss import Forward
 from trainer.strategies.multi_process import Joined
@@ -65,10 +65,10 @@ class Zero1Model(ParallelModel):
         # who owns what follows from sizes alone, so nothing is agreed; alone on one rank nothing travels
         ranks = self.strategy.owning
         trainable = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
-        owner = owners([parameter.nbytes for parameter in trainable], ranks.size)
+        owner = assign_owners([parameter.nbytes for parameter in trainable], ranks.size)
         self._owner = dict(zip(trainable, owner, strict=True))
-        self._buckets = owned_buckets(trainable, owner, self.strategy.bucket_mb * 2**20) if ranks.size > 1 else []
-        self._delivery = Delivery(self._buckets, ranks)
+        self._buckets = make_owner_buckets(trainable, owner, self.strategy.bucket_mb * 2**20) if ranks.size > 1 else []
+        self._delivery = GradientReducer(self._buckets, ranks)
         return self.step_module
 
     @override
@@ -93,7 +93,7 @@ class Zero1Model(ParallelModel):
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
         """Collective: update what this rank owns, and tell all ranks: afterwards they hold the same bits."""
         norm = super().optimizer_step(optimizer, max_norm)
-        send_from_owners(self._buckets, self.strategy.owning)
+        broadcast_from_owners(self._buckets, self.strategy.owning)
         return norm
 
     @override

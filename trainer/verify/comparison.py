@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.parallel.optimizer_state import AVERAGE, PREFIX
+from trainer.parallel.optimizer_state import EMA_PREFIX, OPTIMIZER_PREFIX
 from trainer.verify.tensor_sketch import FIRST, LENGTH, PATTERN, moved
 from trainer.verify.training_record import CLIPPED, GRADIENT, LOSS, NORM, Key, Record
 
@@ -276,11 +276,11 @@ def _usual(norms: Sequence[float]) -> float:
 
 def _kind(name: str) -> str:
     """What is of one size with it: squares that an optimizer keeps are no weights."""
-    return name.rpartition("/")[2] if name.startswith(PREFIX) else ""
+    return name.rpartition("/")[2] if name.startswith(OPTIMIZER_PREFIX) else ""
 
 
 def _parameter(name: str) -> str:
     """The parameter that a value belongs to: itself, or what an optimizer or an average keeps of it."""
-    if name.startswith(PREFIX):
-        return name.removeprefix(PREFIX).rpartition("/")[0]
-    return name.removeprefix(AVERAGE)
+    if name.startswith(OPTIMIZER_PREFIX):
+        return name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0]
+    return name.removeprefix(EMA_PREFIX)

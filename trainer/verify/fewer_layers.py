@@ -18,9 +18,9 @@ from trainer.learning.parallel_plan import Plan
 from trainer.learning.parameter_groups import Rule, matches_exactly, resolve_rules
 from trainer.learning.task import Task
 from trainer.messages import Refusal
-from trainer.parallel.meta_model import named_tensors, outline
-from trainer.parallel.pipeline.fake_forward import shapes
-from trainer.parallel.units import enclosing, matches
+from trainer.parallel.meta_model import build_meta_model, named_tensors
+from trainer.parallel.pipeline.fake_forward import fake_tensors
+from trainer.parallel.units import ancestors, matching_modules
 
 _LISTS = (nn.Sequential, nn.ModuleList)
 _SHOWN = 4  # kinds of a list in a line
@@ -102,7 +102,7 @@ def shortened(run: Prepared, fewer: Iterable[Fewer]) -> Prepared:
     def made() -> nn.Module:
         return without_layers(freeze(make(), frozen), fewer)  # before the names change
 
-    renamed = _renamed(run.rules, outline(partial(seeded_network, run))[0], fewer) if run.rules else []
+    renamed = _renamed(run.rules, build_meta_model(partial(seeded_network, run))[0], fewer) if run.rules else []
     model, optimizer = replace(settings.model, freeze=()), replace(settings.optimizer, groups=tuple(renamed))
     run = replace(run, make_network=made, settings=replace(settings, model=model, optimizer=optimizer))
     run.network, run.whole_because = run.strategy.outline(partial(seeded_network, run))
@@ -138,7 +138,7 @@ def _lists(network: nn.Module, plan: Plan, rules: list[Rule], each: int) -> Iter
     }
     gone = set[str]()  # the layers that do not stay
     for name, module in lists.items():
-        if (planned and name not in planned) or not gone.isdisjoint(enclosing(name)):
+        if (planned and name not in planned) or not gone.isdisjoint(ancestors(name)):
             continue
         places: dict[Any, list[int]] = {}
         for at, (word, layer) in enumerate(_entries(module)):
@@ -206,7 +206,7 @@ class _Attempt:
         try:
             plan = self._task.plan(short)
             named = [*plan.tensor, *plan.shard, *plan.cuts, *plan.context]
-            if not all(any(True for _ in matches(short, key)) for key in named):
+            if not all(any(True for _ in matching_modules(short, key)) for key in named):
                 return False
             if self._learned is None:
                 _learned(self._task, short, self._example, {x: x for _, x in named_tensors(short)})
@@ -228,7 +228,7 @@ def _learned(task: Task, network: nn.Module, example: Any, instead: Mapping[Tens
 
 
 def _shapes(network: nn.Module) -> dict[Tensor, Tensor]:
-    own = shapes(network, torch.device("cpu"))
+    own = fake_tensors(network, torch.device("cpu"))
     for value, shape in own.items():
         shape.requires_grad_(value.requires_grad)
     return own

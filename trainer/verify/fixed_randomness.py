@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.rng import seed_torch
-from trainer.parallel.rng.random_functions import Operators
+from trainer.parallel.rng.random_functions import RandomOperatorInterceptor
 
 # where classes keep their probability: nn.Dropout and its like and torchvision's StochasticDepth in `p`, timm's
 # DropPath in `drop_prob`, nn.MultiheadAttention and recurrent layers in `dropout`
@@ -85,7 +85,7 @@ class FixedDraws(AsDrawn):
                 self.moved.add(name)
 
 
-class _Middle(Operators):
+class _Middle(RandomOperatorInterceptor):
     def __init__(self, moved: set[str]) -> None:
         super().__init__()
         self._moved = moved

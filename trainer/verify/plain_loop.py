@@ -27,8 +27,8 @@ from trainer.learning.optimizer import init_momentum, parameter_groups, set_rate
 from trainer.learning.task import loss_weight
 from trainer.loop.progress import Progress
 from trainer.messages import Refusal
-from trainer.parallel.batch_gather import dealt, gathering_over
-from trainer.parallel.batch_norm import batch_norms
+from trainer.parallel.batch_gather import set_gather_ranks, set_gather_span
+from trainer.parallel.batch_norm import local_batch_norms
 from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.ranks import Ranks
@@ -220,8 +220,8 @@ class ByHand:
 
     @contextmanager
     def _forward(self, part: Dealt) -> Iterator[tuple[Any, Any]]:
-        others: Any = gathering_over(Nobody()) if self.how.ranks > 1 else nullcontext()
-        with self.draws, others, dealt(part.batch.span), self.run.machine.autocast(self.run.strategy.device):
+        others: Any = set_gather_ranks(Nobody()) if self.how.ranks > 1 else nullcontext()
+        with self.draws, others, set_gather_span(part.batch.span), self.run.machine.autocast(self.run.strategy.device):
             self.draws.begin()
             yield cast_floats((part.batch.inputs, part.batch.targets), self.run.machine.parameter_dtype)
 
@@ -256,7 +256,7 @@ class ByHand:
 
     def _mode(self, training: bool) -> None:
         self.network.train(training)
-        for norm in batch_norms(self.network) if self.how.still_norms else ():
+        for norm in local_batch_norms(self.network) if self.how.still_norms else ():
             norm.eval()
 
     def _values(self, step: int, phase: str) -> None:

@@ -21,10 +21,10 @@ from trainer.data.nested_tensors import map_tensors
 from trainer.learning.task import Task
 from trainer.messages import FatalRunError
 from trainer.parallel.activation_checkpointing import in_backward
-from trainer.parallel.batch_gather import present_span
-from trainer.parallel.context_parallel import Pieces, tokens
+from trainer.parallel.batch_gather import current_span
+from trainer.parallel.context_parallel import Pieces, count_tokens
 from trainer.parallel.optimizer_state import optimizer_tensors
-from trainer.parallel.pipeline.stages import Stages
+from trainer.parallel.pipeline.stages import RankStages
 from trainer.parallel.ranks import Ranks
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.verify.batch_dim_detection import Layout, by_sample, layouts
@@ -109,7 +109,7 @@ class ModuleObserver:
 
     def _called(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
         """A forward hook. What runs without gradient is a rehearsal, in the backward a repetition."""
-        span = present_span()
+        span = current_span()
         if not self.hears or span is None or not torch.is_grad_enabled() or in_backward():
             return
         call = self._calls[name, span]
@@ -249,13 +249,13 @@ class RecordedModel:
     def forward_backward(self, batches: list[Batch], step: int) -> dict[str, Tensor]:
         """Collective: the step's forward and backward, and signatures of all that is in them."""
         self._ear.begin(step + 1)
-        self._ear.tokens = tokens(batches[0].inputs)
+        self._ear.tokens = count_tokens(batches[0].inputs)
         sharers, self._ear.own = self._placed.stretches(self._ear.tokens)
         if step == self._last:
             self._record = self._ear.record = Record(phases=())  # nobody reads it
         with self._ear.listening(batches), self._draws:
             sums = self._placed.forward_backward(batches, step)
-        if isinstance(self._placed.network, Stages):
+        if isinstance(self._placed.network, RankStages):
             self._ear.leave_out_parts()
         self._record.join(sharers)
         signing = Signing(self._record)

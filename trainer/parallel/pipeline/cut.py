@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer.data.nested_tensors import map_tensors
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import named_tensors
-from trainer.parallel.pipeline.fake_forward import Uncut, cloned
-from trainer.parallel.pipeline.fx_trace import ROOT, Flow, Untraceable, trace
-from trainer.parallel.pipeline.stages import ELSE, _graphs
-from trainer.parallel.pipeline.untraced_stage import running_stages
-from trainer.parallel.units import blocks, matched
+from trainer.parallel.pipeline.fake_forward import CannotCut, copy_step
+from trainer.parallel.pipeline.fx_trace import NETWORK, GraphFlow, Untraceable, trace
+from trainer.parallel.pipeline.stages import ALTERNATIVE, make_traced_stages
+from trainer.parallel.pipeline.untraced_stage import make_untraced_stages
+from trainer.parallel.units import repeated_blocks, require_modules
 
 
 def cut_stages(
@@ -39,39 +39,40 @@ def cut_stages(
     stages. held: the stages that are wanted; None: all. may_draw: what a forward draws by itself follows from numbers,
     and is the same in every stage. Refusal where the network cannot be cut so.
     """
-    network = step.get_submodule(ROOT)
+    network = step.get_submodule(NETWORK)
     planned = list(cuts) if len(cuts) == count - 1 else []
     for name in planned:
-        matched(network, name, "the plan's cut", f"; {ELSE}")
+        require_modules(network, name, "the plan's cut", f"; {ALTERNATIVE}")
     try:
-        graphs = _graphs(step, planned or _equal(step, count, example), count)
+        graphs = make_traced_stages(step, planned or _require_equal_cuts(step, count, example), count)
         return {number: graphs[number] for number in (range(count) if held is None else held)}
     except Untraceable as error:
         why = str(error)
-    names = planned or between_blocks(network, count)
+    names = planned or find_cuts_between_blocks(network, count)
     said = f"{type(network).__name__} cannot be cut into stages:"
     if not names:
         raise Refusal(
             f"{said} its forward cannot be followed ({why}); nor does it repeat {count} blocks in a list, between which"
-            f" it could be cut all the same: name the first module of each stage in the plan's cuts; {ELSE}"
+            f" it could be cut all the same: name the first module of each stage in the plan's cuts; {ALTERNATIVE}"
         )
     try:
         wanted = range(count) if held is None else held
-        return {} if example is None else running_stages(step, names, example, wanted, may_draw)
-    except Uncut as error:
+        return {} if example is None else make_untraced_stages(step, names, example, wanted, may_draw)
+    except CannotCut as error:
         raise Refusal(
-            f"{said} {error}. (Where it can be read as a graph of calls it can be cut anywhere, but {why}.) {ELSE}"
+            f"{said} {error}. (Where it can be read as a graph of calls it can be cut anywhere, but {why}.)"
+            f" {ALTERNATIVE}"
         ) from error
 
 
-def _equal(step: nn.Module, count: int, example: Any) -> list[str]:
-    names = equal_cuts(step, count, example)
+def _require_equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
+    names = find_equal_cuts(step, count, example)
     if len(names) < count - 1:
-        kind = type(step.get_submodule(ROOT)).__name__
+        kind = type(step.get_submodule(NETWORK)).__name__
         most = len(names) + 1
         raise Refusal(
             f"{kind} has parts for {most} stage{'s' if most > 1 else ''}, {count} were asked for; "
-            + (f"with {most} it would work, or a plan with cuts; {ELSE}" if most > 1 else ELSE)
+            + (f"with {most} it would work, or a plan with cuts; {ALTERNATIVE}" if most > 1 else ALTERNATIVE)
         )
     return names
 
@@ -82,7 +83,7 @@ UNEVEN = 1.5  # times as heavy as need be: so much may the heaviest stage be whe
 Weights = dict[str, float]  # name of a module or parameter → its share of the network, in bytes and arithmetic
 
 
-def equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
+def find_equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
     """The first module of each stage after the first, so that the heaviest stage is as light as can be.
 
     Cuts where one value is handed on come first, and modules are left whole as long as that serves. Shorter than asked
@@ -90,21 +91,21 @@ def equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
     stage, where there are blocks to cut between. example: (inputs, targets), of which only shapes are looked at, on the
     meta device.
     """
-    network = step.get_submodule(ROOT)
-    weight = _weights(step, example)
+    network = step.get_submodule(NETWORK)
+    weight = _module_weights(step, example)
     heavy = {name for name, share in weight.items() if share > weight[""] / count}
     lists = {name for name, module in network.named_modules() if type(module).forward is nn.Sequential.forward}
     names: list[str] = []
     # what is heavy must be opened to be shared out; everything is, only where that was not enough
     for wanted in (heavy | lists, set(weight)):
-        graph, closed = _opened(step, wanted)
-        if (whole := sorted(heavy & closed.keys())) and between_blocks(network, count):
+        graph, closed = _trace_opened(step, wanted)
+        if (whole := sorted(heavy & closed.keys())) and find_cuts_between_blocks(network, count):
             raise Untraceable(f"that of {whole[0]} not: {closed[whole[0]]}")
-        flow = Flow(graph, network)
+        flow = GraphFlow(graph, network)
         # one value is the least that can travel; with skip connections there may be no such cut, or none in the middle
-        starts = _starts(flow)
-        lean = _lightest(flow, [each for each in starts if len(flow.handed(flow.at[each])) <= 1], count, weight)
-        free = _lightest(flow, starts, count, weight)
+        starts = _possible_starts(flow)
+        lean = _balance(flow, [each for each in starts if len(flow.handed(flow.at[each])) <= 1], count, weight)
+        free = _balance(flow, starts, count, weight)
         chosen = lean if (len(lean[1]), -lean[0]) >= (len(free[1]), -UNEVEN * free[0]) else free
         if len(chosen[1]) == count - 1:
             return chosen[1]
@@ -112,12 +113,12 @@ def equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
     return names
 
 
-def between_blocks(network: nn.Module, count: int) -> list[str]:
+def find_cuts_between_blocks(network: nn.Module, count: int) -> list[str]:
     """The first block of each stage after the first, about as many blocks to each; none where there are too few.
 
     The blocks are those that the network repeats in a list, of several lists in the one with the most bytes.
     """
-    lists = {name: blocks(module) for name, module in network.named_modules()}
+    lists = {name: repeated_blocks(module) for name, module in network.named_modules()}
     weight = {name: sum(map(_bytes, found.values())) for name, found in lists.items()}
     name = max(weight, key=weight.__getitem__)
     words = list(lists[name])
@@ -126,24 +127,24 @@ def between_blocks(network: nn.Module, count: int) -> list[str]:
     return [f"{name}.{words[len(words) * stage // count]}".strip(".") for stage in range(1, count)]
 
 
-def _weights(step: nn.Module, example: Any) -> Weights:
+def _module_weights(step: nn.Module, example: Any) -> Weights:
     """How heavy each module and parameter is: its share of all bytes, plus that of the arithmetic of a forward.
 
     Without an example, or where the forward needs values, bytes alone count. The same on every rank.
     """
-    network = step.get_submodule(ROOT)
+    network = step.get_submodule(NETWORK)
     # bytes: a rank must hold its stages
     total = max(_bytes(network), 1)
     weight = {name: _bytes(module) / total for name, module in network.named_modules()}
     weight |= {name: parameter.nbytes / total for name, parameter in network.named_parameters()}
     # arithmetic: all wait for the slowest stage
-    work = {} if example is None else _work(step, example)
+    work = {} if example is None else _count_flops(step, example)
     return {name: share + work.get(name, 0) / max(work.get("", 0), 1) for name, share in weight.items()}
 
 
-def _opened(step: nn.Module, wanted: set[str]) -> tuple[fx.Graph, dict[str, str]]:
+def _trace_opened(step: nn.Module, wanted: set[str]) -> tuple[fx.Graph, dict[str, str]]:
     """A trace that looks into every module that is wanted; and those whose forwards cannot be followed, with why."""
-    network = step.get_submodule(ROOT)
+    network = step.get_submodule(NETWORK)
     opened: set[str] = set()
     closed: dict[str, str] = {}
     graph = trace(step, opened)
@@ -164,7 +165,7 @@ def _opened(step: nn.Module, wanted: set[str]) -> tuple[fx.Graph, dict[str, str]
                 closed[name] = str(error)  # it stays a single call, and nothing is lost but a place to cut
 
 
-def _starts(flow: Flow) -> list[fx.Node]:
+def _possible_starts(flow: GraphFlow) -> list[fx.Node]:
     """Modules with parameters before which the network can be cut: none of its parameters is used on both sides."""
     # a tensor must lie in one stage: between its first and its last use no cut can be
     span: dict[int, tuple[int, int]] = {}
@@ -180,7 +181,7 @@ def _starts(flow: Flow) -> list[fx.Node]:
     return [node for node in first.values() if not any(a < flow.at[node] <= b for a, b in span.values())]
 
 
-def _lightest(flow: Flow, starts: list[fx.Node], count: int, weight: Weights) -> tuple[float, list[str]]:
+def _balance(flow: GraphFlow, starts: list[fx.Node], count: int, weight: Weights) -> tuple[float, list[str]]:
     """The cuts before these modules whose heaviest stage is lightest; as many stages as can be, at most `count`.
 
     The weight of that stage, and the cuts. Every stage has a parameter.
@@ -214,7 +215,7 @@ def _bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def _work(step: nn.Module, example: Any) -> dict[str, int]:
+def _count_flops(step: nn.Module, example: Any) -> dict[str, int]:
     """Floating-point operations of each module in one forward, counted on shapes; nothing where that fails."""
 
     def shapes(tensor: Tensor) -> Tensor:
@@ -224,9 +225,9 @@ def _work(step: nn.Module, example: Any) -> dict[str, int]:
     try:
         # a copy: of a module with two names torch's functional_call would not put everything back
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            cloned(step, state)(*map_tensors(example, shapes))
+            copy_step(step, state)(*map_tensors(example, shapes))
     except Exception:  # a forward that needs values; the bytes alone must do
         return {}
-    prefix = f"{type(step).__name__}.{ROOT}"
+    prefix = f"{type(step).__name__}.{NETWORK}"
     counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
     return {name.removeprefix(prefix).removeprefix("."): n for name, n in counts.items() if name.startswith(prefix)}

@@ -14,15 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainer.data.nested_tensors import map_tensors, tensors
 from trainer.parallel.meta_model import named_tensors
-from trainer.parallel.pipeline.fx_trace import ROOT
-from trainer.parallel.units import enclosing
+from trainer.parallel.pipeline.fx_trace import NETWORK
+from trainer.parallel.units import ancestors
 
 _AT = torch.ops.aten
 _MAKERS = {_AT.new_ones, _AT.new_zeros, _AT.new_full, _AT.ones_like, _AT.zeros_like, _AT.full_like}
-Place = int | str  # of an argument in a call: its position, or its name
+ArgumentKey = int | str  # of an argument in a call: its position, or its name
 
 
-class Uncut(Exception):
+class CannotCut(Exception):
     """A network that cannot be cut at these places; the message says what stands in the way."""
 
 
@@ -31,7 +31,7 @@ def has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor)
 
 
-class Shapes(FakeTensorMode):
+class FakeMode(FakeTensorMode):
     """Inside it tensors are made without values. Masks and their like, made in the shape of one, have theirs."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,18 +42,18 @@ class Shapes(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
-def shapes(network: nn.Module, device: torch.device, mode: Shapes | None = None) -> dict[Tensor, Tensor]:
+def fake_tensors(network: nn.Module, device: torch.device, mode: FakeMode | None = None) -> dict[Tensor, Tensor]:
     """For each tensor of a network one of the same shape and type, without values and without memory.
 
     What is computed with them has none either. Who asks for a value gets an error, or what `mode` answers. After
     torch's FakeTensor.
     """
     own = dict.fromkeys(tensor for _, tensor in named_tensors(network))
-    with mode or Shapes(allow_non_fake_inputs=True):  # a batch may meet them
+    with mode or FakeMode(allow_non_fake_inputs=True):  # a batch may meet them
         return {tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in own}
 
 
-def cloned(step: nn.Module, instead: Mapping[Any, Any]) -> nn.Module:
+def copy_step(step: nn.Module, instead: Mapping[Any, Any]) -> nn.Module:
     """A copy of a step and of its network's modules, with others in the place of some tensors and modules.
 
     What else the step holds, its task, is no copy.
@@ -62,7 +62,7 @@ def cloned(step: nn.Module, instead: Mapping[Any, Any]) -> nn.Module:
     return deepcopy(step, memo | {id(one): other for one, other in instead.items()})
 
 
-def argument(place: Place, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def get_argument(place: ArgumentKey, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The argument of a call at a place; None where there is none."""
     if isinstance(place, str):
         return kwargs.get(place)
@@ -88,13 +88,13 @@ class TensorSubstitutions(dict[Tensor, Tensor]):
         return self.get(value, value) if isinstance(value, Tensor) else value
 
 
-def beside(network: nn.Module, cut: str) -> list[str]:
+def siblings(network: nn.Module, cut: str) -> list[str]:
     """A cut module and what stands in the same list or module."""
     above = cut.rpartition(".")[0]
     return [f"{above}.{word}".strip(".") for word, _ in network.get_submodule(above).named_children()]
 
 
-class Trial:
+class FakeForward:
     """One forward of the whole network, in which every stage after the first begins with a value of its own.
 
     So of each stage autograd keeps a graph by itself. What it reaches is what the stage needs, and nothing can pass by
@@ -103,19 +103,19 @@ class Trial:
     """
 
     def __init__(self, step: nn.Module, cuts: list[str], example: Any, may_draw: bool) -> None:
-        self._network, self._cuts, self._may_draw = step.get_submodule(ROOT), cuts, may_draw
-        self.places: list[list[Place]] = []
+        self._network, self._cuts, self._may_draw = step.get_submodule(NETWORK), cuts, may_draw
+        self.places: list[list[ArgumentKey]] = []
         self._begins: list[list[Tensor]] = []  # the values that each stage after the first begins with
         self._stead = TensorSubstitutions()
         self._reached: list[set[Tensor]] = []  # by each stage's graph, where it begins
-        own = shapes(self._network, torch.device("cpu"))
+        own = fake_tensors(self._network, torch.device("cpu"))
         # frozen ones, too: it is asked who needs them
         self._parameters = {own[one]: one for one in self._network.parameters() if one.is_floating_point()}
         for shape in self._parameters:
             shape.requires_grad_()
-        copy = cloned(step, own)
-        for name in dict.fromkeys(name for cut in cuts for name in beside(self._network, cut)):
-            module = copy.get_submodule(f"{ROOT}.{name}")
+        copy = copy_step(step, own)
+        for name in dict.fromkeys(name for cut in cuts for name in siblings(self._network, cut)):
+            module = copy.get_submodule(f"{NETWORK}.{name}")
             vars(module)["forward"] = partial(self._call, name, module.forward)
         self._run(copy, map_tensors(example, lambda tensor: tensor.detach().cpu().clone()))
         self.owner = self._owners()
@@ -124,18 +124,18 @@ class Trial:
         batch, chance = list(tensors(example)), torch.get_rng_state()
         try:
             self._end(tensors(step(*example)))
-        except Uncut:
+        except CannotCut:
             raise
         except Exception as error:  # whatever a forward does with what has no values
             said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].strip(' .')}"
-            raise Uncut(f"its forward cannot be run without the values of its weights ({said})") from error
+            raise CannotCut(f"its forward cannot be run without the values of its weights ({said})") from error
         if left := self._cuts[len(self.places) :]:
-            raise Uncut(f"{left[0]} is never called by the forward")
+            raise CannotCut(f"{left[0]} is never called by the forward")
         # every stage runs the forward: what it does beside computing would be done several times, or in several ways
         if any(tensor._version for tensor in batch):
-            raise Uncut("its forward changes the batch in place, which every stage would do again")
+            raise CannotCut("its forward changes the batch in place, which every stage would do again")
         if not self._may_draw and not torch.equal(chance, torch.get_rng_state()):
-            raise Uncut(
+            raise CannotCut(
                 "its forward draws random numbers by itself (dropped layers, masks), and stages would draw others;"
                 " with loop.dropout=sample, without compile, they draw the same"
             )
@@ -147,14 +147,16 @@ class Trial:
             return forward(*args, **kwargs)
         number = len(self.places)
         if self._cuts[number : number + 1] != [name]:
-            raise Uncut(f"{name} is called a second time, or before another cut that stands before it")
-        given: Iterator[tuple[Place, Any]] = chain(enumerate(args), kwargs.items())
+            raise CannotCut(f"{name} is called a second time, or before another cut that stands before it")
+        given: Iterator[tuple[ArgumentKey, Any]] = chain(enumerate(args), kwargs.items())
         learned = {value: place for place, value in given if isinstance(value, Tensor) and value.requires_grad}
         every = {tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad}
         if not every:
-            raise Uncut(f"{name} is given nothing that gradients go back through")
+            raise CannotCut(f"{name} is given nothing that gradients go back through")
         if every > learned.keys():
-            raise Uncut(f"{name} is given values inside of others; to be handed on they must be arguments themselves")
+            raise CannotCut(
+                f"{name} is given values inside of others; to be handed on they must be arguments themselves"
+            )
         self._end(learned)
         self.places.append(list(learned.values()))
         self._begins.append([value.detach().requires_grad_() for value in learned])
@@ -165,8 +167,10 @@ class Trial:
 
     def _end(self, values: Iterable[Tensor]) -> None:
         if not all(shape.requires_grad for shape in self._parameters):
-            raise Uncut("its forward freezes parameters for a while, and a stage may end before it has put them back")
-        self._reached.append(set(leaves(values)))
+            raise CannotCut(
+                "its forward freezes parameters for a while, and a stage may end before it has put them back"
+            )
+        self._reached.append(set(graph_leaves(values)))
 
     def _owners(self) -> dict[nn.Parameter, int]:
         """The stage of every parameter. Uncut where two need it, or where one needs what passes by a cut."""
@@ -175,14 +179,14 @@ class Trial:
             # a leaf that is neither belongs to the batch: some networks ask for its gradient
             for at, begins in enumerate(self._begins, 1):
                 if at != number and not reached.isdisjoint(begins):
-                    raise Uncut(f"stage {number} needs what {self._cuts[at - 1]} is given, which passes it by")
+                    raise CannotCut(f"stage {number} needs what {self._cuts[at - 1]} is given, which passes it by")
                 if at == number and not reached.issuperset(begins):
-                    raise Uncut(f"not all of what {self._cuts[at - 1]} is given flows on")
+                    raise CannotCut(f"not all of what {self._cuts[at - 1]} is given flows on")
             for parameter in (one for shape, one in self._parameters.items() if shape in reached):
                 if owner.setdefault(parameter, number) != number:
-                    raise Uncut(self._shared(parameter, owner[parameter], number))
+                    raise CannotCut(self._shared(parameter, owner[parameter], number))
             if number not in owner.values():
-                raise Uncut(f"stage {number} of {len(self._reached)} would have no parameter: cut elsewhere")
+                raise CannotCut(f"stage {number} of {len(self._reached)} would have no parameter: cut elsewhere")
         every = self._network.named_parameters()
         return owner | {one: self._around(name, owner) for name, one in every if one not in owner}
 
@@ -199,14 +203,14 @@ class Trial:
 
     def _around(self, name: str, owner: Mapping[nn.Parameter, int]) -> int:
         """The stage of a parameter that no output needs: that of what surrounds it, or the first."""
-        for above in sorted(enclosing(name), key=len, reverse=True):
+        for above in sorted(ancestors(name), key=len, reverse=True):
             near = {owner[one] for one in self._network.get_submodule(above).parameters() if one in owner}
             if near:
                 return near.pop() if len(near) == 1 else 0
         return 0
 
 
-def leaves(values: Iterable[Tensor], begins: Iterable[Any] = ()) -> Iterator[Tensor]:
+def graph_leaves(values: Iterable[Tensor], begins: Iterable[Any] = ()) -> Iterator[Tensor]:
     """Where the graph begins that autograd has made of these values; not looking behind these nodes of it."""
     every = [value for value in values if value.requires_grad]
     yield from (value for value in every if value.grad_fn is None)

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from trainer.launch.devices import device_types
 from trainer.messages import first_line
 
-ROOT = "network"  # the attribute under which the traced module holds the network
+NETWORK = "network"  # the attribute under which the traced module holds the network
 
 _FACTS = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "stride", "is_floating_point"}
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "exponential", "uniform")
@@ -39,26 +39,26 @@ def trace(step: nn.Module, opened: set[str]) -> fx.Graph:
     and its weights remain its own; what an opened one's forward reads from Python's numbers is fixed from here on.
     Targets are the network's own names. Untraceable where the forward depends on values, on the mode or on chance.
     """
-    inside = {f"{ROOT}.{name}" for name in opened} | {ROOT}
+    inside = {f"{NETWORK}.{name}" for name in opened} | {NETWORK}
     # a stage has an opened module's children, not the module: nobody would call its own train()
     for name, module in step.named_modules():
         if name in inside and type(module).train is not nn.Module.train:
             raise Untraceable("it has a train() of its own, which stages would not call")
-    with _flags_kept(step):
+    with _preserve_flags(step):
         # once as if learning in another precision, once as if evaluating: whoever asks for one of these is found out
         with ExitStack() as precisions:
             for kind in device_types():
                 precisions.enter_context(torch.autocast(kind))
-            training = _traced(step.train(), inside)
+            training = _trace_once(step.train(), inside)
         with torch.no_grad():
-            evaluation = _traced(step.eval(), inside)
+            evaluation = _trace_once(step.eval(), inside)
     # one graph serves both: stages are not cut anew for an evaluation
     if str(training) != str(evaluation):
         raise Untraceable("it does something else in training than in evaluation, or something random")
     return training
 
 
-class _StandIn(fx.Proxy):
+class _StrictProxy(fx.Proxy):
     """A value of a forward that is being read. Whoever asks for its type would be told the stand-in's."""
 
     @property  # type: ignore[misc]  # the base has it as an attribute
@@ -75,10 +75,10 @@ class _StandIn(fx.Proxy):
     def __bool__(self) -> bool:
         # an assertion changes nothing where it holds; whatever else a value decides is not known here
         frame = currentframe()
-        return (frame is not None and frame.f_back is not None and _asserts(frame.f_back)) or super().__bool__()
+        return (frame is not None and frame.f_back is not None and _is_assertion(frame.f_back)) or super().__bool__()
 
 
-def _asserts(frame: FrameType) -> bool:
+def _is_assertion(frame: FrameType) -> bool:
     """Is it an assert statement that asks? Where the value is true, Python jumps over the loading of its error."""
     code = (one for one in get_instructions(frame.f_code) if one.offset >= frame.f_lasti)
     ahead = [one for one in code if one.opname not in ("NOT_TAKEN", "PRECALL")]  # of Python 3.14; of 3.11
@@ -95,27 +95,27 @@ class _Tracer(fx.Tracer):
         super().__init__(autowrap_functions=_MAKERS)
         self._autowrap_search.append(torch)  # under torch's own name, too
         self._opened = opened
-        self._surroundings = _surroundings()
+        self._surroundings = _context_state()
         self._learns = {parameter: parameter.requires_grad for parameter in step.parameters()}
         self._calls: Counter[str] = Counter()  # of each module, as names in the step
         self._drawn: Counter[tuple[str, int]] = Counter()  # in each call
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """What stands for a node's value while a forward is read."""
-        return _StandIn(node, self)
+        return _StrictProxy(node, self)
 
     def create_node(self, *words: Any, **more: Any) -> fx.Node:
         """Take down one operation. Untraceable where it happens under a context that the graph would not have."""
-        if _surroundings() != self._surroundings:
+        if _context_state() != self._surroundings:
             raise Untraceable("a part of it runs without gradient, or in a precision of its own")
         if any(parameter.requires_grad != learns for parameter, learns in self._learns.items()):
             raise Untraceable("a part of it runs while parameters are frozen by requires_grad_()")
         node = super().create_node(*words, **more)
-        if node.op in ("call_function", "call_method") and draws(node):
+        if node.op in ("call_function", "call_method") and is_random(node):
             # in a stage's graph nobody could tell any more in which module's code this stands
             path = self.scope.module_path
             self._drawn[path, self._calls[path]] += 1
-            name = path.removeprefix(ROOT).removeprefix(".") if path else None
+            name = path.removeprefix(NETWORK).removeprefix(".") if path else None
             node.meta["drawn"] = name, self._calls[path], self._drawn[path, self._calls[path]]
         return node
 
@@ -144,13 +144,13 @@ class _Tracer(fx.Tracer):
         return module_qualified_name not in self._opened
 
 
-def _surroundings() -> tuple[bool, ...]:
+def _context_state() -> tuple[bool, ...]:
     """What a forward may change around some of its lines, and fx does not take down."""
     precisions = [torch.is_autocast_enabled(kind) for kind in device_types()]
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *precisions)
 
 
-def _traced(step: nn.Module, opened: set[str]) -> fx.Graph:
+def _trace_once(step: nn.Module, opened: set[str]) -> fx.Graph:
     try:
         graph = _Tracer(step, opened).trace(step)
     except Exception as error:  # whatever a forward does with a stand-in for a tensor
@@ -159,14 +159,14 @@ def _traced(step: nn.Module, opened: set[str]) -> fx.Graph:
     for node in graph.nodes:
         node.meta.pop("is_wrapped", None)  # a stage's code would have torch.arange wrapped for good
         if node.op in ("get_attr", "call_module"):
-            if not node.target.startswith(f"{ROOT}."):
+            if not node.target.startswith(f"{NETWORK}."):
                 raise Untraceable("it makes a tensor of its own, which would be frozen; a buffer can hold it")
-            node.target = node.target.removeprefix(f"{ROOT}.")
+            node.target = node.target.removeprefix(f"{NETWORK}.")
     return graph
 
 
 @contextmanager
-def _flags_kept(module: nn.Module) -> Iterator[None]:
+def _preserve_flags(module: nn.Module) -> Iterator[None]:
     """Modes, and what learns, are afterwards as they were: a forward may break off before it has put them back."""
     modes = {each: each.training for each in module.modules()}
     learning = {parameter: parameter.requires_grad for parameter in module.parameters()}
@@ -179,7 +179,7 @@ def _flags_kept(module: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(learns)
 
 
-class Flow:
+class GraphFlow:
     """The nodes of a graph in order, and for each the values that it needs.
 
     Whatever follows from the batch, from buffers and from shapes alone is worked out again by every stage that needs
@@ -191,7 +191,7 @@ class Flow:
         self.at = {node: index for index, node in enumerate(self.nodes)}
         self._network = network
         # what is worked out in several stages must be the same in each: nobody may write into it
-        changed = {node.args[0] for node in self.nodes if writes(node) and node.args}
+        changed = {node.args[0] for node in self.nodes if is_in_place(node) and node.args}
         self._copied: set[fx.Node] = set()
         for node in self.nodes:
             if self._is_copied(node):
@@ -221,41 +221,41 @@ class Flow:
         if node.op == "call_module":
             module = self._network.get_submodule(str(node.target))
             return [*module.parameters(), *module.buffers()]
-        return [attribute(self._network, str(node.target))] if node.op == "get_attr" else []
+        return [get_tensor(self._network, str(node.target))] if node.op == "get_attr" else []
 
     def _is_copied(self, node: fx.Node) -> bool:
         if node.op == "placeholder":
             return True
         if node.op == "get_attr":
-            return not isinstance(attribute(self._network, str(node.target)), nn.Parameter)
-        if node.op not in ("call_function", "call_method") or writes(node):
+            return not isinstance(get_tensor(self._network, str(node.target)), nn.Parameter)
+        if node.op not in ("call_function", "call_method") or is_in_place(node):
             return False
         # facts about a value are known wherever it is; what follows from copies alone is copied, unless it is drawn
-        word = _word(node)
+        word = _function_name(node)
         if word in _FACTS or (word == "getattr" and node.args[1] in _FACTS):
             return True
-        return not draws(node) and all(n in self._copied for n in node.all_input_nodes)
+        return not is_random(node) and all(n in self._copied for n in node.all_input_nodes)
 
 
-def draws(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     """Does a node give random numbers, by its name?"""
-    return any(name in _word(node) for name in _RANDOM)
+    return any(name in _function_name(node) for name in _RANDOM)
 
 
-def writes(node: fx.Node) -> bool:
+def is_in_place(node: fx.Node) -> bool:
     """Does a node visibly change its first argument in place?"""
     if node.op not in ("call_function", "call_method"):
         return False
-    word = _word(node)
+    word = _function_name(node)
     named = word.endswith("_") and not word.endswith("__")
     return named or node.target in _IN_PLACE or bool(node.kwargs.get("inplace"))
 
 
-def attribute(network: nn.Module, name: str) -> Tensor:
+def get_tensor(network: nn.Module, name: str) -> Tensor:
     """A tensor of a network by its name."""
     holder, _, last = name.rpartition(".")
     return getattr(network.get_submodule(holder), last)
 
 
-def _word(node: fx.Node) -> str:
+def _function_name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

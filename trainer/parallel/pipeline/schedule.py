@@ -19,11 +19,13 @@ from trainer.launch.devices import accumulation_dtype
 from trainer.parallel.buckets import Sums, to_accumulator
 from trainer.parallel.ranks import Group
 
-Name = Literal["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+ScheduleName = Literal[
+    "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScheduleTraits:
     """What is particular about a schedule."""
 
     several: bool = True  # a rank may hold several stages
@@ -33,19 +35,19 @@ class Kind:
     full: bool = False  # as many micro-batches as stages, or more
 
 
-KINDS: dict[str, Kind] = {
-    "1F1B": Kind(several=False),
-    "GPipe": Kind(several=False),
-    "Interleaved1F1B": Kind(rounds=True),
-    "LoopedBFS": Kind(),
-    "InterleavedZeroBubble": Kind(splits=True, rounds=True),
-    "ZBVZeroBubble": Kind(turns_back=True, splits=True),
-    "DualPipeV": Kind(turns_back=True, splits=True, full=True),
+SCHEDULES: dict[str, ScheduleTraits] = {
+    "1F1B": ScheduleTraits(several=False),
+    "GPipe": ScheduleTraits(several=False),
+    "Interleaved1F1B": ScheduleTraits(rounds=True),
+    "LoopedBFS": ScheduleTraits(),
+    "InterleavedZeroBubble": ScheduleTraits(splits=True, rounds=True),
+    "ZBVZeroBubble": ScheduleTraits(turns_back=True, splits=True),
+    "DualPipeV": ScheduleTraits(turns_back=True, splits=True, full=True),
 }
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """Which rank of a pipeline holds which stages."""
 
     ranks: int
@@ -62,14 +64,14 @@ class Layout:
         loop, at = divmod(stage, self.ranks)
         return self.ranks - 1 - at if self.turns_back and loop % 2 else at
 
-    def held_by(self, rank: int) -> list[int]:
+    def stages_of(self, rank: int) -> list[int]:
         """The stages of a rank, in order."""
         return [stage for stage in range(self.count) if self.owner(stage) == rank]
 
 
-def takes(name: str, layout: Layout, micro_batches: int) -> bool:
+def can_run(name: str, layout: StageLayout, micro_batches: int) -> bool:
     """Can this schedule run so many micro-batches? What it cannot is an error or a hang in torch."""
-    kind = KINDS[name]
+    kind = SCHEDULES[name]
     if kind.full and micro_batches < layout.count:
         return False
     return not kind.rounds or micro_batches % max(1, micro_batches // layout.ranks) == 0
@@ -77,7 +79,7 @@ def takes(name: str, layout: Layout, micro_batches: int) -> bool:
 
 def runs_over_gloo(name: str) -> bool:
     """Can gloo run it? Before torch 2.13 two neighbouring stages on one rank begin with a message to themselves."""
-    return not KINDS[name].turns_back or torch.__version__ >= "2.13"
+    return not SCHEDULES[name].turns_back or torch.__version__ >= "2.13"
 
 
 def make_schedule(name: str, stages: list[Any], micro_batches: int) -> Any:
@@ -90,7 +92,7 @@ def make_schedule(name: str, stages: list[Any], micro_batches: int) -> Any:
     if name == "1F1B" and micro_batches < stages[0].num_stages:
         name = "GPipe"
     make: Callable[..., Any] = getattr(pipelining, f"Schedule{name}")
-    own = stages if KINDS[name].several else stages[0]
+    own = stages if SCHEDULES[name].several else stages[0]
     # the last stage knows the targets and returns its loss; torch wants a function all the same
     return make(own, micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
@@ -98,14 +100,14 @@ def make_schedule(name: str, stages: list[Any], micro_batches: int) -> Any:
 PATIENCE = timedelta(seconds=10)  # for the last word of a rank that has failed
 
 
-class Handover:
+class StageChain:
     """Runs stages over the ranks of a pipeline, one after the other, forwards only.
 
     Shapes go ahead of the values, as CPU tensors. Where a stage fails its error goes that way instead, so that no rank
     waits for what will not come.
     """
 
-    def __init__(self, ranks: Group, layout: Layout, device: torch.device) -> None:
+    def __init__(self, ranks: Group, layout: StageLayout, device: torch.device) -> None:
         self._ranks, self._layout, self._device = ranks, layout, device
 
     def run(self, stages: Mapping[int, Callable[..., Any]]) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
@@ -123,12 +125,12 @@ class Handover:
                 # neighbours on one rank hand on in memory
                 if stage and not self._is_here(stage - 1):
                     values = self._receive(stage)
-                handed[stage] = _on_meta(values)
+                handed[stage] = _meta_copies(values)
                 values = stages[stage](*values)
                 if stage == self._layout.count - 1:
                     break
-                _refuse_others(stage, values)
-                handed[stage + 1] = _on_meta(values)
+                _refuse_non_tensors(stage, values)
+                handed[stage + 1] = _meta_copies(values)
             except Exception as error:  # whatever a stage does: the next rank waits to be told
                 self._pass_on(stage, str(error))
                 raise
@@ -173,11 +175,11 @@ class Handover:
                 return
 
 
-def _on_meta(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _meta_copies(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(value, device="meta") for value in values)
 
 
-def _refuse_others(stage: int, values: Any) -> None:
+def _refuse_non_tensors(stage: int, values: Any) -> None:
     for value in values:
         if not isinstance(value, Tensor) or isinstance(value, DTensor):
             raise RuntimeError(
@@ -213,14 +215,14 @@ def broadcast_sums(
     return told_sums
 
 
-def in_order(values: tuple[Any, ...]) -> tuple[Any, ...]:
+def contiguous_copies(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a stage hands on, ready to be sent: copies in order in memory, that nothing else looks at or writes to."""
     return tuple(
         value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value for value in values
     )
 
 
-class InOrder(torch.autograd.Function):
+class ContiguousGradient(torch.autograd.Function):
     """A value that was received; its gradient goes back in order in memory, for else it cannot be sent.
 
     Schedules that compute gradients of inputs by themselves send them as autograd made them.

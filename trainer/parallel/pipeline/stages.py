@@ -12,27 +12,27 @@ from torch import Tensor, fx, nn
 
 from trainer.messages import Refusal, did_you_mean
 from trainer.parallel.meta_model import named_tensors
-from trainer.parallel.pipeline.fx_trace import ROOT, Flow, attribute, trace, writes
-from trainer.parallel.rng.random_draw import drawn_by
-from trainer.parallel.units import enclosing
+from trainer.parallel.pipeline.fx_trace import NETWORK, GraphFlow, get_tensor, is_in_place, trace
+from trainer.parallel.rng.random_draw import with_call_site
+from trainer.parallel.units import ancestors
 
-ELSE = "strategy=fsdp and strategy=ddp need no cutting"
+ALTERNATIVE = "strategy=fsdp and strategy=ddp need no cutting"
 BATCH = 2  # arguments of every stage before what is handed on: inputs, targets
 
 
-def _graphs(step: nn.Module, names: list[str], count: int) -> list[fx.GraphModule]:
+def make_traced_stages(step: nn.Module, names: list[str], count: int) -> list[fx.GraphModule]:
     """The stages as ranges of a graph of calls. Untraceable where the forward is none."""
-    network = step.get_submodule(ROOT)
-    flow = Flow(trace(step, {above for name in names for above in enclosing(name)}), network)
+    network = step.get_submodule(NETWORK)
+    flow = GraphFlow(trace(step, {above for name in names for above in ancestors(name)}), network)
     # what is refused here would hang or train wrongly later
-    bounds = [0, *_ends(flow, names), len(flow.nodes)]
+    bounds = [0, *_stage_starts(flow, names), len(flow.nodes)]
     _refuse_stages(network, flow, bounds)
-    stages = [_stage(network, flow, bounds, index) for index in range(count)]
+    stages = [_make_stage(network, flow, bounds, index) for index in range(count)]
     _keep_state(network, stages)
     return stages
 
 
-def _ends(flow: Flow, names: list[str]) -> list[int]:
+def _stage_starts(flow: GraphFlow, names: list[str]) -> list[int]:
     """Where in the flow each stage after the first begins. Refusal where that is nowhere, or out of order."""
     # a module that is called several times begins where it is called first
     calls: dict[str, int] = {}
@@ -42,7 +42,7 @@ def _ends(flow: Flow, names: list[str]) -> list[int]:
     for name in names:
         if name not in calls:
             near = did_you_mean(name, calls)
-            raise Refusal(f"the plan's cut {name!r} is never called by the forward{near}; {ELSE}")
+            raise Refusal(f"the plan's cut {name!r} is never called by the forward{near}; {ALTERNATIVE}")
     ends = [calls[name] for name in names]
     if ends != sorted(set(ends)):
         order = ", ".join(sorted(names, key=calls.__getitem__))
@@ -50,7 +50,7 @@ def _ends(flow: Flow, names: list[str]) -> list[int]:
     return ends
 
 
-def _refuse_stages(network: nn.Module, flow: Flow, bounds: list[int]) -> None:
+def _refuse_stages(network: nn.Module, flow: GraphFlow, bounds: list[int]) -> None:
     """Refuse parameters that two stages would share, and stages that have none."""
     held: dict[int, tuple[int, str]] = {}
     for index, (start, end) in enumerate(pairwise(bounds)):
@@ -65,15 +65,15 @@ def _refuse_stages(network: nn.Module, flow: Flow, bounds: list[int]) -> None:
                 if other != index:
                     raise Refusal(
                         f"{name} and {node.target} share a parameter or buffer, and would lie in stages {other} and"
-                        f" {index}: tied parts must be in one stage; {ELSE}"
+                        f" {index}: tied parts must be in one stage; {ALTERNATIVE}"
                     )
         if not held_any:
-            raise Refusal(f"stage {index} of {len(bounds) - 1} would have no parameter: cut elsewhere; {ELSE}")
+            raise Refusal(f"stage {index} of {len(bounds) - 1} would have no parameter: cut elsewhere; {ALTERNATIVE}")
         if index and not flow.handed(start):
-            raise Refusal(f"stage {index - 1} gives stage {index} no value: cut elsewhere; {ELSE}")
+            raise Refusal(f"stage {index - 1} gives stage {index} no value: cut elsewhere; {ALTERNATIVE}")
 
 
-def _stage(network: nn.Module, flow: Flow, bounds: list[int], index: int) -> fx.GraphModule:
+def _make_stage(network: nn.Module, flow: GraphFlow, bounds: list[int], index: int) -> fx.GraphModule:
     """One stage's piece of the graph, with the modules that it calls."""
     graph = fx.Graph()
     here: dict[fx.Node, fx.Node] = {}
@@ -84,7 +84,7 @@ def _stage(network: nn.Module, flow: Flow, bounds: list[int], index: int) -> fx.
     for node in received:
         here[node] = graph.placeholder(node.name)
     for node in received:
-        if _is_changed(network, flow.nodes[bounds[index] : bounds[index + 1]], node):
+        if _may_be_written(network, flow.nodes[bounds[index] : bounds[index + 1]], node):
             here[node] = graph.call_method("clone", (here[node],))  # autograd forbids writing into what it began with
 
     def find(node: fx.Node) -> fx.Node:
@@ -101,7 +101,7 @@ def _stage(network: nn.Module, flow: Flow, bounds: list[int], index: int) -> fx.
     # the network's output ends the last stage; others end with what the rest needs, also what they only pass on
     if index < len(bounds) - 2:
         graph.output(tuple(find(node) for node in flow.handed(bounds[index + 1])))
-    _tell_who_draws(graph)
+    _set_call_sites(graph)
     stage = fx.GraphModule(network, graph, class_name="Stage")
     # of a module that several stages call, as all of them may call a dropout, these calls are earlier ones
     vars(stage)["earlier_calls"] = Counter(
@@ -110,17 +110,17 @@ def _stage(network: nn.Module, flow: Flow, bounds: list[int], index: int) -> fx.
     return stage
 
 
-def _tell_who_draws(graph: fx.Graph) -> None:
+def _set_call_sites(graph: fx.Graph) -> None:
     """Have functions that draw know the module in whose code they stood; a graph has the code of several."""
     for node in [node for node in graph.nodes if "drawn" in node.meta]:
         function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
         with graph.inserting_before(node):
-            told = graph.call_function(drawn_by(node.meta["drawn"], function), node.args, node.kwargs)
+            told = graph.call_function(with_call_site(node.meta["drawn"], function), node.args, node.kwargs)
         node.replace_all_uses_with(told)
         graph.erase_node(node)
 
 
-def _is_changed(network: nn.Module, nodes: list[fx.Node], value: fx.Node) -> bool:
+def _may_be_written(network: nn.Module, nodes: list[fx.Node], value: fx.Node) -> bool:
     """May one of these nodes write into this value? A module that does anything in place might."""
     for node in nodes:
         if value not in node.all_input_nodes:
@@ -129,7 +129,7 @@ def _is_changed(network: nn.Module, nodes: list[fx.Node], value: fx.Node) -> boo
             # torch's layers say it by this attribute; of others nothing is known
             if any(getattr(m, "inplace", False) for m in network.get_submodule(str(node.target)).modules()):
                 return True
-        elif writes(node):
+        elif is_in_place(node):
             return True
     return False
 
@@ -144,14 +144,14 @@ def _keep_state(network: nn.Module, stages: list[fx.GraphModule]) -> None:
     held = {name for stage in stages for name, _ in named_tensors(stage)}
     for name, tensor in named_tensors(network):
         if name not in held:
-            _hold(stages[0], name, tensor, name in stored)
+            _register(stages[0], name, tensor, name in stored)
     # fx has made buffers persistent that the network does not store
     for stage in stages:
         for name in set(stage.state_dict()) - stored:
-            _hold(stage, name, attribute(stage, name), persistent=False)
+            _register(stage, name, get_tensor(stage, name), persistent=False)
 
 
-def _hold(stage: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None:
+def _register(stage: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None:
     """Give a stage a tensor under a name of the network; what it lies in there has no code."""
     holder, (*path, last) = stage, name.split(".")
     for part in path:
@@ -166,7 +166,7 @@ def _hold(stage: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None
         holder.register_buffer(last, tensor, persistent)
 
 
-class Stages(nn.Module):
+class RankStages(nn.Module):
     """The stages that one rank holds, as one module: everything stands under the network's own names.
 
     order: the names of the network's modules. They come in this order, so that of tied weights the same name is first.
@@ -229,7 +229,7 @@ class Stages(nn.Module):
 
 
 @contextmanager
-def buffers_kept(network: nn.Module) -> Iterator[None]:
+def preserve_buffers(network: nn.Module) -> Iterator[None]:
     """Whatever a forward in here does to buffers is undone."""
     before = [(buffer, buffer.clone()) for buffer in network.buffers()]
     try:

@@ -11,23 +11,23 @@ from torch import Tensor, nn
 
 from trainer.data.nested_tensors import first_tensor, tensors
 from trainer.parallel.pipeline.fake_forward import (
-    Place,
+    ArgumentKey,
+    FakeForward,
     TensorSubstitutions,
-    Trial,
-    argument,
-    beside,
-    cloned,
+    copy_step,
+    fake_tensors,
+    get_argument,
     has_values,
-    shapes,
+    siblings,
 )
-from trainer.parallel.pipeline.fx_trace import ROOT
-from trainer.parallel.units import enclosing
+from trainer.parallel.pipeline.fx_trace import NETWORK
+from trainer.parallel.units import ancestors
 
-Kind = Literal["own", "elsewhere", "opened"]  # of this stage; of others; what runs between
+ModuleKind = Literal["own", "elsewhere", "opened"]  # of this stage; of others; what runs between
 TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # where a module keeps its tensors
 
 
-def running_stages(
+def make_untraced_stages(
     step: nn.Module, cuts: list[str], example: Any, held: Collection[int], may_draw: bool
 ) -> dict[int, nn.Module]:
     """These stages of a network, each with what it needs of it. Uncut where the network cannot be cut so.
@@ -35,19 +35,19 @@ def running_stages(
     cuts: the first module of each stage after the first. example: (inputs, targets), for a forward on shapes.
     may_draw: what is drawn is the same in all stages.
     """
-    trial = Trial(step, cuts, example, may_draw)
+    trial = FakeForward(step, cuts, example, may_draw)
     device = first_tensor(example).device
-    return {number: RunningStage(step, cuts, trial, number, device) for number in held}
+    return {number: UntracedStage(step, cuts, trial, number, device) for number in held}
 
 
-class _Leaving(BaseException):
+class _StageEnd(BaseException):
     """Ends a forward where the next stage begins. No Exception, which a network's own code might catch."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
         self.values = values
 
 
-class RunningStage(nn.Module):
+class UntracedStage(nn.Module):
     """A stage that runs the network's own code from its beginning to where the next stage begins.
 
     What lies in other stages has shapes there and no values, so nothing can come of it unnoticed. Where the stage's
@@ -58,15 +58,15 @@ class RunningStage(nn.Module):
 
     _step: nn.Module  # not registered: names here are those inside of its network
 
-    def __init__(self, step: nn.Module, cuts: list[str], trial: Trial, number: int, device: torch.device) -> None:
+    def __init__(self, step: nn.Module, cuts: list[str], trial: FakeForward, number: int, device: torch.device) -> None:
         super().__init__()
-        network = step.get_submodule(ROOT)
+        network = step.get_submodule(NETWORK)
         ends = cuts[max(number - 1, 0) : number + 1]  # where the stage begins, and where the next one does
-        kinds = _kinds(network, trial.owner, number, ends)
-        first, opens = (ends[0], beside(network, ends[0])) if number else ("", [])
+        kinds = _module_kinds(network, trial.owner, number, ends)
+        first, opens = (ends[0], siblings(network, ends[0])) if number else ("", [])
         doors = [name for name in opens if kinds[name] != "elsewhere"]
         # a copy of the network's modules, in which the stage's own are themselves, and all tensors of others shapes
-        instead: dict[Any, Any] = {**shapes(network, device)}
+        instead: dict[Any, Any] = {**fake_tensors(network, device)}
         for name, kind in kinds.items():
             module = network.get_submodule(name)
             if kind == "own" and name not in doors:
@@ -74,12 +74,12 @@ class RunningStage(nn.Module):
             elif kind == "opened":  # masks and tables that lie between blocks every stage has
                 instead |= {buffer: buffer for buffer in module.buffers(recurse=False)}
                 instead |= {one: one for one in module.parameters(recurse=False) if trial.owner[one] == number}
-        copy = cloned(step, instead)
-        inner = copy.get_submodule(ROOT)
+        copy = copy_step(step, instead)
+        inner = copy.get_submodule(NETWORK)
         for name, kind in kinds.items():
             if kind == "elsewhere":
                 module = inner.get_submodule(name)
-                vars(module)["forward"] = partial(_skip, module.forward, {})
+                vars(module)["forward"] = partial(_remote_forward, module.forward, {})
         # in place of its first module, and of what stands beside it, the copy has doors to them
         self._doors: list[tuple[nn.Module, nn.Module]] = []
         for name in doors:
@@ -95,7 +95,7 @@ class RunningStage(nn.Module):
         vars(self)["_step"] = copy
         self._hold(network, inner, kinds)
 
-    def _hold(self, network: nn.Module, inner: nn.Module, kinds: dict[str, Kind]) -> None:
+    def _hold(self, network: nn.Module, inner: nn.Module, kinds: dict[str, ModuleKind]) -> None:
         """Register what is here: whole modules, and the tensors of those that are not."""
         self._own: list[nn.Module] = []
         holders: dict[str, nn.Module] = {"": self}
@@ -123,7 +123,7 @@ class RunningStage(nn.Module):
         self._received, self._stead = received, TensorSubstitutions()
         try:
             output = self._step(inputs, targets)
-        except _Leaving as leaving:
+        except _StageEnd as leaving:
             output = leaving.values
             leaving.__traceback__ = None  # its frames hold activations
         finally:
@@ -135,21 +135,21 @@ class RunningStage(nn.Module):
             )
         return output
 
-    def _enter(self, own: Callable[..., Any], name: str, places: list[Place], *args: Any, **kwargs: Any) -> Any:
+    def _enter(self, own: Callable[..., Any], name: str, places: list[ArgumentKey], *args: Any, **kwargs: Any) -> Any:
         """The stage's first module is called, or one beside it: with what was received, in the place of shapes."""
         for place, value in zip(places, self._received if places else (), strict=True):
-            self._stead.put(argument(place, args, kwargs), value)
+            self._stead.put(get_argument(place, args, kwargs), value)
         args, kwargs = self._stead.into(args, kwargs)
         if places and not all(has_values(tensor) for tensor in tensors((args, kwargs))):
             raise RuntimeError(f"{name} is given what only an earlier stage knows and has not handed on")
         return own(*args, **kwargs)
 
-    def _leave(self, places: list[Place], *args: Any, **kwargs: Any) -> Any:
+    def _leave(self, places: list[ArgumentKey], *args: Any, **kwargs: Any) -> Any:
         """The next stage's first module is called: what it is given is what is handed on."""
         args, kwargs = self._stead.into(args, kwargs)
-        raise _Leaving(tuple(argument(place, args, kwargs) for place in places))
+        raise _StageEnd(tuple(get_argument(place, args, kwargs) for place in places))
 
-    def train(self, mode: bool = True) -> RunningStage:
+    def train(self, mode: bool = True) -> UntracedStage:
         """As the network's own train() does it."""
         super().train(mode)
         self._step.train(mode)
@@ -163,10 +163,12 @@ class RunningStage(nn.Module):
             module.compile(*args, **kwargs)
 
 
-def _kinds(network: nn.Module, owner: dict[nn.Parameter, int], number: int, ends: Collection[str]) -> dict[str, Kind]:
+def _module_kinds(
+    network: nn.Module, owner: dict[nn.Parameter, int], number: int, ends: Collection[str]
+) -> dict[str, ModuleKind]:
     """Of what kind each module is for a stage. ends: its first module, and the next stage's."""
-    between = {above for end in ends for above in enclosing(end)}  # their code runs, whosever they are
-    kinds: dict[str, Kind] = {}
+    between = {above for end in ends for above in ancestors(end)}  # their code runs, whosever they are
+    kinds: dict[str, ModuleKind] = {}
     for name, module in network.named_modules(remove_duplicate=False):
         above = kinds.get(name.rpartition(".")[0], "opened")
         stages = {owner[parameter] for parameter in module.parameters()}
@@ -179,7 +181,7 @@ def _kinds(network: nn.Module, owner: dict[nn.Parameter, int], number: int, ends
     return kinds
 
 
-def _skip(forward: Callable[..., Any], known: dict[Any, Any], *args: Any, **kwargs: Any) -> Any:
+def _remote_forward(forward: Callable[..., Any], known: dict[Any, Any], *args: Any, **kwargs: Any) -> Any:
     """What a module of another stage gives, in shapes; those of arguments that were seen before are known."""
     key = tuple((tensor.shape, tensor.dtype, has_values(tensor)) for tensor in tensors((args, kwargs)))
     if key in known:

@@ -15,37 +15,35 @@ from trainer.data.rng import POSITIVE, Random, TensorPart, mix_seeds, seed_torch
 from trainer.parallel.context_parallel import Pieces
 
 
-class Strays:
+class RowCheck:
     """Notices draws whose first dimension changes, and not as the number of samples does."""
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[int, int]] = {}  # by draw: its rows and the samples, as they were first
-        self._facts: list[str] = []
+        self._noticed = False
+        self._notes: list[str] = []  # that nobody has read yet
 
-    def look(self, number: int, module: str, rows: int, samples: int) -> None:
+    def check(self, number: int, module: str, rows: int, samples: int) -> None:
         """A draw of so many rows in a micro-batch of so many samples, which are not its rows."""
         before, then = self._first.setdefault(number, (rows, samples))
-        if self._facts or rows == before or rows * then == before * samples:
+        if self._noticed or rows == before or rows * then == before * samples:
             return
-        self._facts.append(
+        self._noticed = True  # one sentence for a run
+        self._notes.append(
             f"loop.dropout=sample: {module or 'the network'} draws random numbers for {before} rows in one micro-batch"
             f" and for {rows} in another, which are not its {samples} samples. If they are parts of samples that stand"
             " one after the other, as nodes of graphs, the numbers follow from where they stand: the curve depends on"
             " loop.micro_batches and on the processes (docs/one-curve.md)"
         )
-        self._told = False
 
-    def heard(self) -> list[str]:
-        """What was noticed since it was asked last: one sentence for a run."""
-        facts = [] if self._told else list(self._facts)
-        self._told = True
-        return facts
-
-    _told = True
+    def pop_notes(self) -> list[str]:
+        """What was noticed since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
 
 
 @dataclass
-class Draw:
+class RandomDraw:
     """The numbers of one draw of a forward: each sample's own, or the same for all where it has no batch."""
 
     batch: int  # B
@@ -53,59 +51,58 @@ class Draw:
     common: Random  # (1,)
     seed: int  # of the step
     number: int  # which draw of the step it is
-    cut: Cut | None  # what of it is this rank's
+    shard: ActivationShard | None  # what of it is this rank's
     time_first: bool  # do the network's activations have the batch second?
     module: str = ""  # that draws
-    strays: Strays | None = None  # notices rows that are no samples
+    row_check: RowCheck | None = None  # notices rows that are no samples
     many: bool = False  # may the first dimension be the samples times something, as (B · heads, …)?
 
     def bernoulli(self, p: float, shape: tuple[int, ...]) -> Tensor:
         """True with probability p."""
-        return self._laid(shape, lambda random, own: random.bernoulli(p, *own))
+        return self._make(shape, lambda random, sizes: random.bernoulli(p, *sizes))
 
     def uniform(self, shape: tuple[int, ...]) -> Tensor:
         """In [0, 1), float32."""
-        return self._laid(shape, lambda random, own: random.uniform(*own))
+        return self._make(shape, lambda random, sizes: random.uniform(*sizes))
 
     def normal(self, shape: tuple[int, ...]) -> Tensor:
         """Standard normal, float32."""
-        return self._laid(shape, lambda random, own: random.normal(*own))
+        return self._make(shape, lambda random, sizes: random.normal(*sizes))
 
     def integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
         """Whole numbers in [low, high)."""
-        return self._laid(shape, lambda random, own: random.integers(low, high, *own))
+        return self._make(shape, lambda random, sizes: random.integers(low, high, *sizes))
 
     @contextmanager
     def seeded(self, device: torch.device) -> Iterator[None]:
         """For what has no batch or is not known here: torch's own generators, the same on all ranks."""
-        place = torch.default_generator.initial_seed()
+        before = torch.default_generator.initial_seed()
         seed_torch(mix_seeds(self.seed, self.number & POSITIVE), device)
         try:
             yield
         finally:
-            torch.default_generator.manual_seed(place)
+            torch.default_generator.manual_seed(before)
 
-    def _laid(self, shape: tuple[int, ...], make: Callable[[Random, tuple[int, ...]], Tensor]) -> Tensor:
-        """A draw of this shape, made with the samples first."""
-        batch, part = self.batch, self.cut.part(shape) if self.cut else None
-        if self.time_first and len(shape) > 1 and shape[1] == batch:
+    def _make(self, shape: tuple[int, ...], make: Callable[[Random, tuple[int, ...]], Tensor]) -> Tensor:
+        """A draw of this shape. make: called with streams and a shape that has one row for each stream."""
+        batch, part = self.batch, self.shard.part(shape) if self.shard else None
+        if self.time_first and len(shape) > 1 and shape[1] == batch:  # (T, B, …)
             swapped = (shape[1], shape[0], *shape[2:])
             part = part._replace(dim=1 - part.dim) if part and part.dim < 2 else part
             return make(self.samples.of(self.number, part), swapped).transpose(0, 1)
-        if shape and shape[0] == batch:
+        if shape and shape[0] == batch:  # (B, …)
             return make(self.samples.of(self.number, part), shape)
-        if shape and self.strays is not None:
-            self.strays.look(self.number, self.module, shape[0], batch)
-        if self.many and len(shape) > 1 and shape[0] and shape[0] % batch == 0:
-            part = part._replace(dim=part.dim + 1) if part else None
-            return make(self.samples.of(self.number, part), (batch, shape[0] // batch, *shape[1:])).view(shape)
+        if shape and self.row_check is not None:
+            self.row_check.check(self.number, self.module, shape[0], batch)
         part = part._replace(dim=part.dim + 1) if part else None
-        return make(self.common.of(self.number, part), (1, *shape)).view(shape)
+        if self.many and len(shape) > 1 and shape[0] and shape[0] % batch == 0:  # (B · heads, …)
+            return make(self.samples.of(self.number, part), (batch, shape[0] // batch, *shape[1:])).view(shape)
+        return make(self.common.of(self.number, part), (1, *shape)).view(shape)  # no batch: weights, masks of positions
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Of a dimension of some activations a tensor rank has its own part."""
+class ActivationShard:
+    """The part of an activation's dimension that a tensor rank has."""
 
     dim: int  # -1: of what a column-wise layer gives, however it is viewed then
     width: int  # of that, on this rank
@@ -117,7 +114,7 @@ class Cut:
         size = shape[dim] // len(numbers)
         return TensorPart(dim, tuple(range(number * size, (number + 1) * size) for number in numbers), of * size)
 
-    def of_scores(self, dims: int) -> Cut:
+    def of_scores(self, dims: int) -> ActivationShard:
         """The same of attention's weights, (…, heads, T, S): channels have become heads."""
         return replace(self, dim=dims - 3) if self.dim < 0 else self
 
@@ -139,8 +136,8 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Stretch(Cut):
-    """Of the tokens of some activations, (B, T, …), a context rank has its own stretch."""
+class SequenceShard(ActivationShard):
+    """The part of the tokens of an activation, (B, T, …), that a context rank has."""
 
     def part(self, shape: tuple[int, ...]) -> TensorPart | None:
         """This rank's part; what has one number for each sample is the same on all."""
@@ -154,7 +151,7 @@ class Stretch(Cut):
             " (B, T, …): it is not clear which part of the whole this is; use loop.dropout=native"
         )
 
-    def of_scores(self, dims: int) -> Cut:
+    def of_scores(self, dims: int) -> ActivationShard:
         """The same of attention's weights, (…, heads, T, S): the rows are this rank's tokens."""
         if self.width < 0:
             raise RuntimeError(
@@ -162,43 +159,45 @@ class Stretch(Cut):
                 " ranks split: of both at once no part can be drawn; use loop.dropout=native, or no dropout in"
                 " attention"
             )
-        return Cut(dims - 2, self.width, self.pieces)
+        return ActivationShard(dims - 2, self.width, self.pieces)
 
-    def within(self, cut: Cut) -> Cut:
-        """What tensor ranks have of this stretch: tokens of it, or else all of its tokens and a part of the rest."""
-        if cut.dim == 1:
-            return replace(cut, pieces=self.pieces.part(cut.pieces))
+    def within(self, shard: ActivationShard) -> ActivationShard:
+        """What a tensor rank has of it: some of its tokens, or else all of its tokens and a part of the rest."""
+        if shard.dim == 1:
+            return replace(shard, pieces=self.pieces.part(shard.pieces))
         return replace(self, width=-1)  # of two dimensions at once nobody can draw a part
 
-    def only(self, at: int) -> Stretch:
+    def only(self, at: int) -> SequenceShard:
         """One of its pieces."""
         numbers, of = self.pieces
         return replace(self, width=self.width // len(numbers), pieces=Pieces((numbers[at],), of))
 
 
-_DRAWER: ContextVar[tuple[str | None, int, int] | None] = ContextVar("drawer", default=None)
+# (name of the module or None, number of its call, number of the draw in this call)
+CallSite = tuple[str | None, int, int]
+_CALL_SITE: ContextVar[CallSite | None] = ContextVar("call_site", default=None)
 
 
-def drawn_by(place: tuple[str | None, int, int], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that draws, in the name of a module: (the module or None, the number of its call, the draw in it)."""
+def with_call_site(site: CallSite, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that draws, in the name of a module: in a graph of fx no module is around the call any more."""
 
-    def told(*args: Any, **kwargs: Any) -> Any:
-        token = _DRAWER.set(place)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        token = _CALL_SITE.set(site)
         try:
             return function(*args, **kwargs)
         finally:
-            _DRAWER.reset(token)
+            _CALL_SITE.reset(token)
 
-    return told
-
-
-def drawer() -> tuple[str | None, int, int] | None:
-    """Inside of such a function: the module, its call, and the draw in it."""
-    return _DRAWER.get()
+    return call
 
 
-class Source(Protocol):
-    """What knows which draw of a forward is the next one."""
+def call_site() -> CallSite | None:
+    """Inside of such a function: which module draws."""
+    return _CALL_SITE.get()
 
-    def next(self) -> Draw | None:
+
+class DrawSource(Protocol):
+    """What knows which draw of a forward is the next one: `SampleRNG`."""
+
+    def next_draw(self) -> RandomDraw | None:
         """None where no forward of samples is under way."""

@@ -1,4 +1,4 @@
-"""From what a forward's random numbers follow: from torch's generators, or from where its samples are."""
+"""Random numbers of a forward that belong to its samples, so that no placement changes them (`sample`)."""
 
 from __future__ import annotations
 
@@ -16,77 +16,76 @@ from torch.distributed.tensor import Shard
 from trainer.data.nested_tensors import first_tensor, to_device
 from trainer.data.rng import Random, mix_seeds, seed_torch, to_int64
 from trainer.learning.parallel_plan import Plan
-from trainer.parallel.context_parallel import Pieces, computed, pieces
+from trainer.parallel.context_parallel import Pieces, current_piece, rank_pieces
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.rng.random_draw import Cut, Draw, Strays, Stretch, drawer
+from trainer.parallel.rng.random_draw import ActivationShard, RandomDraw, RowCheck, SequenceShard, call_site
 from trainer.parallel.rng.random_functions import RandomFunctionMode
 from trainer.parallel.rng.torch_rng import TorchRNG
-from trainer.parallel.tensor_parallel import layouts
-from trainer.parallel.units import matches
+from trainer.parallel.tensor_parallel import activation_layouts
+from trainer.parallel.units import matching_modules
 
 OUTSIDE = "the task"  # draws when no module of the network runs; no module has such a name
 _CALL, _DRAW = 0xD6E8FEB86659FD93, 0xA0761D6478BD642F  # calls of a module are so far apart, and draws of a call
+_LEARNING, _EVALUATING = 0x6C6561726E, 0x6576616C  # set a forward's numbers apart from those of augmentation
+# words in the names of torch's modules that draw
+_RANDOM_TORCH_MODULES = ("Dropout", "Transformer", "Attention", "RNN", "LSTM", "GRU", "RReLU", "Fractional")
 
 
 class ForwardRNGState:
-    """The forward of one micro-batch: its samples, and what has been drawn in it."""
+    """The forward of one micro-batch: its samples, and the draws that it has made so far."""
 
     def __init__(self, seed: int, step: int, indices: Tensor) -> None:
-        self.batch, self.seed = len(indices), mix_seeds(seed, step)
-        self._from = seed, step, indices
-        self.draws: list[tuple[int, Cut | None]] = []
+        self.batch, self.seed = len(indices), mix_seeds(seed, step)  # B
+        self._key = seed, step, indices  # indices: (B,) int64
+        self.draws: list[tuple[int, ActivationShard | None]] = []  # the number of each draw; this rank's part of it
         self.calls: Counter[int] = Counter()  # by module
-        self._drawn: Counter[int] = Counter()  # by call
-        self._piece = computed()  # of a stretch: the last one in which something was counted
-        self._before = Counter(self.calls), Counter(self._drawn)  # as its module began
+        self._draws_of_call: Counter[int] = Counter()
+        self._piece = current_piece()  # of a sequence: the last one in which something was counted
+        self._at_start = Counter(self.calls), Counter(self._draws_of_call)  # as the module of this piece began
 
     @cached_property
     def samples(self) -> Random:
-        """Of each sample."""
-        return Random(*self._from)
+        """Streams of the samples: (B,) of them."""
+        return Random(*self._key)
 
     @cached_property
     def common(self) -> Random:
-        """Of what has no samples."""
-        seed, step, indices = self._from
+        """One stream for what has no batch dimension, the same on all ranks."""
+        seed, step, indices = self._key
         return Random(seed, step, torch.full((1,), -1, dtype=torch.int64, device=indices.device))
 
-    def called(self, module: int) -> int:
-        """The number of one more call of this module."""
-        self._look()
+    def count_call(self, module: int) -> int:
+        """Count one more call of this module; returns the number of the call."""
+        self._enter_piece()
         self.calls[module] += 1
         return module + self.calls[module] * _CALL
 
-    def add(self, call: int, cut: Cut | None) -> None:
-        """One more draw, in this call."""
-        self._look()
-        self._drawn[call] += 1
-        self.draws.append((to_int64(call + self._drawn[call] * _DRAW), cut))
+    def add(self, call: int, shard: ActivationShard | None) -> None:
+        """Add one more draw, in this call."""
+        self._enter_piece()
+        self._draws_of_call[call] += 1
+        self.draws.append((to_int64(call + self._draws_of_call[call] * _DRAW), shard))
 
-    def _look(self) -> None:
-        """In each piece of a stretch a module counts from where it began: the pieces are parts of the same draws."""
-        piece, last = computed(), self._piece
+    def add_at(self, name: str | None, call: int, draw: int, shard: ActivationShard | None) -> None:
+        """Add one more draw, of which it is known where it stands in the code: a stage of a pipeline knows it."""
+        module = hash_name(OUTSIDE) if name is None else hash_name(name) + call * _CALL
+        self.draws.append((to_int64(module + draw * _DRAW), shard))
+
+    def _enter_piece(self) -> None:
+        """In each piece of a sequence a module counts from where it began: the pieces are parts of the same draws."""
+        piece, last = current_piece(), self._piece
         if piece == last:
             return
         self._piece = piece
-        if piece and last and piece[0] is last[0]:
-            self.calls, self._drawn = (Counter(each) for each in self._before)
+        if piece and last and piece[0] is last[0]:  # another piece of the same call
+            self.calls, self._draws_of_call = (Counter(counts) for counts in self._at_start)
         elif piece:
-            self._before = Counter(self.calls), Counter(self._drawn)
-
-    def add_told(self, name: str | None, call: int, draw: int, cut: Cut | None) -> None:
-        """One more draw, of which it is known where it stands."""
-        module = number(OUTSIDE) if name is None else number(name) + call * _CALL
-        self.draws.append((to_int64(module + draw * _DRAW), cut))
+            self._at_start = Counter(self.calls), Counter(self._draws_of_call)
 
 
-def number(name: str) -> int:
+def hash_name(name: str) -> int:
     """A module's name as a number of 64 bits."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
-
-
-_LEARNING, _EVALUATING = 0x6C6561726E, 0x6576616C  # set a forward's numbers apart from those of augmentation
-_OF_TORCH = ("Dropout", "Transformer", "Attention", "RNN", "LSTM", "GRU", "RReLU", "Fractional")  # modules that draw
 
 
 class SampleRNG(TorchRNG):
@@ -99,101 +98,104 @@ class SampleRNG(TorchRNG):
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, device)
         self._mode = RandomFunctionMode(self)
-        self._running = [number(OUTSIDE)]  # calls of modules that are under way, the innermost last
+        self._running = [hash_name(OUTSIDE)]  # calls of modules that are under way, the innermost last
         self._forward = ForwardRNGState(seed, 0, torch.empty(0, dtype=torch.int64))  # nobody's
         self._begun: tuple[int, int, Tensor, tuple[int, ...]] | None = None  # a forward in which nothing has been drawn
         self._time_first = False
         # Of torch's own modules it is known which ones draw. Where there are no others the loss alone is looked at, and
         # that only once it draws: looking costs some microseconds for each function of torch, which short steps notice.
-        self._around: Any = nullcontext()
-        self._aside: Any = self._mode
-        self._quiet = device.type == "cpu"  # nothing has been drawn yet aside from the network
+        self._network_mode: Any = nullcontext()  # around forward and backward
+        self._outside_mode: Any = self._mode  # around what is called outside of the network
+        self._outside_is_quiet = device.type == "cpu"  # nothing has been drawn yet outside of the network
         self._step: int | None = None
-        self._places: dict[int, tuple[ForwardRNGState, int]] = {}
-        self._stretch: Stretch | None = None  # of each sample's tokens, where ranks share them
-        self._cut: Cut | None = None  # of activations as they lie at present
+        # a seed of torch's generator → the forward that has come so far, and how many draws it had made then
+        self._progress: dict[int, tuple[ForwardRNGState, int]] = {}
+        self._sequence_shard: SequenceShard | None = None  # of each sample's tokens, where ranks share them
+        self._shard: ActivationShard | None = None  # of activations as they lie at present
         self._names: dict[int, str] = {}  # of modules, by their calls
-        self._strays = Strays()
+        self._row_check = RowCheck()
 
     def __enter__(self) -> None:
-        self._around.__enter__()
+        self._network_mode.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._around.__exit__(*error)
+        self._network_mode.__exit__(*error)
 
-    def follow(self, network: nn.Module, may_draw: bool) -> None:
+    def watch(self, network: nn.Module, may_draw: bool) -> None:
         """Know the modules of a network by their names."""
         for name, module in network.named_modules():
             self._time_first |= getattr(module, "batch_first", True) is False
             if _may_draw(module):
                 may_draw = True
-                self._tell(module, name)
+                self._watch_calls(module, name)
         if may_draw:
-            self._around, self._aside, self._quiet = self._aside, self._around, False
+            self._network_mode, self._outside_mode = self._outside_mode, self._network_mode
+            self._outside_is_quiet = False
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The same, of the forward that is under way."""
-        if self._quiet:
-            before, given = torch.get_rng_state(), function(*args)
+    def call_outside(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that is no part of the network; its draws belong to the forward that is under way."""
+        if self._outside_is_quiet:
+            before, result = torch.get_rng_state(), function(*args)
             if torch.equal(torch.get_rng_state(), before):
-                return given
-            self._quiet = False  # it draws: once more, as it is called from now on
-        with self._aside:
+                return result
+            self._outside_is_quiet = False  # it draws: once more, as it is called from now on
+        with self._outside_mode:
             return function(*args)
 
-    def begin(self, indices: Tensor, step: int, *place: int) -> None:
-        """A forward begins, of these samples."""
+    def begin_forward(self, indices: Tensor, step: int, *place: int) -> None:
+        """A forward of these samples begins."""
         if step != self._step:  # nobody will compute again what the last one has computed
-            self._places.clear()
+            self._progress.clear()
             self._step = step
-        self._arrive(_LEARNING, step, indices, place)
+        self._begin(_LEARNING, step, indices, place)
 
-    def go_on(self, calls: Mapping[str, int]) -> None:
-        """The forward that begins is the rest of one that has called these modules so often."""
+    def skip_calls(self, calls: Mapping[str, int]) -> None:
+        """The forward that begins is the rest of one that has already called these modules so often."""
         self._start()
         for name, count in calls.items():
-            self._forward.calls[number(name)] += count
+            self._forward.calls[hash_name(name)] += count
 
     def begin_evaluation(self, indices: Tensor) -> None:
-        """The same where nothing is learned: a sample draws the same in every evaluation."""
-        self._places.clear()
+        """A forward begins in which nothing is learned: a sample draws the same in every evaluation."""
+        self._progress.clear()
         self._step = None
-        self._arrive(_EVALUATING, 0, indices, ())
+        self._begin(_EVALUATING, 0, indices, ())
 
-    def split(self, network: nn.Module, plan: Plan, ranks: Ranks) -> None:
+    def follow_plan(self, network: nn.Module, plan: Plan, ranks: Ranks) -> None:
         """Know which part of an activation is this rank's: that changes at the modules that a plan names."""
         for key, style in plan.tensor.items():
-            before, after = layouts(style)
-            for _, module in matches(network, key):
+            before, after = activation_layouts(style)
+            for _, module in matching_modules(network, key):
                 if before:
-                    module.register_forward_pre_hook(partial(self._cross, before, ranks))
+                    module.register_forward_pre_hook(partial(self._change_layout, before, ranks))
                 if after:
-                    module.register_forward_hook(partial(self._cross, after, ranks))
+                    module.register_forward_hook(partial(self._change_layout, after, ranks))
 
-    def cut(self, ranks: Ranks, tokens: int, most: int) -> None:
-        """In this forward these ranks have stretches of so many tokens of each sample, of at most so many pieces."""
-        own = Stretch(1, tokens, pieces(ranks.rank, ranks.size, tokens, most))
-        self._stretch = self._cut = own if ranks.size > 1 else None
+    def set_sequence_shard(self, ranks: Ranks, tokens: int, most_pieces: int) -> None:
+        """In this forward these ranks have so many tokens of each sample, in at most so many pieces."""
+        shard = SequenceShard(1, tokens, rank_pieces(ranks.rank, ranks.size, tokens, most_pieces))
+        self._sequence_shard = self._shard = shard if ranks.size > 1 else None
 
-    def _cross(self, layout: Any, ranks: Ranks, module: nn.Module, *values: Any) -> None:
+    def _change_layout(self, layout: Any, ranks: Ranks, module: nn.Module, *values: Any) -> None:
         """Activations lie as this layout says from here on. values: a module's arguments, its output if it has one."""
-        several = layout if isinstance(layout, tuple) else (layout,)
-        if any(isinstance(each, Shard) and each.dim == 0 for each in several):
+        layouts = layout if isinstance(layout, tuple) else (layout,)
+        shards = [each for each in layouts if isinstance(each, Shard)]
+        if any(shard.dim == 0 for shard in shards):
             return  # what has its tokens first has no batch: vectors of positions, which are added to what has one
-        self._cut = self._stretch
-        for shard in (each for each in several if isinstance(each, Shard)):
-            x = first_tensor(values[-1])
-            last = shard.dim in (-1, x.dim() - 1)
-            own = Cut(-1 if last else shard.dim, x.shape[-1], Pieces((ranks.rank,), ranks.size))
-            self._cut = self._stretch.within(own) if self._stretch else own
+        self._shard = self._sequence_shard
+        for shard in shards:
+            x = first_tensor(values[-1])  # (B, T, C) or (B, C)
+            is_last = shard.dim in (-1, x.dim() - 1)
+            local = ActivationShard(-1 if is_last else shard.dim, x.shape[-1], Pieces((ranks.rank,), ranks.size))
+            self._shard = self._sequence_shard.within(local) if self._sequence_shard else local
 
-    def _arrive(self, *begun: Any) -> None:
-        """A forward begins."""
+    def _begin(self, *begun: Any) -> None:
+        """A forward begins: (kind, step, indices, place)."""
         del self._running[1:]  # an error may have left some
-        self._cut, self._begun = None, begun
+        self._shard, self._begun = None, begun
         # parts of what may draw may be computed again, and know by the generator where they began; of a network that
         # draws nothing it is enough to start as the loss draws, which few do
-        if self._around is self._mode:
+        if self._network_mode is self._mode:
             self._start()
 
     def _start(self) -> None:
@@ -202,41 +204,41 @@ class SampleRNG(TorchRNG):
             (kind, step, indices, place), self._begun = self._begun, None
             seed_torch(mix_seeds(self._seed, kind, step, *place), self._device)
             self._forward = ForwardRNGState(mix_seeds(self._seed, kind), step, to_device(indices, self._device))
-            self._places[torch.default_generator.initial_seed()] = self._forward, 0
+            self._progress[torch.default_generator.initial_seed()] = self._forward, 0
 
-    def next(self) -> Draw | None:
+    def next_draw(self) -> RandomDraw | None:
         """The next draw of the forward that is under way; None where it is nobody's."""
         self._start()
         # How far a forward is stands in the seed of torch's generator: whoever computes a part of it again, here or in
         # code of users, puts the generator back to where this part began.
-        place = self._places.get(torch.default_generator.initial_seed())
-        if place is None:
+        progress = self._progress.get(torch.default_generator.initial_seed())
+        if progress is None:
             return None
-        forward, at = place
-        if at == len(forward.draws):
-            told, piece = drawer(), computed()
-            cut = self._cut.only(piece[1]) if piece and isinstance(self._cut, Stretch) else self._cut
-            forward.add(self._running[-1], cut) if told is None else forward.add_told(*told, cut)
-        draw = forward.draws[at]
+        forward, count = progress
+        if count == len(forward.draws):  # drawn for the first time, not once more in a recomputation
+            site, piece = call_site(), current_piece()
+            shard = self._shard.only(piece[1]) if piece and isinstance(self._shard, SequenceShard) else self._shard
+            forward.add(self._running[-1], shard) if site is None else forward.add_at(*site, shard)
+        draw = forward.draws[count]
         following = mix_seeds(torch.default_generator.initial_seed())
         torch.default_generator.manual_seed(following)
-        self._places[following] = forward, at + 1
+        self._progress[following] = forward, count + 1
         module = self._names.get(self._running[-1], "")
-        common = forward.batch, forward.samples, forward.common, forward.seed
-        return Draw(*common, *draw, self._time_first, module, self._strays)
+        streams = forward.batch, forward.samples, forward.common, forward.seed
+        return RandomDraw(*streams, *draw, self._time_first, module, self._row_check)
 
-    def heard(self) -> list[str]:
-        """What a user should know of the draws since this was asked last."""
-        return self._strays.heard()
+    def pop_notes(self) -> list[str]:
+        """What a user should know of the draws since the last call."""
+        return self._row_check.pop_notes()
 
-    def _tell(self, module: nn.Module, name: str) -> None:
+    def _watch_calls(self, module: nn.Module, name: str) -> None:
         """Know when a module is called and when it has ended."""
-        own = number(name)
+        hashed = hash_name(name)
 
         # in what a network compiles by itself nobody asks for names
         def begins(*_: Any) -> None:
             if not torch.compiler.is_compiling():
-                self._running.append(call := self._forward.called(own))
+                self._running.append(call := self._forward.count_call(hashed))
                 self._names[call] = name
 
         def ends(*_: Any) -> None:
@@ -248,9 +250,10 @@ class SampleRNG(TorchRNG):
 
 
 def _may_draw(module: nn.Module) -> bool:
-    """Has a forward of this module anything to draw by itself? Of torch's own modules few have."""
+    """May a forward of this module draw by itself? Of torch's own modules only a few do."""
     kind = type(module)
-    return not kind.__module__.startswith("torch.nn.") or any(word in kind.__name__ for word in _OF_TORCH)
+    return not kind.__module__.startswith("torch.nn.") or any(word in kind.__name__ for word in _RANDOM_TORCH_MODULES)
 
 
-chances: dict[str, Callable[[int, torch.device], TorchRNG]] = {"sample": SampleRNG, "native": TorchRNG}
+# loop.dropout → the random numbers of a forward
+RNG_CLASSES: dict[str, Callable[[int, torch.device], TorchRNG]] = {"sample": SampleRNG, "native": TorchRNG}

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from trainer.parallel.ranks import Ranks, all_or_none
-from trainer.parallel.tensor_statistics import prints
+from trainer.parallel.tensor_statistics import fingerprints
 from trainer.records.checkpoint.manifest import CorruptCheckpoint, Found
 from trainer.records.checkpoint.store import (
     NONE,
@@ -112,7 +112,7 @@ class Checkpoints:
         frozen: Collection[str],
     ) -> Contents:
         """Collective: what is to be written, as it is now."""
-        seen = prints({name: one for name, one in tensors.items() if name in frozen})
+        seen = fingerprints({name: one for name, one in tensors.items() if name in frozen})
         self._next = Kept(named(self.folder, step), seen)  # once it is written
         links = linked(self.folder, self._kept) if self.ranks.is_main else UNLINKED
         share, there = self._writers.agree(tensors, frozen, seen == self._kept.prints, links.tensors)

@@ -24,7 +24,7 @@ from torch import Tensor
 from trainer.launch.run_files import make_folder, sync
 from trainer.messages import FatalRunError, escape_line
 from trainer.parallel.ranks import Ranks, all_or_none
-from trainer.parallel.tensor_statistics import prints
+from trainer.parallel.tensor_statistics import fingerprints
 from trainer.records.checkpoint.manifest import (
     FINITE,
     FROZEN,
@@ -242,7 +242,7 @@ UNLINKED = Links(None, {}, ())
 def as_read(found: Found, tensors: Mapping[str, Tensor]) -> Kept:
     """What a checkpoint holds of frozen tensors, given all that was read from it."""
     names = {name for file, held in found.headers.items() if file.startswith(FROZEN) for name in held}
-    return Kept(found.path, prints({name: one for name, one in tensors.items() if name in names}))
+    return Kept(found.path, fingerprints({name: one for name, one in tensors.items() if name in names}))
 
 
 def linked(folder: Path, kept: Kept) -> Links:

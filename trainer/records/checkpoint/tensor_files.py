@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from trainer.messages import FatalRunError
 from trainer.parallel.device_mesh import to_local
-from trainer.parallel.optimizer_state import APART
-from trainer.parallel.parameter_owners import owners
+from trainer.parallel.optimizer_state import OTHER_PREFIXES
+from trainer.parallel.parameter_owners import assign_owners
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.records.checkpoint.manifest import FROZEN, SHARDS, TENSORS, CorruptCheckpoint, Found, KnownHeaders
 
@@ -157,7 +157,7 @@ class Writers:
         )
         mine = own if alone and self._ranks.is_main else [] if alone else list(self._chosen(own, every))
         sizes = {name: kinds[0].spreads[name].bytes for name, kinds in every.items()}
-        apart = any(name.startswith(APART) for name in every)
+        apart = any(name.startswith(OTHER_PREFIXES) for name in every)
         return Share({name: tensors[name] for name in mine}, sum(sizes.values()), apart)
 
     def _chosen(self, names: list[str], every: Mapping[str, list[Kind]]) -> Iterator[str]:
@@ -173,7 +173,7 @@ class Writers:
         for ranks, held_by_them in groups.items():
             if self._ranks.rank in ranks:
                 ordered = sorted(held_by_them)  # all of them know these, and come to the same answer
-                writers = owners([self._spreads[name].bytes for name in ordered], len(ranks))
+                writers = assign_owners([self._spreads[name].bytes for name in ordered], len(ranks))
                 yield from (name for name, at in zip(ordered, writers, strict=True) if ranks[at] == self._ranks.rank)
 
 
@@ -214,7 +214,7 @@ def _parts(spreads: Mapping[str, Spread]) -> dict[str, dict[str, Spread]]:
     """The network's, the optimizer's …: ranks may hold the same of one, and not of another."""
     parts: dict[str, dict[str, Spread]] = {}
     for name in sorted(spreads):
-        part = name.split("/", 1)[0] if name.startswith(APART) else ""
+        part = name.split("/", 1)[0] if name.startswith(OTHER_PREFIXES) else ""
         parts.setdefault(part, {})[name] = spreads[name]
     return parts
 
@@ -254,7 +254,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], told: dict[str, str] |
 
 def _file_of(name: str, frozen: Collection[str]) -> int:
     """The network has a file of its own, so that any program that reads safetensors can load it."""
-    return 2 if name.startswith(APART) else 0 if name in frozen else 1
+    return 2 if name.startswith(OTHER_PREFIXES) else 0 if name in frozen else 1
 
 
 def _in_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -278,7 +278,7 @@ def check_numbers(folder: Path, names: Iterable[str]) -> None:
         with safe_open(folder / file, "pt") as opened:
             held = opened.keys()
             for name in held:  # one tensor at a time: a file may be larger than the memory
-                own = not name.startswith(APART)
+                own = not name.startswith(OTHER_PREFIXES)
                 x = opened.get_tensor(name)
                 if x.is_floating_point() and (x.isnan().any() if own else x.ndim and not x.isfinite().all()):
                     raise CorruptCheckpoint(f"{folder / file}: {name} is not finite, training from it would be in vain")

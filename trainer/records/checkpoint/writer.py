@@ -27,7 +27,7 @@ from trainer.launch.run_files import make_folder, sync
 from trainer.launch.validation import refuse_unreadable
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks, all_or_none
-from trainer.parallel.tensor_statistics import not_finite
+from trainer.parallel.tensor_statistics import find_not_finite
 from trainer.records.checkpoint.manifest import MANIFEST, STATE, Manifest, encode, manifest_bytes, sha256_of
 from trainer.records.checkpoint.store import DRAFT, Links, put_in_place
 from trainer.records.checkpoint.tensor_files import FailedSave, Share
@@ -93,7 +93,7 @@ def named(folder: Path, step: int) -> Path:
 def _look(ranks: Ranks, contents: Contents) -> None:
     """Collective: BrokenState where a number of what is to be written is not finite."""
     watched = {name: one for name, one in contents.held.items() if name in contents.finite}
-    broken = all_or_none(ranks, lambda: not_finite(watched)[:1], FailedSave)
+    broken = all_or_none(ranks, lambda: find_not_finite(watched)[:1], FailedSave)
     if any(broken):
         said = [f"{name} on rank {rank}" for rank, names in enumerate(broken) for name in names]
         raise BrokenState(contents.step, said)
@@ -198,7 +198,7 @@ class AsyncSaver(SyncSaver):
 
     def __init__(self, ranks: Ranks, timeout: timedelta) -> None:
         """Collective. timeout: for which one rank's thread waits for the others'."""
-        super().__init__(ranks.apart(timeout))
+        super().__init__(ranks.duplicate(timeout))
         self._kept: dict[str, Tensor] = {}
         self._ready: torch.Event | None = None  # when the device has copied all
         self._device: torch.device | None = None  # that copies; None: nothing need be waited for
