@@ -275,7 +275,7 @@ def main(report: Path, size: int, wide: bool, runs: list[list[str]]) -> int:
         pid = os.fork()
         if not pid:
             try:
-                launch = Launch(rank, size, rank, size, 0, "run", f"127.0.0.1:{store.port}", hosted=True)
+                launch = Launch(rank, size, rank, size, 0, "run", f"127.0.0.1:{store.port}", launcher_serves_store=True)
                 told = trained(launch, wide, runs)
                 if launch.is_main:
                     report.write_text(json.dumps(told))

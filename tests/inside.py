@@ -19,7 +19,7 @@ from trainer.configuration.trained_run_config import reads_files
 from trainer.launch import failure
 from trainer.launch.rendezvous import Launch
 from trainer.records import folder_lock
-from trainer.sweeps.sweep import run_all
+from trainer.sweeps.sweep import run_sweep
 
 
 def product(launch: Launch, place: Path, words: list[str]) -> int:
@@ -29,13 +29,13 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
     try:
         words = ["device=cpu", "log=[]", *words]
         if read(words).multirun:
-            return run_all(words, launch)
+            return run_sweep(words, launch)
         if reads_files(cfg := compose(words)):
             return print_report(cfg, launch)
         run = build_run(words, launch, cfg)
         with patch("trainer.jobs.fit.keep_freed_memory"):  # or all tests would keep what the largest network has freed
             return run.job(run)
-    except failure.Failed as failed:
+    except failure.RunFailed as failed:
         raise failed.__cause__ or failed from None
     finally:
         os.chdir(before)

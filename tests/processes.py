@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from trainer.launch.rendezvous import Launch, connected, say_goodbye
+from trainer.launch.rendezvous import Launch, connect_store, say_goodbye
 
 MOST = 4
 PATIENCE = 300.0  # seconds until a group that does not answer is given up
@@ -46,7 +46,7 @@ class Processes:
         """Call `function(launch, *args)` on so many ranks; the results in rank order; AssertionError if one fails."""
         case = f"case-{next(self._cases)}"
         for rank in range(size):
-            launch = Launch(rank, size, rank, size, 0, case, f"127.0.0.1:{self._port}", hosted=True)
+            launch = Launch(rank, size, rank, size, 0, case, f"127.0.0.1:{self._port}", launcher_serves_store=True)
             self._pipes[rank].send((launch, function, args))
         answers: dict[int, Any] = {}
         while len(answers) < size:
@@ -94,7 +94,7 @@ def _serve(pipe: Connection, first: bool) -> None:
                 dist.destroy_process_group()
             _forget_meshes(wholly=case % KEPT == 0)
             say_goodbye()  # or every case would leave a connection to the store open, in both processes
-            connected.cache_clear()
+            connect_store.cache_clear()
             gc.collect()
             if case == 0:
                 gc.freeze()  # modules: looking at them again after every case costs more than most cases

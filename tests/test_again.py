@@ -21,7 +21,7 @@ from trainer.launch import child_processes
 from trainer.launch.child_processes import run_with_restarts
 from trainer.launch.failure import STOPPED
 from trainer.launch.rendezvous import Launch
-from trainer.launch.status import read_status
+from trainer.launch.run_status import read_status
 from trainer.messages import Refusal
 
 KILLED = "Another process of the run ended without a message"
@@ -36,7 +36,7 @@ def end_of(
     left = list(tries)
 
     def start(
-        words: Sequence[str], count: int, scratch: Path, attempt: int, _: child_processes.Starter
+        words: Sequence[str], count: int, scratch: Path, attempt: int, _: child_processes.ProcessStarter
     ) -> tuple[int, list[int]]:
         code, step, saved, why = left.pop(0)
         assert attempt == len(tries) - len(left) - 1
@@ -52,10 +52,10 @@ def end_of(
             (scratch / "0" / "error.json").write_text(json.dumps(account))
         return code, list(asked)
 
-    monkeypatch.setattr(child_processes, "start", start)
+    monkeypatch.setattr(child_processes, "run_ranks", start)
     scratch = folder / "scratch"
     scratch.mkdir()
-    code, _, _ = run_with_restarts([], 2, scratch, folder, restarts, child_processes.executed)
+    code, _, _ = run_with_restarts([], 2, scratch, folder, restarts, child_processes.start_program)
     return code, len(tries) - len(left)
 
 

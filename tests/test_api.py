@@ -124,7 +124,7 @@ class Asking(Classification):
 
 def test_an_interrupt_stops_and_saves_and_a_second_one_leaves(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(place)
-    monkeypatch.setattr(stop_signals, "_SAME", -1.0)  # nobody delivers one twice here
+    monkeypatch.setattr(stop_signals, "_SAME_SIGNAL", -1.0)  # nobody delivers one twice here
     before = signal.getsignal(signal.SIGINT)
     (place / "asking.py").write_text(ASKING)
     own = ["task._target_=asking.Asking", "trust=[asking]", "loop.steps=1000000", "loop.eval_every=null"]

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.launch import stop_signals
 from trainer.launch.rendezvous import Launch
-from trainer.launch.stop_signals import left_behind
+from trainer.launch.stop_signals import stopped_elsewhere_only
 
 
 @dataclass
@@ -38,13 +38,13 @@ def ranks(reasons: list[list[str]], run_id: str = "run") -> list[bool]:
         for rank, (machine, local, reason) in enumerate(flat)
     ]
     for launch, asked in launches:  # what each of them has to say
-        left_behind(launch, asked, tell)
-    return [left_behind(launch, asked, lambda _: told) for launch, asked in launches]
+        stopped_elsewhere_only(launch, asked, tell)
+    return [stopped_elsewhere_only(launch, asked, lambda _: told) for launch, asked in launches]
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(stop_signals, "_LATER", 0.0)
+    monkeypatch.setattr(stop_signals, "_REQUEST_SPREAD", 0.0)
 
 
 @pytest.mark.parametrize(

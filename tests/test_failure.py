@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.quick import quickly
-from trainer.launch.failure import claim, claimed
+from trainer.launch.failure import claim_first_failure, read_first_failure
 from trainer.launch.rendezvous import Launch
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +23,7 @@ import os, signal, sys
 from datetime import timedelta
 from pathlib import Path
 from trainer.launch.failure import exit_process, fail, refuse
-from trainer.launch.launchers import launched
+from trainer.launch.launcher_environment import launched
 from trainer.launch.rank_output import redirect
 launch = launched()
 folder = Path(os.environ["FOLDER"])
@@ -181,9 +181,9 @@ def test_one_process_fails_with_its_traceback_and_what_to_try(tmp_path, remedy):
 
 def test_only_one_rank_can_be_first():
     store = dist.HashStore()
-    assert claimed(store) is None
-    first = claim(store, Launch(1, 2), "mine")
-    assert claim(store, Launch(0, 2), "mine too") == first == claimed(store)
+    assert read_first_failure(store) is None
+    first = claim_first_failure(store, Launch(1, 2), "mine")
+    assert claim_first_failure(store, Launch(0, 2), "mine too") == first == read_first_failure(store)
     assert first.rank == 1
 
 
@@ -192,7 +192,7 @@ def test_only_one_rank_can_be_first():
 REFUSING = """
 import sys
 from trainer.launch.failure import refuse
-from trainer.launch.launchers import launched
+from trainer.launch.launcher_environment import launched
 launch = launched()
 assert "torch" not in sys.modules
 refuse("optimizer.lrr is no key; did you mean 'lr'?", launch)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import SMALL
-from trainer.launch.forked_processes import may_fork
+from trainer.launch.forked_processes import can_fork
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 
@@ -97,7 +97,7 @@ def test_where_an_accelerator_may_compute_nothing_is_forked(monkeypatch: pytest.
         return True
 
     monkeypatch.setattr(os.path, "exists", exists)
-    assert may_fork("cpu")
+    assert can_fork("cpu")
     assert not seen
-    assert not may_fork("auto")
+    assert not can_fork("auto")
     assert "/dev/nvidiactl" in seen

@@ -15,8 +15,8 @@ from tests.commands import SMALL, curve, lines, status
 from tests.inside import here
 from tests.test_log import eval_line, scalars, train_line
 from tests.test_sinks import table
-from trainer.launch.rank_output import note
-from trainer.launch.status import Status, mark_failed
+from trainer.launch.rank_output import append_to_log
+from trainer.launch.run_status import StatusWriter, mark_failed
 from trainer.loop.trainer import Trainer
 from trainer.records.checkpoint.manager import FailedSave
 from trainer.records.console import LogFile
@@ -89,11 +89,11 @@ def test_every_sink_goes_on_when_there_is_room_again(disk: Disk, caplog: pytest.
 
 
 def test_an_end_is_said_on_a_full_disk(disk: Disk) -> None:
-    running = Status(disk.path, 0, 1, "single")
+    running = StatusWriter(disk.path, 0, 1, "single")
     running.write("running", 7, None)
     before = (disk.path / "status.json").read_bytes()
     disk.fill()
-    Status(disk.path, 0, 1, "single").write("running", 9, None)  # which can wait
+    StatusWriter(disk.path, 0, 1, "single").write("running", 9, None)  # which can wait
     assert (disk.path / "status.json").read_bytes() == before
     running.write("preempted", 9, "SIGTERM")
     assert (status(disk.path)["state"], status(disk.path)["step"]) == ("preempted", 9)
@@ -104,7 +104,7 @@ def test_an_end_is_said_on_a_full_disk(disk: Disk) -> None:
     with pytest.raises(OSError, match="No space left"):  # no room for so much; what stood there stays
         mark_failed(disk.path, "x" * 8000, 0)
     assert status(disk.path)["state"] == "completed"
-    assert not note("a word", disk.path, 0)
+    assert not append_to_log("a word", disk.path, 0)
     assert [path.name for path in disk.path.iterdir()].count("status.json") == 1
 
 

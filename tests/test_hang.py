@@ -17,9 +17,9 @@ import pytest
 from tests.commands import SMALL, Command, curve, finish, single, status, torchrun
 from trainer.launch import watchdog
 from trainer.launch.rendezvous import Launch
-from trainer.launch.rollcall import Present, accusation
+from trainer.launch.rollcall import RollCallAnswer, describe_blocking_rank
 from trainer.launch.stop_signals import StopRequest
-from trainer.launch.watchdog import Idle, Pulse, Watchdog, debugged, doing
+from trainer.launch.watchdog import IdleTimer, RankProgress, Watchdog, current_line, is_in_debugger
 
 RUN = ("strategy=ddp", "device=cpu", "log=[]", "loop.log_every=1", "loop.eval_every=null", "loop.save_every=4")
 WORDS = (*RUN, *SMALL[:-1], "loop.steps=9999")
@@ -183,8 +183,9 @@ def test_a_rank_that_is_busy_with_itself_is_named_with_its_line(tmp_path, limit)
 def test_who_was_paused_once_and_later_stops_slowly_still_saves(tmp_path) -> None:
     lab(tmp_path)
     with (tmp_path / "lab" / "own.py").open("a") as file:
-        file.write("\nfrom trainer.launch import hang, watchdog\nhang.PAUSE = watchdog.PAUSE = 0.1\n")
-        file.write("hang._ASLEEP = watchdog.ASKED = 0.5\n")
+        file.write("\nfrom trainer.launch import hang_detection, watchdog\n")
+        file.write("hang_detection.INTERVAL = watchdog.INTERVAL = 0.1\n")
+        file.write("hang_detection._ASLEEP_AFTER = watchdog.STOP_TIMEOUT = 0.5\n")
     ranks = by_hand(tmp_path, *RUN, *LAB_WORDS, "loop.steps=999999")
     ranks[0].wait_for_step(tmp_path / "run", 9)
     os.kill(ranks[1].pid, signal.SIGSTOP)
@@ -280,11 +281,11 @@ def test_where_all_ranks_were_stopped_nobody_is_late(tmp_path) -> None:
 )
 def test_who_is_silent_then_who_is_behind_then_who_does_something_else(laps, waits, rank, said) -> None:
     present = {
-        number: Present(3, lap, f"line {number}", wait)
+        number: RollCallAnswer(3, lap, f"line {number}", wait)
         for number, (lap, wait) in enumerate(zip(laps, waits, strict=True))
         if lap is not None
     }
-    blamed, sentence = accusation(present, 3)
+    blamed, sentence = describe_blocking_rank(present, 3)
     assert blamed == rank
     assert sentence.startswith(said)
 
@@ -299,11 +300,11 @@ def test_a_thread_is_told_by_the_line_of_its_own_code() -> None:
     thread = threading.Thread(target=waits_for_others)
     thread.start()
     reached.wait()
-    line, waits = doing(thread.ident)
+    line, waits = current_line(thread.ident)
     assert line.startswith(f"{__file__}:")
     assert " in waits_for_others: " in line
     assert not waits
-    assert not debugged(thread.ident)
+    assert not is_in_debugger(thread.ident)
     go_on.set()
     thread.join()
 
@@ -311,7 +312,7 @@ def test_a_thread_is_told_by_the_line_of_its_own_code() -> None:
 # ------------------------------------------------------------------------------------------------------- one process
 
 
-def watched(folder: Path, pulse: Pulse, reason: str, until: Callable[[], Any]) -> None:
+def watched(folder: Path, pulse: RankProgress, reason: str, until: Callable[[], Any]) -> None:
     """One process under a watchdog, until something is seen; `reason`: for which it was asked to stop."""
     (folder / "logs").mkdir()
     stop = StopRequest()
@@ -324,34 +325,34 @@ def watched(folder: Path, pulse: Pulse, reason: str, until: Callable[[], Any]) -
 
 
 def test_one_process_is_told_where_it_stands_and_left_alone(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(watchdog, "PAUSE", 0.01)
-    watched(tmp_path, Pulse(3, 7, 0.05, 0.05), "", lambda: caplog.records)
+    monkeypatch.setattr(watchdog, "INTERVAL", 0.01)
+    watched(tmp_path, RankProgress(3, 7, 0.05, 0.05), "", lambda: caplog.records)
     assert "nothing has gone on for 0 s; the run waits on, at " in caplog.text
     assert "thread MainThread:\n" in (tmp_path / "logs" / "rank-0.log").read_text()
 
 
 def test_one_process_that_was_asked_to_stop_in_vain_says_so(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(watchdog, "PAUSE", 0.01)
-    monkeypatch.setattr(watchdog, "ASKED", 0.05)
+    monkeypatch.setattr(watchdog, "INTERVAL", 0.01)
+    monkeypatch.setattr(watchdog, "STOP_TIMEOUT", 0.05)
     (tmp_path / "status.json").write_text('{"state": "running", "step": 3}')
-    watched(tmp_path, Pulse(3, 7, 600, 600), "SIGTERM", lambda: "reason" in status(tmp_path))
+    watched(tmp_path, RankProgress(3, 7, 600, 600), "SIGTERM", lambda: "reason" in status(tmp_path))
     assert status(tmp_path)["reason"].startswith("SIGTERM, and nothing has gone on since: ")
     assert status(tmp_path)["state"] == "running"
 
 
 def test_who_stands_in_a_debugger_is_not_late(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(watchdog, "PAUSE", 0.01)
+    monkeypatch.setattr(watchdog, "INTERVAL", 0.01)
     seen: list[bool] = []
 
     class Person(bdb.Bdb):
         def user_line(self, frame):
-            watched(tmp_path, Pulse(3, 7, 0.05, 0.05), "", lambda: len(seen) > 20)
+            watched(tmp_path, RankProgress(3, 7, 0.05, 0.05), "", lambda: len(seen) > 20)
 
     def noted(thread: int) -> bool:
-        seen.append(debugged(thread))
+        seen.append(is_in_debugger(thread))
         return seen[-1]
 
-    monkeypatch.setattr(watchdog, "debugged", noted)
+    monkeypatch.setattr(watchdog, "is_in_debugger", noted)
     Person().run("pass")
     assert all(seen)
     assert not caplog.records
@@ -360,7 +361,7 @@ def test_who_stands_in_a_debugger_is_not_late(tmp_path, monkeypatch, caplog) -> 
 def test_time_in_which_the_process_did_not_run_does_not_count(monkeypatch) -> None:
     now = [0.0]
     monkeypatch.setattr(watchdog, "monotonic", lambda: now[0])
-    idle, seconds = Idle(), []
+    idle, seconds = IdleTimer(), []
     for passed, laps in ((1, 5), (1, 5), (1, 5), (3600, 5), (1, 6), (1, 6)):
         now[0] += passed
         seconds.append(idle.look(laps))

@@ -489,7 +489,7 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("biolab.net.os.system", {"command": "touch {canary}"}),
     ("biolab.net.system", {"command": "touch {canary}"}),
     ("biolab.net.__builtins__", {}),
-    ("trainer.launch.run_files.os.remove", {"path": "{payload}"}),
+    ("trainer.launch.safe_files.os.remove", {"path": "{payload}"}),
     ("trainer.__main__.main", {}),
     ("trainer.launch.failure.exit_process", {"code": 0}),
 ]

@@ -17,9 +17,15 @@ import torch.distributed as dist
 
 from tests.commands import Command, Ended, single, status
 from trainer.launch import rendezvous as launching
-from trainer.launch.agreement import everywhere, first_on_node
-from trainer.launch.launchers import first_host, launched, meeting, meeting_at, tasks_per_node
+from trainer.launch.launcher_environment import (
+    apply_init_method,
+    first_host,
+    read_init_method,
+    read_launch,
+    tasks_per_node,
+)
 from trainer.launch.rendezvous import Launch
+from trainer.launch.store_collectives import run_on_all_ranks, run_one_per_node_first
 from trainer.messages import Refusal
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +58,7 @@ FIVE = Launch(5, 8, 1, 4)
 
 
 def read(*environments: dict[str, Any]) -> Launch:
-    return launched({key: str(value) for one in environments for key, value in one.items()})
+    return read_launch({key: str(value) for one in environments for key, value in one.items()})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,7 @@ def read(*environments: dict[str, Any]) -> Launch:
     [
         ([], Launch()),
         ([TORCHRUN], Launch(3, 4, 1, 2, address="a:7")),
-        ([TORCHRUN, ELASTIC], Launch(3, 4, 1, 2, 2, "id", "a:7", hosted=True)),
+        ([TORCHRUN, ELASTIC], Launch(3, 4, 1, 2, 2, "id", "a:7", launcher_serves_store=True)),
         ([{"RANK": 1, "WORLD_SIZE": 2}, MEET], Launch(1, 2, 1, 2, address="a:7")),
         ([STEP], Launch(6, 7, 2, 3, address="node01:28638")),
         ([STEP, {"SLURM_RESTART_COUNT": 1}], Launch(6, 7, 2, 3, 1, address="node01:28638")),
@@ -125,11 +131,11 @@ def test_the_tasks_of_slurms_nodes():
 
 
 def test_who_has_started_a_process_is_known_and_missed():
-    assert read({"TRAINER_PARENT": os.getppid()}).watched
-    assert not read({"TRAINER_PARENT": os.getpid()}).watched  # from further up
-    meeting = TORCHRUN | {"TRAINER_STORE": "/private/store"}
-    assert read(meeting | {"TRAINER_PARENT": os.getppid()}).address == "file:///private/store"
-    assert read(meeting | {"TRAINER_PARENT": os.getpid()}).address == "a:7"  # torchrun inside of such a process
+    assert read({"TRAINER_PARENT": os.getppid()}).has_waiting_parent
+    assert not read({"TRAINER_PARENT": os.getpid()}).has_waiting_parent  # from further up
+    env = TORCHRUN | {"TRAINER_STORE": "/private/store"}
+    assert read(env | {"TRAINER_PARENT": os.getppid()}).address == "file:///private/store"
+    assert read(env | {"TRAINER_PARENT": os.getpid()}).address == "a:7"  # torchrun inside of such a process
     gone = subprocess.Popen(["true"])
     gone.wait()
     with pytest.raises(Refusal, match="is gone"):
@@ -138,7 +144,7 @@ def test_who_has_started_a_process_is_known_and_missed():
 
 def test_a_requeued_job_is_not_one_that_a_launcher_restarts():
     again = read(STEP, {"SLURM_RESTART_COUNT": 1})
-    assert (again.requeued, again.restarts) == (True, False)
+    assert (again.requeued, again.restarted_by_launcher) == (True, False)
     assert not read(TORCHRUN, ELASTIC).requeued
 
 
@@ -157,7 +163,7 @@ def test_a_requeued_job_is_not_one_that_a_launcher_restarts():
     ],
 )
 def test_where_processes_meet(written, address, query):
-    assert meeting(written) == (address, query)
+    assert read_init_method(written) == (address, query)
 
 
 @pytest.mark.parametrize(
@@ -170,27 +176,27 @@ def test_where_processes_meet(written, address, query):
 )
 def test_other_places_are_refused_with_those_that_work(written):
     with pytest.raises(Refusal, match="env://, tcp://host:port or file:///path"):
-        meeting(written)
+        read_init_method(written)
 
 
 def test_the_query_or_the_environment_says_who_this_is(monkeypatch):
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert meeting_at(Launch(), "env://") == Launch()
-    assert meeting_at(Launch(), "tcp://a:1") == Launch()  # one process needs no place to meet
-    assert meeting_at(Launch(), "tcp://a:1?rank=1&world_size=2") == Launch(1, 2, 1, 2, address="a:1")
+    assert apply_init_method(Launch(), "env://") == Launch()
+    assert apply_init_method(Launch(), "tcp://a:1") == Launch()  # one process needs no place to meet
+    assert apply_init_method(Launch(), "tcp://a:1?rank=1&world_size=2") == Launch(1, 2, 1, 2, address="a:1")
     for written in ("tcp://a:1", "tcp://a:1?rank=0&world_size=2"):  # the launcher knows better
-        assert meeting_at(FIVE, written) == Launch(5, 8, 1, 4, address="a:1")
+        assert apply_init_method(FIVE, written) == Launch(5, 8, 1, 4, address="a:1")
     elastic = read(TORCHRUN, ELASTIC)
-    assert meeting_at(elastic, "env://") == elastic
-    assert not meeting_at(elastic, "tcp://a:1").hosted  # torchrun's store is another one
+    assert apply_init_method(elastic, "env://") == elastic
+    assert not apply_init_method(elastic, "tcp://a:1").launcher_serves_store  # torchrun's store is another one
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert meeting_at(Launch(), "tcp://a:1?rank=1&world_size=2") == Launch(1, 2, 0, 1, address="a:1")
+    assert apply_init_method(Launch(), "tcp://a:1?rank=1&world_size=2") == Launch(1, 2, 0, 1, address="a:1")
     nowhere = STEP | {"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}
     for launch in (FIVE, read(TORCHRUN | {"MASTER_PORT": ""}), read(TORCHRUN | {"MASTER_ADDR": ""}), read(nowhere)):
         with pytest.raises(Refusal, match="processes, and nothing says where they meet: set MASTER_ADDR"):
-            meeting_at(launch, "env://")
+            apply_init_method(launch, "env://")
 
 
 def test_a_wrong_place_is_refused_on_the_command_line():
@@ -213,7 +219,10 @@ def server() -> dist.TCPStore:
 
 def ranks(address: str, size: int, run_id: str = "run") -> list[Launch]:
     hosted = not address.startswith("file:")
-    return [Launch(rank, size, rank, size, address=address, run_id=run_id, hosted=hosted) for rank in range(size)]
+    return [
+        Launch(rank, size, rank, size, address=address, run_id=run_id, launcher_serves_store=hosted)
+        for rank in range(size)
+    ]
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -236,7 +245,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 
 def meet(launches: list[Launch]) -> list[dist.Store]:
     """A round of these; every rank sees what the others write, and nothing else."""
-    launching._rounds.clear()
+    launching._joined_rounds.clear()
     stores = at_once(*[launch.store for launch in launches])
     for rank, store in enumerate(stores):
         assert isinstance(store, dist.Store), store
@@ -258,7 +267,7 @@ def test_no_round_sees_what_another_left(server, tmp_path):
 def test_a_rank_that_greeted_a_dead_round_finds_the_living_one(server, answered):
     """The dead round's rank 0 had written its nonce, and perhaps its answer, before it died."""
     main, other = ranks(f"127.0.0.1:{server.port}", 2)
-    server.set(launching._place(main), "dead")
+    server.set(launching._nonce_key(main), "dead")
     if answered:
         server.set("trainer/run/dead/go", '["of the dead rank 1"]')
         server.set("trainer/run/dead/left", "an address")
@@ -275,10 +284,10 @@ def test_a_rank_that_greeted_a_dead_round_finds_the_living_one(server, answered)
 
 @pytest.mark.long
 def test_who_does_not_come_is_named(server):
-    first = Launch(0, 4, address=f"127.0.0.1:{server.port}", hosted=True)
+    first = Launch(0, 4, address=f"127.0.0.1:{server.port}", launcher_serves_store=True)
     with pytest.raises(Refusal, match="rank 1, 2, 3 of 4 did not come to 127"):
         first.store(MOMENT)
-    third = Launch(2, 4, 0, 1, 1, address=first.address, hosted=True)
+    third = Launch(2, 4, 0, 1, 1, address=first.address, launcher_serves_store=True)
     with pytest.raises(Refusal, match=r"rank 2 of 4 waited for rank 0 at .*: it did not come"):
         third.store(MOMENT)
 
@@ -291,7 +300,7 @@ def test_a_file_that_cannot_be_a_meeting_place(tmp_path, name, why):
 
 
 def test_at_a_port_that_another_program_has_nobody_waits(monkeypatch):
-    monkeypatch.setattr(launching, "ANSWER", timedelta(seconds=1))
+    monkeypatch.setattr(launching, "ANSWER_TIMEOUT", timedelta(seconds=1))
     with socket.create_server(("127.0.0.1", 0)) as mute:  # it takes connections, and never says anything
         place = f"127.0.0.1:{mute.getsockname()[1]}"
         main, other = at_once(*[Launch(rank, 2, rank, 2, address=place).store for rank in range(2)])
@@ -305,7 +314,7 @@ def test_at_a_port_that_another_program_has_nobody_waits(monkeypatch):
 
 
 def test_at_a_port_where_another_run_has_met_nobody_waits(monkeypatch):
-    monkeypatch.setattr(launching, "ANSWER", timedelta(seconds=1))
+    monkeypatch.setattr(launching, "ANSWER_TIMEOUT", timedelta(seconds=1))
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = f"127.0.0.1:{free.getsockname()[1]}"
     first, second = [Launch(rank, 2, rank, 2, address=place) for rank in range(2)]
@@ -313,8 +322,8 @@ def test_at_a_port_where_another_run_has_met_nobody_waits(monkeypatch):
     assert all(isinstance(store, dist.Store) for store in met), met
     # the same again beside it, and three processes: by now no rank 0 of theirs can be there
     for size in (2, 3):
-        launching._rounds.clear()
-        launching.connected.cache_clear()
+        launching._joined_rounds.clear()
+        launching.connect_store.cache_clear()
         with pytest.raises(Refusal, match=f"another run, .* meets at {place} already; .* another MASTER_PORT"):
             Launch(1, size, 1, size, address=place).store()
 
@@ -327,7 +336,7 @@ def test_the_first_on_a_machine_prepares_for_the_others(server):
         return done[-1]
 
     launches = ranks(f"127.0.0.1:{server.port}", 3)
-    prepared = at_once(*[lambda launch=launch: first_on_node(launch, "data", prepare) for launch in launches])
+    prepared = at_once(*[lambda launch=launch: run_one_per_node_first(launch, "data", prepare) for launch in launches])
     assert sorted(prepared) == [0, 1, 2]
     assert done == [0, 1, 2]
 
@@ -340,9 +349,11 @@ def test_what_one_rank_refuses_all_refuse(server, wrong):
         return rank
 
     launches = ranks(f"127.0.0.1:{server.port}", 3)
-    calls = [lambda launch=launch: everywhere(launch, "gpu", lambda: act(launch.rank)) for launch in launches]
+    calls = [lambda launch=launch: run_on_all_ranks(launch, "gpu", lambda: act(launch.rank)) for launch in launches]
     assert [(type(one), str(one)) for one in at_once(*calls)] == [(Refusal, "there is no GPU here")] * 3
-    assert at_once(*[lambda launch=launch: everywhere(launch, "rank", lambda: launch.rank) for launch in launches]) == [
+    assert at_once(
+        *[lambda launch=launch: run_on_all_ranks(launch, "rank", lambda: launch.rank) for launch in launches]
+    ) == [
         0,
         1,
         2,

@@ -46,7 +46,7 @@ def test_what_processes_n_starts_listens_on_this_machine_alone(tmp_path: Path) -
     command = Command(single(*words), tmp_path)
     command.wait_for_step(folder, 3)
     places = listening(command.members())
-    with ThreadPoolExecutor() as pool, patch.object(rendezvous, "ANSWER", timedelta(seconds=2)):
+    with ThreadPoolExecutor() as pool, patch.object(rendezvous, "ANSWER_TIMEOUT", timedelta(seconds=2)):
         served = [place for place, answers in zip(places, pool.map(is_store, places), strict=True) if answers]
     os.kill(command.pid, signal.SIGTERM)
     assert command.end().code == 75
@@ -58,7 +58,7 @@ def test_what_processes_n_starts_listens_on_this_machine_alone(tmp_path: Path) -
 def is_store(place: tuple[IPv4Address | IPv6Address, int]) -> bool:
     """Does a store of torch answer there, as it does to anybody?"""
     try:
-        rendezvous.reached(str(place[0]), place[1], 2, timedelta(seconds=2)).check(["anything"])
+        rendezvous.connect_tcp_store(str(place[0]), place[1], 2, timedelta(seconds=2)).check(["anything"])
     except Refusal:
         return False
     return True

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainer.configuration.compose import compose
 from trainer.jobs import fit
 from trainer.jobs.run_parts import assemble
-from trainer.launch.failure import Failed
+from trainer.launch.failure import RunFailed
 from trainer.launch.rendezvous import Launch
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
@@ -40,7 +40,7 @@ class Room(nn.Module):
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Room, str]]:
     """Run words as the command line does, but stay: the network, and what is said where its memory runs out."""
     said: list[str] = []
-    monkeypatch.setattr(fit.rank_output, "redirect", lambda *_: None)
+    monkeypatch.setattr(fit.rank_output, "redirect_output", lambda *_: None)
 
     def run(
         *words: str,
@@ -53,7 +53,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
         parts.make_network = lambda: room
         try:
             parts.job(parts)
-        except Failed as failed:
+        except RunFailed as failed:
             known = any(word in str(failed.__cause__) for word in ("memory", "ALLOC", "deterministic"))
             assert known or failed.remedy == "", failed.__cause__  # noqa: PT017 (whether it fails is what is asked)
             said.append(failed.remedy)

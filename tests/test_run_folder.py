@@ -17,11 +17,11 @@ import yaml
 
 from tests.commands import SMALL
 from tests.inside import here
-from trainer.launch import status as status_module
+from trainer.launch import run_status as status_module
 from trainer.launch.polling import poll
 from trainer.launch.rendezvous import Launch
-from trainer.launch.run_files import replace_file
-from trainer.launch.status import mark_failed, read_status
+from trainer.launch.run_status import mark_failed, read_status
+from trainer.launch.safe_files import replace_file
 from trainer.messages import Refusal
 from trainer.records import folder_lock as lock_module
 from trainer.records import run_folder as folder_module
@@ -77,7 +77,7 @@ def commit(folder, step=1):
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(lock_module, "PATIENCE", 0.1)
-    monkeypatch.setattr(status_module, "PAUSE", 0.0)
+    monkeypatch.setattr(status_module, "REPORT_INTERVAL", 0.0)
 
 
 # ------------------------------------------------------------------------------------------------------------ its name
@@ -387,18 +387,18 @@ def test_status_counts_attempts_and_the_steps_of_all_of_them(tmp_path):
 
 
 def test_a_running_attempt_is_not_reported_at_each_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(status_module, "PAUSE", 600.0)
+    monkeypatch.setattr(status_module, "REPORT_INTERVAL", 600.0)
     folder = begun(tmp_path)
     assert write(folder, "running", 1)["step"] == 0
     assert write(folder, "preempted", 2)["step"] == 2
 
 
 def test_a_kill_long_after_the_last_line_is_counted_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(status_module, "PAUSE", 0.0)  # as if each step took a second
+    monkeypatch.setattr(status_module, "REPORT_INTERVAL", 0.0)  # as if each step took a second
     words = [*SMALL, "loop.global_batch=120", "loop.steps=9", "loop.log_every=1000", "loop.save_every=2"]
     words += ["loop.eval_every=null", "strategy=single", f"run.dir={tmp_path}"]
     reported = []
-    monkeypatch.setattr(status_module, "_put", lambda path, said, lasting: reported.append(said["step"]))
+    monkeypatch.setattr(status_module, "_replace_status", lambda path, said, lasting: reported.append(said["step"]))
     assert here(*words) == 0
     assert set(reported) == set(range(10))
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from trainer.launch.failure import claim
+from trainer.launch.failure import claim_first_failure
 from trainer.launch.rendezvous import Launch
-from trainer.launch.stop_signals import StopRequest, obey_parent_alone
+from trainer.launch.stop_signals import StopRequest, obey_parent_only
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,7 +63,7 @@ def test_a_forked_childs_signals_are_not_the_parents():
 def test_a_decoding_process_may_leave_its_end_to_its_parent():
     child = os.fork()
     if not child:
-        obey_parent_alone()
+        obey_parent_only()
         for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
         os._exit(3)
@@ -75,7 +75,7 @@ def test_a_decoding_process_ends_when_its_parent_says_so():
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        obey_parent_alone()
+        obey_parent_only()
         os.kill(os.getpid(), signal.SIGTERM)  # a launcher's, which it passes over
         while signal.SIGTERM in signal.sigpending():  # a second one that comes while the first still waits is none
             os.sched_yield()
@@ -93,9 +93,9 @@ BLOCKED = """
 import ctypes, sys, time
 from dataclasses import replace
 from pathlib import Path
-from trainer.launch.launchers import launched
+from trainer.launch.launcher_environment import launched
 from trainer.launch.stop_signals import StopRequest
-with StopRequest(replace(launched(), ours=True), Path(sys.argv[1])) as stop:
+with StopRequest(replace(launched(), owns_process=True), Path(sys.argv[1])) as stop:
     print("ready", flush=True)
     # no instruction of Python runs in the main thread from here on, as in a collective that waits
     libc = ctypes.CDLL(None)
@@ -135,7 +135,7 @@ def test_a_second_interrupt_quits_although_the_main_thread_is_stuck(tmp_path):
 def test_a_sigterm_after_another_ranks_failure_ends_a_stuck_process(tmp_path):
     (tmp_path / "status.json").write_text('{"state": "running"}')
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    launch = Launch(1, 2, 1, 2, run_id="run", address=f"127.0.0.1:{store.port}", hosted=True)
+    launch = Launch(1, 2, 1, 2, run_id="run", address=f"127.0.0.1:{store.port}", launcher_serves_store=True)
     environment = {
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -150,7 +150,7 @@ def test_a_sigterm_after_another_ranks_failure_ends_a_stuck_process(tmp_path):
     process.send_signal(signal.SIGTERM)  # a preemption: the main thread is left to finish its step
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0.6)
-    claim(ours, launch, "ValueError: no")
+    claim_first_failure(ours, launch, "ValueError: no")
     assert process.wait(timeout=10) == 1
     assert '"root_rank": 1' in (tmp_path / "status.json").read_text()
     process.communicate()

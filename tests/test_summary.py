@@ -16,8 +16,8 @@ from tests.commands import SMALL, lines
 from tests.inside import here
 from trainer.jobs.goodput_report import costs
 from trainer.jobs.summary import notes, throughput_lines, time_lines
-from trainer.launch import status as status_module
-from trainer.launch.status import Status
+from trainer.launch import run_status as status_module
+from trainer.launch.run_status import StatusWriter
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal
 from trainer.strategies.step_timing import PHASES, STEP_PHASES, NoStallClock, StepTimer
@@ -99,11 +99,11 @@ def test_what_a_restart_costs_is_counted_in_steps_and_seconds(
     now = 1000.0
     monkeypatch.setattr(status_module, "time", SimpleNamespace(time=lambda: now, monotonic=lambda: now))
     # killed after 10 steps of a second each, the last checkpoint is that of step 6
-    first = Status(tmp_path, 0, 1, "single", age=3.0)
+    first = StatusWriter(tmp_path, 0, 1, "single", age=3.0)
     now = 1012.5
     first.write("failed", 10, "killed", {"forward and backward": 8.0, "evaluation": 2.0, "save": 1.5})
     now = 1016.0
-    second = Status(tmp_path, 6, 1, "single", age=2.0)
+    second = StatusWriter(tmp_path, 6, 1, "single", age=2.0)
     now = 1024.5
     second.write("completed", 12, None, {"forward and backward": 6.0, "evaluation": 0.5, "save": 0.5})
     assert here("job=report", f"run.dir={tmp_path}") == 0
@@ -129,9 +129,9 @@ def test_what_a_restart_costs_is_counted_in_steps_and_seconds(
 
 
 def test_a_stop_that_was_asked_for_costs_nothing(tmp_path: Path) -> None:
-    Status(tmp_path, 0, 1, "single").write("preempted", 10, "SIGTERM", {"data": 10.0})
+    StatusWriter(tmp_path, 0, 1, "single").write("preempted", 10, "SIGTERM", {"data": 10.0})
     (tmp_path / "starts.jsonl").write_text("half a li")  # which somebody or a full disk has spoilt
-    Status(tmp_path, 10, 1, "single")
+    StatusWriter(tmp_path, 10, 1, "single")
     said = costs(tmp_path)
     assert said is not None
     assert (said["restarts"], said["steps_repeated"], said["kept"], said["lost"]["down"]) == (0, 0, 0.0, 0.0)

@@ -24,9 +24,9 @@ from trainer.configuration.search_space import Trial, brief
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.sweeps import sweep
-from trainer.sweeps.device_shares import shares
-from trainer.sweeps.results import Outcome, SweepResults, best_line, headings, short, table
-from trainer.sweeps.sweep import run_all
+from trainer.sweeps.device_shares import divide_machine
+from trainer.sweeps.results import Outcome, SweepResults, format_best, format_table, short_headings, shorten
+from trainer.sweeps.sweep import run_sweep
 
 needs_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="needs the optuna extra")
 
@@ -176,7 +176,7 @@ def test_two_sweeps_in_one_folder_are_refused(place: Path, monkeypatch: pytest.M
 def test_several_at_once_speak_into_files_and_have_their_own_gpus(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "gpus", lambda device: ["4", "5", "6", "7"])
+    monkeypatch.setattr(sweep, "visible_gpus", lambda device: ["4", "5", "6", "7"])
     words = ["-m", "seed=20,21,22,23", "run.name=four"]
     assert here(*words, "hydra.launcher.n_jobs=auto") == 0  # each waits until all four are there
     folder = place / "runs" / "four"
@@ -205,25 +205,25 @@ def test_several_at_once_speak_into_files_and_have_their_own_gpus(
     ],
 )
 def test_every_run_has_an_equal_part(at_once: Any, processes: Any, gpus: str, seen: list[str | None]) -> None:
-    parts = shares(at_once, processes, list(gpus))
+    parts = divide_machine(at_once, processes, list(gpus))
     assert [part.environment.get("CUDA_VISIBLE_DEVICES") for part in parts] == seen
 
 
-TWO = Launch(0, 2, 0, 2, told=True)  # as mpirun says it, without an address
+TWO = Launch(0, 2, 0, 2, from_launcher=True)  # as mpirun says it, without an address
 
 
 @pytest.mark.parametrize(
     ("launch", "words", "way"),
     [
-        (Launch(1, 2, 1, 2, address="127.0.0.1:1", told=True), "seed=1,2", "processes=2 seed=1,2"),
+        (Launch(1, 2, 1, 2, address="127.0.0.1:1", from_launcher=True), "seed=1,2", "processes=2 seed=1,2"),
         (TWO, "seed=1,2", "processes=2 seed=1,2"),
-        (Launch(address="127.0.0.1:1", told=True), "seed=1,2", "seed=1,2"),  # of torchrun, one process
+        (Launch(address="127.0.0.1:1", from_launcher=True), "seed=1,2", "seed=1,2"),  # of torchrun, one process
         (TWO, "seed=1,2 processes=4", "seed=1,2 processes=4"),
         (TWO, "run.root='a b' seed=1,2", "processes=2 'run.root=a b' seed=1,2"),
         (TWO, "seed=1,2 hydra.launcher.n_jobs=2", "processes=2 seed=1,2 hydra.launcher.n_jobs=2"),
         (TWO, "seed=1,2 distributed.init_method=tcp://a:1", "processes=2 seed=1,2"),
         (
-            Launch(9, 16, 1, 8, told=True),
+            Launch(9, 16, 1, 8, from_launcher=True),
             "seed=1,2",
             "hydra/launcher=submitit_slurm hydra.launcher.nodes=2 hydra.launcher.tasks_per_node=8 seed=1,2",
         ),
@@ -233,7 +233,7 @@ def test_what_a_launcher_has_started_is_refused_with_the_command_that_works(
     place: Path, launch: Launch, words: str, way: str
 ) -> None:
     with pytest.raises(Refusal) as refused:
-        run_all(["-m", *shlex.split(words)], launch)
+        run_sweep(["-m", *shlex.split(words)], launch)
     assert str(refused.value).endswith(f"Start it once, without the launcher: python -m trainer -m {way}")
     assert files_below(place) == {Path("trainer"), Path("trainer/__init__.py"), Path("trainer/__main__.py")}
 
@@ -272,20 +272,20 @@ def test_a_table_fits_the_terminal_and_cuts_no_figure(monkeypatch: pytest.Monkey
     monkeypatch.setenv("COLUMNS", "70")
     long = "/data/pictures/of/many/flowers/and/trees"
     ran = [outcome(at, at / 10, **{"optimizer.lr": "0.0012345678901", "data.root": f"{long}/{at}"}) for at in range(40)]
-    lines = table([*ran, outcome(40, None, None, **{"optimizer.lr": "3"})]).splitlines()
+    lines = format_table([*ran, outcome(40, None, None, **{"optimizer.lr": "3"})]).splitlines()
     assert len(lines) == 1 + 30 + 1
     assert max(map(len, lines)) <= 70
     assert lines[0].split() == ["lr", "root", "accuracy", "time", "folder"]
     assert lines[1].split() == ["0.001235", "/data/p…ers/and/trees/39", "3.9000", "1:01", "39_*", "best"]
     assert lines[-1] == "  … and 11 runs more, in sweep.jsonl"
     monkeypatch.setenv("COLUMNS", "40")
-    assert "3.9000  1:01  39_*    best" in table(ran)
+    assert "3.9000  1:01  39_*    best" in format_table(ran)
 
 
 def test_of_equal_figures_the_loss_decides_in_a_run_and_between_runs(tmp_path: Path) -> None:
     ran = [replace(outcome(at, 1.0, seed=str(at)), best_loss=loss) for at, loss in enumerate([0.3, 0.1, 0.2])]
-    assert [row.split()[0] for row in table(ran).splitlines()] == ["seed", "1", "2", "0"]
-    assert "1_seed=1" in best_line(ran, tmp_path)[0]
+    assert [row.split()[0] for row in format_table(ran).splitlines()] == ["seed", "1", "2", "0"]
+    assert "1_seed=1" in format_best(ran, tmp_path)[0]
     (folder := tmp_path / "0_seed=0").mkdir()
     (folder / "environment.json").write_text(json.dumps({"best": "accuracy"}))
     said = [{"kind": "eval", "step": at, "loss": loss, "accuracy": 1.0} for at, loss in enumerate([0.3, 0.1, 0.1, 0.2])]
@@ -295,22 +295,28 @@ def test_of_equal_figures_the_loss_decides_in_a_run_and_between_runs(tmp_path: P
 
 
 def test_a_table_of_losses_of_several_figures_and_of_nothing() -> None:
-    rows = table([outcome(0, 0.5, "-loss", seed="0"), outcome(1, 0.2, "-loss", seed="1")]).splitlines()
+    rows = format_table([outcome(0, 0.5, "-loss", seed="0"), outcome(1, 0.2, "-loss", seed="1")]).splitlines()
     assert [row.split() for row in rows] == [
         ["seed", "loss", "time", "folder"],
         ["1", "0.2000", "1:01", "1_*", "best"],
         ["0", "0.5000", "1:01", "0_*"],
     ]
-    mixed = table([outcome(0, 0.5, "-loss", task="a"), outcome(1, 0.2, "accuracy", task="b")])
+    mixed = format_table([outcome(0, 0.5, "-loss", task="a"), outcome(1, 0.2, "accuracy", task="b")])
     assert "best figure" in mixed
     assert "loss 0.5000" in mixed
     assert not mixed.endswith("best")
-    assert table([outcome(0, None, None, seed="0")]).splitlines()[1].split() == ["0", "–", "1:01", "0_*", "failed"]
+    assert format_table([outcome(0, None, None, seed="0")]).splitlines()[1].split() == [
+        "0",
+        "–",
+        "1:01",
+        "0_*",
+        "failed",
+    ]
 
 
 def test_what_is_long_is_short() -> None:
-    assert headings(["optimizer.lr", "model.width", "data.width"]) == ["lr", "model.width", "data.width"]
-    assert len(short("x" * 100)) == 24
+    assert short_headings(["optimizer.lr", "model.width", "data.width"]) == ["lr", "model.width", "data.width"]
+    assert len(shorten("x" * 100)) == 24
     assert brief("optimizer.lr=0.00123456789,seed=1") == "optimizer.lr=0.001235,seed=1"
     assert brief("a=0.0001,lr=1.23456789e-05,data.file=a.b") == "a=0.0001,lr=1.235e-05,data.file=a.b"
 

@@ -15,7 +15,7 @@ import pytest
 from tests.commands import SMALL, curve, finish, single, status
 from tests.inside import here
 from trainer.jobs.resume_precheck import glance
-from trainer.launch.status import read_status
+from trainer.launch.run_status import read_status
 from trainer.launch.validation import refuse_unreadable
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks

@@ -15,13 +15,13 @@ from trainer.configuration.command_line import read
 from trainer.configuration.compose import compose
 from trainer.configuration.trained_run_config import makes_reference, reads_files
 from trainer.launch import failure
-from trainer.launch.child_processes import Alone, alone, executed
-from trainer.launch.forked_processes import ForkedProcess, Spare, become, may_fork
-from trainer.launch.launchers import launched
+from trainer.launch.child_processes import ProgramRunner, run_program, start_program
+from trainer.launch.forked_processes import ForkedProcess, PreforkedProcess, can_fork, set_up_forked_child
+from trainer.launch.launcher_environment import read_launch
 from trainer.launch.namesake import refuse_overwritten
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
-from trainer.launch.status import process_age
+from trainer.launch.run_status import process_age
 from trainer.messages import Refusal
 
 
@@ -32,36 +32,36 @@ def main() -> None:
         sys.path.insert(0, os.getcwd())  # as `python -m` does; a lab is importable from its parent folder
     try:
         refuse_overwritten()
-        launch = replace(launched(), ours=True)
+        launch = replace(read_launch(), owns_process=True)
         if read(words).multirun:
-            from trainer.sweeps.sweep import run_all
+            from trainer.sweeps.sweep import run_sweep
 
-            code = run_all(words, launch)
+            code = run_sweep(words, launch)
         elif count := processes_to_start(cfg := compose(words), launch):
             code, _, _ = run_in_processes(
-                words, cfg, count, partial(_forked, cfg) if may_fork(cfg.device) else executed
+                words, cfg, count, partial(_fork_rank, cfg) if can_fork(cfg.device) else start_program
             )
         elif reads_files(cfg):
             code = print_report(cfg, launch)
         else:
-            with failure.exits_are_errors():  # of a lab, as it is imported or its data are read
-                parts = build_run(words, launch, cfg, _spare(cfg, launch))
+            with failure.sys_exit_as_error():  # of a lab, as it is imported or its data are read
+                parts = build_run(words, launch, cfg, _program_runner(cfg, launch))
                 code = parts.job(parts)
     except Refusal as refusal:
-        failure.refuse(str(refusal), launch)
+        failure.exit_refused(str(refusal), launch)
     except KeyboardInterrupt:  # before there was a run that could hear it
         say("interrupted before the run began")
         failure.exit_process(failure.exit_code(False, launch))
     except BrokenPipeError:  # of --help and its like: whoever read it has gone
         failure.exit_process(1)
-    except failure.Failed as failed:
-        failure.fail(failed.__cause__ or failed, launch, failed.folder, failed.step, failed.remedy)
+    except failure.RunFailed as failed:
+        failure.exit_failed(failed.__cause__ or failed, launch, failed.folder, failed.step, failed.remedy)
     except Exception as error:
-        failure.fail(error, launch)
+        failure.exit_failed(error, launch)
     failure.exit_process(code)
 
 
-def _forked(
+def _fork_rank(
     cfg: DictConfig, words: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
 ) -> ForkedProcess:
     """One of several processes, forked from this one, which imports once what all of them need."""
@@ -72,18 +72,18 @@ def _forked(
     age = process_age() if environment["TORCHELASTIC_RESTART_COUNT"] == "0" else 0.0
 
     def target() -> None:
-        become(words, {**environment, "TRAINER_AGE": str(age)}, stdout, stderr)
+        set_up_forked_child(words, {**environment, "TRAINER_AGE": str(age)}, stdout, stderr)
         main()
 
     return ForkedProcess(target)
 
 
-def _spare(cfg: DictConfig, launch: Launch) -> Alone:
+def _program_runner(cfg: DictConfig, launch: Launch) -> ProgramRunner:
     """What does words in a process of its own; where a reference will be made, one that has imported all by then."""
-    if not (launch.is_main and makes_reference(cfg) and may_fork(cfg.device)):
-        return alone
+    if not (launch.is_main and makes_reference(cfg) and can_fork(cfg.device)):
+        return run_program
     import_run_modules(cfg)
-    return Spare(main)
+    return PreforkedProcess(main)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ from trainer.configuration.schema import settings
 from trainer.configuration.suggestions import meant, unknown
 from trainer.configuration.trained_run_config import opens_a_run, reads_files, reported_on, verifies
 from trainer.launch import failure
-from trainer.launch.child_processes import Alone, Starter, alone, executed, run_with_restarts
-from trainer.launch.launchers import launched
+from trainer.launch.child_processes import ProcessStarter, ProgramRunner, run_program, run_with_restarts, start_program
+from trainer.launch.launcher_environment import read_launch
 from trainer.launch.namesake import refuse_namesake
-from trainer.launch.process_state import borrowed
+from trainer.launch.preserve_process_state import preserve_process_state
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
-from trainer.launch.run_files import real
+from trainer.launch.safe_files import resolve_links
 from trainer.messages import Refusal, expand_home
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from trainer.jobs.run_parts import RunParts
 
 
-def saved_verdict(run: Path) -> str:
+def read_verdict(run: Path) -> str:
     """What differs, of the comparison in the folder of a run; empty where nothing does, or none came to an end."""
     path = run / "verify" / "verify.json"
     found = json.loads(path.read_text()) if path.is_file() else {"same": True}
     return "" if found["same"] else f"{found['verdict']} ({path})"
 
 
-_composing = threading.Lock()  # Hydra keeps what it composes in a place that all threads share
+_compose_lock = threading.Lock()  # Hydra keeps what it composes in a place that all threads share
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Result:
     @cached_property
     def network(self) -> nn.Module:
         """The plain network on the CPU, in evaluation mode, with the weights of the last checkpoint."""
-        with resource_paths.present_folder(), borrowed():
+        with resource_paths.present_folder(), preserve_process_state():
             parts = self.parts()
             from trainer.jobs.export import trained
             from trainer.jobs.trained_run import chosen
@@ -87,18 +87,18 @@ def run(
     # whatever is wrong with the arguments is said as on the command line
     labs = [] if config_dir is None else ["--config-dir", str(config_dir)]
     if keys:
-        raise Refusal(_as_words(keys, labs))
+        raise Refusal(_suggest_overrides(keys, labs))
     asked = [*labs, *map(str, words), *([] if processes == 1 else [f"processes={processes}"])]
     try:
-        return _run(asked)
+        return _run_once(asked)
     except (Refusal, KeyboardInterrupt) as short:
         # how it came to be known in here tells nobody anything: of the traceback only the call of run stays
         raise short.with_traceback(None) from None
 
 
-def _as_words(keys: Mapping[str, Any], labs: list[str]) -> str:
+def _suggest_overrides(keys: Mapping[str, Any], labs: list[str]) -> str:
     """What to write instead of Python's arguments: words of the list, by the names that keys have here."""
-    with resource_paths.present_folder(), _composing:
+    with resource_paths.present_folder(), _compose_lock:
         known = as_written(compose(labs))
     given = {key: meant(key, format_value(value), known) for key, value in keys.items()}
     words = ", ".join(" or ".join(f'"{word}"' for word in near) for near in given.values() if near)
@@ -108,13 +108,13 @@ def _as_words(keys: Mapping[str, Any], labs: list[str]) -> str:
     return "\n".join([said, *problems])
 
 
-def _run(asked: list[str]) -> Result:
+def _run_once(asked: list[str]) -> Result:
     if (what := read(asked)).multirun or what.flags:
         raise Refusal("trainer.run does one run, and returns: -m, --help, --cfg and --info are for python -m trainer")
     with resource_paths.present_folder():
-        with _composing:
+        with _compose_lock:
             cfg = compose(asked)
-        launch = launched()
+        launch = read_launch()
         count = processes_to_start(cfg, launch)
         # the folder is chosen here, because what the run has left is looked for in it afterwards
         folder = reported_on(cfg) if reads_files(cfg) else choose_run_folder(cfg, launch)
@@ -122,13 +122,15 @@ def _run(asked: list[str]) -> Result:
         cfg.run.dir = str(folder)
         if threading.current_thread() is not threading.main_thread():
             say("note        Ctrl-C does not reach a run in a thread; run.stop_after=… ends it")
-        code = _apart(asked, cfg, count) if count else _within(asked, launch, cfg)
+        code = _run_in_children(asked, cfg, count) if count else _run_in_this_process(asked, launch, cfg)
         if code == 1:  # nothing has failed, or that would have been raised
-            raise RuntimeError(saved_verdict(folder))
-        return Result(*_left(cfg, folder, code), folder, partial(build_run, asked, Launch(), cfg))
+            raise RuntimeError(read_verdict(folder))
+        return Result(*_read_result(cfg, folder, code), folder, partial(build_run, asked, Launch(), cfg))
 
 
-def build_run(words: Sequence[str], launch: Launch, cfg: DictConfig | None = None, alone: Alone = alone) -> RunParts:
+def build_run(
+    words: Sequence[str], launch: Launch, cfg: DictConfig | None = None, alone: ProgramRunner = run_program
+) -> RunParts:
     """What a run is made of; cfg: what was composed of the words already; alone: does words in another process."""
     cfg = compose(words) if cfg is None else cfg
     resource_paths.make_importable()
@@ -143,7 +145,7 @@ def processes_to_start(cfg: DictConfig, launch: Launch) -> int:
     Refusal where a launcher has started it, or where restarts are asked for and nothing is started.
     """
     # one that was started for this very key is not to start others
-    if launch.local or reads_files(cfg):
+    if launch.is_local_child or reads_files(cfg):
         return 0
     restarts = cfg.distributed.restarts
     if cfg.processes is None:
@@ -153,7 +155,7 @@ def processes_to_start(cfg: DictConfig, launch: Launch) -> int:
                 " (1, 2, … or auto), or leave it out. torchrun has --max-restarts"
             )
         return 0
-    if launch.told:
+    if launch.from_launcher:
         raise Refusal(
             f"processes={cfg.processes}: a launcher started this process, as WORLD_SIZE={launch.world_size} in its"
             " environment says, and decides how many there are; leave out one of the two"
@@ -175,7 +177,7 @@ def print_report(cfg: DictConfig, launch: Launch) -> int:
 
 def choose_run_folder(cfg: DictConfig, launch: Launch) -> Path:
     """The folder that the configuration names, or one that is named now, on all ranks the same."""
-    from trainer.launch.agreement import decided_by_main
+    from trainer.launch.store_collectives import broadcast_from_main
     from trainer.records.run_folder import choose
 
     label, own = str(cfg.model.get("_target_")).rsplit(".", 1)[-1].lower(), settings(cfg).run
@@ -183,33 +185,33 @@ def choose_run_folder(cfg: DictConfig, launch: Launch) -> Path:
     def decide() -> str:
         return str(choose(expand_home(own.root), own.name, own.dir, label, launch)[0])
 
-    return real(decided_by_main(launch, "door", decide))
+    return resolve_links(broadcast_from_main(launch, "door", decide))
 
 
-def _within(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
+def _run_in_this_process(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
     """The run in this process, which keeps nothing of it: no log file, no lock, no group of processes, no mode."""
     if reads_files(cfg):
         return print_report(cfg, launch)
-    with borrowed():
-        return _as_a_guest(words, launch, cfg)
+    with preserve_process_state():
+        return _run_as_guest(words, launch, cfg)
 
 
-def _as_a_guest(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
+def _run_as_guest(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
     from torch import distributed
 
-    from trainer.launch.status import mark_failed
+    from trainer.launch.run_status import mark_failed
     from trainer.records.folder_lock import unlock_all
 
     joined = distributed.is_available() and distributed.is_initialized()  # the caller's own group stays
     # what the command line leaves to the end of its process is put back here, whatever happens
     try:
-        with failure.exits_are_errors():
+        with failure.sys_exit_as_error():
             parts = build_run(words, launch, cfg)
             return parts.job(parts)
-    except failure.Failed as failed:
+    except failure.RunFailed as failed:
         error = failed.__cause__
         assert error is not None
-        mark_failed(failed.folder, failure.reason(error), launch.rank)
+        mark_failed(failed.folder, failure.error_summary(error), launch.rank)
         raise error from None
     finally:
         # after an error, or an interrupt, nobody has waited to leave it
@@ -219,7 +221,7 @@ def _as_a_guest(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
 
 
 def run_in_processes(
-    words: Sequence[str], cfg: DictConfig, count: int, starter: Starter = executed
+    words: Sequence[str], cfg: DictConfig, count: int, starter: ProcessStarter = start_program
 ) -> tuple[int, list[int], str]:
     """The run in so many processes; its exit code, the signals that asked it to stop, and what it says went wrong."""
     refuse_namesake()
@@ -248,7 +250,7 @@ def import_run_modules(cfg: DictConfig) -> None:
                 importlib.import_module(target.rpartition(".")[0])
 
 
-def _apart(words: Sequence[str], cfg: DictConfig, count: int) -> int:
+def _run_in_children(words: Sequence[str], cfg: DictConfig, count: int) -> int:
     """The run in processes of its own; what they have to say stands on the screen, and in the error."""
     code, asked, said = run_in_processes(words, cfg, count)
     if code == 2:
@@ -256,14 +258,14 @@ def _apart(words: Sequence[str], cfg: DictConfig, count: int) -> int:
     if code not in (0, failure.STOPPED):
         if asked.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt("interrupted twice")
-        found = saved_verdict(Path(str(cfg.run.dir))) if verifies(cfg) else ""
+        found = read_verdict(Path(str(cfg.run.dir))) if verifies(cfg) else ""
         raise RuntimeError(said or found or "a process of the run ended without a message: killed, or out of memory")
     return code
 
 
-def _left(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[str, float]]:
+def _read_result(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[str, float]]:
     """What the files say: the state of the run, and its last figures."""
-    from trainer.launch.status import read_status
+    from trainer.launch.run_status import read_status
     from trainer.records.metrics_reader import figures, last_of
 
     # a job that opens a run leaves the run's own files as they were, and so does `verify`

@@ -22,8 +22,8 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from trainer.launch.child_processes import command
-from trainer.launch.slurm_requeue import to_run_again
+from trainer.launch.child_processes import trainer_command
+from trainer.launch.slurm_requeue import requeue_if_unfinished
 from trainer.messages import Refusal, first_line
 
 
@@ -70,14 +70,14 @@ def run_words(_: DictConfig) -> tuple[int, float]:
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
     began = time.monotonic()
     # Slurm sends the signal for submitit to all processes; the run's own request is the SIGTERM that follows
-    child = subprocess.Popen(command(words), preexec_fn=_pass_over_submitit)
+    child = subprocess.Popen(trainer_command(words), preexec_fn=_pass_over_submitit)
     try:
         code = child.wait()
     except BaseException:  # the requeueing, too: nothing may be left running
         child.terminate()
         child.wait()
         raise
-    if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and to_run_again(code):
+    if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and requeue_if_unfinished(code):
         os._exit(code)  # without a result, for which the command that submitted the job goes on waiting
     return code, time.monotonic() - began
 

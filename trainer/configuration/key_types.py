@@ -10,7 +10,7 @@ import math
 import re
 from typing import Annotated, Any
 
-from trainer.launch.launchers import meeting
+from trainer.launch.launcher_environment import read_init_method
 from trainer.launch.validation import Validator, convert, is_valid, require
 from trainer.learning.intervals import Interval
 from trainer.learning.parameter_groups import Rule
@@ -116,7 +116,7 @@ def _is_rule(value: Any) -> bool:
 
 def parse_init_method(value: Any) -> str:
     """Where processes meet: env://, tcp://host:port or file:///path."""
-    meeting(str(value))
+    read_init_method(str(value))
     return str(value)
 
 

@@ -10,7 +10,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.configuration.schema import GROUPS, settings
-from trainer.launch.run_files import real
+from trainer.launch.safe_files import resolve_links
 from trainer.launch.validation import DamagedFile, read_json, read_yaml
 from trainer.messages import Refusal, expand_home
 from trainer.records.run_folder import ConfigFields, EnvironmentFields
@@ -34,7 +34,7 @@ def reported_on(cfg: DictConfig) -> Path:
     run = settings(cfg).run
     if run.dir is None and run.name is None:
         raise Refusal("job=report reads the files of a run: add run.dir=FOLDER, the folder of that run")
-    return real(expand_home(run.dir if run.dir is not None else f"{run.root}/{run.name}"))
+    return resolve_links(expand_home(run.dir if run.dir is not None else f"{run.root}/{run.name}"))
 
 
 def verifies(cfg: DictConfig) -> bool:
@@ -75,7 +75,7 @@ def _folder(cfg: DictConfig, said: dict[str, Any], job: str) -> Path:
     root, name, path = said.get("run.root", cfg.run.root), said.get("run.name"), said.get("run.dir")
     if path is None and name is None:
         raise Refusal(f"job={job} opens a run that was trained: add run.dir=FOLDER, the folder of that run")
-    folder = real(expand_home(str(path) if path is not None else f"{root}/{name}"))
+    folder = resolve_links(expand_home(str(path) if path is not None else f"{root}/{name}"))
     if not (folder / "config.yaml").is_file():
         there = "holds no config.yaml: it is no run folder" if folder.is_dir() else "does not exist"
         raise Refusal(f"job={job}: {folder} {there}")

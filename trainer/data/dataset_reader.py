@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainer.data.data import Data
 from trainer.data.rng import SeededDataset
-from trainer.launch.stop_signals import obey_parent_alone
+from trainer.launch.stop_signals import obey_parent_only
 from trainer.messages import BadData
 
 _MAX_WORKERS = 16  # workers that a rank takes by itself
@@ -94,7 +94,7 @@ def _init_worker(number: int) -> None:
 
     Its own rank's word counts: without it a Python that goes on after an error would wait for its workers for ever.
     """
-    obey_parent_alone()
+    obey_parent_only()
     # Tensors are handed over by a socket file in a folder below TMPDIR. Its path is at most 103 bytes on every system:
     # a worker whose TMPDIR is too long for it would give nothing, and its rank would wait. Python 3.14 does the same.
     if len(os.fsencode(tempfile.gettempdir())) > 103 - len("/pymp-12345678/listener-12345678"):

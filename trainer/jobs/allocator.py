@@ -14,7 +14,7 @@ from trainer.configuration.schema import Loop
 from trainer.data.sampler import dataset_size
 from trainer.jobs.batch_sizes import more_micro_batches
 from trainer.jobs.preparation import Prepared
-from trainer.launch.failure import chain
+from trainer.launch.failure import error_chain
 from trainer.loop.evaluation import evaluate, trial_evaluation
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal, format_count
@@ -62,7 +62,7 @@ def evaluation_batch(loop: Loop) -> int:
 def remedy(error: BaseException, run: Prepared) -> str:
     """With what the memory ran out, and what to try; empty where it did not. The traceback knows where it was."""
     # the error that arrives may have followed from the one that counts
-    if not any(_no_memory(one) for one in chain(error)):
+    if not any(_no_memory(one) for one in error_chain(error)):
         return ""
     if _within(error, AsyncSaver.copied):
         return "The host's memory ran out for a copy of the state. checkpoint.asynchronous=false saves without one."

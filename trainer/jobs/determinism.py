@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from trainer.launch.failure import chain
+from trainer.launch.failure import error_chain
 
 
 def be_deterministic() -> None:
@@ -21,6 +21,6 @@ def be_deterministic() -> None:
 
 def way_out(error: BaseException) -> str:
     """What to do about an operation that has no deterministic algorithm; empty where that is not the error."""
-    if not any("does not have a deterministic implementation" in str(one) for one in chain(error)):
+    if not any("does not have a deterministic implementation" in str(one) for one in error_chain(error)):
         return ""
     return "loop.deterministic=true runs no operation whose bits may differ; do without this one, or set it to false."

@@ -8,7 +8,7 @@ from functools import partial
 from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import Split, Which, opened, run_folder, samples_of
 from trainer.launch import failure
-from trainer.launch.run_files import open_file
+from trainer.launch.safe_files import open_file
 from trainer.loop.evaluation import evaluate
 
 

@@ -23,7 +23,7 @@ from trainer.jobs.preparation import seeded_network
 from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import Which, as_average, chosen, classes_of, names_there, run_folder, samples_of
 from trainer.launch.rendezvous import Launch
-from trainer.launch.run_files import make_folder, replace_file
+from trainer.launch.safe_files import make_folder, replace_file
 from trainer.learning.task import Task
 from trainer.messages import Refusal, expand_home
 from trainer.parallel.optimizer_state import refuse_other_network

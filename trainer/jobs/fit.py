@@ -17,10 +17,10 @@ from trainer.jobs.run_messages import best_lines, describe, end_lines, left_out_
 from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.summary import summary
 from trainer.launch import failure, rank_output
-from trainer.launch.agreement import decided_by_main
-from trainer.launch.hang import watchdog
-from trainer.launch.status import process_age
-from trainer.launch.stop_signals import StopRequest, left_behind
+from trainer.launch.hang_detection import make_watchdog
+from trainer.launch.run_status import process_age
+from trainer.launch.stop_signals import StopRequest, stopped_elsewhere_only
+from trainer.launch.store_collectives import broadcast_from_main
 from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal, format_count
@@ -48,20 +48,20 @@ class Fit(Job):
         else:
             keep_freed_memory()
         # one process compares with what lies in the folder and all follow: each for itself could see another moment
-        verdict = Verdict(*decided_by_main(launch, "resume", lambda: decide_resume(run)))
+        verdict = Verdict(*broadcast_from_main(launch, "resume", lambda: decide_resume(run)))
         if verdict.complete:
             if launch.is_main:
                 print(f"{folder}: {verdict.complete}")
             return 0
         run.machine = run.strategy.machine = replace(run.machine, precision=verdict.precision)
-        rank_output.redirect(launch.rank, folder)
+        rank_output.redirect_output(launch.rank, folder)
         log = Log([Figures(), LogFile(), *run.sinks] if launch.is_main else [])
         # join: from now on ranks wait for each other, so one that fails ends all, with one account of why; and a
         # request to stop must be kept until the loop can hear it
         with (
             StopRequest(launch, folder) as stop,
             accounted(run, progress, log),
-            watchdog(launch, folder, stop, lambda: run.strategy.pulse(progress.step)),
+            make_watchdog(launch, folder, stop, lambda: run.strategy.pulse(progress.step)),
             run.strategy,
             make_checkpoints(run) as checkpoints,
         ):
@@ -80,7 +80,7 @@ def accounted(run: Prepared, progress: Progress, log: Log) -> Iterator[None]:
     """Where something fails inside, the run's files say so. Failed then, with what an account of it needs."""
     folder = run.folder
     try:
-        with failure.exits_are_errors():
+        with failure.sys_exit_as_error():
             yield
     except (Exception, KeyboardInterrupt) as error:
         for last in (partial(log.end, "failed"), log.close):
@@ -89,7 +89,7 @@ def accounted(run: Prepared, progress: Progress, log: Log) -> Iterator[None]:
         if isinstance(error, Refusal):  # a sentence and exit 2, as before the group
             folder.take_back(progress.step, str(error))
             raise
-        raise failure.Failed(folder.path, progress.step or None, remedy(error, run) or way_out(error)) from error
+        raise failure.RunFailed(folder.path, progress.step or None, remedy(error, run) or way_out(error)) from error
 
 
 def start_from(run: Prepared) -> Found | None:
@@ -111,7 +111,7 @@ def begin(run: Prepared, start: Found | None, changed: Sequence[str], log: Log) 
     step = start.step if start else 0
     # what runs, then that it runs: whoever sees `running` finds the rest
     folder.write_start(run.configuration, run.arguments, describe(run))
-    folder.begin(step, strategy.world.size, strategy.name, process_age() if run.machine.launch.ours else 0.0)
+    folder.begin(step, strategy.world.size, strategy.name, process_age() if run.machine.launch.owns_process else 0.0)
     # what was logged after the step to go on from will be logged again
     log.open(folder.path, step, length.steps, -(-length.steps // length.per_epoch))
     log.text("configuration", run.configuration)
@@ -122,7 +122,7 @@ def begin(run: Prepared, start: Found | None, changed: Sequence[str], log: Log) 
 def end(run: Prepared, trainer: Trainer, stop: StopRequest, done: bool, began: float) -> int:
     """Collective: say how it ended, in status.json first, which a launcher's end may cut off; the exit code."""
     launch, step, log = run.machine.launch, trainer.progress.step, trainer.log
-    lost = not done and left_behind(launch, stop, run.strategy.world.all_gather_values)
+    lost = not done and stopped_elsewhere_only(launch, stop, run.strategy.world.all_gather_values)
     # all ranks; each hears what any was asked: one may have heard of it a second before the others do
     asked = [] if done else run.strategy.world.all_gather_values(stop.reason)
     why = next(filter(None, asked), f"run.stop_after={run.settings.run.stop_after or 0:g} s")

@@ -13,7 +13,7 @@ from trainer.jobs.export import trained
 from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import Which, as_average, chosen, run_folder
 from trainer.launch.devices import accelerator_type
-from trainer.launch.run_files import make_folder, open_file
+from trainer.launch.safe_files import make_folder, open_file
 from trainer.learning.text_generation import GenerationRequest
 from trainer.messages import Refusal
 

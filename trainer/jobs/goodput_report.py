@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.launch.run_files import make_folder, refuse_strange, replace_file
-from trainer.launch.status import CRASHED, read_starts, read_status
+from trainer.launch.run_status import CRASHED_STATES, read_starts, read_status
+from trainer.launch.safe_files import make_folder, refuse_unsafe_files, replace_file
 from trainer.messages import Refusal, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Report:
         said = costs(folder)
         if said is None:
             raise Refusal(f"job=report: {folder} holds no status.json that can be read: no run has begun there")
-        refuse_strange(folder)
+        refuse_unsafe_files(folder)
         out = make_folder(folder / "report")
         replace_file(out / "report.json", json.dumps(said, indent=1, ensure_ascii=False) + "\n")
         reason = f": {said['reason']}" if said["reason"] else ""
@@ -62,7 +62,7 @@ def costs(folder: Path) -> dict[str, Any] | None:
     executed, starts = status.get("executed", 0), _starts(folder, status)
     return {
         **{name: status[name] for name in ("state", "reason", "step", "goodput")},
-        "restarts": sum(one["after"] in CRASHED for one in starts),
+        "restarts": sum(one["after"] in CRASHED_STATES for one in starts),
         "steps_executed": executed,
         "steps_repeated": executed - round(executed * status["goodput"]),
         "seconds": round(whole, 3),

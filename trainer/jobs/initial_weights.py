@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from trainer.launch.run_files import real
+from trainer.launch.safe_files import resolve_links
 from trainer.messages import Refusal, expand_home, format_count, format_names
 from trainer.parallel.meta_model import named_tensors
 from trainer.records.weight_files import Weights, open_weights
@@ -135,7 +135,7 @@ def _first_words(names: Iterable[str]) -> Iterable[str]:
 def _place(source: str, network: nn.Module) -> Path:
     """Where the weights lie; what the network's authors have published the network itself knows."""
     if source != "pretrained":
-        path = real(expand_home(source))
+        path = resolve_links(expand_home(source))
         if not path.exists():
             kinds = "a run folder, a checkpoint, a .safetensors, .pt or .pth file, a folder of Hugging Face"
             raise Refusal(f"{path.absolute()} does not exist; give pretrained, {kinds}")

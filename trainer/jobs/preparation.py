@@ -20,7 +20,7 @@ from trainer.jobs.determinism import be_deterministic
 from trainer.jobs.initial_weights import Initial
 from trainer.jobs.resume_precheck import known_sets, refuse_start
 from trainer.jobs.run_parts import RunParts
-from trainer.launch.agreement import first_on_node
+from trainer.launch.store_collectives import run_one_per_node_first
 from trainer.learning.freezing import freeze, refuse_frozen, refuse_parameters
 from trainer.learning.optimizer_checks import refuse_step
 from trainer.learning.parameter_groups import Rule, resolve_rules
@@ -69,7 +69,7 @@ def prepare(run: RunParts) -> Prepared:
     batches = deal(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch, loop.uneven)
     run.strategy.refuse_shares(launch.world_size, loop.global_batch // ranks, batches.micro_batches, loop.uneven)
     # one process of a machine first: it may download, and the others find it done
-    training, evaluation = first_on_node(launch, "data", lambda: read_data(run))
+    training, evaluation = run_one_per_node_first(launch, "data", lambda: read_data(run))
     order = EpochOrder(run.data, training, settings.seed)
     unit = ranks if loop.uneven else ranks * (loop.micro_batch or loop.micro_batches)
     length = measure(order.length, loop.global_batch, loop.epochs, loop.steps, unit)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trainer.jobs.preparation import Prepared
 from trainer.jobs.resume_precheck import class_changes, configuration_of, glance, refuse_own, set_changes, stale
-from trainer.launch.status import read_status
+from trainer.launch.run_status import read_status
 from trainer.records.resume_rules import (
     ABSENT,
     changes,

@@ -224,9 +224,9 @@ def command(run: Prepared) -> str:
 
 def launcher(launch: Launch) -> str:
     """What stood before `-m trainer`, as far as a process can know: not how machines find each other."""
-    if launch.world_size == 1 or launch.local:
+    if launch.world_size == 1 or launch.is_local_child:
         return "python"
-    if not launch.restarts:
+    if not launch.restarted_by_launcher:
         return "<srun, mpirun … as before> python"
     if launch.world_size == launch.local_world_size:
         return f"torchrun --standalone --nproc-per-node {launch.local_world_size}"

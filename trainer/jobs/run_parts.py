@@ -20,8 +20,8 @@ from trainer.configuration.interpolation import written
 from trainer.configuration.schema import Settings, settings
 from trainer.configuration.trained_run_config import opens_a_run
 from trainer.data.data import Data
-from trainer.launch.child_processes import Alone, alone
-from trainer.launch.launchers import meeting_at
+from trainer.launch.child_processes import ProgramRunner, run_program
+from trainer.launch.launcher_environment import apply_init_method
 from trainer.launch.rendezvous import Launch
 from trainer.launch.validation import read_yaml
 from trainer.learning.intervals import Cadences, Interval
@@ -58,7 +58,7 @@ class RunParts:
     job: Job
     settings: Settings
     arguments: list[str]  # of the command line
-    run_alone: Alone  # runs a command with such arguments in a process of its own
+    run_alone: ProgramRunner  # runs a command with such arguments in a process of its own
     configuration: str  # yaml, without secrets
     unused_keys: Collection[str]  # of the configuration: without them the run would be the same
     machine: Machine
@@ -84,7 +84,11 @@ _KINDS = {"job": Job, "strategy": Strategy, "model": nn.Module, "task": Task, "s
 
 
 def assemble(
-    cfg: DictConfig, arguments: Sequence[str], labs: Sequence[Path], launch: Launch, run_alone: Alone = alone
+    cfg: DictConfig,
+    arguments: Sequence[str],
+    labs: Sequence[Path],
+    launch: Launch,
+    run_alone: ProgramRunner = run_program,
 ) -> RunParts:
     """Turn every node into an object; what is not one yet (a network, an optimizer) into what makes it.
 
@@ -202,7 +206,7 @@ def make_machine(chosen: Settings, launch: Launch) -> Machine:
     """On what this process computes, and how it meets the others."""
     timeout = timedelta(seconds=chosen.distributed.timeout)
     return Machine(
-        launch=meeting_at(launch, chosen.distributed.init_method, timeout),
+        launch=apply_init_method(launch, chosen.distributed.init_method, timeout),
         device=chosen.device,
         precision=chosen.precision,
         tf32=chosen.tf32,

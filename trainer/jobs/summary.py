@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.jobs.goodput_report import cost_lines, costs, spoken
 from trainer.jobs.preparation import Prepared
-from trainer.launch.status import read_status
+from trainer.launch.run_status import read_status
 from trainer.loop.trainer import Trainer
 from trainer.messages import format_count, format_number
 from trainer.records.checkpoint.manager import Checkpoints

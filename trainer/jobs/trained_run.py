@@ -26,12 +26,12 @@ from trainer.jobs.preparation import read_data, refuse_figures, seeded_network
 from trainer.jobs.resume_precheck import known_classes
 from trainer.jobs.run_parts import RunParts
 from trainer.launch import rank_output
-from trainer.launch.agreement import decided_by_main, first_on_node
-from trainer.launch.hang import watchdog
+from trainer.launch.hang_detection import make_watchdog
 from trainer.launch.rendezvous import Launch
-from trainer.launch.run_files import make_folder, real, refuse_strange
-from trainer.launch.status import STATUS_FILE
+from trainer.launch.run_status import STATUS_FILE
+from trainer.launch.safe_files import make_folder, refuse_unsafe_files, resolve_links
 from trainer.launch.stop_signals import StopRequest
+from trainer.launch.store_collectives import broadcast_from_main, run_one_per_node_first
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_in_state_dict, is_meta_model
 from trainer.parallel.ranks import all_or_none
@@ -78,7 +78,7 @@ def opened(run: RunParts, job: str, which: Which, read: Callable[[list[str]], An
     # as a run is prepared, but for all that only training needs
     strategy.data_ranks(launch.world_size)
     # is there a checkpoint? its classes count: the data may have others, or others' numbers
-    classes = decided_by_main(launch, "checkpoint", lambda: classes_of(run, which))
+    classes = broadcast_from_main(launch, "checkpoint", lambda: classes_of(run, which))
     samples = read(classes)
     network, _ = strategy.outline(partial(seeded_network, run))
     strategy.check(run.task, network, launch.world_size)
@@ -87,12 +87,12 @@ def opened(run: RunParts, job: str, which: Which, read: Callable[[list[str]], An
 
     # below the job's own folder, as the run's lie below the run's
     out = folder / job
-    decided_by_main(launch, "job-folder", lambda: refuse_strange(make_folder(out)))
-    rank_output.redirect(launch.rank, out)
+    broadcast_from_main(launch, "job-folder", lambda: refuse_unsafe_files(make_folder(out)))
+    rank_output.redirect_output(launch.rank, out)
     _forget_hang(launch, out)
     stop = StopRequest(launch)
     # watched as an evaluation in training is; batches stand for steps
-    with stop, watchdog(launch, out, stop, lambda: strategy.pulse(strategy.watch.done)), strategy:
+    with stop, make_watchdog(launch, out, stop, lambda: strategy.pulse(strategy.watch.done)), strategy:
         stream = evaluation_stream(run, samples)
         if launch.is_main and is_meta_model(network) and not all_in_state_dict(network):
             network = seeded_network(run)  # some of its values are in no checkpoint
@@ -111,7 +111,7 @@ def _forget_hang(launch: Launch, out: Path) -> None:
 
 def run_folder(run: RunParts) -> Path:
     """The folder of the run that is opened."""
-    return real(str(run.settings.run.dir))
+    return resolve_links(str(run.settings.run.dir))
 
 
 def samples_of(run: RunParts, split: Split, launch: Launch, classes: Sequence[str] = ()) -> Any:
@@ -126,7 +126,7 @@ def samples_of(run: RunParts, split: Split, launch: Launch, classes: Sequence[st
         return run.data.plain_train()
 
     read = plain if split == "train" else lambda: read_data(run)[1]
-    samples = first_on_node(launch, "data", read)
+    samples = run_one_per_node_first(launch, "data", read)
     if samples is None or not dataset_size(samples):
         raise Refusal("job.split=evaluation: the data has no evaluation set; there is job.split=train")
     return samples
@@ -134,7 +134,7 @@ def samples_of(run: RunParts, split: Split, launch: Launch, classes: Sequence[st
 
 def inputs_of(run: RunParts, where: str, launch: Launch, classes: Sequence[str] = ()) -> Any:
     """The set of these new inputs; Refusal where there are none. Collective: as `samples_of`."""
-    samples = first_on_node(launch, "data", lambda: run.data.inputs(where))
+    samples = run_one_per_node_first(launch, "data", lambda: run.data.inputs(where))
     if not dataset_size(samples):
         raise Refusal(f"job.inputs={where}: there is nothing in it")
     return samples

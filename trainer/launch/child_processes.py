@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypedDict
 
 from trainer.launch.failure import STOPPED
-from trainer.launch.rank_output import Relay, say
-from trainer.launch.status import read_status
-from trainer.launch.stop_signals import REQUESTS
+from trainer.launch.rank_output import OutputRelay, say
+from trainer.launch.run_status import read_status
+from trainer.launch.stop_signals import STOP_SIGNALS
 from trainer.launch.validation import DamagedFile, Whole, read_json
 from trainer.messages import format_count
 
-_LOOK = 0.1  # seconds between two looks at the processes
-_ACCOUNT = 10.0  # seconds that the others have to notice that one has failed, and to say so
-_GRACE = 20.0  # seconds more until those are killed that did not end when they were asked to
+_POLL_INTERVAL = 0.1  # seconds between two looks at the processes
+_NOTICE_TIMEOUT = 10.0  # seconds that the others have to notice that one has failed, and to say so
+_KILL_TIMEOUT = 20.0  # seconds more until those are killed that did not end when they were asked to
 
 
-class StartedProcess(Protocol):
+class ChildProcess(Protocol):
     """A process that was started, with the verbs of `subprocess.Popen`."""
 
     def poll(self) -> int | None:
@@ -53,20 +53,20 @@ class StartedProcess(Protocol):
 
 
 # Starts the words in an environment; what the process prints goes to two descriptors (None: to those of this process).
-Starter = Callable[[Sequence[str], Mapping[str, str], int | None, int | None], StartedProcess]
+ProcessStarter = Callable[[Sequence[str], Mapping[str, str], int | None, int | None], ChildProcess]
 
 
-def command(words: Sequence[str]) -> list[str]:
+def trainer_command(words: Sequence[str]) -> list[str]:
     """The program that runs the words, as this process runs its own."""
     return [sys.executable, "-m", "trainer", *words]
 
 
-def executed(
+def start_program(
     words: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
-) -> StartedProcess:
+) -> ChildProcess:
     """A process that is a program of its own, and imports what it needs by itself."""
     return subprocess.Popen(
-        command(words),
+        trainer_command(words),
         env=environment,
         # who has its words in a file is not at the terminal, and must not read from it either
         stdin=None if stdout is None else subprocess.DEVNULL,
@@ -77,13 +77,13 @@ def executed(
 
 
 # Runs the words in an environment and waits; the exit code, and all that was printed.
-Alone = Callable[[Sequence[str], Mapping[str, str]], tuple[int, str]]
+ProgramRunner = Callable[[Sequence[str], Mapping[str, str]], tuple[int, str]]
 
 
-def alone(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+def run_program(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
     """Run the words in a process of its own and wait for it; the exit code, and all that was printed."""
     ended = subprocess.run(
-        command(words),
+        trainer_command(words),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -95,26 +95,26 @@ def alone(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, st
     return ended.returncode, ended.stdout
 
 
-def start(
-    words: Sequence[str], count: int, scratch: Path, attempt: int = 0, starter: Starter = executed
+def run_ranks(
+    words: Sequence[str], count: int, scratch: Path, attempt: int = 0, starter: ProcessStarter = start_program
 ) -> tuple[int, list[int]]:
     """Run the words in so many processes and wait for all; the run's exit code, and which signals asked it to stop.
 
     scratch: an empty folder that other users may not look into; where a rank is refused or fails its account is then in
     `<rank>/error.json`. attempt: how often the same words have been started before.
     """
-    children: list[StartedProcess] = []
-    with Relay() as relay, forward_signals(children) as asked:
+    children: list[ChildProcess] = []
+    with OutputRelay() as relay, forward_signals(children) as asked:
         try:
             for rank in range(count):
-                environment = _environment(rank, count, scratch) | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
+                environment = _rank_environment(rank, count, scratch) | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
                 children.append(starter(words, environment, relay.stdout, relay.stderr))
-            code = combine_exit_codes(_ended(children, relay, asked), bool(asked))
+            code = combine_exit_codes(_wait_for_all(children, relay, asked), bool(asked))
         finally:
             for child in children:
                 child.kill()  # does nothing to those that have ended
     # a sweep that has started this command looks for the account where launchers do
-    if (first := _first_account(scratch)) and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+    if (first := _first_error_file(scratch)) and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         shutil.copyfile(first, file)
     return code, asked
 
@@ -124,30 +124,30 @@ def combine_exit_codes(codes: Sequence[int], stop: bool) -> int:
     bad = [code for code in codes if code not in (0, STOPPED)]
     if not bad:
         return codes[0]  # the main rank knows whether it was stopped
-    if stop and all(-code in REQUESTS for code in bad):
+    if stop and all(-code in STOP_SIGNALS for code in bad):
         return STOPPED  # before there was anything to save
     return 2 if 2 in bad else 1
 
 
-def account(scratch: Path) -> str:
+def read_failure(scratch: Path) -> str:
     """What the rank that failed first has left about it; empty where none has."""
-    first = _first_account(scratch)
+    first = _first_error_file(scratch)
     return json.loads(first.read_text(encoding="utf-8"))["message"]["message"] if first else ""
 
 
-def _first_account(scratch: Path) -> Path | None:
+def _first_error_file(scratch: Path) -> Path | None:
     def when(path: Path) -> int:
         return int(json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]["timestamp"])
 
     return min(scratch.glob("*/error.json"), key=when, default=None)
 
 
-def _environment(rank: int, count: int, scratch: Path) -> dict[str, str]:
+def _rank_environment(rank: int, count: int, scratch: Path) -> dict[str, str]:
     """What torchrun would export for this rank, with a file in the place of its store."""
     threads = max(1, (os.cpu_count() or 1) // count)
     return {
         "OMP_NUM_THREADS": str(threads),  # more threads than cores wait for each other
-        **_at_home(),
+        **_loopback_interfaces(),
         **child_environment(scratch, rank),
         # what can be imported here can be imported there, wherever it lies; mp.spawn does as much
         "PYTHONPATH": os.pathsep.join(str(path) for path in sys.path if path),
@@ -167,7 +167,7 @@ def child_environment(scratch: Path, rank: int = 0) -> dict[str, str]:
     return {**os.environ, "TORCHELASTIC_ERROR_FILE": str(file), "TRAINER_PARENT": str(os.getpid())}
 
 
-def _at_home() -> dict[str, str]:
+def _loopback_interfaces() -> dict[str, str]:
     """Let gloo and NCCL listen where no other machine gets in; they would take the interface of the host's name."""
     own = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     # the sign: no other name that begins like this one
@@ -175,7 +175,7 @@ def _at_home() -> dict[str, str]:
 
 
 @contextmanager
-def forward_signals(children: Sequence[StartedProcess]) -> Iterator[list[int]]:
+def forward_signals(children: Sequence[ChildProcess]) -> Iterator[list[int]]:
     """Inside, requests to stop go to all children, and into the list; only the main thread can hear them."""
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -187,7 +187,7 @@ def forward_signals(children: Sequence[StartedProcess]) -> Iterator[list[int]]:
         for child in children:
             child.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in REQUESTS}
+    before = {number: signal.signal(number, hand_on) for number in STOP_SIGNALS}
     try:
         yield asked
     finally:
@@ -195,7 +195,7 @@ def forward_signals(children: Sequence[StartedProcess]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _ended(children: Sequence[StartedProcess], relay: Relay, requests: list[int]) -> list[int]:
+def _wait_for_all(children: Sequence[ChildProcess], relay: OutputRelay, requests: list[int]) -> list[int]:
     """The exit codes of all; where one has failed the others have a while to notice it by themselves."""
     failed, asked = None, False
     # a sweep that is killed tells nobody: its runs stop, so that the next sweep finds their folders free
@@ -211,21 +211,21 @@ def _ended(children: Sequence[StartedProcess], relay: Relay, requests: list[int]
             for child in children:  # one that was stopped (SIGSTOP) must run to hear that the run is over
                 child.send_signal(signal.SIGCONT)
         late = time.monotonic() - failed if failed is not None else 0.0
-        if late > _ACCOUNT and not asked:
+        if late > _NOTICE_TIMEOUT and not asked:
             asked = True
             for child in children:
                 child.terminate()
-        if late > _ACCOUNT + _GRACE:
+        if late > _NOTICE_TIMEOUT + _KILL_TIMEOUT:
             for child in children:
                 child.kill()
-        relay.pass_on(_LOOK)
+        relay.pass_on(_POLL_INTERVAL)
     return [child.wait() for child in children]
 
 
-_HEALTHY = (0, STOPPED, 2)  # a refusal would be the same the next time
+_FINAL_CODES = (0, STOPPED, 2)  # a refusal would be the same the next time
 
 
-class Fault(NamedTuple):
+class FailedAttempt(NamedTuple):
     """How a try ended. One that is the same twice is no accident."""
 
     step: int  # the last one that was reported
@@ -234,22 +234,22 @@ class Fault(NamedTuple):
 
 
 def run_with_restarts(
-    words: Sequence[str], count: int, scratch: Path, folder: Path, restarts: int, starter: Starter
+    words: Sequence[str], count: int, scratch: Path, folder: Path, restarts: int, starter: ProcessStarter
 ) -> tuple[int, list[int], str]:
     """Run the words in so many processes, again after a failure, up to `restarts` times without a new checkpoint.
 
     The exit code of the last try, which signals asked it to stop, and its account of what went wrong; scratch: an empty
     folder; folder: of the run.
     """
-    left, faults = restarts, list[Fault]()
+    left, faults = restarts, list[FailedAttempt]()
     while True:
         place = scratch / f"attempt_{len(faults)}"
         place.mkdir()
-        code, asked = start(words, count, place, len(faults), starter)
-        said = account(place)
-        if not restarts or code in _HEALTHY or asked:
+        code, asked = run_ranks(words, count, place, len(faults), starter)
+        said = read_failure(place)
+        if not restarts or code in _FINAL_CODES or asked:
             return code, asked, said
-        faults.append(fault(folder, said))
+        faults.append(describe_attempt(folder, said))
         *earlier, last = faults
         # what has been saved since is progress, however long it took
         if earlier and last.saved > earlier[-1].saved:
@@ -265,10 +265,14 @@ def run_with_restarts(
         say(f"restart     {where}, after a failure at step {last.step:,}: {last.reason}; left without progress: {left}")
 
 
-def fault(folder: Path, said: str) -> Fault:
+def describe_attempt(folder: Path, said: str) -> FailedAttempt:
     """How the last try ended, by the run's files and by what its processes have left."""
     status = read_status(folder) or {}
-    return Fault(status.get("step", 0), _newest(folder), next(iter(said.splitlines()), "killed, without a last word"))
+    return FailedAttempt(
+        status.get("step", 0),
+        _newest_checkpoint_step(folder),
+        next(iter(said.splitlines()), "killed, without a last word"),
+    )
 
 
 class _SavedStep(TypedDict):
@@ -277,7 +281,7 @@ class _SavedStep(TypedDict):
     step: Whole
 
 
-def _newest(folder: Path) -> int:
+def _newest_checkpoint_step(folder: Path) -> int:
     """The step of the newest checkpoint; -1 where there is none."""
     steps = [-1]
     for path in (folder / "checkpoints").glob("[!.]*/manifest.json"):

@@ -24,20 +24,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.launch.polling import poll
-from trainer.launch.rank_output import note, say
+from trainer.launch.rank_output import append_to_log, say
 from trainer.launch.rendezvous import Launch, say_goodbye
-from trainer.launch.status import mark_failed, read_status
+from trainer.launch.run_status import mark_failed, read_status
 from trainer.messages import FatalRunError, Refusal
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-GONE = "Another process of the run ended without a message: it was killed, perhaps because memory ran out."
+PEER_GONE = "Another process of the run ended without a message: it was killed, perhaps because memory ran out."
 # What a rank sees when the fault is another's: gloo's, NCCL's and the store's words for a connection that broke, and
 # what they say about that other one, in case it never says anything itself.
-_ECHOES = {
-    r"connection (was )?(closed|reset)|closed by peer|broken pipe|remote process exited": GONE,
+_PEER_ERRORS = {
+    r"connection (was )?(closed|reset)|closed by peer|broken pipe|remote process exited": PEER_GONE,
     r"socket timeout|timed out( waiting|!)|timeout[\s\S]*NCCL|(NCCL|ProcessGroup)[\s\S]*(timed out|timeout)": (
         "Another process of the run stopped answering: it hangs, or does something else than this one."
     ),
@@ -45,14 +45,14 @@ _ECHOES = {
 }
 
 
-def about_peer(error: BaseException) -> str | None:
+def peer_failure(error: BaseException) -> str | None:
     """What an error says about another rank, empty if nothing certain; None where it is this one's own."""
-    texts = [str(one) for one in chain(error) if isinstance(one, RuntimeError | OSError)]
-    found = (said for pattern, said in _ECHOES.items() if re.search(pattern, "\n".join(texts), re.IGNORECASE))
+    texts = [str(one) for one in error_chain(error) if isinstance(one, RuntimeError | OSError)]
+    found = (said for pattern, said in _PEER_ERRORS.items() if re.search(pattern, "\n".join(texts), re.IGNORECASE))
     return next(found, None)
 
 
-def chain(error: BaseException) -> Iterator[BaseException]:
+def error_chain(error: BaseException) -> Iterator[BaseException]:
     """An error and what it followed from."""
     one: BaseException | None = error
     while one is not None:
@@ -70,12 +70,12 @@ class Failure:
     teller: int  # the rank that claimed it and gives the account: who hangs cannot
 
 
-def claim(store: Store | None, launch: Launch, reason: str) -> Failure:
+def claim_first_failure(store: Store | None, launch: Launch, reason: str) -> Failure:
     """Claim to be the first that failed; what is returned is the failure that was first."""
-    return accuse(store, launch, reason, launch.rank)
+    return blame_rank(store, launch, reason, launch.rank)
 
 
-def accuse(store: Store | None, launch: Launch, reason: str, rank: int | None) -> Failure:
+def blame_rank(store: Store | None, launch: Launch, reason: str, rank: int | None) -> Failure:
     """Claim that this rank was the first that failed; what is returned is the failure that was first."""
     mine = Failure(rank, time.time(), reason[:500], launch.rank)
     if store is None:
@@ -83,7 +83,7 @@ def accuse(store: Store | None, launch: Launch, reason: str, rank: int | None) -
     return Failure(**json.loads(store.compare_set("failure", "", json.dumps(asdict(mine)))))
 
 
-def claimed(store: Store | None) -> Failure | None:
+def read_first_failure(store: Store | None) -> Failure | None:
     """The failure that was claimed in this round, if any. Never waits."""
     if store is None or not store.check(["failure"]):
         return None
@@ -91,13 +91,15 @@ def claimed(store: Store | None) -> Failure | None:
 
 
 STOPPED = 75  # stopped as asked and saved: run the same command again
-_PATIENCE = 2.0  # seconds a rank waits to learn whether another failed before it
-_GONE = 0.2  # the same where that one's connections are closed: it said so before, if at all; a restart waits for this
-_MAIN_PATIENCE = 5.0  # seconds another rank gives the main one to print a refusal; their imports take differently long
-_END = 10.0  # seconds after which a failed process is gone, whatever holds it up
+_FIRST_FAILURE_TIMEOUT = 2.0  # seconds a rank waits to learn whether another failed before it
+_PEER_GONE_TIMEOUT = (
+    0.2  # the same where that one's connections are closed: it said so before, if at all; a restart waits for this
+)
+_MAIN_TIMEOUT = 5.0  # seconds another rank gives the main one to print a refusal; their imports take differently long
+_EXIT_TIMEOUT = 10.0  # seconds after which a failed process is gone, whatever holds it up
 
 
-class Failed(Exception):
+class RunFailed(Exception):
     """A run failed inside; the cause is the error itself. Carries what an account of it needs."""
 
     def __init__(self, folder: Path, step: int | None, remedy: str) -> None:
@@ -105,33 +107,33 @@ class Failed(Exception):
         self.folder, self.step, self.remedy = folder, step, remedy
 
 
-def refuse(message: str, launch: Launch) -> NoReturn:
+def exit_refused(message: str, launch: Launch) -> NoReturn:
     """Exit 2 with one sentence: printed once, by one rank, not again by a restarted attempt. Needs no torch.
 
     Every rank leaves the sentence where torchrun finds it, so it stands in torchrun's last block as well.
     """
-    _no_more_requests()
+    _ignore_stop_signals()
     # the main rank's file first, in every attempt: the launcher ends the others as soon as one is gone
-    if (launch.is_main or not _main_has_spoken(launch)) and not _refused_before(message, launch):
+    if (launch.is_main or not _main_printed_refusal(launch)) and not _refused_in_earlier_attempt(message, launch):
         say(message if launch.rank == launch.local_rank else f"{socket.gethostname()}: {message}")
-    _leave_for_launcher(message, message, time.time() + (not launch.is_main))
+    _write_launcher_error_file(message, message, time.time() + (not launch.is_main))
     exit_process(2)
 
 
-def fail(
+def exit_failed(
     error: BaseException, launch: Launch, folder: Path | None = None, step: int | None = None, remedy: str = ""
 ) -> NoReturn:
     """Exit 1. The rank that failed first prints its traceback and the `remedy`; others, which follow, stay silent."""
-    _no_more_requests()
+    _ignore_stop_signals()
     # what follows asks a store and writes files, and either may hang by now
-    end = threading.Timer(_END, os._exit, (1,))
+    end = threading.Timer(_EXIT_TIMEOUT, os._exit, (1,))
     end.daemon = True
     end.start()
     # where the sentence says all, a traceback would only hide it
     said = str(error) if isinstance(error, FatalRunError) else "".join(traceback.format_exception(error)).rstrip()
     trace = f"{said}\n{remedy}".rstrip()
     with contextlib.suppress(OSError, RuntimeError):  # a full disk; a store that went with its launcher
-        _account(error, launch, folder, step, trace)
+        _report_or_follow(error, launch, folder, step, trace)
     exit_process(1)
 
 
@@ -144,7 +146,7 @@ def exit_code(done: bool, launch: Launch, lost: bool = False) -> int:
     meant = 0 if done else STOPPED
     if launch.is_main and (path := os.environ.get("TRAINER_EXIT_FILE")):
         Path(path).write_text(str(meant))
-    return 0 if launch.restarts and not lost else meant
+    return 0 if launch.restarted_by_launcher and not lost else meant
 
 
 def exit_process(code: int) -> NoReturn:
@@ -162,49 +164,49 @@ def exit_process(code: int) -> NoReturn:
 
 def _clear_launcher_folders() -> None:
     """torchrun makes a folder for each rank's error and leaves them all, empty, in the temporary directory."""
-    path = _error_file()
+    path = _launcher_error_file()
     with contextlib.suppress(OSError):  # not empty: other ranks' folders
         while path and any(parent.name.startswith("torchelastic_") for parent in path.parents):
             path = path.parent
             path.rmdir()
 
 
-def _account(error: BaseException, launch: Launch, folder: Path | None, step: int | None, trace: str) -> None:
+def _report_or_follow(error: BaseException, launch: Launch, folder: Path | None, step: int | None, trace: str) -> None:
     """Find out who failed first, and speak or be silent accordingly."""
-    store = _store(launch)
-    peer = about_peer(error) if launch.world_size > 1 else None
+    store = _failure_store(launch)
+    peer = peer_failure(error) if launch.world_size > 1 else None
     try:
         # what may be an echo waits for the one that it is an echo of: that one's account is the better one
-        patience = _GONE if peer == GONE else _PATIENCE
-        heard = poll(lambda: claimed(store), patience) if peer is not None else None
-        first = heard or claim(store, launch, peer or reason(error))
+        patience = _PEER_GONE_TIMEOUT if peer == PEER_GONE else _FIRST_FAILURE_TIMEOUT
+        heard = poll(lambda: read_first_failure(store), patience) if peer is not None else None
+        first = heard or claim_first_failure(store, launch, peer or error_summary(error))
     except RuntimeError:
         # the main rank served the store, and is gone: where it could, it has said so in status.json
-        if not launch.own_store or folder is None or (read_status(folder) or {}).get("state") != "running":
+        if not launch.rank0_serves_store or folder is None or (read_status(folder) or {}).get("state") != "running":
             raise
         # it was killed: of those that are left the next one speaks
-        store, heard, first = None, None, Failure(None, time.time(), GONE, teller=1)
+        store, heard, first = None, None, Failure(None, time.time(), PEER_GONE, teller=1)
     if heard is None and first.teller == launch.rank:
-        _speak(first, launch, folder, step, trace, peer or "")
+        _report_own_failure(first, launch, folder, step, trace, peer or "")
         if store is not None:
             store.set("failure-told", "yes")
         return
-    follow(first, launch, folder, trace)
+    log_followup(first, launch, folder, trace)
     # gone too soon, this one would have its launcher end the first before it has spoken
-    poll(lambda: store is None or store.check(["failure-told"]) or None, _PATIENCE)
+    poll(lambda: store is None or store.check(["failure-told"]) or None, _FIRST_FAILURE_TIMEOUT)
 
 
-def follow(first: Failure, launch: Launch, folder: Path | None, trace: str) -> None:
+def log_followup(first: Failure, launch: Launch, folder: Path | None, trace: str) -> None:
     """Say in this rank's own log that another one's account is the one to read."""
     # of a rank that hangs another one tells, and says which
     summary = f"rank {first.rank} failed first: {first.reason}" if first.rank == first.teller else first.reason
-    note(f"{summary}; this followed here:\n{trace}", folder, launch.rank)
+    append_to_log(f"{summary}; this followed here:\n{trace}", folder, launch.rank)
     if folder is not None and launch.is_main:
         mark_failed(folder, first.reason, first.rank)
-    _leave_for_launcher(summary, summary, first.time + 1)
+    _write_launcher_error_file(summary, summary, first.time + 1)
 
 
-def reason(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """An error in one line."""
     said = str(error) if isinstance(error, FatalRunError) else traceback.format_exception_only(error)[-1].strip()
     # what a worker process passes on begins with that process, and ends with the error itself
@@ -212,7 +214,7 @@ def reason(error: BaseException) -> str:
 
 
 @contextmanager
-def exits_are_errors() -> Iterator[None]:
+def sys_exit_as_error() -> Iterator[None]:
     """Inside, `sys.exit` of somebody's code is a RuntimeError that says with what, and where.
 
     Left like that, a process would tell nobody: the other ranks could only say that it was gone.
@@ -227,68 +229,70 @@ def exits_are_errors() -> Iterator[None]:
         raise RuntimeError(said).with_traceback(error.__traceback__) from None
 
 
-def _store(launch: Launch) -> Store | None:
+def _failure_store(launch: Launch) -> Store | None:
     """The store where failures are claimed; without it (others never came, it went with its launcher) each speaks."""
     try:
-        return launch.store(patience=timedelta(seconds=_MAIN_PATIENCE))
+        return launch.store(timeout=timedelta(seconds=_MAIN_TIMEOUT))
     except Refusal:
         return None
 
 
-def _speak(first: Failure, launch: Launch, folder: Path | None, step: int | None, trace: str, peer: str) -> None:
+def _report_own_failure(
+    first: Failure, launch: Launch, folder: Path | None, step: int | None, trace: str, peer: str
+) -> None:
     """Print the traceback, and leave it in the log, in status.json and for the launcher."""
     who = f"rank {launch.rank} of {launch.world_size}" if launch.world_size > 1 else "the run"
     text = f"{who} failed{'' if step is None else f' at step {step}'}:\n{trace}\n{peer}".rstrip()
     # of a process that was killed torchrun itself knows more than its peers: their word comes later
     told = replace(first, rank=None, time=first.time + 5) if peer else first
-    tell(told, text, launch, folder)
+    report_failure(told, text, launch, folder)
 
 
-def tell(first: Failure, text: str, launch: Launch, folder: Path | None) -> None:
+def report_failure(first: Failure, text: str, launch: Launch, folder: Path | None) -> None:
     """Give the account of a failure: on the screen, in the log, for the launcher and in status.json."""
     say(text)
-    note(text, folder, launch.rank)
-    _leave_for_launcher(first.reason, text, first.time)
+    append_to_log(text, folder, launch.rank)
+    _write_launcher_error_file(first.reason, text, first.time)
     if folder is not None:
         mark_failed(folder, first.reason, first.rank)
 
 
-def _no_more_requests() -> None:
+def _ignore_stop_signals() -> None:
     """The launcher sends SIGTERM as soon as one rank is gone; the account of what happened comes first."""
     with contextlib.suppress(ValueError):  # not in the main thread
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
 
 
-def _error_file() -> Path | None:
+def _launcher_error_file() -> Path | None:
     name = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)
     return None if name == os.devnull else Path(name)
 
 
-def _leave_for_launcher(message: str, trace: str, when: float) -> None:
+def _write_launcher_error_file(message: str, trace: str, when: float) -> None:
     """In torchrun's format: of all ranks' files it shows the one with the smallest time as the root cause."""
-    path = _error_file()
+    path = _launcher_error_file()
     if path is not None:
         said = {"message": message, "extraInfo": {"timestamp": str(int(when)), "py_callstack": trace}}
         with contextlib.suppress(OSError):
             path.write_text(json.dumps({"message": said}), encoding="utf-8")
 
 
-def _main_has_spoken(launch: Launch) -> bool:
+def _main_printed_refusal(launch: Launch) -> bool:
     """Wait until the main rank has printed its refusal. Its error file, beside this one, tells."""
-    path = _error_file()
+    path = _launcher_error_file()
     if path is None or launch.rank != launch.local_rank:  # another machine: torchrun shows it there, srun nowhere
         time.sleep(1)  # mpirun, and srun if told so, have ended all by then
         return path is not None or launch.local_rank > 0
     main = path.parent.parent / "0" / path.name
     # torchrun ends all soon after the first is gone; who started processes=N waits
-    patience = 4 * _MAIN_PATIENCE if launch.local else _MAIN_PATIENCE
+    patience = 4 * _MAIN_TIMEOUT if launch.is_local_child else _MAIN_TIMEOUT
     return poll(lambda: main.is_file() or None, patience) is not None
 
 
-def _refused_before(message: str, launch: Launch) -> bool:
+def _refused_in_earlier_attempt(message: str, launch: Launch) -> bool:
     """Did an earlier attempt under the same launcher end with this very sentence?"""
-    path = _error_file()
+    path = _launcher_error_file()
     if launch.attempt == 0 or launch.requeued or path is None:  # a requeued job speaks into a file of its own
         return launch.attempt > 0 and not launch.requeued
     for file in path.parent.parent.parent.glob(f"attempt_*/*/{path.name}"):

@@ -17,15 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from trainer.launch.child_processes import alone
-from trainer.launch.stop_signals import REQUESTS
+from trainer.launch.child_processes import run_program
+from trainer.launch.stop_signals import STOP_SIGNALS
 
-_LOOK = 0.02  # seconds between two looks at a process that is waited for
+_POLL_INTERVAL = 0.02  # seconds between two looks at a process that is waited for
 # NVIDIA's, AMD's, and both under Windows: there each process imports on a core of its own, and no driver is copied
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
-def may_fork(device: str) -> bool:
+def can_fork(device: str) -> bool:
     """Can processes that compute on this device (the value of the key) be forked safely?"""
     return sys.platform == "linux" and (device == "cpu" or not any(map(os.path.exists, _ACCELERATORS)))
 
@@ -40,7 +40,7 @@ class ForkedProcess:
         self.returncode: int | None = None
         self.pid = os.fork()
         if not self.pid:
-            _end_with(target)
+            _run_and_exit(target)
 
     def poll(self) -> int | None:
         """The exit code, the negative number of a signal; None: it has not ended."""
@@ -52,7 +52,7 @@ class ForkedProcess:
     def wait(self) -> int:
         """The exit code, once there is one."""
         while (code := self.poll()) is None:
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
         return code
 
     def send_signal(self, number: int) -> None:
@@ -70,7 +70,7 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def _end_with(target: Callable[[], object]) -> NoReturn:
+def _run_and_exit(target: Callable[[], object]) -> NoReturn:
     """In the new process: nothing of who forked it is to run here after the function."""
     try:
         target()
@@ -81,13 +81,15 @@ def _end_with(target: Callable[[], object]) -> NoReturn:
         os._exit(1)
 
 
-def become(words: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> None:
+def set_up_forked_child(
+    words: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
+) -> None:
     """Turn this process, which was just forked, into one that was started with these words in this environment.
 
     stdout, stderr: descriptors; None: those that it has.
     """
     os.setsid()  # a terminal's Ctrl-C goes to who started it alone, and is handed on once
-    for number in REQUESTS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for end, descriptor in ((stdout, 1), (stderr, 2)):
@@ -98,7 +100,7 @@ def become(words: Sequence[str], environment: Mapping[str, str], stdout: int | N
     sys.argv[1:] = words
 
 
-class Spare:
+class PreforkedProcess:
     """A process that is forked while this one computes nothing yet, and waits for the words that it is to run alone."""
 
     def __init__(self, main: Callable[[], object]) -> None:
@@ -112,7 +114,7 @@ class Spare:
                 request = pipe.read()
             if request:  # who forked it may have ended without a word
                 words, environment = json.loads(request)
-                become(words, environment, tell, tell)
+                set_up_forked_child(words, environment, tell, tell)
                 main()
 
         self._process: ForkedProcess | None = ForkedProcess(target)
@@ -122,7 +124,7 @@ class Spare:
     def __call__(self, words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
         """Run the words; the exit code, and all that was printed. From the second time on in a program of its own."""
         if self._process is None:
-            return alone(words, environment)
+            return run_program(words, environment)
         process, self._process = self._process, None
         try:
             with (

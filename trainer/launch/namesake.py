@@ -9,7 +9,7 @@ from pathlib import Path
 import trainer
 from trainer.messages import Refusal
 
-HERE = Path(__file__).resolve().parent.parent  # the folder of this program's package
+PACKAGE_FOLDER = Path(__file__).resolve().parent.parent  # the folder of this program's package
 
 
 def refuse_overwritten() -> None:
@@ -20,8 +20,8 @@ def refuse_overwritten() -> None:
 
     names = ", ".join(f"{name} {version(name)}" for name in packages_distributions().get("trainer", []))
     raise Refusal(
-        f"{HERE} holds another program's __init__.py, or none. Installed there: {names or 'not known'}. Do: pip"
-        " uninstall trainer one-curve-trainer, then install one-curve-trainer into an environment of its own"
+        f"{PACKAGE_FOLDER} holds another program's __init__.py, or none. Installed there: {names or 'not known'}. Do:"
+        " pip uninstall trainer one-curve-trainer, then install one-curve-trainer into an environment of its own"
     )
 
 
@@ -29,7 +29,7 @@ def refuse_namesake() -> None:
     """Refuse to start `python -m trainer` in the present folder, where something else of that name is found first."""
     folder = os.getcwd()
     spec = PathFinder.find_spec("trainer", [folder])
-    if spec and spec.origin and Path(spec.origin).resolve().parent != HERE:  # a folder without Python is no package
+    if spec and spec.origin and Path(spec.origin).resolve().parent != PACKAGE_FOLDER:
         raise Refusal(
             f"{spec.origin} is not this program, and processes that start in {folder} find it first, because it is"
             " called trainer too; rename it, or start in another folder"

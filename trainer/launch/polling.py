@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-_LOOK = 0.1  # seconds between two looks, at most; the first follow one another faster
+_INTERVAL = 0.1  # seconds between two looks, at most; the first follow one another faster
 
 
 def poll(look: Callable[[], T | None], seconds: float) -> T | None:
@@ -17,7 +17,7 @@ def poll(look: Callable[[], T | None], seconds: float) -> T | None:
     deadline, pause = time.monotonic() + seconds, 0.001
     while (found := look()) is None and time.monotonic() < deadline:
         time.sleep(pause)
-        pause = min(_LOOK, 1.5 * pause)
+        pause = min(_INTERVAL, 1.5 * pause)
     return found
 
 
@@ -40,8 +40,8 @@ def with_timeout(seconds: float, act: Callable[[], T]) -> T:
     lived = 0.0
     while thread.is_alive() and lived < seconds:
         began = time.monotonic()
-        thread.join(_LOOK)
-        lived += min(time.monotonic() - began, 2 * _LOOK)
+        thread.join(_INTERVAL)
+        lived += min(time.monotonic() - began, 2 * _INTERVAL)
     for error in errors:
         raise error
     for result in results:

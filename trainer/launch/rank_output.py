@@ -16,26 +16,26 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any, Self, TextIO
 
-from trainer.launch.run_files import make_folder, open_file, opener
+from trainer.launch.safe_files import make_folder, open_descriptor, open_file
 from trainer.messages import escape_text
 
 _console: TextIO | None = None  # the console's stderr, where this process's own was led into a file
 
 
-def redirect(rank: int, folder: Path) -> None:
+def redirect_output(rank: int, folder: Path) -> None:
     """Lead logging and warnings into logs/rank-N.log; of ranks other than the main one all output, of libraries too."""
     path = log_path(folder, rank)
     make_folder(path.parent)
     if rank != 0:
-        _lead_into(path)
+        _redirect_descriptors(path)
     file = _LogFile(path, encoding="utf-8", delay=True)
-    file.setFormatter(_Seen("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+    file.setFormatter(_EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
     logging.getLogger().addHandler(file)
     # of many ranks a user watches one: what it warns of stands on the console as well
     if rank == 0:
         screen = logging.StreamHandler()
         screen.setLevel(logging.WARNING)
-        screen.setFormatter(_Seen())
+        screen.setFormatter(_EscapingFormatter())
         logging.getLogger().addHandler(screen)
     logging.captureWarnings(True)
 
@@ -52,7 +52,7 @@ def say(text: str) -> None:
         print(f"{clear}{escape_text(text)}", file=screen, flush=True)
 
 
-def note(text: str, folder: Path | None, rank: int) -> bool:
+def append_to_log(text: str, folder: Path | None, rank: int) -> bool:
     """Append to the rank's log file; False where it could not be written, which must not hide why a run ended."""
     if folder is not None:
         try:
@@ -68,24 +68,26 @@ def log_path(folder: Path, rank: int) -> Path:
     return folder / "logs" / f"rank-{rank}.log"
 
 
-def _lead_into(path: Path) -> None:
+def _redirect_descriptors(path: Path) -> None:
     """From here on file descriptors 1 and 2 are the file, for C++ and child processes too."""
     global _console
     sys.stdout.flush()
     sys.stderr.flush()
     if _console is None:
         _console = os.fdopen(os.dup(2), "w", encoding="utf-8")
-    file = opener(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    file = open_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.BufferedWriter(_Lossy(number, "w", closefd=False)), encoding="utf-8", line_buffering=True)
+        io.TextIOWrapper(
+            io.BufferedWriter(_LossyFile(number, "w", closefd=False)), encoding="utf-8", line_buffering=True
+        )
         for number in (1, 2)
     )
 
 
-class _Lossy(io.FileIO):
+class _LossyFile(io.FileIO):
     """A file for what is printed: somebody's print must not end a run because the disk of the log is full."""
 
     def write(self, data: Any) -> int:
@@ -96,7 +98,7 @@ class _Lossy(io.FileIO):
             return len(data)
 
 
-class _Seen(logging.Formatter):
+class _EscapingFormatter(logging.Formatter):
     """A record in which whatever names hold is to be seen: none moves the cursor of who reads it."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -121,10 +123,10 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
 
 
-_MOST = 65536  # bytes read at once
+_READ_BYTES = 65536  # bytes read at once
 
 
-class Relay:
+class OutputRelay:
     """Where started processes are to print, for as long as the context lasts.
 
     A stream that is this process's own descriptor they simply share. One that is not (Jupyter's, pytest's,
@@ -139,7 +141,7 @@ class Relay:
 
     def _end(self, stream: TextIO, number: int) -> int | None:
         """What a started process gets as this descriptor; None: the same."""
-        if _is(stream, number):
+        if _is_descriptor(stream, number):
             return None
         reading, writing = os.pipe()
         self._ends += [reading, writing]
@@ -157,7 +159,7 @@ class Relay:
             decoder, stream = key.data
             # whoever listened may be gone: no reason to stop
             with suppress(OSError, ValueError):
-                print(decoder.decode(os.read(key.fd, _MOST)), end="", file=stream, flush=True)
+                print(decoder.decode(os.read(key.fd, _READ_BYTES)), end="", file=stream, flush=True)
         return bool(ready)
 
     def __exit__(self, *_: object) -> None:
@@ -169,7 +171,7 @@ class Relay:
             os.close(end)
 
 
-def _is(stream: TextIO, number: int) -> bool:
+def _is_descriptor(stream: TextIO, number: int) -> bool:
     """Does the stream write to the descriptor that started processes have under this number?"""
     try:
         return stream.fileno() == number

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 LOOPBACK = "127.0.0.1"  # where nobody else's machine gets in
-ANSWER = timedelta(seconds=10)  # in which a store that listens answers, however busy its machine is
-ELSEWHERE = "end that program, or give all ranks another MASTER_PORT (or another port in distributed.init_method)"
+ANSWER_TIMEOUT = timedelta(seconds=10)  # in which a store that listens answers, however busy its machine is
+PORT_ADVICE = "end that program, or give all ranks another MASTER_PORT (or another port in distributed.init_method)"
 
 
-def in_file(path: str, patience: timedelta) -> Store:
+def open_file_store(path: str, patience: timedelta) -> Store:
     """The store in a file that all processes see. Refusal where there can be none."""
     from torch.distributed import FileStore
 
@@ -51,7 +51,7 @@ def in_file(path: str, patience: timedelta) -> Store:
     return store
 
 
-def served(host: str, port: int, size: int, patience: timedelta) -> Store:
+def serve_tcp_store(host: str, port: int, size: int, patience: timedelta) -> Store:
     """The store that this process serves to `size` processes. Refusal where the port is not free."""
     from torch.distributed import TCPStore
 
@@ -64,27 +64,27 @@ def served(host: str, port: int, size: int, patience: timedelta) -> Store:
     except (RuntimeError, OSError) as error:  # of torch a DistNetworkError
         taken = "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE
         why = f"port {port} of this machine is in use" if taken else first_line(error)
-        raise Refusal(f"cannot serve the store at {host}:{port}: {why}; {ELSEWHERE}") from error
+        raise Refusal(f"cannot serve the store at {host}:{port}: {why}; {PORT_ADVICE}") from error
 
 
-def reached(host: str, port: int, size: int, patience: timedelta) -> Store:
+def connect_tcp_store(host: str, port: int, size: int, patience: timedelta) -> Store:
     """The store that another process serves, once somebody listens there. Refusal where that is no store."""
     from torch.distributed import TCPStore
 
-    if poll(lambda: _listens(host, port), patience.total_seconds()) is None:
+    if poll(lambda: _is_listening(host, port), patience.total_seconds()) is None:
         raise Refusal(f"cannot reach the store at {host}:{port}: nobody listens there")
     # where another program takes the connection and says nothing, torch waits whatever its timeout is
-    store = partial(TCPStore, host, port, size, False, ANSWER, wait_for_workers=False, multi_tenant=True)
+    store = partial(TCPStore, host, port, size, False, ANSWER_TIMEOUT, wait_for_workers=False, multi_tenant=True)
     try:
-        answer = with_timeout(1.5 * ANSWER.total_seconds(), store)
+        answer = with_timeout(1.5 * ANSWER_TIMEOUT.total_seconds(), store)
     except (RuntimeError, TimeoutError) as error:
         why = f"what listens there is another program ({first_line(error)})"
-        raise Refusal(f"cannot reach the store at {host}:{port}: {why}; {ELSEWHERE}") from error
+        raise Refusal(f"cannot reach the store at {host}:{port}: {why}; {PORT_ADVICE}") from error
     answer.set_timeout(patience)
     return answer
 
 
-def _listens(host: str, port: int) -> bool | None:
+def _is_listening(host: str, port: int) -> bool | None:
     try:
         with socket.create_connection((host, port), timeout=5):
             return True
@@ -92,8 +92,8 @@ def _listens(host: str, port: int) -> bool | None:
         return None
 
 
-PATIENCE = timedelta(minutes=30)  # how long one process waits at the store for another that still imports or downloads
-_PARTING = 5.0  # seconds that rank 0 waits for the others to leave; one that was killed does not say so
+STORE_TIMEOUT = timedelta(minutes=30)  # how long a process waits at the store for another, which may still download
+_FAREWELL_TIMEOUT = 5.0  # seconds that rank 0 waits for the others to leave; one that was killed does not say so
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,12 @@ class Launch:
     attempt: int = 0  # how often torchrun or `processes=N` has started the ranks again, or Slurm requeued the job
     run_id: str = ""  # of torchrun, the same for all its restarts; empty: nothing restarts this process
     address: str = ""  # host:port of the store, or file:///path; empty: there is none
-    hosted: bool = False  # the launcher serves the store; otherwise rank 0 does
-    watched: bool = False  # `processes=N` or a sweep has started it and waits for it: once that is gone, it stops
-    told: bool = field(default=False, compare=False)  # the environment says who it is, be it the only one
-    ours: bool = False  # `python -m trainer`: the process is the run's own, and may be ended with it
-    patience: timedelta = field(default=PATIENCE, compare=False)
+    launcher_serves_store: bool = False  # otherwise rank 0 does
+    # `processes=N` or a sweep has started this process and waits for it: once that is gone, this one stops
+    has_waiting_parent: bool = False
+    from_launcher: bool = field(default=False, compare=False)  # the environment says who it is, be it the only one
+    owns_process: bool = False  # `python -m trainer`: the process is the run's own, and may be ended with it
+    timeout: timedelta = field(default=STORE_TIMEOUT, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -119,57 +120,57 @@ class Launch:
         return self.rank == 0
 
     @property
-    def local(self) -> bool:
+    def is_local_child(self) -> bool:
         """Is this one of the processes of `processes=N`? Their parent tells each who it is, a sweep does not."""
-        return self.watched and self.told
+        return self.has_waiting_parent and self.from_launcher
 
     @property
-    def restarts(self) -> bool:
+    def restarted_by_launcher(self) -> bool:
         """Does a launcher restart whatever does not exit with 0? A stop that was asked for must exit with 0 there."""
         return bool(self.run_id)
 
     @property
-    def own_store(self) -> bool:
+    def rank0_serves_store(self) -> bool:
         """Does rank 0 serve the store? Then nothing of an earlier round is in it."""
-        return not self.hosted and not self.address.startswith("file://")
+        return not self.launcher_serves_store and not self.address.startswith("file://")
 
     @property
     def requeued(self) -> bool:
         """Has a scheduler, or who started the ranks, run this very command before? Then that is to be continued."""
-        return self.attempt > 0 and not self.restarts
+        return self.attempt > 0 and not self.restarted_by_launcher
 
-    def store(self, patience: timedelta | None = None) -> Store | None:
+    def store(self, timeout: timedelta | None = None) -> Store | None:
         """The key-value store of this round's processes alone; None where there is none. Waits for all, the first time.
 
         Refusal that names who did not come within the patience.
         """
         if not self.address:
             return None
-        if self not in _rounds:
-            seconds = (patience or self.patience).total_seconds()
+        if self not in _joined_rounds:
+            seconds = (timeout or self.timeout).total_seconds()
             try:
-                _rounds[self] = (_call if self.is_main else _answer)(self, seconds)
+                _joined_rounds[self] = (_host_round if self.is_main else _join_round)(self, seconds)
             except RuntimeError as error:  # the launcher went with its store; a file that is none of a store's
                 raise Refusal(f"cannot meet at {self.address}: {first_line(error)}") from error
-        return _rounds[self]
+        return _joined_rounds[self]
 
-    def lasting_store(self) -> Store | None:
+    def launcher_store(self) -> Store | None:
         """The store that the launcher keeps over all its rounds, restarts included; None where it keeps none."""
-        return connected(self) if self.hosted else None
+        return connect_store(self) if self.launcher_serves_store else None
 
 
-_rounds: dict[Launch, Store] = {}  # those that this process has met in
+_joined_rounds: dict[Launch, Store] = {}  # those that this process has met in
 
 
 @lru_cache(maxsize=1)
-def connected(launch: Launch) -> Store:
+def connect_store(launch: Launch) -> Store:
     """The store as it is, with all that other rounds have left in it. Refusal where it cannot be reached."""
     if launch.address.startswith("file://"):
-        return in_file(launch.address.removeprefix("file://"), launch.patience)
+        return open_file_store(launch.address.removeprefix("file://"), launch.timeout)
     host, port = launch.address.rsplit(":", 1)
     # nobody is waited for here: of a dead round's processes too few would come, and the nonce tells who is there
-    get = served if launch.is_main and not launch.hosted else reached
-    return get(host, int(port), launch.world_size, launch.patience)
+    get = serve_tcp_store if launch.is_main and not launch.launcher_serves_store else connect_tcp_store
+    return get(host, int(port), launch.world_size, launch.timeout)
 
 
 def say_goodbye() -> None:
@@ -177,29 +178,29 @@ def say_goodbye() -> None:
 
     Otherwise they would lose it while they still read what was decided last: a refusal, that nothing is left to do.
     """
-    for launch, store in _rounds.items():
-        if launch.world_size > 1 and not launch.hosted:
+    for launch, store in _joined_rounds.items():
+        if launch.world_size > 1 and not launch.launcher_serves_store:
             with contextlib.suppress(RuntimeError):  # it is gone already
-                _wave(store, launch)
-    _rounds.clear()
+                _leave_store(store, launch)
+    _joined_rounds.clear()
 
 
-def _wave(store: Store, launch: Launch) -> None:
+def _leave_store(store: Store, launch: Launch) -> None:
     if launch.is_main:
         others = [f"bye-{rank}" for rank in range(1, launch.world_size)]
-        poll(lambda: store.check(others) or None, _PARTING)
+        poll(lambda: store.check(others) or None, _FAREWELL_TIMEOUT)
     else:
         store.set(f"bye-{launch.rank}", "")
 
 
-def _call(launch: Launch, seconds: float) -> Store:
+def _host_round(launch: Launch, seconds: float) -> Store:
     """Rank 0: draw the nonce, wait for every greeting, answer with all tokens."""
     from torch.distributed import PrefixStore
 
-    nonce, store = secrets.token_hex(8), connected(launch)
-    meeting = PrefixStore(_round(launch, nonce), store)
+    nonce, store = secrets.token_hex(8), connect_store(launch)
+    meeting = PrefixStore(_round_prefix(launch, nonce), store)
     greetings = [f"hello/{rank}" for rank in range(1, launch.world_size)]
-    store.set(_place(launch), nonce)
+    store.set(_nonce_key(launch), nonce)
     if not poll(lambda: not greetings or meeting.check(greetings) or None, seconds):
         missing = [rank for rank, key in enumerate(greetings, 1) if not meeting.check([key])]
         shown = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
@@ -209,22 +210,25 @@ def _call(launch: Launch, seconds: float) -> Store:
     return meeting
 
 
-def _answer(launch: Launch, seconds: float) -> Store:
+def _join_round(launch: Launch, seconds: float) -> Store:
     """Any other rank: greet the nonce that stands there, until an answer repeats this rank's own token."""
     from torch.distributed import PrefixStore
 
-    token, store, greeted = secrets.token_hex(8), connected(launch), b""
-    taken = f"another run, or another program of torch, meets at {launch.address} already; {ELSEWHERE}"
+    token, store, greeted = secrets.token_hex(8), connect_store(launch), b""
+    taken = f"another run, or another program of torch, meets at {launch.address} already; {PORT_ADVICE}"
     # who serves the store writes there at once
-    if launch.own_store and poll(lambda: store.check([_place(launch)]) or None, ANSWER.total_seconds()) is None:
+    if (
+        launch.rank0_serves_store
+        and poll(lambda: store.check([_nonce_key(launch)]) or None, ANSWER_TIMEOUT.total_seconds()) is None
+    ):
         raise Refusal(taken)
 
     def look() -> Store | None:
         nonlocal greeted
-        if not store.check([_place(launch)]):
+        if not store.check([_nonce_key(launch)]):
             return None
-        nonce = store.get(_place(launch))
-        meeting = PrefixStore(_round(launch, nonce.decode()), store)
+        nonce = store.get(_nonce_key(launch))
+        meeting = PrefixStore(_round_prefix(launch, nonce.decode()), store)
         # a nonce that is new: of a dead round before, or of this one
         if nonce != greeted:
             meeting.set(f"hello/{launch.rank}", token)
@@ -235,7 +239,7 @@ def _answer(launch: Launch, seconds: float) -> Store:
             return meeting
         # an answer without this token was given to a dead process; in a store that is as young as the round, to a
         # living one
-        if launch.own_store:
+        if launch.rank0_serves_store:
             raise Refusal(taken)
         return None
 
@@ -246,10 +250,10 @@ def _answer(launch: Launch, seconds: float) -> Store:
     return meeting
 
 
-def _place(launch: Launch) -> str:
+def _nonce_key(launch: Launch) -> str:
     """Where all look. What is known to differ between rounds is in the name, so that fewer are mistaken."""
     return f"trainer/{launch.run_id}/attempt-{launch.attempt}/{launch.world_size}-processes"
 
 
-def _round(launch: Launch, nonce: str) -> str:
+def _round_prefix(launch: Launch, nonce: str) -> str:
     return f"trainer/{launch.run_id}/{nonce}"

@@ -14,30 +14,36 @@ import sys
 import time
 from collections.abc import Mapping
 
-_PATIENCE = 60.0  # seconds for an answer of Slurm
-_NOTICE = 1200.0  # seconds in which Slurm has noticed that a machine is gone: SlurmdTimeout, 300 by default
+_COMMAND_TIMEOUT = 60.0  # seconds for an answer of Slurm
+_LOST_MACHINE_SECONDS = (
+    1200.0  # seconds in which Slurm has noticed that a machine is gone: SlurmdTimeout, 300 by default
+)
 
 
-def to_run_again(code: int, lead: float = 0.0, env: Mapping[str, str] = os.environ) -> bool:
+def requeue_if_unfinished(code: int, lead: float = 0.0, env: Mapping[str, str] = os.environ) -> bool:
     """Is Slurm to run this process's job again, which ended with this exit code? Where it must be asked, it is asked.
 
     It is asked for a job that was preempted, and for one that has saved (75) in the last `lead` seconds of its time.
     """
     if not env.get("SLURM_JOB_ID") or code in (0, 2):
         return False
-    job = _shown(env["SLURM_JOB_ID"])
+    job = _show_job(env["SLURM_JOB_ID"])
     # asked by another process of the job already, or Slurm itself has ended it for another start
     if int(job.get("Restarts", 0)) > int(env.get("SLURM_RESTART_COUNT") or 0):
         return True
     # what was cancelled is ending, too, and would be started again if that was asked for; so would one of --no-requeue
     if job.get("JobState") != "RUNNING":
         return False
-    if why := _reason(job, code, lead):
-        return _asked(env, why) if job.get("Requeue") == "1" else _said(f"{why}; --no-requeue: submit it again", False)
+    if why := _requeue_reason(job, code, lead):
+        return (
+            _request_requeue(env, why)
+            if job.get("Requeue") == "1"
+            else _report(f"{why}; --no-requeue: submit it again", False)
+        )
     return False
 
 
-def _reason(job: Mapping[str, str], code: int, lead: float) -> str:
+def _requeue_reason(job: Mapping[str, str], code: int, lead: float) -> str:
     """Why the job is to run again, in words; empty: it is not."""
     if job.get("PreemptTime", "None") not in ("None", "N/A"):
         return "preempted"
@@ -46,37 +52,37 @@ def _reason(job: Mapping[str, str], code: int, lead: float) -> str:
     return "the time limit is near" if near and code == 75 else ""
 
 
-def _shown(number: str) -> dict[str, str]:
+def _show_job(number: str) -> dict[str, str]:
     """What Slurm tells of a job, moments in seconds since 1970; nothing where it does not answer."""
-    said = _slurm("scontrol", "show", "job", number, env={**os.environ, "SLURM_TIME_FORMAT": "%s"})
+    said = _run_slurm_command("scontrol", "show", "job", number, env={**os.environ, "SLURM_TIME_FORMAT": "%s"})
     # a user's own words stand in the first line (the name) and behind all that is asked for here: the first of a field
     # is Slurm's
     lines = said.stdout.splitlines()[1:]
     return dict(re.findall(r"(\w+)=(\S*)", "\n".join(reversed(lines))))
 
 
-def _asked(env: Mapping[str, str], why: str) -> bool:
+def _request_requeue(env: Mapping[str, str], why: str) -> bool:
     if env.get("SLURM_PROCID", "0") != "0":  # the first task does it for all
         return True
-    ended = _slurm("scontrol", "requeue", env["SLURM_JOB_ID"])
+    ended = _run_slurm_command("scontrol", "requeue", env["SLURM_JOB_ID"])
     if ended.returncode:
-        return _said(f"{why}, but Slurm does not run it again: {ended.stderr.strip()}", False)
-    return _said(f"{why}; Slurm runs it again", True)
+        return _report(f"{why}, but Slurm does not run it again: {ended.stderr.strip()}", False)
+    return _report(f"{why}; Slurm runs it again", True)
 
 
-def _said(words: str, answer: bool) -> bool:
+def _report(words: str, answer: bool) -> bool:
     print(f"job         {words}", flush=True)
     return answer
 
 
-def _slurm(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def _run_slurm_command(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=_PATIENCE)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 1, "", str(error))
 
 
-def wait_for_notice(env: Mapping[str, str] = os.environ) -> None:
+def wait_for_lost_machine(env: Mapping[str, str] = os.environ) -> None:
     """If a machine of the job is gone, stay until Slurm has noticed: it ends and requeues this job then, but no sooner.
 
     The ranks notice in seconds. A job that ends with their failure would not be run again.
@@ -84,12 +90,12 @@ def wait_for_notice(env: Mapping[str, str] = os.environ) -> None:
     machines = env.get("SLURM_JOB_NUM_NODES", "1")
     # a step on every machine, beside whatever still runs there
     step = ("srun", "--overlap", f"--nodes={machines}", f"--ntasks={machines}", "--ntasks-per-node=1", "true")
-    if machines != "1" and "launch failed" in _slurm(*step).stderr:
-        _said("a machine does not answer; waiting until Slurm has noticed it, and runs this job again", True)
-        time.sleep(_NOTICE)
+    if machines != "1" and "launch failed" in _run_slurm_command(*step).stderr:
+        _report("a machine does not answer; waiting until Slurm has noticed it, and runs this job again", True)
+        time.sleep(_LOST_MACHINE_SECONDS)
 
 
 if __name__ == "__main__":
     ended_with, seconds = int(sys.argv[1]), float(sys.argv[2])
-    if not to_run_again(ended_with, seconds) and ended_with not in (0, 2, 75):
-        wait_for_notice()
+    if not requeue_if_unfinished(ended_with, seconds) and ended_with not in (0, 2, 75):
+        wait_for_lost_machine()

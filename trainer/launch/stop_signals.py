@@ -13,20 +13,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.launch.failure import claimed
+from trainer.launch.failure import read_first_failure
 from trainer.launch.polling import poll
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
-from trainer.launch.status import mark_failed
+from trainer.launch.run_status import mark_failed
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_SAME = 0.5  # seconds; a terminal and a launcher may deliver one Ctrl-C twice
-_LOOK = 0.25  # seconds between two looks at the store
-_GLANCE = 1.0  # seconds between two looks whether the launcher still lives
-_LATER = 2.0  # seconds in which a request that is meant for all machines reaches the last of them
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SAME_SIGNAL = 0.5  # seconds; a terminal and a launcher may deliver one Ctrl-C twice
+_STORE_INTERVAL = 0.25  # seconds between two looks at the store
+_PARENT_INTERVAL = 1.0  # seconds between two looks whether the launcher still lives
+_REQUEST_SPREAD = 2.0  # seconds in which a request that is meant for all machines reaches the last of them
 _current: StopRequest | None = None
 
 
@@ -43,10 +43,10 @@ class StopRequest:
         self.reason = ""  # the signal's name, or that the launcher is gone
         self._launch, self._folder = launch or Launch(), folder
         self._store: Store | None = None
-        self._may_end = self._launch.ours or self._launch.world_size > 1
+        self._may_end = self._launch.owns_process or self._launch.world_size > 1
         self._interrupted, self._terminated = math.inf, False  # when first by SIGINT; ever by SIGTERM
         # the launcher: one that is killed signals nobody
-        self._parent = os.getppid() if self._launch.restarts or self._launch.watched else None
+        self._parent = os.getppid() if self._launch.restarted_by_launcher or self._launch.has_waiting_parent else None
 
     def __enter__(self) -> StopRequest:
         """Listen from now on. Only the main thread can; in others nothing is ever raised."""
@@ -60,7 +60,7 @@ class StopRequest:
         os.set_blocking(self._writer, False)
         self._woken_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         # in the main thread as well: a flag is then raised before its next instruction
-        self._before = {number: signal.signal(number, self._handle) for number in REQUESTS}
+        self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
         self._thread = threading.Thread(target=self._listen, name="stop requests", daemon=True)
         self._thread.start()
         _current = self
@@ -82,7 +82,7 @@ class StopRequest:
         os.close(self._writer)
 
     def _handle(self, number: int, _: object) -> None:
-        self._ask(_name(number))
+        self._ask(_signal_name(number))
         if not self._may_end and number == signal.SIGINT and self._again():
             raise KeyboardInterrupt("interrupted twice: stopped at once, without a new checkpoint")
 
@@ -96,7 +96,7 @@ class StopRequest:
         poll.register(self._reader, select.POLLIN)
         while True:
             # where nothing else is to be looked at, only a signal wakes it
-            pause = _LOOK if self._terminated else None if self._parent is None else _GLANCE
+            pause = _STORE_INTERVAL if self._terminated else None if self._parent is None else _PARENT_INTERVAL
             numbers = os.read(self._reader, 64) if poll.poll(None if pause is None else 1000 * pause) else b""
             if self._parent not in (None, os.getppid()):
                 self._ask("the launcher is gone")
@@ -104,13 +104,13 @@ class StopRequest:
             if 0 in numbers:
                 return
             for number in numbers:
-                if number in REQUESTS:
+                if number in STOP_SIGNALS:
                     self._hear(number)
             if self._terminated:
                 self._leave_if_another_failed()
 
     def _hear(self, number: int) -> None:
-        self._ask(_name(number))
+        self._ask(_signal_name(number))
         self._terminated = self._terminated or (number == signal.SIGTERM and self._store is not None)
         if self._may_end and number == signal.SIGINT and self._again():
             if self._launch.is_main:
@@ -121,12 +121,12 @@ class StopRequest:
         """Is this SIGINT a second one, and not the first that was delivered twice?"""
         now, first = time.monotonic(), self._interrupted
         self._interrupted = min(first, now)
-        return now - first > _SAME
+        return now - first > _SAME_SIGNAL
 
     def _leave_if_another_failed(self) -> None:
         """The launcher ends all ranks when one has failed; there is nobody left to save with."""
         try:
-            failure = claimed(self._store)
+            failure = read_first_failure(self._store)
         except RuntimeError:  # the store is gone, and with it the launcher: nothing more will be heard
             self._terminated = False
             return
@@ -141,11 +141,11 @@ class StopRequest:
         os._exit(1)
 
 
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     return signal.Signals(number).name
 
 
-def left_behind(launch: Launch, request: StopRequest, share: Callable[[Any], list[Any]]) -> bool:
+def stopped_elsewhere_only(launch: Launch, request: StopRequest, share: Callable[[Any], list[Any]]) -> bool:
     """Collective: has another machine been asked to stop, and this one not? Then the run is to go on without it.
 
     Each machine has a torchrun of its own. One that ends (a spot machine that is taken back, a killed torchrun) takes
@@ -153,46 +153,48 @@ def left_behind(launch: Launch, request: StopRequest, share: Callable[[Any], lis
     done: only if they say so with their exit code does their torchrun start them again, with the machines that are
     left. Where nobody was asked (`run.stop_after`), nobody is left behind.
     """
-    if not launch.restarts or launch.local_world_size == launch.world_size:
+    if not launch.restarted_by_launcher or launch.local_world_size == launch.world_size:
         return False
-    poll(lambda: request.raised or None, _LATER)
+    poll(lambda: request.raised or None, _REQUEST_SPREAD)
     machine = launch.rank - launch.local_rank  # torchrun counts one machine through before the next
     # all ranks; each hears every rank's machine, and what that rank was asked
     asked = {other for other, reason in share([machine, request.reason]) if reason}
     return bool(asked) and machine not in asked
 
 
-def ignore_requests() -> None:
+def ignore_stop_signals() -> None:
     """Pass over every request to stop: launchers signal whole process groups."""
-    for number in REQUESTS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def obey_parent_alone() -> None:
+def obey_parent_only() -> None:
     """For a decoding process: only its parent decides when it ends, and may do so by SIGTERM."""
-    ignore_requests()
+    ignore_stop_signals()
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         # blocked in every thread it stays pending, for one that can see who sent it
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        threading.Thread(target=_obey, args=(os.getppid(),), name="parent's request", daemon=True).start()
+        threading.Thread(
+            target=_exit_when_parent_asks, args=(os.getppid(),), name="parent's request", daemon=True
+        ).start()
 
 
-def _obey(parent: int) -> None:
+def _exit_when_parent_asks(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)  # as torch's own handler ends such a process
 
 
-def _forget() -> None:
+def _forget_in_forked_child() -> None:
     """In a forked child: its signals must not be heard in the parent."""
     global _current
     if _current is not None:
         _current = None
         with contextlib.suppress(ValueError):  # forked by another thread than the main one
             signal.set_wakeup_fd(-1)  # the pipe is the parent's, too
-            ignore_requests()
+            ignore_stop_signals()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget_in_forked_child)

@@ -30,7 +30,7 @@ from typing import (
     is_typeddict,
 )
 
-from trainer.launch.run_files import open_file
+from trainer.launch.safe_files import open_file
 from trainer.messages import Refusal, escape_line
 
 _LISTS = (list, tuple, set, frozenset, Sequence, Iterable)

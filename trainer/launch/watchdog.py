@@ -18,44 +18,50 @@ from pathlib import Path
 from time import monotonic
 from typing import Self
 
-from trainer.launch.rank_output import log_path, note
+from trainer.launch.rank_output import append_to_log, log_path
 from trainer.launch.rendezvous import Launch
-from trainer.launch.status import remark
+from trainer.launch.run_status import set_running_reason
 from trainer.launch.stop_signals import StopRequest
 
-_STANDARD = sysconfig.get_path("stdlib")
+_STDLIB = sysconfig.get_path("stdlib")
 # Where a rank is that waits for others, or for its device: whoever hangs by itself is elsewhere.
-_WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/cuda/", "/trainer/parallel/")
-_OURS = ("watchdog", "stalls", "stop requests", "what may never return")  # threads that say nothing about the run
+_WAITING_FOLDERS = ("/torch/distributed/", "/torch/autograd/", "/torch/cuda/", "/trainer/parallel/")
+# threads whose stacks say nothing about the run
+_OWN_THREADS = (
+    "watchdog",
+    "stalls",
+    "stop requests",
+    "what may never return",
+)
 _DEBUGGERS = ("pdb", "bdb", "ipdb", "pudb", "pydevd", "_pydevd_bundle", "debugpy")
 
 
-def stacks() -> str:
+def format_stacks() -> str:
     """The stacks of all threads but the framework's own, innermost line last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
         for ident, frame in sys._current_frames().items()
-        if names.get(ident) not in _OURS
+        if names.get(ident) not in _OWN_THREADS
     )
 
 
-def doing(thread: int) -> tuple[str, bool]:
+def current_line(thread: int) -> tuple[str, bool]:
     """The line that tells most of what a thread is doing; and does it wait there for other ranks, or for the device?
 
     The innermost outside Python's own library, which would say that a queue is read, and not whose.
     """
     frame = sys._current_frames().get(thread)
     lines = traceback.extract_stack(frame) if frame is not None else []
-    told = [line for line in lines if not line.filename.startswith((_STANDARD, "<")) or "-packages" in line.filename]
+    told = [line for line in lines if not line.filename.startswith((_STDLIB, "<")) or "-packages" in line.filename]
     if not told:
         return "nothing of Python", False
     last = told[-1]
-    waits = any(folder in last.filename for folder in _WAITING)
+    waits = any(folder in last.filename for folder in _WAITING_FOLDERS)
     return f"{last.filename}:{last.lineno} in {last.name}: {last.line}".rstrip(": "), waits
 
 
-def debugged(thread: int) -> bool:
+def is_in_debugger(thread: int) -> bool:
     """Does the thread stand in a debugger, and wait for a person?"""
     frame = sys._current_frames().get(thread)
     while frame is not None:
@@ -65,13 +71,13 @@ def debugged(thread: int) -> bool:
     return False
 
 
-PAUSE = 1.0  # seconds between two looks
-ASKED = 10.0  # seconds in which a run that was asked to stop should get further
+INTERVAL = 1.0  # seconds between two looks
+STOP_TIMEOUT = 10.0  # seconds in which a run that was asked to stop should get further
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Pulse:
+class RankProgress:
     """How far a rank is, and how long it may take to get further."""
 
     step: int  # that is under way, or was done last
@@ -80,7 +86,7 @@ class Pulse:
     worry: float  # seconds after which a rank that waits asks the others, wherever it is in the run
 
 
-class Idle:
+class IdleTimer:
     """For how long nothing has gone on, in time that this process has lived through."""
 
     def __init__(self) -> None:
@@ -90,7 +96,7 @@ class Idle:
         """So many seconds."""
         now = monotonic()
         # between two looks of a process that runs lies one pause; more is the sleep of a machine, or of the process
-        lived, self._since = min(now - self._since, 2 * PAUSE), now
+        lived, self._since = min(now - self._since, 2 * INTERVAL), now
         self.seconds = self.seconds + lived if laps == self._laps else 0.0
         self._laps = laps
         return self.seconds
@@ -99,7 +105,7 @@ class Idle:
 class Watchdog:
     """Watches over a process alone. It says where that stands and ends nothing: nobody else waits for it."""
 
-    def __init__(self, launch: Launch, folder: Path, stop: StopRequest, pulse: Callable[[], Pulse]) -> None:
+    def __init__(self, launch: Launch, folder: Path, stop: StopRequest, pulse: Callable[[], RankProgress]) -> None:
         self._launch, self._folder, self._stop, self._pulse = launch, folder, stop, pulse
 
     def __enter__(self) -> Self:
@@ -116,28 +122,28 @@ class Watchdog:
         """From here on the main thread speaks for itself, of an error too."""
         self._over.set()
         for thread in self._threads:
-            thread.join(2 * PAUSE)  # not for ever: it may ask a store that no longer answers
+            thread.join(2 * INTERVAL)  # not for ever: it may ask a store that no longer answers
 
     def _watch(self) -> None:
-        idle, asked, times = Idle(), Idle(), 0
+        idle, asked, times = IdleTimer(), IdleTimer(), 0
         answered = False  # was it said that a request to stop is not heard?
-        while not self._over.wait(PAUSE):
+        while not self._over.wait(INTERVAL):
             pulse = self._pulse()
             seconds = idle.look(pulse.laps)
             times = times if seconds else 0
             # a person at a debugger is no hang
-            if seconds > self._due(pulse, times) and not debugged(self._main):
+            if seconds > self._due(pulse, times) and not is_in_debugger(self._main):
                 times += 1
                 self._late(pulse, seconds)
-            if self._stop.raised and not answered and asked.look(pulse.laps) > ASKED:
+            if self._stop.raised and not answered and asked.look(pulse.laps) > STOP_TIMEOUT:
                 answered = True
                 self._asked_in_vain()
 
-    def _due(self, pulse: Pulse, times: int) -> float:
+    def _due(self, pulse: RankProgress, times: int) -> float:
         """After how many seconds something is to be said, when it was so many times."""
         return pulse.patience * (times + 1)
 
-    def _late(self, pulse: Pulse, seconds: float) -> None:
+    def _late(self, pulse: RankProgress, seconds: float) -> None:
         where = self._where(f"nothing has gone on for {seconds:.0f} s")
         log.warning("nothing has gone on for %.0f s; the run waits on, at %s", seconds, where)
 
@@ -146,10 +152,10 @@ class Watchdog:
 
     def _where(self, occasion: str) -> str:
         """Leave the stacks of all threads in the log; the main thread's line, and where the rest stands."""
-        note(f"{occasion}; the threads are here:\n{stacks()}", self._folder, self._launch.rank)
-        return f"{doing(self._main)[0]} (all threads: {log_path(self._folder, self._launch.rank)})"
+        append_to_log(f"{occasion}; the threads are here:\n{format_stacks()}", self._folder, self._launch.rank)
+        return f"{current_line(self._main)[0]} (all threads: {log_path(self._folder, self._launch.rank)})"
 
     def _not_further(self, what: str, rank: int | None) -> None:
         """Whoever asked it to stop may kill it any moment: until it gets further, its last word says why it did not."""
         with suppress(OSError):
-            remark(self._folder, f"{self._stop.reason}, and nothing has gone on since: {what}", rank)
+            set_running_reason(self._folder, f"{self._stop.reason}, and nothing has gone on since: {what}", rank)

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from time import monotonic
 
-from trainer.launch.rank_output import log_path, note
-from trainer.launch.run_files import full
+from trainer.launch.rank_output import append_to_log, log_path
+from trainer.launch.safe_files import disk_full_error
 from trainer.messages import format_duration, format_number
 from trainer.records.sinks import NO_FIGURES, Line, Sink
 
@@ -88,8 +88,8 @@ class LogFile(Sink):
 
     def say(self, fact: str) -> None:
         """Write a sentence."""
-        if not note(fact, self._folder, 0):
-            raise full(log_path(self._folder, 0))
+        if not append_to_log(fact, self._folder, 0):
+            raise disk_full_error(log_path(self._folder, 0))
 
     def train(self, line: Line) -> None:
         """Write where training is."""

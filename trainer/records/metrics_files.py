@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.run_files import full, make_folder, open_file, opener, replace_file
+from trainer.launch.safe_files import disk_full_error, make_folder, open_descriptor, open_file, replace_file
 from trainer.messages import format_count
 from trainer.records.metrics_reader import backwards, forwards, parsed
 from trainer.records.sinks import Line, Sink, Waiting
@@ -96,7 +96,7 @@ class Figures(Sink):
             while self._waiting:
                 line = self._waiting[0]
                 if file.write(line) < len(line):
-                    raise full(self._path)
+                    raise disk_full_error(self._path)
                 self._size += len(line)
                 self._waiting.popleft()
 
@@ -180,7 +180,7 @@ class CSV(Sink):
         with open_file(self._path, "ab", buffering=0) as file:
             for data in _rows(self._columns, rows):
                 if file.write(data) < len(data):  # a row in one call: other programs read this file while it grows
-                    raise full(self._path)
+                    raise disk_full_error(self._path)
 
     def _catch_up(self) -> tuple[int, bool] | None:
         """Make the table that of its source; the place of the last row. Where only ends differ, only those are read."""
@@ -244,7 +244,7 @@ def _header(path: Path) -> dict[str, None]:
     """The names of the columns that are there, in their order."""
     if not path.is_file():
         return {}
-    with open(path, newline="", encoding="utf-8", opener=opener) as file:
+    with open(path, newline="", encoding="utf-8", opener=open_descriptor) as file:
         return dict.fromkeys(next(csv.reader(file), []))
 
 

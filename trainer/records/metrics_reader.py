@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.run_files import open_file
+from trainer.launch.safe_files import open_file
 
 _BLOCK = 2**16  # bytes that are read at a time
 

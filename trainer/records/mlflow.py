@@ -9,7 +9,7 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from trainer.launch.run_files import open_file, replace_file
+from trainer.launch.safe_files import open_file, replace_file
 from trainer.records.resume_rules import read_config
 from trainer.records.sinks import NO_FIGURES, Line, Service
 

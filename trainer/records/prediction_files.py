@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy
 from numpy.typing import NDArray
 
-from trainer.launch.run_files import make_folder, open_file, sync
+from trainer.launch.safe_files import fsync_path, make_folder, open_file
 from trainer.messages import BadData
 
 Piece = Mapping[str, NDArray[Any]]  # named rows (n, …) of neighbouring samples
@@ -47,7 +47,7 @@ def drafts(*paths: Path) -> Iterator[list[IO[bytes]]]:
         for place, path in zip(places, paths, strict=True):
             if place.stat().st_size:
                 os.replace(place, path)
-        sync(paths[0].parent)
+        fsync_path(paths[0].parent)
     finally:
         for file, place in zip(files, places, strict=True):
             file.close()

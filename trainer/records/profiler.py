@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
-from trainer.launch.run_files import make_folder
+from trainer.launch.safe_files import make_folder
 from trainer.messages import Refusal
 
 

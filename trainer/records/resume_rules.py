@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.launch.run_files import real
+from trainer.launch.safe_files import resolve_links
 from trainer.messages import Refusal, expand_home, format_count
 
 # A change under these keys changes what is learned. data.root is among them: for an image folder it is the data, and
@@ -30,7 +30,7 @@ def start_path(resume: str) -> Path | None:
     """The run folder or checkpoint that `run.resume` names, None for `auto` and `fresh`; Refusal where it has none."""
     if resume in ("auto", "fresh"):
         return None
-    path = real(expand_home(resume))
+    path = resolve_links(expand_home(resume))
     if not has_checkpoint(path) and not is_checkpoint(path):
         kind = "holds no checkpoint" if path.exists() else "does not exist"
         if path.is_file() and is_checkpoint(path.parent):

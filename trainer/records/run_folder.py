@@ -16,10 +16,19 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NotRequired, TypedDict
 
-from trainer.launch.agreement import decided_by_main, everywhere
 from trainer.launch.rendezvous import Launch
-from trainer.launch.run_files import Strange, kind, make_folder, open_file, probe, real, refuse_strange, replace_file
-from trainer.launch.status import Status
+from trainer.launch.run_status import StatusWriter
+from trainer.launch.safe_files import (
+    UnsafeFile,
+    describe_entry,
+    make_folder,
+    open_file,
+    probe_write,
+    refuse_unsafe_files,
+    replace_file,
+    resolve_links,
+)
+from trainer.launch.store_collectives import broadcast_from_main, run_on_all_ranks
 from trainer.launch.validation import DamagedFile, Text, Whole, read_yaml
 from trainer.messages import Refusal, expand_home
 from trainer.records.folder_lock import holder, lock, unlock
@@ -60,9 +69,9 @@ class RunFolder:
 
     def __init__(self, path: Path, held: int | None = None, made: bool = False):
         self.named = path  # by the user; on another machine other links may lead there
-        self.path, self._held = real(path), held
+        self.path, self._held = resolve_links(path), held
         self._made = made  # by this start
-        self._status: Status | None = None  # of this attempt, once it has begun
+        self._status: StatusWriter | None = None  # of this attempt, once it has begun
 
     @classmethod
     def open(
@@ -82,7 +91,7 @@ class RunFolder:
         """
 
         def decide() -> RunFolder:
-            if launch.restarts and not launch.hosted and name is None and dir is None:
+            if launch.restarted_by_launcher and not launch.launcher_serves_store and name is None and dir is None:
                 raise Refusal(
                     "give run.name: torchrun keeps no store here (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or "
                     "distributed.init_method), so after a restart a generated name would not be found again"
@@ -120,9 +129,9 @@ class RunFolder:
             return {"path": str(kept[0].named), "holder": holder(kept[0].path)}
 
         # the main rank decides for all, and what it refuses is refused everywhere
-        verdict = decided_by_main(launch, "folder", told)
+        verdict = broadcast_from_main(launch, "folder", told)
         # all look for its lock there: machines that share no folder would notice at the first checkpoint
-        everywhere(launch, "folder-seen", lambda: _see(real(verdict["path"]), verdict["holder"]))
+        run_on_all_ranks(launch, "folder-seen", lambda: _see(resolve_links(verdict["path"]), verdict["holder"]))
         return kept[0] if kept else cls(Path(verdict["path"]))
 
     def last(self, name: str) -> dict[str, Any] | None:
@@ -151,7 +160,7 @@ class RunFolder:
     def begin(self, resume_step: int, world_size: int, strategy: str, age: float = 0.0) -> None:
         """The attempt has joined and goes on from this step: status.json says so, and counts it; age: in seconds."""
         if self._held is not None:
-            self._status = Status(self.path, resume_step, world_size, strategy, age)
+            self._status = StatusWriter(self.path, resume_step, world_size, strategy, age)
         self.report("running", resume_step)
 
     def report(
@@ -187,7 +196,7 @@ def refuse_place(root: str, name: str | None, dir: str | None, launch: Launch) -
     new = name if name and _NAME.fullmatch(name) else ".a-run"  # what is no name is refused with its own words
 
     def look() -> None:
-        path = real(expand_home(dir) if dir is not None else expand_home(root) / new)
+        path = resolve_links(expand_home(dir) if dir is not None else expand_home(root) / new)
         there = next(each for each in (path, *path.parents) if os.path.exists(each))
         try:
             # a real one: by the mode bits root may write into /proc and on read-only disks. What is there is probed
@@ -200,7 +209,7 @@ def refuse_place(root: str, name: str | None, dir: str | None, launch: Launch) -
                 f"{word}: the run folder cannot be made in {there}: {reason}; give another run.dir or run.root"
             ) from None
 
-    decided_by_main(launch, "place", look)
+    broadcast_from_main(launch, "place", look)
 
 
 def generated_name(label: str, now: float) -> str:
@@ -219,7 +228,7 @@ def choose(root: Path, name: str | None, dir: str | None, label: str, launch: La
         # with a number behind it where another run began in the same second
         path = _unused(chain([path], (path.with_name(f"{path.name}_{number}") for number in count(2))))
     # what was put there first over all restarts of one launch counts: an earlier attempt's choice, or this one
-    mine, store = f"{secrets.token_hex(8)} {path}", launch.lasting_store()
+    mine, store = f"{secrets.token_hex(8)} {path}", launch.launcher_store()
     agreed = store.compare_set(f"trainer/{launch.run_id}/folder", "", mine).decode() if store else mine
     return Path(agreed.split(" ", 1)[1]), agreed != mine
 
@@ -263,21 +272,21 @@ def _take_empty(path: Path) -> int:
 
 def _enter(path: Path, take: Callable[[Path], int]) -> RunFolder:
     """Make, lock and probe the folder; `take` locks it, and does with what lies there what is to be done."""
-    named, path = path, real(path)
+    named, path = path, resolve_links(path)
     made = not path.exists()
     try:
         # first of all: whoever has the lock may rename and write here
         held = take(path)
-        refuse_strange(path)
+        refuse_unsafe_files(path)
         for below in ("checkpoints", "logs"):
             make_folder(path / below)
         # now, and not at the first checkpoint, an hour later
-        probe(path)
-    except Strange:
+        probe_write(path)
+    except UnsafeFile:
         raise
     except (OSError, ValueError) as error:
         if os.path.islink(path / ".lock"):
-            raise Strange(path / ".lock", kind(path / ".lock")) from None
+            raise UnsafeFile(path / ".lock", describe_entry(path / ".lock")) from None
         reason = getattr(error, "strerror", error)
         raise Refusal(f"the run folder {path} cannot be written to: {reason}; give another run.dir") from None
     return RunFolder(named, held, made)

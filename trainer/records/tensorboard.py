@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainer.launch.devices import memory_usage
-from trainer.launch.run_files import make_folder, refuse_full
+from trainer.launch.safe_files import make_folder, refuse_full_disk
 from trainer.messages import format_count
 from trainer.parallel.tensor_statistics import Histogram
 from trainer.records.image_plots import confusion, grid
@@ -78,7 +78,7 @@ class TensorBoard(Sink):
         """Write the points that wait, in their order; Waiting where there is no room."""
         # looked at before a byte goes out: half an event would end the thread that writes, and what readers see
         try:
-            refuse_full(self._folder)
+            refuse_full_disk(self._folder)
         except OSError as error:
             waiting = format_count(len(self._waiting), "line")
             raise Waiting(f"{self._folder / 'tensorboard'}: {error.strerror}; waiting for room: {waiting}") from error
@@ -94,7 +94,7 @@ class TensorBoard(Sink):
 
         self._waiting = deque((one for one in self._waiting if one[-1]["step"] <= step), maxlen=_MOST)
         self._pictures.forget(step)
-        refuse_full(self._folder)
+        refuse_full_disk(self._folder)
         for writer in (self._train, self._eval):
             files: Any = writer.file_writer  # as SummaryWriter itself does where it begins after a step
             files.add_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
@@ -102,17 +102,17 @@ class TensorBoard(Sink):
 
     def images(self, tag: str, images: Tensor, step: int, words: Sequence[str] = ()) -> None:
         """Show images (B, C, H, W) in a grid, with words below them."""
-        refuse_full(self._folder)
+        refuse_full_disk(self._folder)
         self._pictures.show(_tag("pictures", tag), partial(grid, images, words), step)
 
     def confusion(self, tag: str, counts: Tensor, step: int, names: Sequence[str] = ()) -> None:
         """Show a confusion matrix as a picture."""
-        refuse_full(self._folder)
+        refuse_full_disk(self._folder)
         self._pictures.show(_tag("pictures", tag), partial(confusion, counts, names), step)
 
     def histograms(self, kind: str, histograms: Mapping[str, Histogram], step: int) -> None:
         """Show how numbers are distributed, by parameter."""
-        refuse_full(self._folder)
+        refuse_full_disk(self._folder)
         for name, one in histograms.items():
             width = (one.high - one.low) / len(one.counts) or 1e-12
             self._train.add_histogram_raw(
@@ -130,7 +130,7 @@ class TensorBoard(Sink):
 
     def text(self, tag: str, text: str) -> None:
         """Keep a text, its lines as they are; the configuration also as what runs are compared by."""
-        refuse_full(self._folder)
+        refuse_full_disk(self._folder)
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
         self._train.add_text(tag, _as_it_is(text), self._step)
@@ -141,7 +141,7 @@ class TensorBoard(Sink):
 
     def sample(self, text: str, step: int) -> None:
         """Keep what a language model has written."""
-        refuse_full(self._folder)
+        refuse_full_disk(self._folder)
         self._eval.add_text("sample", _as_it_is(text), step)
         self._eval.flush()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from trainer.launch.run_files import make_folder, open_file, replace_file
+from trainer.launch.safe_files import make_folder, open_file, replace_file
 from trainer.parallel.tensor_statistics import Histogram
 from trainer.records.image_plots import confusion, grid
 from trainer.records.resume_rules import read_config

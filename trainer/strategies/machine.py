@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.launch.agreement import everywhere, machine
 from trainer.launch.devices import accelerator_type, accumulation_dtype, device_identity, is_bf16_supported
 from trainer.launch.rendezvous import Launch
+from trainer.launch.store_collectives import machine_id, run_on_all_ranks
 from trainer.messages import Refusal, format_count
 from trainer.parallel.ranks import backend_of, refuse_backend
 
@@ -66,13 +66,13 @@ class Machine:
         """
         # what is asked here is the same on all ranks, whatever their machines have
         if self.launch.world_size > 1 and self.device != "cpu" and self.backend != "gloo":
-            everywhere(self.launch, "devices", self._claim_alone)
+            run_on_all_ranks(self.launch, "devices", self._claim_alone)
 
     def _claim_alone(self) -> None:
         store = self.launch.store()
         if store is None or self.shares_devices:
             return
-        key = f"device-of-{machine()}-{device_identity(self.place)}"
+        key = f"device-of-{machine_id()}-{device_identity(self.place)}"
         if (holder := store.compare_set(key, "", str(self.launch.rank)).decode()) != str(self.launch.rank):
             processes, count = self.launch.local_world_size, torch.accelerator.device_count()
             trial = "; to share a GPU for a trial: distributed.backend=gloo" if self.kind == "cuda" else ""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from trainer.data.sampler import RankSampler
-from trainer.launch.watchdog import Pulse
+from trainer.launch.watchdog import RankProgress
 from trainer.learning.intervals import Cadences
 from trainer.parallel.buckets import PendingSums, Sums
 from trainer.parallel.ranks import Ranks, Vote, set_timeouts
@@ -88,10 +88,10 @@ class RankContext:
         if self.patience != self.machine.step_timeout:
             self._wait(self.machine.step_timeout)
 
-    def pulse(self, step: int) -> Pulse:
+    def pulse(self, step: int) -> RankProgress:
         """How far this rank is in a run, in this step, and how late it may be; any thread may ask."""
         times = self.patience, self.machine.step_timeout
-        return Pulse(step, self.watch.done, *(time.total_seconds() for time in times))
+        return RankProgress(step, self.watch.done, *(time.total_seconds() for time in times))
 
     def _wait(self, patience: timedelta) -> None:
         self.patience = patience

@@ -21,10 +21,10 @@ from trainer.configuration.search_space import Space, Trial
 from trainer.messages import Refusal, did_you_mean
 from trainer.sweeps.results import Outcome, SweepResults
 
-MEMORY = "study.journal"
+JOURNAL_FILE = "study.journal"
 
 
-class Study:
+class OptunaStudy:
     """A source of runs that maximizes the best figure of each, a loss with its sign turned.
 
     A run that was stopped or killed is given again, with the same values, before any other; one that failed is told to
@@ -37,13 +37,13 @@ class Study:
         self._space, self._tried, self._most = space, tried, search.n_trials
         self._axes = {axis.key: axis.distribution() for axis in space.several}
         # a journal, not a database: network file systems keep it, too
-        storage = JournalStorage(JournalFileBackend(str(tried.folder / MEMORY)))
+        storage = JournalStorage(JournalFileBackend(str(tried.folder / JOURNAL_FILE)))
         self._study = optuna.create_study(
             study_name="sweep", storage=storage, direction="maximize", load_if_exists=True
         )
-        _same(self._study, space, tried.folder)
+        _refuse_other_axes(self._study, space, tried.folder)
         # numbers that it has drawn already it is not to draw again
-        self._study.sampler = _sampler(search, len(self._study.trials))
+        self._study.sampler = _make_sampler(search, len(self._study.trials))
         # nobody else is under way here (the sweep's folder is locked): whoever was has been stopped or killed
         self._again = list[Trial]()
         for known in self._study.get_trials(states=[TrialState.RUNNING]):
@@ -86,7 +86,7 @@ class Study:
         return self._space.trial(number, picked)
 
 
-def _same(study: optuna.Study, space: Space, folder: Path) -> None:
+def _refuse_other_axes(study: optuna.Study, space: Space, folder: Path) -> None:
     """Refuse to go on with other words: their figures would be compared with those of the runs before."""
     words = [axis.written for axis in space.axes if not axis.key.lstrip("+").startswith("run.")]
     before: Sequence[str] = study.user_attrs.get("words", words)
@@ -98,7 +98,7 @@ def _same(study: optuna.Study, space: Space, folder: Path) -> None:
     study.set_user_attr("words", words)
 
 
-def _sampler(search: Search, drawn: int) -> optuna.samplers.BaseSampler:
+def _make_sampler(search: Search, drawn: int) -> optuna.samplers.BaseSampler:
     """The sampler that was asked for. Refusal where there is none of that name, or none that takes a seed alone."""
     known = [name for name in optuna.samplers.__all__ if name.endswith("Sampler") and name != "BaseSampler"]
     if search.sampler not in known:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.configuration.search_space import Trial, brief
 from trainer.launch.failure import STOPPED
-from trainer.launch.run_files import replace_file
+from trainer.launch.safe_files import replace_file
 from trainer.launch.validation import DamagedFile, read_json
 from trainer.messages import format_count, format_duration, format_number
 from trainer.records.metrics_reader import beside, figures, forwards, rank, score
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-NAME = "sweep.jsonl"
+RESULTS_FILE = "sweep.jsonl"
 _STATES = {0: "completed", STOPPED: "preempted"}  # as in status.json; whatever else a run ends with: failed
 
 
@@ -65,7 +65,7 @@ class SweepResults:
     """All outcomes of a folder. The file is replaced in one step at each, so that it is never torn."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._path = folder, folder / NAME
+        self.folder, self._path = folder, folder / RESULTS_FILE
         self._all: dict[str, Outcome] = {}
         for line in forwards(self._path):
             with contextlib.suppress(TypeError):  # written by hand, or by another version
@@ -94,7 +94,7 @@ class SweepResults:
     def add(self, trial: Trial, code: int, seconds: float, reason: str | None) -> Outcome:
         """Write down how a run ended, with the figures that it has left in its folder."""
         before = self.of(trial)
-        name, best, last = _measured(self.folder / trial.name)
+        name, best, last = _read_metrics(self.folder / trial.name)
         outcome = Outcome(
             folder=trial.name,
             words=list(trial.words),
@@ -119,7 +119,7 @@ class SweepResults:
         replace_file(self._path, "".join(lines))
 
 
-def _measured(run: Path) -> tuple[str | None, dict[str, Any], dict[str, float]]:
+def _read_metrics(run: Path) -> tuple[str | None, dict[str, Any], dict[str, float]]:
     """The name of the figure that counts in a run, its best evaluation, and the figures of the last one."""
     name = None
     with contextlib.suppress(OSError, DamagedFile):  # it was refused before it had one
@@ -135,12 +135,12 @@ def _measured(run: Path) -> tuple[str | None, dict[str, Any], dict[str, float]]:
     return name, best, figures(last)
 
 
-_ROWS = 30  # that are shown
-_WIDTH = 24  # characters of a value
+_MAX_ROWS = 30  # that are shown
+_MAX_WIDTH = 24  # characters of a value
 _STATE_WORDS = {"preempted": "stopped", "completed": ""}  # what is said of most would only fill the screen
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def format_table(outcomes: Sequence[Outcome]) -> str:
     """The runs as lines for the terminal that is there, as wide as it is: values, best figure, time, folder."""
     from rich.console import Console
 
@@ -148,13 +148,17 @@ def table(outcomes: Sequence[Outcome]) -> str:
     ranked = sorted(outcomes, key=lambda one: (one.figure or "~", *(-value for value in one.rank)))
     screen = Console(highlight=False, emoji=False, markup=False)
     with screen.capture() as captured:
-        screen.print(_drawn(ranked[:_ROWS], {one.figure or "" for one in ranked} - {""}))
+        screen.print(_make_table(ranked[:_MAX_ROWS], {one.figure or "" for one in ranked} - {""}))
     lines = [line.rstrip() for line in captured.get().splitlines()]
-    more = [f"  … and {format_count(len(ranked) - _ROWS, 'run')} more, in {NAME}"] if len(ranked) > _ROWS else []
+    more = (
+        [f"  … and {format_count(len(ranked) - _MAX_ROWS, 'run')} more, in {RESULTS_FILE}"]
+        if len(ranked) > _MAX_ROWS
+        else []
+    )
     return "\n".join([*lines, *more])
 
 
-def _drawn(ranked: Sequence[Outcome], names: set[str]) -> Table:
+def _make_table(ranked: Sequence[Outcome], names: set[str]) -> Table:
     """One row a run. names: the figures by which they are compared, as a rule one."""
     from rich.table import Table
     from rich.text import Text
@@ -162,8 +166,8 @@ def _drawn(ranked: Sequence[Outcome], names: set[str]) -> Table:
     # the values may be cut where the terminal ends, what was measured may not
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     keys, one_name = list(dict.fromkeys(key for one in ranked for key in one.values)), len(names) == 1
-    for heading in headings(keys):
-        drawn.add_column(heading, overflow="ellipsis", max_width=_WIDTH)
+    for heading in short_headings(keys):
+        drawn.add_column(heading, overflow="ellipsis", max_width=_MAX_WIDTH)
     drawn.add_column(ranked[0].name if one_name else "best figure", justify="right", no_wrap=True)
     for heading in ("time", "folder", ""):
         drawn.add_column(heading, justify="right" if heading == "time" else "left", no_wrap=True)
@@ -172,13 +176,13 @@ def _drawn(ranked: Sequence[Outcome], names: set[str]) -> Table:
         first = place == 0 and one_name and one.best is not None
         figure = "–" if one.best is None else f"{'' if one_name else one.name + ' '}{format_number(one.best)}"
         state = "best" if first else _STATE_WORDS.get(one.state, one.state)
-        cells = [*(short(brief(one.values.get(key, ""))) for key in keys), figure, format_duration(one.seconds)]
+        cells = [*(shorten(brief(one.values.get(key, ""))) for key in keys), figure, format_duration(one.seconds)]
         cells += [f"{one.folder.split('_')[0]}_*", state]
         drawn.add_row(*map(Text, cells), style="bold" if first else "")
     return drawn
 
 
-def best_line(outcomes: Sequence[Outcome], folder: Path) -> list[str]:
+def format_best(outcomes: Sequence[Outcome], folder: Path) -> list[str]:
     """Where the best run lies; nothing where none has a figure, or where they have several."""
     best = max(outcomes, key=lambda one: one.rank, default=None)
     if best is None or best.best is None or len({one.figure for one in outcomes if one.figure}) > 1:
@@ -186,13 +190,13 @@ def best_line(outcomes: Sequence[Outcome], folder: Path) -> list[str]:
     return [f"best        {best.name} {format_number(best.best)} at step {best.best_step}: {folder / best.folder}"]
 
 
-def headings(keys: Sequence[str]) -> list[str]:
+def short_headings(keys: Sequence[str]) -> list[str]:
     """The last part of each key where no other ends so: `lr` for optimizer.lr."""
     last = [key.rpartition(".")[2] for key in keys]
     seen = Counter(last)
     return [name if seen[name] == 1 else key for name, key in zip(last, keys, strict=True)]
 
 
-def short(value: str) -> str:
+def shorten(value: str) -> str:
     """A value of at most 24 characters: of a longer one the beginning and the end, which says more of a path."""
-    return value if len(value) <= _WIDTH else f"{value[:7]}…{value[-_WIDTH + 8 :]}"
+    return value if len(value) <= _MAX_WIDTH else f"{value[:7]}…{value[-_MAX_WIDTH + 8 :]}"

@@ -9,7 +9,7 @@ from trainer.configuration.search_space import Trial
 from trainer.sweeps.results import Outcome, SweepResults
 
 
-class Source(Protocol):
+class RunSource(Protocol):
     """Gives one run after the other, and is told how each ended."""
 
     def next(self) -> Trial | None:
@@ -25,7 +25,7 @@ class Source(Protocol):
         """How all of them ended, earlier commands' included; None for those that have not."""
 
 
-class Listed:
+class RunList:
     """A list of runs; those that an earlier command completed are not run again."""
 
     def __init__(self, trials: Sequence[Trial], tried: SweepResults) -> None:

@@ -7,49 +7,49 @@ from collections.abc import Sequence
 
 from trainer.configuration.multirun import Multirun, multirun, whole_words
 from trainer.launch.failure import STOPPED, exit_code
-from trainer.launch.launchers import meeting_at
+from trainer.launch.launcher_environment import apply_init_method
 from trainer.launch.namesake import refuse_namesake
 from trainer.launch.rendezvous import Launch
-from trainer.launch.run_files import real, refuse_strange
+from trainer.launch.safe_files import refuse_unsafe_files, resolve_links
 from trainer.messages import Refusal, expand_home, format_count
 from trainer.records.folder_lock import lock
 from trainer.records.run_folder import choose
-from trainer.sweeps.device_shares import gpus, shares
+from trainer.sweeps.device_shares import divide_machine, visible_gpus
 from trainer.sweeps.parallel_runs import run_concurrently
-from trainer.sweeps.results import Outcome, SweepResults, best_line, table
-from trainer.sweeps.run_source import Listed, Source
-from trainer.sweeps.sweep_screen import OneByOne, SideBySide
+from trainer.sweeps.results import Outcome, SweepResults, format_best, format_table
+from trainer.sweeps.run_source import RunList, RunSource
+from trainer.sweeps.sweep_screen import ParallelScreen, SequentialScreen
 
-_FAILURES = 20  # that are named at the end
-_WORDS = {"completed": "completed", "preempted": "stopped", "not started": "not started", "failed": "failed"}
+_MAX_FAILURES = 20  # that are named at the end
+_STATE_WORDS = {"completed": "completed", "preempted": "stopped", "not started": "not started", "failed": "failed"}
 
 
-def run_all(argv: Sequence[str], launch: Launch) -> int:
+def run_sweep(argv: Sequence[str], launch: Launch) -> int:
     """Run what the words of -m ask for; the exit code: 0, 75 if asked to stop, else the first failing run's.
 
     Refusal, before anything starts, where the words of one cannot work.
     """
     _refuse_launched(argv, launch)
     asked = multirun(argv)
-    _refuse_launched(argv, meeting_at(launch, asked.init_method))
+    _refuse_launched(argv, apply_init_method(launch, asked.init_method))
     refuse_namesake()
     if asked.plugin and asked.search is not None:
         raise Refusal(f"hydra/launcher={asked.plugin} starts all runs at once, and Optuna chooses one after the other")
-    tried, more = _opened(asked, launch)
-    source = _source(asked, tried)
+    tried, more = _open_folder(asked, launch)
+    source = _make_source(asked, tried)
     before = sum(outcome is not None and outcome.state == "completed" for outcome in source.outcomes())
     also = f", {before} completed before" if before else ""
     print(f"multirun    {format_count(source.left(), 'run')} below {tried.folder}{also}", flush=True)
     # who starts them: a plugin of Hydra, or this process
-    stopped = _submitted(asked, tried, more) if asked.plugin else _here(asked, source, tried, more)
-    print("\n".join(_account(source.outcomes(), tried)), flush=True)
+    stopped = _submit_to_plugin(asked, tried, more) if asked.plugin else _run_here(asked, source, tried, more)
+    print("\n".join(_summary_lines(source.outcomes(), tried)), flush=True)
     codes = [outcome.exit_code if outcome else STOPPED for outcome in source.outcomes()]
-    return _verdict(codes, stopped, launch)
+    return _exit_code(codes, stopped, launch)
 
 
 def _refuse_launched(argv: Sequence[str], launch: Launch) -> None:
     """Refuse to begin the same runs in each process of a launcher; with the words that begin them once."""
-    if not launch.told and launch.world_size == 1:
+    if not launch.from_launcher and launch.world_size == 1:
         return
     words = [word for word in argv if word not in ("-m", "--multirun") and not word.startswith("distributed.init_m")]
     chosen = any(word.startswith(("processes=", "hydra/launcher=")) for word in words)
@@ -66,12 +66,12 @@ def _refuse_launched(argv: Sequence[str], launch: Launch) -> None:
     )
 
 
-def _opened(asked: Multirun, launch: Launch) -> tuple[SweepResults, list[str]]:
+def _open_folder(asked: Multirun, launch: Launch) -> tuple[SweepResults, list[str]]:
     """The folder, this command's until its process ends; and words that its runs get beside their own."""
     # a requeued job goes on in the same folder
     folder, restarted = choose(expand_home(asked.root), asked.name, asked.dir, "multirun", launch)
-    folder = real(folder)
-    refuse_strange(folder)
+    folder = resolve_links(folder)
+    refuse_unsafe_files(folder)
     try:
         lock(folder)
     except OSError as error:
@@ -82,24 +82,24 @@ def _opened(asked: Multirun, launch: Launch) -> tuple[SweepResults, list[str]]:
     return tried, ["run.resume=auto"] if launch.requeued and asked.fresh else []
 
 
-def _source(asked: Multirun, tried: SweepResults) -> Source:
+def _make_source(asked: Multirun, tried: SweepResults) -> RunSource:
     """Every combination, or what Optuna chooses."""
     if asked.search is None:
-        return Listed(asked.space.grid(), tried)
-    from trainer.sweeps.optuna_study import Study
+        return RunList(asked.space.grid(), tried)
+    from trainer.sweeps.optuna_study import OptunaStudy
 
-    return Study(asked.search, asked.space, tried)
+    return OptunaStudy(asked.search, asked.space, tried)
 
 
-def _here(asked: Multirun, source: Source, tried: SweepResults, more: Sequence[str]) -> int:
+def _run_here(asked: Multirun, source: RunSource, tried: SweepResults, more: Sequence[str]) -> int:
     """By this process, on this machine; how often was it asked to stop?"""
-    parts = shares(asked.at_once, asked.processes, gpus(asked.device) if asked.at_once != 1 else [])
+    parts = divide_machine(asked.at_once, asked.processes, visible_gpus(asked.device) if asked.at_once != 1 else [])
     if len(parts) == 1:
-        return run_concurrently(source, parts, tried, more, OneByOne(source.left()))
-    return run_concurrently(source, parts, tried, more, SideBySide(tried.folder, len(parts)))
+        return run_concurrently(source, parts, tried, more, SequentialScreen(source.left()))
+    return run_concurrently(source, parts, tried, more, ParallelScreen(tried.folder, len(parts)))
 
 
-def _submitted(asked: Multirun, tried: SweepResults, more: Sequence[str]) -> int:
+def _submit_to_plugin(asked: Multirun, tried: SweepResults, more: Sequence[str]) -> int:
     """By a launcher that is a plugin of Hydra, all at once; never stopped here."""
     from trainer.configuration.hydra_launchers import submit
 
@@ -110,21 +110,21 @@ def _submitted(asked: Multirun, tried: SweepResults, more: Sequence[str]) -> int
     return 0
 
 
-def _account(outcomes: Sequence[Outcome | None], tried: SweepResults) -> list[str]:
+def _summary_lines(outcomes: Sequence[Outcome | None], tried: SweepResults) -> list[str]:
     """The table; the number of runs by outcome; the best; what went wrong with those that failed."""
     ended = [outcome for outcome in outcomes if outcome is not None]
     states = [outcome.state if outcome else "not started" for outcome in outcomes]
-    counts = [f"{states.count(state)} {word}" for state, word in _WORDS.items() if state in states]
-    lines = ["", *([table(ended), ""] if ended else []), *best_line(ended, tried.folder)]
+    counts = [f"{states.count(state)} {word}" for state, word in _STATE_WORDS.items() if state in states]
+    lines = ["", *([format_table(ended), ""] if ended else []), *format_best(ended, tried.folder)]
     lines.append(f"multirun    {', '.join(counts)}, below {tried.folder}")
     failed = [one for one in ended if one.state == "failed"]
-    lines += [f"  {one.folder}   exit code {one.exit_code}: {one.reason}" for one in failed[:_FAILURES]]
+    lines += [f"  {one.folder}   exit code {one.exit_code}: {one.reason}" for one in failed[:_MAX_FAILURES]]
     if {"preempted", "not started"} & set(states):
         lines.append(f"to go on: the same command with run.dir={tried.folder}")
     return lines
 
 
-def _verdict(codes: Sequence[int], stopped: int, launch: Launch) -> int:
+def _exit_code(codes: Sequence[int], stopped: int, launch: Launch) -> int:
     """The exit code of the whole, from those of all runs; of one that was not started: 75."""
     if stopped > 1:  # nothing was saved the second time
         return 1

@@ -16,9 +16,9 @@ from torch import nn
 from trainer.jobs.preparation import Prepared, prepare
 from trainer.jobs.run_parts import Job, RunParts
 from trainer.launch import failure, rank_output
-from trainer.launch.agreement import decided_by_main
-from trainer.launch.run_files import make_folder, real, refuse_strange, replace_file
+from trainer.launch.safe_files import make_folder, refuse_unsafe_files, replace_file, resolve_links
 from trainer.launch.stop_signals import StopRequest
+from trainer.launch.store_collectives import broadcast_from_main
 from trainer.messages import Refusal, expand_home, format_count
 from trainer.records.run_folder import RunFolder, choose
 from trainer.verify.cause_experiments import Experiments
@@ -91,7 +91,7 @@ class Verify(Job):
             reference = Record.read(path)
             reference.facts["shorter"] = why or reference.facts["shorter"]
         run = shortened(run, map(Fewer.read, reference.facts["fewer"]))
-        rank_output.redirect(launch.rank, out)
+        rank_output.redirect_output(launch.rank, out)
         tell = partial(self._tell, run, reference, out, dropped)
         with StopRequest(launch) as stop, run.strategy:
             verdict, curves, done = self._exactly(run, reference, tell, stop)
@@ -233,11 +233,11 @@ def verify_folder(parts: RunParts) -> Path:
 
     def decide() -> str:
         folder, _ = choose(expand_home(run.root), run.name, run.dir, f"verify_{parts.strategy.name}", launch)
-        refuse_strange(make_folder(real(folder) / "verify"))
+        refuse_unsafe_files(make_folder(resolve_links(folder) / "verify"))
         (folder / "verify" / "verify.json").unlink(missing_ok=True)  # of an earlier one, should this one be killed
         return str(folder / "verify")
 
-    return real(decided_by_main(launch, "verify-folder", decide))
+    return resolve_links(broadcast_from_main(launch, "verify-folder", decide))
 
 
 def circumstances(run: Prepared, strays: Collection[str]) -> Circumstances:

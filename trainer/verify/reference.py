@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from trainer.jobs.preparation import Prepared
 from trainer.jobs.run_messages import quoted
 from trainer.jobs.run_parts import RunParts
-from trainer.launch.agreement import decided_by_main
 from trainer.launch.devices import available_host_memory, available_memory
-from trainer.launch.launchers import unlaunched
+from trainer.launch.launcher_environment import without_launcher_variables
 from trainer.launch.stop_signals import StopRequest
+from trainer.launch.store_collectives import broadcast_from_main
 from trainer.learning.optimizer import Make
 from trainer.messages import Refusal, format_count
 from trainer.parallel.meta_model import named_tensors
@@ -131,7 +131,7 @@ def made_apart(run: RunParts, samples: int, path: Path, layers: int | None) -> s
     at = overrides[-1] + 1 if overrides else len(own)
     added = [f"job.batch={samples}", f"job.record={quoted(path)}", f"job.layers={layers or 'all'}"]
     here = os.pathsep.join(part for part in sys.path if part)  # what can be imported here can be imported there
-    environment = unlaunched(os.environ) | {"PYTHONPATH": here, "TRAINER_PARENT": str(os.getpid())}
+    environment = without_launcher_variables(os.environ) | {"PYTHONPATH": here, "TRAINER_PARENT": str(os.getpid())}
     code, printed = run.run_alone([*own[:at], *added, *own[at:]], environment)
     if not code:
         return ""
@@ -172,7 +172,7 @@ def have_made(run: Prepared, samples: int, path: Path, asked: Layers) -> str:
             raise Refusal(unheld(run, why, lack, asked))
         return why
 
-    return str(decided_by_main(launch, "reference", made))
+    return str(broadcast_from_main(launch, "reference", made))
 
 
 def how_few(run: Prepared, asked: Layers, least: int) -> tuple[int | None, str]:

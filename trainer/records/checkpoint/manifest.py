@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from trainer.launch.run_files import kind, open_file
+from trainer.launch.safe_files import describe_entry, open_file
 from trainer.launch.validation import (
     DamagedFile,
     InvalidField,
@@ -237,7 +237,7 @@ def check_sizes(manifest: Manifest) -> None:
             raise CorruptCheckpoint(f"{folder / name}: {error.strerror}") from None
         # a device, or a pipe, would be read for ever
         if not stat.S_ISREG(there.st_mode):
-            raise CorruptCheckpoint(f"{folder / name}: it is {kind(folder / name)}, which no checkpoint has")
+            raise CorruptCheckpoint(f"{folder / name}: it is {describe_entry(folder / name)}, which no checkpoint has")
         size = there.st_size
         if size != fact["size"]:
             raise CorruptCheckpoint(f"{folder / name}: {size} bytes instead of {fact['size']}")

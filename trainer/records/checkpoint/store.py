@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from trainer.launch.run_files import make_folder, sync
+from trainer.launch.safe_files import fsync_path, make_folder
 from trainer.messages import FatalRunError, escape_line
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.tensor_statistics import fingerprints
@@ -178,7 +178,7 @@ def put_in_place(draft: Path, target: Path) -> None:
     if os.path.lexists(target):
         os.rename(target, aside)
     os.rename(draft, target)
-    sync(target.parent)
+    fsync_path(target.parent)
     if os.path.lexists(aside):
         discard(aside)
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trainer.launch.devices import available_host_memory, uses_pinned_memory
-from trainer.launch.run_files import make_folder, sync
+from trainer.launch.safe_files import fsync_path, make_folder
 from trainer.launch.validation import refuse_unreadable
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks, all_or_none
@@ -136,7 +136,7 @@ def _seal(ranks: Ranks, draft: Path, links: Links) -> dict[str, dict[str, Any]]:
 
 def _sealed(path: Path) -> dict[str, Any]:
     """What is to be known of a file, once it is on the disk."""
-    sync(path)
+    fsync_path(path)
     return {"size": path.stat().st_size, "sha256": sha256_of(path)}
 
 
@@ -144,8 +144,8 @@ def _commit(ranks: Ranks, draft: Path, manifest: Manifest) -> None:
     """Main rank: manifest, then the name, each on the disk before the next."""
     if ranks.is_main:
         (draft / MANIFEST).write_bytes(manifest_bytes(manifest))
-        sync(draft / MANIFEST)
-        sync(draft)
+        fsync_path(draft / MANIFEST)
+        fsync_path(draft)
         put_in_place(draft, manifest.path)
 
 

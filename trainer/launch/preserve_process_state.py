@@ -14,30 +14,38 @@ from typing import Any
 
 from trainer.messages import Refusal
 
-PutBack = Callable[[], None]
-_at_work = threading.Lock()  # one run at a time: another one would take this one's changes for what was there before
+Restore = Callable[[], None]
+_one_run = threading.Lock()  # one run at a time: another one would take this one's changes for what was there before
 
 
 @contextmanager
-def borrowed() -> Iterator[None]:
+def preserve_process_state() -> Iterator[None]:
     """Inside, this thread alone may change what belongs to the whole process; outside again all is as it was.
 
     Refusal where another one is inside.
     """
-    if not _at_work.acquire(blocking=False):
+    if not _one_run.acquire(blocking=False):
         raise Refusal(
             "trainer.run is at work in this process already: two runs in one process would share their random numbers,"
             " their locks and their process group. Wait until it has returned, or start this one in a process of its"
             " own: python -m trainer …, or trainer.run(…, processes=2)"
         )
     with ExitStack() as at_the_end:
-        at_the_end.callback(_at_work.release)
-        for keep in (_environment, _log, _warnings, _errors, _random_numbers, _arithmetic, _tf32):
+        at_the_end.callback(_one_run.release)
+        for keep in (
+            _save_environment,
+            _save_logging,
+            _save_warnings,
+            _save_excepthook,
+            _save_rng,
+            _save_torch_settings,
+            _save_tf32,
+        ):
             at_the_end.callback(keep())
         yield
 
 
-def _environment() -> PutBack:
+def _save_environment() -> Restore:
     """The variables of the environment: of network interfaces, of cuBLAS, of the profiler."""
     before = dict(os.environ)
 
@@ -49,7 +57,7 @@ def _environment() -> PutBack:
     return put_back
 
 
-def _log() -> PutBack:
+def _save_logging() -> Restore:
     """Where Python's logging goes."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
@@ -63,7 +71,7 @@ def _log() -> PutBack:
     return put_back
 
 
-def _warnings() -> PutBack:
+def _save_warnings() -> Restore:
     """Who shows warnings: Python, its logging, a notebook."""
     shown = warnings.showwarning
 
@@ -75,7 +83,7 @@ def _warnings() -> PutBack:
     return put_back
 
 
-def _errors() -> PutBack:
+def _save_excepthook() -> Restore:
     """Who shows an error that nobody catches: torch puts itself in between with each process group."""
     shown = sys.excepthook
 
@@ -85,13 +93,13 @@ def _errors() -> PutBack:
     return put_back
 
 
-def _random_numbers() -> PutBack:
+def _save_rng() -> Restore:
     """The global generators of Python, of NumPy and of torch, on every device that is in use."""
     import torch
 
     python, numpy = random.getstate(), sys.modules.get("numpy")
     drawn = numpy.random.get_state() if numpy else None
-    cpu, seed, device = torch.get_rng_state(), torch.initial_seed(), _device()
+    cpu, seed, device = torch.get_rng_state(), torch.initial_seed(), _accelerator_module()
     there = device.get_rng_state_all() if device and device.is_initialized() else None
 
     def put_back() -> None:
@@ -107,7 +115,7 @@ def _random_numbers() -> PutBack:
     return put_back
 
 
-def _device() -> Any:
+def _accelerator_module() -> Any:
     """torch.cuda, or the same of another kind of accelerator; None where there is none."""
     import torch
 
@@ -116,11 +124,11 @@ def _device() -> Any:
     return None if kind is None or kind.type == "mps" else torch.get_device_module(kind)
 
 
-def _arithmetic() -> PutBack:
+def _save_torch_settings() -> Restore:
     """How torch computes: the type of new tensors, threads, the device, deterministic algorithms, cuDNN."""
     import torch
 
-    cudnn, device = torch.backends.cudnn, _device()
+    cudnn, device = torch.backends.cudnn, _accelerator_module()
     dtype, threads, strict = torch.get_default_dtype(), torch.get_num_threads(), torch.get_deterministic_debug_mode()
     chosen = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
     index = device.current_device() if device and device.is_initialized() else None
@@ -136,7 +144,7 @@ def _arithmetic() -> PutBack:
     return put_back
 
 
-def _tf32() -> PutBack:
+def _save_tf32() -> Restore:
     """With how many bits fp32 is multiplied, by the names of torch 2.9 and by the older ones."""
     import torch
 

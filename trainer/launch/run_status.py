@@ -13,16 +13,18 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from trainer.launch.run_files import open_file, overwrite, replace_file
+from trainer.launch.safe_files import open_file, overwrite_in_place, replace_file
 from trainer.launch.validation import DamagedFile, Finite, Text, Whole, check_fields, form, mapping_of, read_json
 from trainer.messages import Refusal
 
 STATUS_FILE = "status.json"
 STARTS_FILE = "starts.jsonl"
-PAUSE = 1.0  # seconds between two reports of a running attempt: each takes a disk longer than a small network's step
+REPORT_INTERVAL = (
+    1.0  # seconds between two reports of a running attempt: each takes a disk longer than a small network's step
+)
 log = logging.getLogger(__name__)
 # Of a run that fails before it could say more: scripts find every key all the same.
-_NOTHING_YET = {
+_DEFAULTS = {
     "state": None,
     "reason": None,
     "root_rank": None,
@@ -77,7 +79,7 @@ class StartFields(TypedDict):
     before: NotRequired[LastStatus | None]
 
 
-class Status:
+class StatusWriter:
     """Writes the status of one attempt; counts the attempts, and the steps of all of them.
 
     Goodput is distinct useful steps / steps executed. The steps of an attempt that was killed are those it had
@@ -95,7 +97,7 @@ class Status:
         self._reported, self._step = -math.inf, resume_step  # when, by the clock; and what
         self._again = 0  # steps of this attempt that it did once more, having gone back
         began, self._since = time.time() - age, time.monotonic() - age
-        self._inherited = inherited(before, resume_step, began)
+        self._inherited = earlier_seconds(before, resume_step, began)
         start = {
             "resume_step": resume_step,
             "world_size": world_size,
@@ -105,7 +107,7 @@ class Status:
             "pid": os.getpid(),
         }
         self._facts = {**start, "first_step": before.get("first_step", resume_step)}
-        add_start(folder, {**start, "began": began}, before)
+        append_start(folder, {**start, "began": began}, before)
 
     def write(self, state: str, step: int, reason: str | None, spent: Mapping[str, float] | None = None) -> None:
         """Replace status.json; while the run goes on, once a second. The end must survive a power cut.
@@ -114,7 +116,7 @@ class Status:
         """
         self._again += max(0, self._step - step)
         self._step = step
-        if state == "running" and time.monotonic() < self._reported + PAUSE:
+        if state == "running" and time.monotonic() < self._reported + REPORT_INTERVAL:
             return
         self._reported = time.monotonic()
         done, useful = step - self._facts["resume_step"] + self._again, step - self._facts["first_step"]
@@ -130,7 +132,7 @@ class Status:
             **self._seconds(spent or {}, done),
             **self._facts,
         }
-        _put(self._path, said, lasting=state != "running")
+        _replace_status(self._path, said, lasting=state != "running")
 
     def _seconds(self, spent: Mapping[str, float], steps: int) -> dict[str, Any]:
         """The seconds of all starts by phase; and how long a step took in this one, with what is done between steps."""
@@ -145,37 +147,37 @@ class Status:
 def read_status(folder: Path) -> dict[str, Any] | None:
     """What status.json says; None where there is none that can be read."""
     try:
-        return {**_NOTHING_YET, **read_json(folder / STATUS_FILE, StatusFields)[0]}
+        return {**_DEFAULTS, **read_json(folder / STATUS_FILE, StatusFields)[0]}
     except (OSError, DamagedFile):
         return None
 
 
 def mark_failed(folder: Path, reason: str, root_rank: int | None) -> None:
     """Say in status.json that the run failed. Any rank may: the main one may be stuck or dead."""
-    said = read_status(folder) or {**_NOTHING_YET}
+    said = read_status(folder) or {**_DEFAULTS}
     if (said["state"], said["reason"]) != ("failed", reason):
         said |= {"state": "failed", "reason": reason, "root_rank": root_rank, "time": time.time()}
-        _put(folder / STATUS_FILE, said)
+        _replace_status(folder / STATUS_FILE, said)
 
 
-def remark(folder: Path, reason: str, root_rank: int | None) -> None:
+def set_running_reason(folder: Path, reason: str, root_rank: int | None) -> None:
     """Say in status.json what holds up a run that goes on: it may be killed any moment. No verdict; any rank may."""
     said = read_status(folder)
     if said is not None and said["state"] == "running":
-        _put(folder / STATUS_FILE, said | {"reason": reason, "root_rank": root_rank, "time": time.time()})
+        _replace_status(folder / STATUS_FILE, said | {"reason": reason, "root_rank": root_rank, "time": time.time()})
 
 
-def _put(path: Path, said: dict[str, Any], lasting: bool = True) -> None:
+def _replace_status(path: Path, said: dict[str, Any], lasting: bool = True) -> None:
     """Replace the file. On a full disk the next report of a running attempt says it; an end is said in place."""
     data = (json.dumps(said, indent=1) + "\n").encode()
     try:
         replace_file(path, data, lasting)
     except OSError:
         if lasting:
-            overwrite(path, data)
+            overwrite_in_place(path, data)
 
 
-CRASHED = ("running", "failed")  # states of a start that did not end as it was asked to: the next one is a restart
+CRASHED_STATES = ("running", "failed")  # of a start that did not end as it was asked to: the next one is a restart
 
 
 def process_age() -> float:
@@ -193,14 +195,14 @@ def process_age() -> float:
         return 0.0
 
 
-def inherited(before: Mapping[str, Any], resume_step: int, began: float) -> dict[str, float]:
+def earlier_seconds(before: Mapping[str, Any], resume_step: int, began: float) -> dict[str, float]:
     """The seconds of earlier starts by what they went into, and what this restart costs so far.
 
     before: the last status.json. `down`: from its last word to this start; `repeated`: of steps that no checkpoint had;
     `kept`: of steps that a restart did not have to do again, which is no time of its own.
     """
     spent = {"down": 0.0, "repeated": 0.0, "kept": 0.0, **before.get("seconds", {})}
-    if before.get("state") in CRASHED and "time" in before:
+    if before.get("state") in CRASHED_STATES and "time" in before:
         spent["down"] += max(0.0, began - before["time"])
         # how long a step took is known of that start as a whole
         step_s = before.get("step_s", 0.0)
@@ -209,7 +211,7 @@ def inherited(before: Mapping[str, Any], resume_step: int, began: float) -> dict
     return spent
 
 
-def add_start(folder: Path, facts: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:
+def append_start(folder: Path, facts: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:
     """Append a line about this start, with what the one before has left in status.json."""
     left = None
     if before:

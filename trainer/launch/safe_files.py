@@ -20,10 +20,10 @@ from typing import cast
 
 from trainer.messages import Refusal, escape_line
 
-_PASS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Strange(Refusal, OSError):
+class UnsafeFile(Refusal, OSError):
     """A link, a pipe or a device in the folder of a run. For who reads it is a file that cannot be read."""
 
     def __init__(self, path: str | Path, what: str) -> None:
@@ -34,79 +34,79 @@ class Strange(Refusal, OSError):
         self.strerror = f"it is {what}, which is not opened in a run's folder"
 
 
-def real(path: str | Path) -> Path:
+def resolve_links(path: str | Path) -> Path:
     """The folder that the user means, through whatever links lead there; none is left in its name."""
     with suppress(ValueError):  # a null byte, which whoever opens it will meet
         return Path(os.path.realpath(path))
     return Path(path)
 
 
-def opener(path: str | Path, flags: int) -> int:
+def open_descriptor(path: str | Path, flags: int) -> int:
     """A descriptor of a regular file, for `open`. Strange where it is none, or where a part of its path is a link."""
     path = Path(path)
-    folder = _entered(path.parent, make=False)
+    folder = _open_folder(path.parent, make=False)
     try:
         # not to wait for the other end of a pipe
         found = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=folder)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise Strange(path, kind(path)) from None
+            raise UnsafeFile(path, describe_entry(path)) from None
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(folder)
     if not stat.S_ISREG(os.fstat(found).st_mode):
         os.close(found)
-        raise Strange(path, kind(path))
+        raise UnsafeFile(path, describe_entry(path))
     return found
 
 
 def open_file(path: Path, mode: str, buffering: int = -1) -> BufferedRandom:
     """A regular file, as `open` opens it for bytes (mode: rb, ab, r+b, xb …). Strange, or OSError."""
-    return cast(BufferedRandom, open(path, mode, buffering, opener=opener))
+    return cast(BufferedRandom, open(path, mode, buffering, opener=open_descriptor))
 
 
 def make_folder(path: Path) -> Path:
     """The folder, made with those above it where there are none. Strange where one of them is a link, or a file."""
-    os.close(_entered(path, make=True))
+    os.close(_open_folder(path, make=True))
     return path
 
 
-def refuse_strange(folder: Path) -> None:
+def refuse_unsafe_files(folder: Path) -> None:
     """Strange for the first link, pipe or device that a run would meet in its folder, or in that of a job."""
     for place in (folder, folder / "logs", folder / "tensorboard"):
         if place.is_dir() and not place.is_symlink():
             for entry in sorted(os.scandir(place), key=lambda entry: entry.name):
                 if not entry.is_dir(follow_symlinks=False) and not entry.is_file(follow_symlinks=False):
-                    raise Strange(entry.path, kind(entry.path))
+                    raise UnsafeFile(entry.path, describe_entry(entry.path))
 
 
-def kind(path: str | Path) -> str:
+def describe_entry(path: str | Path) -> str:
     """What stands there, in words."""
     if os.path.islink(path):
         return f"a link to {escape_line(os.readlink(path))}"
     return "a folder" if os.path.isdir(path) else "no regular file"
 
 
-def _entered(path: Path, make: bool) -> int:
+def _open_folder(path: Path, make: bool) -> int:
     """A descriptor of this folder, reached from the root by folders alone; make: those that are not there."""
     path = path.absolute()
-    at, so_far = os.open(path.anchor, _PASS), Path(path.anchor)
+    at, so_far = os.open(path.anchor, _FOLDER_FLAGS), Path(path.anchor)
     for name in path.parts[1:]:
         above, so_far = at, so_far / name
         try:
             if make:
-                _made(name, above)
-            at = os.open(name, _PASS, dir_fd=above)
+                _make_one_folder(name, above)
+            at = os.open(name, _FOLDER_FLAGS, dir_fd=above)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                raise Strange(so_far, kind(so_far)) from None
+                raise UnsafeFile(so_far, describe_entry(so_far)) from None
             raise OSError(error.errno, error.strerror, str(so_far)) from None
         finally:
             os.close(above)
     return at
 
 
-def _made(name: str, above: int) -> None:
+def _make_one_folder(name: str, above: int) -> None:
     """Make a folder of this name, unless there is one. Not tried where there is: a disk may be read-only above it."""
     try:
         os.stat(name, dir_fd=above, follow_symlinks=False)
@@ -115,7 +115,7 @@ def _made(name: str, above: int) -> None:
             os.mkdir(name, dir_fd=above)
 
 
-_SPARE = 2**20  # bytes; a disk with less than that counts as full
+_FULL_BELOW = 2**20  # bytes; a disk with less than that counts as full
 
 
 def replace_file(path: Path, data: bytes | str | Iterator[bytes], lasting: bool = True) -> None:
@@ -130,15 +130,15 @@ def replace_file(path: Path, data: bytes | str | Iterator[bytes], lasting: bool 
             file.writelines([data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data)
         # the bytes before the name: or a power cut could leave the new name with nothing in it
         if lasting:
-            sync(draft)
+            fsync_path(draft)
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
     if lasting:
-        sync(path.parent)
+        fsync_path(path.parent)
 
 
-def overwrite(path: Path, data: bytes) -> None:
+def overwrite_in_place(path: Path, data: bytes) -> None:
     """Put other bytes into a file, in the room that it has: on a full disk there is none for a second file.
 
     A few of them, or a crash could leave some old ones. OSError, and the old bytes, where there are too many.
@@ -149,23 +149,23 @@ def overwrite(path: Path, data: bytes) -> None:
         if os.pwrite(file.fileno(), data.ljust(len(before)), 0) < len(data):
             os.pwrite(file.fileno(), before, 0)
             file.truncate(len(before))
-            raise full(path)
+            raise disk_full_error(path)
         file.truncate(len(data))
         os.fsync(file.fileno())
 
 
-def refuse_full(folder: Path) -> None:
+def refuse_full_disk(folder: Path) -> None:
     """OSError where the disk of a folder is full: for what would be left half written. Takes a microsecond."""
-    if shutil.disk_usage(folder).free < _SPARE:
-        raise full(folder)
+    if shutil.disk_usage(folder).free < _FULL_BELOW:
+        raise disk_full_error(folder)
 
 
-def full(path: Path) -> OSError:
+def disk_full_error(path: Path) -> OSError:
     """What the system says of a disk without space; it says nothing where it has taken a part of what it was given."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Wait until a file's bytes, or the names in a folder, are on the disk, whoever wrote them."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -174,11 +174,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def probe(folder: Path) -> None:
+def probe_write(folder: Path) -> None:
     """A real write: mode bits say little to root, on full disks and on read-only mounts."""
     path = folder / f".probe-{secrets.token_hex(4)}"
     try:
         path.write_bytes(b"x" * 4096)
-        sync(path)
+        fsync_path(path)
     finally:
         path.unlink(missing_ok=True)
