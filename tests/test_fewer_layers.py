@@ -21,7 +21,7 @@ from tests.planted.plant import EXACT, GPT, NET, VIT
 from tests.planted.proofs import verdict, verified
 from tests.processes import Processes
 from tests.quick import quickly
-from trainer.jobs.preparation import Prepared
+from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.verify.reference import made_apart
@@ -192,7 +192,7 @@ def test_what_one_process_cannot_hold_is_made_shorter_by_itself(processes: Proce
 def test_a_reference_whose_memory_ran_out_is_made_again_with_fewer_layers(home: Path) -> None:
     asked: list[int | None] = []
 
-    def made(run: Prepared, samples: int, path: Path, layers: int | None) -> str:
+    def made(run: PreparedRun, samples: int, path: Path, layers: int | None) -> str:
         asked.append(layers)
         return made_apart(run, samples, path, layers) if layers else "can't allocate memory"
 

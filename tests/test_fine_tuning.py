@@ -16,7 +16,7 @@ from tests.commands import TRANSFORMER, curve
 from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
-from tests.test_initial import IMAGES, saved
+from tests.test_initial_weights import IMAGES, saved
 from trainer.learning.freezing import count_trainable, freeze
 from trainer.learning.optimizer import parameter_groups
 from trainer.learning.parameter_groups import Rule, matches_exactly, resolve_rules

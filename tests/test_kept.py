@@ -15,7 +15,7 @@ from tests.commands import TRANSFORMER, curve
 from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
-from tests.test_initial import equal, saved
+from tests.test_initial_weights import equal, saved
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manager import Checkpoints

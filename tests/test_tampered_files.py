@@ -14,7 +14,7 @@ import pytest
 
 from tests.commands import SMALL, curve, finish, single, status
 from tests.inside import here
-from trainer.jobs.resume_precheck import glance
+from trainer.jobs.resume import peek_checkpoint
 from trainer.launch.run_status import read_status
 from trainer.launch.validation import refuse_unreadable
 from trainer.messages import Refusal
@@ -90,7 +90,7 @@ def test_a_state_that_cannot_be_true_is_passed_over_in_words(folder: Path, caplo
     assert (found.step, [path.name for path in rejected]) == (2, ["step-00000004"])
     (record,) = caplog.records
     assert f"state.json: {said}" in record.getMessage()
-    assert glance(folder).step == 2
+    assert peek_checkpoint(folder).step == 2
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_whatever_else_is_damaged(folder: Path, caplog: Any) -> None:

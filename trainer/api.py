@@ -66,10 +66,9 @@ class Result:
         """The plain network on the CPU, in evaluation mode, with the weights of the last checkpoint."""
         with resource_paths.present_folder(), preserve_process_state():
             parts = self.parts()
-            from trainer.jobs.export import trained
-            from trainer.jobs.trained_run import chosen
+            from trainer.jobs.trained_run import load_network, select_checkpoint
 
-            return trained(parts, chosen(parts, "last").path, average=False)
+            return load_network(parts, select_checkpoint(parts, "last").path, average=False)
 
 
 def run(

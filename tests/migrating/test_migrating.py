@@ -30,7 +30,7 @@ from tests.migrating.files import TESTED, write
 from tests.processes import Processes
 from trainer.configuration.compose import compose
 from trainer.configuration.schema import settings
-from trainer.jobs.initial_weights import Initial
+from trainer.jobs.initial_weights import InitialWeights
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 
@@ -217,10 +217,10 @@ def test_weights_beside_objects_are_refused_until_they_stand_alone(
     with pytest.raises(
         Refusal, match=r"best\.ckpt: it holds a argparse\.Namespace, which only running code could read"
     ):
-        Initial("best.ckpt", "-loss").look(network)
+        InitialWeights("best.ckpt", "-loss").find(network)
     exec(re.search(r'^python -c "(.*)"$', PAGE, re.MULTILINE)[1])
-    initial = Initial("net.pt", "-loss")
-    initial.look(network)
+    initial = InitialWeights("net.pt", "-loss")
+    initial.find(network)
     assert initial.lines == [f"weights     2 tensors from {tmp_path / 'net.pt'}, its net.*"]
 
 

@@ -21,7 +21,7 @@ from tests.commands import curve, far, lines
 from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
-from tests.test_initial import saved
+from tests.test_initial_weights import saved
 from trainer.data.sampler import EpochOrder
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision import models
 
 from tests.inside import here
-from tests.test_initial import WORDS, saved
+from tests.test_initial_weights import WORDS, saved
 from trainer.messages import Refusal
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from recipes.language.decoder import Decoder
 from tests.inside import here
-from trainer.jobs.initial_weights import Initial
+from trainer.jobs.initial_weights import InitialWeights
 from trainer.messages import Refusal
 
 SIZES: dict[str, Any] = {"vocab_size": 30, "context": 16, "width": 32, "depth": 2, "heads": 4}
@@ -31,9 +31,9 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
 
 
 def begun(network: Decoder, folder: Path) -> list[str]:
-    initial = Initial(str(folder), "-loss")
-    initial.look(network)
-    initial.fill(network)
+    initial = InitialWeights(str(folder), "-loss")
+    initial.find(network)
+    initial.load_into(network)
     return initial.lines
 
 

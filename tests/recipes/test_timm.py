@@ -14,7 +14,7 @@ from tests.commands import curve
 from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
-from tests.test_initial import IMAGES, saved
+from tests.test_initial_weights import IMAGES, saved
 from trainer.configuration.allowed_targets import Names
 from trainer.configuration.instantiate import build
 from trainer.messages import Refusal

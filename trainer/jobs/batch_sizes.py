@@ -1,15 +1,16 @@
-"""The sums that must come out whole before a run can start."""
+"""Batch sizes and the number of steps: what must divide evenly before a run can start."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from trainer.configuration.schema import Loop
 from trainer.messages import Refusal, format_count
 
 
 @dataclass(frozen=True)
-class Batches:
-    """How one global batch is dealt out: samples × micro-batches × data ranks = global batch."""
+class BatchSizes:
+    """How one global batch is divided: samples × micro-batches × data ranks = global batch."""
 
     total: int  # samples in one optimizer step
     micro_batches: int  # that each data rank runs one after the other
@@ -33,49 +34,58 @@ class Batches:
         return f"{samples} × {micro_batches} × {format_count(self.ranks, 'data rank')} = global batch {self.total}"
 
 
-def deal(global_batch: int, ranks: int, micro_batches: int, local: int | None, uneven: bool = False) -> Batches:
-    """Deal a global batch out; `local`, if given, decides the micro-batches: as few as hold no more samples each.
+def divide_batch(
+    global_batch: int, ranks: int, micro_batches: int, micro_batch: int | None, uneven: bool = False
+) -> BatchSizes:
+    """Divide a global batch over data ranks and micro-batches.
 
-    Refusal if it is not whole, or with `uneven` if some micro-batch would have no sample.
+    micro_batch: samples of a rank at a time; if given, it decides the number of micro-batches, as few as possible.
+    Refusal if the batch does not divide evenly, or with `uneven` if some micro-batch would have no sample.
     """
 
-    def dealt(number: int, uneven: bool) -> Batches | None:
-        """With this number in the key that the user has set; None where it does not come out."""
-        count = number if local is None else -(-global_batch // (ranks * number))
-        whole = global_batch % (ranks * number) == 0 or (uneven and global_batch >= ranks * count)
-        return Batches(global_batch, count, ranks, uneven) if whole else None
+    def divide(number: int, uneven: bool) -> BatchSizes | None:
+        """With this number in the key that the user has set; None where it does not divide."""
+        count = number if micro_batch is None else -(-global_batch // (ranks * number))
+        fits = global_batch % (ranks * number) == 0 or (uneven and global_batch >= ranks * count)
+        return BatchSizes(global_batch, count, ranks, uneven) if fits else None
 
-    key, wanted = ("loop.micro_batches", micro_batches) if local is None else ("loop.micro_batch", local)
-    batches = dealt(wanted, uneven)
+    key, wanted = ("loop.micro_batches", micro_batches) if micro_batch is None else ("loop.micro_batch", micro_batch)
+    batches = divide(wanted, uneven)
     if batches is not None:
         return batches
-    # what would do: the same numbers with another batch, the same batch with another number, shares of two sizes
+    # what would do: the same number with another batch, the same batch with another number, or uneven micro-batches
     unit = ranks * wanted
     below = global_batch // unit * unit
     nearest = f"loop.global_batch={f'{below} or ' if below else ''}{below + unit}"
-    fitting = [number for number in range(1, global_batch // ranks + 1) if dealt(number, uneven)]
+    fitting = [number for number in range(1, global_batch // ranks + 1) if divide(number, uneven)]
     fitting = sorted(sorted(fitting, key=lambda number: abs(number - wanted))[:2])
     raise Refusal(
         f"loop.global_batch {global_batch} / {format_count(ranks, 'data rank')} / "
-        + (format_count(wanted, "micro-batch") if local is None else f"{key} {wanted}")
+        + (format_count(wanted, "micro-batch") if micro_batch is None else f"{key} {wanted}")
         + f" {'leaves some without a sample' if uneven else 'is not whole'}; nearest: {nearest}"
         + (f"; or {key}={' or '.join(map(str, fitting))}" if fitting else "")
-        + ("; or loop.uneven=true" if dealt(wanted, uneven=True) else "")
+        + ("; or loop.uneven=true" if divide(wanted, uneven=True) else "")
     )
 
 
-def more_micro_batches(batches: Batches) -> int | None:
+def more_micro_batches(batches: BatchSizes) -> int | None:
     """The next number of micro-batches that needs less memory; None: there is none."""
     total, ranks = batches.total, batches.ranks
     for more in range(batches.micro_batches + 1, total // ranks + 1):
+        # one more micro-batch need not make the largest one smaller: 7 samples in 5 or 6 parts, each has 2
         smaller = replace(batches, micro_batches=more).largest < batches.largest
         if smaller and (batches.uneven or total % (ranks * more) == 0):
             return more
     return None
 
 
+def evaluation_batch_size(loop: Loop) -> int:
+    """Samples in one evaluation batch, over all ranks and micro-batches."""
+    return loop.eval_batch or 4 * loop.global_batch
+
+
 @dataclass(frozen=True)
-class Length:
+class RunLength:
     """How long a run is."""
 
     steps: int  # optimizer steps
@@ -90,8 +100,8 @@ class Length:
         return f"{format_count(self.steps, 'step')}, {length}{tail}"
 
 
-def measure(samples: int, global_batch: int, epochs: int | None, steps: int | None, unit: int) -> Length:
-    """How many steps that is, by whichever bound is reached first. Refusal where an epoch has no step.
+def compute_length(samples: int, global_batch: int, epochs: int | None, steps: int | None, unit: int) -> RunLength:
+    """How many steps a run has, by whichever of `epochs` and `steps` is reached first. Refusal where an epoch has none.
 
     samples: the length of an epoch's order; unit: of which a global batch is a multiple.
     """
@@ -105,4 +115,4 @@ def measure(samples: int, global_batch: int, epochs: int | None, steps: int | No
         )
     per_epoch = samples // global_batch
     bounds = [bound for bound in (steps, None if epochs is None else epochs * per_epoch) if bound is not None]
-    return Length(min(bounds), per_epoch, samples % global_batch)
+    return RunLength(min(bounds), per_epoch, samples % global_batch)

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import EvalLoader, TrainLoader
-from trainer.jobs.allocator import evaluation_batch
+from trainer.jobs.batch_sizes import evaluation_batch_size
 from trainer.jobs.flops import make_work
 from trainer.jobs.goodput_report import report
-from trainer.jobs.preparation import Prepared
+from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.intervals import Trigger
 from trainer.learning.optimizer import EMPTY_ERROR, parameter_groups, why_not_fused
@@ -34,9 +34,9 @@ from trainer.strategies.parallel_model import ParallelModel
 FORGIVEN = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed saves in a row after which a run goes on
 
 
-def make_checkpoints(run: Prepared, beside: Callable[[Ranks, timedelta], AsyncSaver] = AsyncSaver) -> Checkpoints:
+def make_checkpoints(run: PreparedRun, beside: Callable[[Ranks, timedelta], AsyncSaver] = AsyncSaver) -> Checkpoints:
     """Those of the run's folder. beside: what writes them where training goes on meanwhile."""
-    best, strategy = run.settings.checkpoint.best or run.task.best, run.strategy
+    best, strategy = run.best_metric, run.strategy
     # the loop saves nothing else; those of versions before it did are looked through when they are read
     facts = {"strategy": strategy.name, "precision": run.machine.resolved_precision, FINITE: True}
     path, world, chosen = run.folder.path / "checkpoints", strategy.world, run.settings.checkpoint
@@ -44,7 +44,9 @@ def make_checkpoints(run: Prepared, beside: Callable[[Ranks, timedelta], AsyncSa
     return Checkpoints(path, world, chosen.keep, best, facts, TO_RESUME, FORGIVEN[chosen.on_error], saver)
 
 
-def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRequest, progress: Progress) -> Trainer:
+def make_trainer(
+    run: PreparedRun, checkpoints: Checkpoints, log: Log, stop: StopRequest, progress: Progress
+) -> Trainer:
     """Collective: everything in its place."""
     settings, strategy, loop = run.settings, run.strategy, run.settings.loop
     loading, micro_batches = LoaderOptions(**vars(settings.loader)), run.batches.micro_batches
@@ -81,7 +83,7 @@ def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRe
         facts={
             "configuration": read_config(run.configuration),
             "precision": run.machine.resolved_precision,
-            "data": run.sets,  # the main rank's, which writes them
+            "data": run.data_identity,  # the main rank's, which writes them
         },
         patience=math.inf if loop.patience is None else loop.patience,
         stop_after=settings.run.stop_after,
@@ -92,7 +94,7 @@ def make_trainer(run: Prepared, checkpoints: Checkpoints, log: Log, stop: StopRe
     )
 
 
-def make_optimizer(run: Prepared, placed: ParallelModel, log: Log) -> Optimizer:
+def make_optimizer(run: PreparedRun, placed: ParallelModel, log: Log) -> Optimizer:
     """The optimizer over what this rank owns, with the rates that the schedule multiplies."""
     groups, settings = parameter_groups(placed.network, run.spare_vectors, run.rules), run.settings
     try:
@@ -113,16 +115,16 @@ def make_optimizer(run: Prepared, placed: ParallelModel, log: Log) -> Optimizer:
     return optimizer
 
 
-def make_evaluation(run: Prepared) -> EvalLoader | None:
+def make_evaluation(run: PreparedRun) -> EvalLoader | None:
     """What an evaluation reads; None where there is nothing to evaluate on."""
     if run.evaluation is None:
         return None
-    width, micro_batches = evaluation_batch(run.settings.loop), run.batches.micro_batches
+    width, micro_batches = evaluation_batch_size(run.settings.loop), run.batches.micro_batches
     loading = LoaderOptions(**vars(run.settings.loader))
     return EvalLoader(run.data, run.evaluation, run.strategy.slice, width, micro_batches, loading)
 
 
-def make_profile(run: Prepared) -> NoProfile:
+def make_profile(run: PreparedRun) -> NoProfile:
     """What traces the steps that were asked for."""
     window, strategy = run.settings.profile, run.strategy
     if window is None:
@@ -130,7 +132,7 @@ def make_profile(run: Prepared) -> NoProfile:
     return Profile(*window, run.folder.path / "profile" / f"rank-{strategy.world.rank}.json", strategy.device)
 
 
-def make_show(run: Prepared, evaluation: EvalLoader | None, log: Log) -> NoMediaLogger:
+def make_show(run: PreparedRun, evaluation: EvalLoader | None, log: Log) -> NoMediaLogger:
     """What prepares pictures and histograms, where a sink shows any; all ranks know the sinks."""
     if not any(shows(sink, "images", "confusion", "histograms") for sink in run.sinks):
         return NoMediaLogger()

@@ -15,19 +15,23 @@ from torch import Tensor, nn
 
 from trainer.data.class_names import renumber_classes
 from trainer.data.data import Data, Preparation
-from trainer.data.dataset_reader import LoaderOptions
-from trainer.data.loader import EvalLoader
 from trainer.data.nested_tensors import cast_floats, map_tensors, tensors
-from trainer.data.sampler import RankSampler
-from trainer.jobs.preparation import seeded_network
 from trainer.jobs.run_parts import Job, RunParts
-from trainer.jobs.trained_run import Which, as_average, chosen, classes_of, names_there, run_folder, samples_of
+from trainer.jobs.trained_run import (
+    Which,
+    checkpoint_classes,
+    data_classes,
+    evaluation_example,
+    load_network,
+    read_samples,
+    run_folder,
+    select_checkpoint,
+    wants_average,
+)
 from trainer.launch.rendezvous import Launch
 from trainer.launch.safe_files import make_folder, replace_file
 from trainer.learning.task import Task
 from trainer.messages import Refusal, expand_home
-from trainer.parallel.optimizer_state import refuse_other_network
-from trainer.records.weight_files import of_checkpoint
 
 
 @dataclass(frozen=True)
@@ -150,9 +154,7 @@ def _called_with(run: RunParts, network: nn.Module) -> tuple[tuple[Any, ...], di
         raise _Called(args, kwargs)
 
     # two samples of this process alone: the network's own call shows what there is to trace, whatever the task does
-    alone = RankSampler(0, 1, torch.device("cpu"), run.settings.seed)
-    samples = samples_of(run, "evaluation", Launch())
-    inputs, targets = EvalLoader(run.data, samples, alone, 2, 1, LoaderOptions(workers=0)).example()
+    inputs, targets = evaluation_example(run, read_samples(run, "evaluation", Launch()))
     hook = network.register_forward_pre_hook(tell, with_kwargs=True)
     try:
         run.task.forward(network, inputs, targets)
@@ -188,7 +190,7 @@ class Export(Job):
         if not run.machine.launch.is_main:
             return 0
         # what was asked for is looked at first: building a network and tracing it takes a while
-        average = as_average(run, self.weights)
+        average = wants_average(run, self.weights)
         ending = "" if self.format == "huggingface" else f".{self.format}"  # a folder may have any name
         path = expand_home(self.out).resolve() if self.out else run_folder(run) / "export" / f"model{ending}"
         if ending and path.suffix != ending:
@@ -198,14 +200,14 @@ class Export(Job):
                 f"job.prepared=true: job.format={self.format} holds weights and no program, which could prepare a"
                 " sample; job.format=pt2 and onnx do"
             )
-        names, found = class_names(run, self.checkpoint), chosen(run, self.checkpoint)
-        network = trained(run, found.path, average)
+        names, checkpoint = class_names(run, self.checkpoint), select_checkpoint(run, self.checkpoint)
+        network = load_network(run, checkpoint.path, average)
         # under another name until it is whole: a file that is there can be used
         draft = make_folder(path.parent) / f".{secrets.token_hex(4)}-{path.name}"
         facts = self._write(run, network, names, draft)
         size = _put_in_place(draft, path)
         which = "moving average" if average else "weights"
-        print(f"checkpoint  step {found.step} of {run_folder(run)}, its {which}")
+        print(f"checkpoint  step {checkpoint.step} of {run_folder(run)}, its {which}")
         print(f"written     {path}: {type(network).__name__}, {size:,} bytes")
         if facts is not None:
             card = path.with_suffix(".json")
@@ -239,10 +241,10 @@ def class_names(run: RunParts, which: Which) -> list[str]:
 
     None where there are no classes. Refusal where the data has a class that the checkpoint does not know.
     """
-    names, there = classes_of(run, which), names_there(run.data)
-    if there:
+    names, of_data = checkpoint_classes(run, which), data_classes(run.data)
+    if of_data:
         renumber_classes(run.data, names)
-    names = names or there
+    names = names or of_data
     return names + [str(number) for number in range(len(names), getattr(run.data, "num_classes", None) or 0)]
 
 
@@ -255,22 +257,6 @@ def _put_in_place(draft: Path, path: Path) -> int:
     files = [file.replace(path / file.name) for file in sorted(draft.iterdir())]
     draft.rmdir()
     return sum(file.stat().st_size for file in files)
-
-
-def trained(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
-    """The plain network in this process's memory, with the values of a checkpoint.
-
-    One that learned by adapters says what it is without them, in a method `merged()`.
-    """
-    network = seeded_network(run)
-    network = network.double() if run.machine.resolved_precision == "fp64" else network
-    own = network.state_dict()
-    # verified byte by byte; nothing is matched by guesses here, every name and shape must be the network's own
-    weights = of_checkpoint(checkpoint, average=average)
-    refuse_other_network({name: value.shape for name, value in own.items()}, weights.tensors)
-    weights.read_into(own)
-    merged = getattr(network, "merged", None)
-    return (merged() if callable(merged) else network).eval()
 
 
 def _safetensors(network: nn.Module, path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.nested_tensors import first_tensor, map_tensors, tensors
-from trainer.jobs.preparation import Prepared
+from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.devices import accelerator_names
 from trainer.learning.task import Task
 from trainer.messages import first_line
@@ -54,7 +54,7 @@ def peak_flops(name: str, arithmetic: str) -> float | None:
     return None
 
 
-def make_work(run: Prepared, example: tuple[Any, Any], log: Log) -> NoUtilization:
+def make_work(run: PreparedRun, example: tuple[Any, Any], log: Log) -> NoUtilization:
     """What utilisation is told of, on the main rank, which tells it; nothing where a number for it is not known."""
     peak = _peak(run, log) if run.machine.launch.is_main else None
     if peak is None:
@@ -67,7 +67,7 @@ def make_work(run: Prepared, example: tuple[Any, Any], log: Log) -> NoUtilizatio
     return Utilization(flops, peak * run.strategy.devices_used, example[0], log.say)
 
 
-def _peak(run: Prepared, log: Log) -> float | None:
+def _peak(run: PreparedRun, log: Log) -> float | None:
     """Operations a second that one device can do at most; None: not known."""
     machine, asked = run.machine, run.settings.loop.peak_flops
     if asked is not None or not machine.on_gpu:

@@ -9,9 +9,8 @@ from typing import Literal
 
 import torch
 
-from trainer.jobs.export import trained
 from trainer.jobs.run_parts import Job, RunParts
-from trainer.jobs.trained_run import Which, as_average, chosen, run_folder
+from trainer.jobs.trained_run import Which, load_network, run_folder, select_checkpoint, wants_average
 from trainer.launch.devices import accelerator_type
 from trainer.launch.safe_files import make_folder, open_file
 from trainer.learning.text_generation import GenerationRequest
@@ -38,24 +37,24 @@ class Generate(Job):
             )
         if not prompt:
             raise Refusal("job.prompt is empty; a network continues at least one token: job.prompt='The '")
-        self.asked = GenerationRequest(prompt, tokens, temperature, top_k, seed)
+        self.request = GenerationRequest(prompt, tokens, temperature, top_k, seed)
         self.checkpoint, self.weights = checkpoint, weights
 
     def __call__(self, run: RunParts) -> int:
         """Generate; the exit code."""
         if not run.machine.launch.is_main:
             return 0
-        self.asked.refuse_data("job=generate", run.data)
-        found = chosen(run, self.checkpoint)
-        network = trained(run, found.path, as_average(run, self.weights))
-        self.asked.refuse_network("job=generate", network)
+        self.request.refuse_data("job=generate", run.data)
+        checkpoint = select_checkpoint(run, self.checkpoint)
+        network = load_network(run, checkpoint.path, wants_average(run, self.weights))
+        self.request.refuse_network("job=generate", network)
         device = torch.device("cpu" if run.machine.device == "cpu" else accelerator_type() or "cpu")
-        text = self.asked.text(network.to(device), run.data, device)
+        text = self.request.text(network.to(device), run.data, device)
         print(text)
-        asked = asdict(self.asked)
-        said = {"checkpoint": found.step, "prompt": asked.pop("prompt"), "text": text, **asked}
+        request = asdict(self.request)
+        line = {"checkpoint": checkpoint.step, "prompt": request.pop("prompt"), "text": text, **request}
         path = run_folder(run) / "generate" / "samples.jsonl"
         make_folder(path.parent)
         with open_file(path, "ab") as file:
-            file.write(json.dumps(said).encode() + b"\n")
+            file.write(json.dumps(line).encode() + b"\n")
         return 0

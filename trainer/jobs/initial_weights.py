@@ -16,7 +16,7 @@ from trainer.records.weight_files import Weights, open_weights
 _SHOWN = 4  # names of a kind in a line
 
 
-class Initial:
+class InitialWeights:
     """What a network begins with that its constructor did not make. Nothing until somebody has looked for it.
 
     The main rank alone looks and reads; from it the values travel as if it had built them.
@@ -25,12 +25,12 @@ class Initial:
     def __init__(self, source: str | None, best: str) -> None:
         """`source` is `init_from`; `best`: the figure by which a run's checkpoint is chosen."""
         self.lines: list[str] = []  # what was found, for the start of the run
-        self.gives_all = False  # every value of the network: nobody need build any
+        self.is_complete = False  # every value of the network: nobody need build any
         self._source, self._best = source, best
         self._names: dict[str, str] = {}  # of the network → of the same tensor in the file
         self._weights: Weights | None = None
 
-    def look(self, network: nn.Module) -> None:
+    def find(self, network: nn.Module) -> None:
         """Find the weights and compare names and shapes; Refusal where none fits. The network may be an outline."""
         if self._source is None:
             self.lines = _left_random(network)
@@ -41,7 +41,7 @@ class Initial:
         except Refusal as refusal:
             raise Refusal(f"init_from={self._source}: {refusal}") from refusal
 
-    def fill(self, network: nn.Module) -> None:
+    def load_into(self, network: nn.Module) -> None:
         """Give the network, in place, the values that were found; they are let go of then."""
         if self._weights is None:
             return
@@ -56,7 +56,7 @@ class Initial:
         self._names = {name: there[name] for name in own if name in there and shapes[name] == own[name].shape}
         # a tensor with several names (tied weights) needs one of them
         given = {own[name] for name in self._names}
-        self.gives_all = all(tensor in given for tensor in own.values())
+        self.is_complete = all(tensor in given for tensor in own.values())
         lacking = [name for name in own if own[name] not in given and name in stored]
         other = [name for name in lacking if name in there]
         replaced = [f"{name} {tuple(shapes[name])} → {tuple(own[name].shape)}" for name in other]

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.jobs.trained_run import Opened
+from trainer.jobs.trained_run import LoadedRun
 from trainer.learning.task import Task
 from trainer.messages import BadData
 from trainer.parallel.ranks import Ranks
@@ -24,18 +24,18 @@ class Stopped(Exception):
     """A rank was asked to stop, and all of them have."""
 
 
-def answers(strategy: Strategy, job: Opened, keep: Keep, real: torch.dtype) -> Iterator[tuple[int, Piece]]:
+def answers(strategy: Strategy, loaded: LoadedRun, keep: Keep, real: torch.dtype) -> Iterator[tuple[int, Piece]]:
     """Collective: for each micro-batch, in the order of the set, its first sample and the rows of all its samples.
 
     On the main rank; on the others the rows are none. Floating-point numbers as `real`. Stopped where a rank was asked
     to stop, BadData where the rows of samples differ in shape.
     """
-    kept = job.placed.task = _Kept(keep)
+    kept = loaded.model.task = _Kept(keep)
     votes, senders = strategy.votes(), set[int]()
-    for batch, valid in job.stream.batches():
-        votes.ask(job.stop.raised)
+    for batch, valid in loaded.stream.batches():
+        votes.ask(loaded.stop.raised)
         kept.rows = {}
-        job.placed.evaluate(batch, valid)
+        loaded.model.evaluate(batch, valid)
         senders = senders or _senders(strategy.world, strategy.slice.rank, bool(kept.rows))
         own: Piece = {}
         if valid and strategy.world.rank in senders:

@@ -15,16 +15,14 @@ from trainer.data.data import Data
 from trainer.jobs.network_outputs import Piece, Stopped, answers
 from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import (
-    OF_AVERAGE,
-    Opened,
+    AVERAGE_PREFIX,
+    LoadedRun,
     Split,
     Which,
-    as_average,
-    inputs_of,
-    names_there,
-    opened,
+    data_classes,
+    load_run,
     run_folder,
-    samples_of,
+    wants_average,
 )
 from trainer.launch import failure
 from trainer.learning.task import Task
@@ -141,7 +139,7 @@ class Predict(Job):
 
     def __call__(self, run: RunParts) -> int:
         """Predict; the exit code."""
-        average, launch = as_average(run, self.weights), run.machine.launch
+        average, launch = wants_average(run, self.weights), run.machine.launch
         ending = ".safetensors" if self.inputs is None else ".csv"
         path = expand_home(self.out).resolve() if self.out else run_folder(run) / "predict" / f"{_NAME}{ending}"
         if path.suffix != ending:
@@ -149,57 +147,57 @@ class Predict(Job):
             raise Refusal(f"job.out={self.out}: what is written is {what}; give a name that ends in {ending}")
         run.strategy.refuse_outputs("job=predict", launch.world_size)
         if self.inputs is None:
-            read, write = partial(samples_of, run, self.split, launch), self._tensors
+            write = self._write_outputs
         else:
             refuse_task(run.task)
-            read, write = partial(inputs_of, run, self.inputs, launch), self._classes
+            write = self._write_classes
         done, refused = True, ""
-        with opened(run, "predict", self.checkpoint, read) as job:
+        with load_run(run, "predict", self.checkpoint, self.split, self.inputs) as loaded:
             # in the view the network holds the weights that were asked for
-            views = dict(job.placed.average.views())
-            with views[OF_AVERAGE if average else ""], torch.no_grad():
+            views = dict(loaded.model.average.views())
+            with views[AVERAGE_PREFIX if average else ""], torch.no_grad():
                 try:
                     # what the main rank found counts for all
-                    refused = run.strategy.world.all_gather_values(write(run, job, path))[0]
+                    refused = run.strategy.world.all_gather_values(write(run, loaded, path))[0]
                 except Stopped:
                     done = False
         if refused:
             raise Refusal(refused)
         return failure.exit_code(done, launch)
 
-    def _tensors(self, run: RunParts, job: Opened, path: Path) -> str:
+    def _write_outputs(self, run: RunParts, loaded: LoadedRun, path: Path) -> str:
         """Collective: a file of tensors, and a table of the classes where the data names them."""
         # what is kept is as exact as the run
         real = torch.float64 if run.machine.resolved_precision == "fp64" else torch.float32
-        pieces = answers(run.strategy, job, partial(_predicted, run.task), real)
+        pieces = answers(run.strategy, loaded, partial(_predicted, run.task), real)
         if not run.machine.launch.is_main:
             return _through(pieces)
         table = path.with_suffix(".csv")
         with drafts(path, table) as (file, rows):
-            tensors, words = Tensors(file, job.stream.size), Words(Table(rows, ("index", "name", "class")), run.data)
+            tensors, words = Tensors(file, loaded.stream.size), Words(Table(rows, ("index", "name", "class")), run.data)
             for first, piece in pieces:
                 tensors.add(first, piece)
-                words.add(first, piece, job.samples)
+                words.add(first, piece, loaded.samples)
             self._remove_others(path, *([table] if words.whole else []))
         shapes = ", ".join(f"{name} {shape}" for name, (_, shape) in tensors.rows.items() if name != "index")
-        print(f"checkpoint  step {job.found.step} of {run_folder(run)}")
-        print(f"written     {path}: {job.stream.size} samples ({self.split}), for each {shapes}")
+        print(f"checkpoint  step {loaded.checkpoint.step} of {run_folder(run)}")
+        print(f"written     {path}: {loaded.stream.size} samples ({self.split}), for each {shapes}")
         if words.whole:
             print(f"written     {table}: the class of each")
         return ""
 
-    def _classes(self, run: RunParts, job: Opened, path: Path) -> str:
+    def _write_classes(self, run: RunParts, loaded: LoadedRun, path: Path) -> str:
         """Collective: the classes of new inputs, as a table and as JSON; why it is refused, where none can be read."""
-        pieces = answers(run.strategy, job, partial(best, run.task), torch.float64)
+        pieces = answers(run.strategy, loaded, partial(best, run.task), torch.float64)
         if not run.machine.launch.is_main:
             return _through(pieces)
         lines = path.with_suffix(".jsonl")
         with drafts(path, lines) as (table, rows):
-            classified = Classified(table, rows, job.samples, job.classes or names_there(run.data))
+            classified = Classified(table, rows, loaded.samples, loaded.classes or data_classes(run.data))
             for first, piece in pieces:
                 classified.add(first, piece)
             self._remove_others(path, lines)
-        print(f"checkpoint  step {job.found.step} of {run_folder(run)}")
+        print(f"checkpoint  step {loaded.checkpoint.step} of {run_folder(run)}")
         for line in (*classified.lines(), f"written     {path} and {lines.name}: a row for each input"):
             print(line)
         return classified.refusal(f"job.inputs={self.inputs}", path)

@@ -1,7 +1,12 @@
-"""What a run is made of, and what follows from it before any process group: data, sums, the network, the folder."""
+"""All that happens before there is a process group: data, batch sizes, the network's shapes, the run folder.
+
+What cannot work is refused here, so that it costs seconds and leaves no folder behind.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,104 +14,124 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.configuration.schema import Settings
 from trainer.data.data import Data
 from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import TrainLoader
 from trainer.data.rng import seed_all
 from trainer.data.sampler import EpochOrder, RankSampler, dataset_size
-from trainer.jobs.batch_sizes import Batches, Length, deal, measure
-from trainer.jobs.determinism import be_deterministic
-from trainer.jobs.initial_weights import Initial
-from trainer.jobs.resume_precheck import known_sets, refuse_start
-from trainer.jobs.run_parts import RunParts
+from trainer.jobs.batch_sizes import compute_length, divide_batch
+from trainer.jobs.initial_weights import InitialWeights
+from trainer.jobs.resume import identify_data, refuse_resume_from
+from trainer.jobs.run_parts import PreparedRun, RunParts
+from trainer.launch.failure import error_chain
 from trainer.launch.store_collectives import run_one_per_node_first
 from trainer.learning.freezing import freeze, refuse_frozen, refuse_parameters
 from trainer.learning.optimizer_checks import refuse_step
 from trainer.learning.parameter_groups import Rule, resolve_rules
 from trainer.learning.task import Task, gathers_samples, is_recurrent, refuse_metric_objects
-from trainer.learning.text_generation import GenerationRequest
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_in_state_dict, allocate_empty, is_meta_model
 from trainer.records.profiler import refuse_window
-from trainer.records.run_folder import RunFolder
 from trainer.records.sinks import shows
 
 
-@dataclass
-class Prepared(RunParts):
-    """The same, and what follows from it before any process group: data, sums, the network, the folder."""
+@dataclass(frozen=True)
+class PreparedNetwork:
+    """A network that its strategy can spread, and what was found out about it."""
 
-    training: Any
-    evaluation: Any
-    batches: Batches
-    length: Length
     network: nn.Module  # without values where ranks are to hold shards of it
-    whole_because: str  # why it has values there in spite of that; empty as a rule
-    rules: list[Rule]  # rates and decays of some parameters of this network
-    initial: Initial  # values that it begins with and that were not built; the main rank alone has them
-    folder: RunFolder
-    sets: dict[str, Any]  # how many samples, and which: to tell other data by
-
-    @property
-    def sharded(self) -> bool:
-        """Do ranks hold shards of the network? Asked before it has values."""
-        return is_meta_model(self.network) or bool(self.whole_because)
-
-    @property
-    def sample(self) -> GenerationRequest | None:
-        """The text that is continued after each evaluation."""
-        return sample(self.settings)
+    whole_because: str  # why it has values in spite of that; empty as a rule
+    rules: list[Rule]  # rates and decays of some of its parameters
 
 
-def prepare(run: RunParts) -> Prepared:
-    """Read the data, do the sums, look at the network; Refusal where something is not there or not whole."""
+def prepare(run: RunParts) -> PreparedRun:
+    """Prepare a training: read the data, check the batch sizes, look at the network, open the run folder.
+
+    Refusal where something is not there, does not divide evenly, or does not fit together.
+    """
     settings, loop, launch = run.settings, run.settings.loop, run.machine.launch
-    if loop.deterministic:
-        be_deterministic()
-    # sums that need numbers alone first: they are refused before a data set is downloaded
-    ranks = run.strategy.data_ranks(launch.world_size)
-    batches = deal(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch, loop.uneven)
+    # what needs numbers alone is refused before a data set is downloaded
+    ranks = prepare_process(run)
+    batches = divide_batch(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch, loop.uneven)
     run.strategy.refuse_shares(launch.world_size, loop.global_batch // ranks, batches.micro_batches, loop.uneven)
-    # one process of a machine first: it may download, and the others find it done
-    training, evaluation = run_one_per_node_first(launch, "data", lambda: read_data(run))
+    # one process of each machine first: it may download, and the others find it done
+    training, evaluation = run_one_per_node_first(launch, "data", lambda: read_data_sets(run))
     order = EpochOrder(run.data, training, settings.seed)
     unit = ranks if loop.uneven else ranks * (loop.micro_batch or loop.micro_batches)
-    length = measure(order.length, loop.global_batch, loop.epochs, loop.steps, unit)
+    length = compute_length(order.length, loop.global_batch, loop.epochs, loop.steps, unit)
     refuse_window(settings.profile, length.steps)
     run.schedule.check(length.steps, length.per_epoch)
-    refuse_unmeasured(run, evaluation)
-    refuse_unshown(run, evaluation)
-    refuse_shuffled(run.task, run.data)
+    refuse_missing_evaluation(run, evaluation)
+    refuse_missing_sinks(run, evaluation)
+    refuse_shuffled_carry(run.task, run.data)
     refuse_parameters(run.task)
-    # the network last of what is made, for it may be large; where ranks are to hold shards only its shapes are
-    network, whole_because = run.strategy.outline(partial(seeded_network, run))
-    refuse_frozen(network, settings.model.freeze)
-    rules = resolve_rules(network, settings.optimizer.groups)
-    run.strategy.check(run.task, network, launch.world_size)
-    refuse_figures(run)
-    run.strategy.refuse_forward(run.task, network, launch.world_size, partial(host_example, run, training))
+    # the network last of what is made, for it may be large
+    prepared = prepare_network(run, partial(small_example, run, training))
+    network = prepared.network
     refuse_step(network, run.make_optimizer)
     refuse_sample(run, network)
     # a run that cannot work leaves no folder behind: what it would begin with is looked at before
-    sets = known_sets(run.data, training, order.length, evaluation) if launch.is_main else {}
-    initial = Initial(settings.init_from, settings.checkpoint.best or run.task.best)
+    identity = identify_data(run.data, training, order.length, evaluation) if launch.is_main else {}
+    initial = InitialWeights(settings.init_from, run.best_metric)
     folder = run.open_folder(
-        lambda at: refuse_start(at, network, run.configuration, length, settings, sets) if at else initial.look(network)
+        lambda at: refuse_resume_from(at, network, run, length, identity) if at else initial.find(network)
     )
-    return Prepared(
+    return PreparedRun(
         **vars(run),
+        **vars(prepared),
         training=training,
         evaluation=evaluation,
         batches=batches,
         length=length,
-        network=network,
-        whole_because=whole_because,
-        rules=rules,
         initial=initial,
         folder=folder,
-        sets=sets,
+        data_identity=identity,
     )
+
+
+def prepare_process(run: RunParts) -> int:
+    """Set this process up for the run's numbers; returns how many data ranks there will be.
+
+    Before anything touches CUDA. Refusal where the strategy cannot use so many processes.
+    """
+    if run.settings.loop.deterministic:
+        use_deterministic_algorithms()
+    return run.strategy.data_ranks(run.machine.launch.world_size)
+
+
+def prepare_network(run: RunParts, example: Callable[[], tuple[Any, Any]]) -> PreparedNetwork:
+    """The network as the strategy needs it before there is a group; Refusal where the strategy cannot spread it.
+
+    example: makes one small batch on the host, for a strategy that must see a forward.
+    """
+    size = run.machine.launch.world_size
+    # where ranks are to hold shards only shapes are made
+    network, whole_because = run.strategy.outline(partial(seeded_network, run))
+    refuse_frozen(network, run.settings.model.freeze)
+    rules = resolve_rules(network, run.settings.optimizer.groups)
+    run.strategy.check(run.task, network, size)
+    refuse_metric_objects(run.task)
+    if gathers_samples(run.task):
+        run.strategy.refuse_outputs(f"{type(run.task).__name__}.gathered", size)
+    run.strategy.refuse_forward(run.task, network, size, example)
+    return PreparedNetwork(network, whole_because, rules)
+
+
+def use_deterministic_algorithms() -> None:
+    """Use deterministic algorithms alone from now on; an operation that has none is an error. Before CUDA starts.
+
+    torch.use_deterministic_algorithms: cuDNN chooses among such algorithms too, and does not try which one is fastest.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition
+    torch.backends.cudnn.benchmark = False  # what is fastest differs from start to start
+    torch.use_deterministic_algorithms(True)
+
+
+def determinism_advice(error: BaseException) -> str:
+    """What to do about an operation that has no deterministic algorithm; empty where that is not the error."""
+    if not any("does not have a deterministic implementation" in str(cause) for cause in error_chain(error)):
+        return ""
+    return "loop.deterministic=true runs no operation whose bits may differ; do without this one, or set it to false."
 
 
 def seeded_network(run: RunParts) -> nn.Module:
@@ -115,80 +140,65 @@ def seeded_network(run: RunParts) -> nn.Module:
     return freeze(run.make_network(), run.settings.model.freeze)
 
 
-def build_values(run: Prepared, resuming: bool) -> None:
+def build_values(run: PreparedRun, resuming: bool) -> None:
     """Where the network has no values the main rank builds them, to send them to all; some come from `init_from`.
 
     Not where a checkpoint or a file will give them all: nobody builds what is overwritten.
     """
     if not run.machine.launch.is_main:
         return
-    if is_meta_model(run.network) and run.initial.gives_all:
+    if is_meta_model(run.network) and run.initial.is_complete:
         allocate_empty(run.network, torch.device("cpu"), torch.device("cpu"))
     elif is_meta_model(run.network) and not (resuming and all_in_state_dict(run.network)):
         run.network = seeded_network(run)
-    run.initial.fill(run.network)  # of a run that goes on from a checkpoint nothing
+    run.initial.load_into(run.network)  # nothing, in a run that goes on from a checkpoint
 
 
-def host_example(run: RunParts, training: Any) -> tuple[Any, Any]:
-    """A small batch as (inputs, targets), for who must see one before any rank knows its device and its share."""
-    own, loop = RankSampler(0, 1, torch.device("cpu"), run.settings.seed), run.settings.loop
-    return TrainLoader(run.data, training, own, loop.global_batch, 1, LoaderOptions(workers=0)).example()
+def small_example(run: RunParts, training: Any) -> tuple[Any, Any]:
+    """A small batch as (inputs, targets) on the host, for who must see one before any rank knows its device."""
+    single, loop = RankSampler(0, 1, torch.device("cpu"), run.settings.seed), run.settings.loop
+    return TrainLoader(run.data, training, single, loop.global_batch, 1, LoaderOptions(workers=0)).example()
 
 
-def read_data(run: RunParts) -> tuple[Any, Any]:
-    """The training and the evaluation set, None if empty; what is drawn at random is the same on every rank."""
+def read_data_sets(run: RunParts) -> tuple[Any, Any]:
+    """The training and the evaluation set, None if empty; random choices are the same on every rank."""
     seed_all(run.settings.seed)
     training, evaluation = run.data.train(), run.data.evaluation()
     return training, evaluation if evaluation is not None and dataset_size(evaluation) else None
 
 
-def refuse_unmeasured(run: RunParts, evaluation: Any) -> None:
-    """Refuse what goes by figures where there are none, or only one, at the end."""
+def refuse_missing_evaluation(run: RunParts, evaluation: Any) -> None:
+    """Refuse what goes by metrics where there are none, or only one, at the end."""
     best, patience, schedule = run.settings.checkpoint.best, run.settings.loop.patience, run.schedule
-    named = [f"checkpoint.best={best}"] if best is not None else []
-    again = [f"loop.patience={patience}"] if patience is not None else []
-    again += [f"schedule={schedule.label}"] if schedule.needs_figures else []
-    for what in [*named, *again] if evaluation is None else []:
+    by_best = [f"checkpoint.best={best}"] if best is not None else []
+    by_several = [f"loop.patience={patience}"] if patience is not None else []
+    by_several += [f"schedule={schedule.label}"] if schedule.needs_figures else []
+    for what in [*by_best, *by_several] if evaluation is None else []:
         raise Refusal(f"{what}: the data has no evaluation set to measure it on")
-    for what in again if not run.settings.loop.eval_every else []:
+    for what in by_several if not run.settings.loop.eval_every else []:
         raise Refusal(f"{what} counts evaluations, and loop.eval_every=null leaves one, at the end; use 1ep, or steps")
 
 
-def sample(settings: Settings) -> GenerationRequest | None:
-    """The text that is to be continued after each evaluation; None: nobody asked for one."""
-    asked = settings.sample
-    if asked.prompt is None:
-        return None
-    return GenerationRequest(asked.prompt, asked.tokens, asked.temperature, asked.top_k)
-
-
 def refuse_sample(run: RunParts, network: nn.Module) -> None:
-    """Refuse to continue a text where the data, the network or its place cannot."""
-    asked, word = sample(run.settings), f"sample.prompt={run.settings.sample.prompt}"
-    if asked is not None:
-        asked.refuse_data(word, run.data)
-        asked.refuse_network(word, network)
+    """Refuse to continue a text where the data, the network or the strategy cannot."""
+    request, word = run.sample, f"sample.prompt={run.settings.sample.prompt}"
+    if request is not None:
+        request.refuse_data(word, run.data)
+        request.refuse_network(word, network)
         run.strategy.refuse_alone(word)
 
 
-def refuse_unshown(run: RunParts, evaluation: Any) -> None:
+def refuse_missing_sinks(run: RunParts, evaluation: Any) -> None:
     """Refuse histograms and samples that nobody would show."""
-    if run.settings.sample.prompt is not None and not any(shows(sink, "sample") for sink in run.sinks):
+    if run.sample is not None and not any(shows(sink, "sample") for sink in run.sinks):
         raise Refusal("sample.prompt: none of the run's sinks shows texts; log=[console,tensorboard] does")
-    if run.settings.sample.prompt is not None and evaluation is None:
+    if run.sample is not None and evaluation is None:
         raise Refusal("sample.prompt: a sample is written after each evaluation, and the data has no evaluation set")
     if run.settings.loop.histograms_every and not any(shows(sink, "histograms") for sink in run.sinks):
         raise Refusal("loop.histograms_every: none of the run's sinks shows histograms; log=[console,tensorboard] does")
 
 
-def refuse_figures(run: RunParts) -> None:
-    """Refuse figures that ranks cannot have together."""
-    refuse_metric_objects(run.task)
-    if gathers_samples(run.task):
-        run.strategy.refuse_outputs(f"{type(run.task).__name__}.gathered", run.machine.launch.world_size)
-
-
-def refuse_shuffled(task: Task, data: Data) -> None:
+def refuse_shuffled_carry(task: Task, data: Data) -> None:
     """Refuse a state that would pass from one sample to another that has nothing to do with it."""
     if is_recurrent(task) and type(data).order is Data.order:
         raise Refusal(

@@ -23,7 +23,7 @@ from trainer import __version__
 from trainer.configuration.command_line import code_words
 from trainer.data.class_names import read_class_names
 from trainer.data.sampler import dataset_size
-from trainer.jobs.preparation import Prepared
+from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.devices import accelerator_names
 from trainer.launch.rendezvous import Launch
 from trainer.learning.freezing import count_trainable
@@ -44,7 +44,7 @@ _LIGHTNING = {
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "rich")
 
 
-def describe(run: Prepared) -> dict[str, Any]:
+def describe(run: PreparedRun) -> dict[str, Any]:
     """Collective: environment.json: versions, hardware, git revision and what was resolved."""
     strategy, machine = run.strategy, run.machine
     hosts = strategy.world.all_gather_values(socket.gethostname())  # all ranks; each hears every name
@@ -65,12 +65,12 @@ def describe(run: Prepared) -> dict[str, Any]:
         "devices": devices(machine),
         "hosts": sorted(set(hosts)),
         "horizon": run.length.steps,
-        "best": run.settings.checkpoint.best or run.task.best,
+        "best": run.best_metric,
         "classes": read_class_names(run.data),
     }
 
 
-def start_lines(run: Prepared, start: Found | None) -> list[str]:
+def start_lines(run: PreparedRun, start: Found | None) -> list[str]:
     """What a run is, as it was understood."""
     strategy, machine = run.strategy, run.machine
     count, learn = sum(parameter.numel() for parameter in run.network.parameters()), count_trainable(run.network)
@@ -100,7 +100,7 @@ def start_lines(run: Prepared, start: Found | None) -> list[str]:
     ]
 
 
-def found(run: Prepared) -> str:
+def found(run: PreparedRun) -> str:
     """How much there is to train on, and in how many classes where the data knows."""
     samples = run.length.per_epoch * run.batches.total + run.length.left_out
     classes = getattr(run.data, "num_classes", None)
@@ -170,7 +170,7 @@ def left_out_lines(skipped: int, progress: Progress) -> list[str]:
 
 
 def end_lines(
-    run: Prepared, figures: dict[str, float] | None, step: int, done: bool, early: str | None = None
+    run: PreparedRun, figures: dict[str, float] | None, step: int, done: bool, early: str | None = None
 ) -> list[str]:
     """How it ended, and what to do next. early: why it ended before the last step that was asked for."""
     folder = shlex.quote(str(run.folder.path))
@@ -186,7 +186,7 @@ def end_lines(
     ]
 
 
-def curves_command(run: Prepared) -> str:
+def curves_command(run: PreparedRun) -> str:
     """What shows the curves, so that the run has its name there: beside the other runs, where they lie in one root."""
     path = run.folder.path
     if run.settings.run.dir is None:
@@ -197,7 +197,7 @@ def curves_command(run: Prepared) -> str:
     return f"tensorboard --logdir_spec {shlex.quote(f'{path.name}:{path}')}"
 
 
-def jobs_command(run: Prepared) -> str:
+def jobs_command(run: PreparedRun) -> str:
     """What is typed for the figures again, for answers in a file, for a file of the network, on one process."""
     spread = ["strategy=single"] if run.machine.launch.world_size > 1 else []
     own = shlex.join([*code_words(run.arguments), f"run.dir={quoted(run.folder.path.absolute())}", *spread])
@@ -212,7 +212,7 @@ def best_lines(checkpoints: Checkpoints) -> list[str]:
     return [f"best        {figure} {chosen.figures[figure]:.4f} at step {chosen.step}: {shlex.quote(str(chosen.path))}"]
 
 
-def command(run: Prepared) -> str:
+def command(run: PreparedRun) -> str:
     """The command that continues this run."""
     launch = run.machine.launch
     own = [word for word in run.arguments if not word.startswith(("run.dir=", "run.name=", "run.resume="))]

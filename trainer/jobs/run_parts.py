@@ -20,6 +20,8 @@ from trainer.configuration.interpolation import written
 from trainer.configuration.schema import Settings, settings
 from trainer.configuration.trained_run_config import opens_a_run
 from trainer.data.data import Data
+from trainer.jobs.batch_sizes import BatchSizes, RunLength
+from trainer.jobs.initial_weights import InitialWeights
 from trainer.launch.child_processes import ProgramRunner, run_program
 from trainer.launch.launcher_environment import apply_init_method
 from trainer.launch.rendezvous import Launch
@@ -34,9 +36,12 @@ from trainer.learning.optimizer import (
     refuse_rules,
     should_spare_vectors,
 )
+from trainer.learning.parameter_groups import Rule
 from trainer.learning.schedule import Schedule, TorchSchedule
 from trainer.learning.task import Task
+from trainer.learning.text_generation import GenerationRequest
 from trainer.messages import Refusal, expand_home
+from trainer.parallel.meta_model import is_meta_model
 from trainer.records.run_folder import ConfigFields, RunFolder, refuse_place
 from trainer.records.sinks import Sink
 from trainer.strategies.base import Strategy
@@ -77,6 +82,35 @@ class RunParts:
     def best_metric(self) -> str:
         """The metric that marks the best checkpoint: the run's choice, else the task's; "-loss": less is better."""
         return self.settings.checkpoint.best or self.task.best
+
+    @property
+    def sample(self) -> GenerationRequest | None:
+        """The text that is to be continued after each evaluation; None: nobody asked for one."""
+        asked = self.settings.sample
+        if asked.prompt is None:
+            return None
+        return GenerationRequest(asked.prompt, asked.tokens, asked.temperature, asked.top_k)
+
+
+@dataclass
+class PreparedRun(RunParts):
+    """The parts, and what follows from them before there is a process group; `preparation.prepare` makes it."""
+
+    training: Any
+    evaluation: Any  # None where there is no such set, or nothing in it
+    batches: BatchSizes
+    length: RunLength
+    network: nn.Module  # without values where ranks are to hold shards of it
+    whole_because: str  # why it has values in spite of that; empty as a rule
+    rules: list[Rule]  # rates and decays of some parameters of this network
+    initial: InitialWeights  # values to begin with that were not built; only the main rank has them
+    folder: RunFolder
+    data_identity: dict[str, Any]  # what a resume tells other data by: samples, fingerprints, classes; main rank only
+
+    @property
+    def sharded(self) -> bool:
+        """Do ranks hold shards of the network? Asked before it has values."""
+        return is_meta_model(self.network) or bool(self.whole_because)
 
 
 # The class that the node of a group must make.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.jobs.goodput_report import cost_lines, costs, spoken
-from trainer.jobs.preparation import Prepared
+from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.run_status import read_status
 from trainer.loop.trainer import Trainer
 from trainer.messages import format_count, format_number
@@ -20,7 +20,7 @@ _SHOWN = 12  # figures of an evaluation
 _LABEL, _CELL = 24, 11  # columns of the screen; three cells behind a label fit into 80
 
 
-def summary(run: Prepared, trainer: Trainer, whole: float) -> list[str]:
+def summary(run: PreparedRun, trainer: Trainer, whole: float) -> list[str]:
     """What the main rank says of the run; whole: seconds since this start of it began."""
     folder, watch, step = run.folder.path, trainer.placed.watch, trainer.progress.step
     # not the step less those that were done here: some may have been done twice

@@ -1,11 +1,11 @@
-"""A run that was trained, opened again: its network, with the weights of a checkpoint, in any place.
+"""A run that was trained, loaded again: its network with the weights of a checkpoint, under any strategy.
 
 Nothing above the job's own folder is written: the run may be training meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from trainer.data.class_names import read_class_names, renumber_classes
 from trainer.data.data import Data
@@ -20,10 +21,9 @@ from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import EvalLoader
 from trainer.data.rng import seed_all
 from trainer.data.sampler import RankSampler, dataset_size
-from trainer.jobs.allocator import evaluation_batch
-from trainer.jobs.determinism import be_deterministic
-from trainer.jobs.preparation import read_data, refuse_figures, seeded_network
-from trainer.jobs.resume_precheck import known_classes
+from trainer.jobs.batch_sizes import evaluation_batch_size
+from trainer.jobs.preparation import prepare_network, prepare_process, read_data_sets, seeded_network
+from trainer.jobs.resume import trained_classes
 from trainer.jobs.run_parts import RunParts
 from trainer.launch import rank_output
 from trainer.launch.hang_detection import make_watchdog
@@ -34,27 +34,29 @@ from trainer.launch.stop_signals import StopRequest
 from trainer.launch.store_collectives import broadcast_from_main, run_one_per_node_first
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_in_state_dict, is_meta_model
+from trainer.parallel.optimizer_state import refuse_other_network
 from trainer.parallel.ranks import all_or_none
 from trainer.records.checkpoint.manifest import TO_RESUME, CorruptCheckpoint, Found, Manifest, read_state
 from trainer.records.checkpoint.store import committed, damage, open_checkpoint, winner
+from trainer.records.weight_files import of_checkpoint
 from trainer.strategies.parallel_model import ParallelModel
 
 Split = Literal["evaluation", "train"]
-Which = Literal["best", "last"] | int  # or the step of one
+Which = Literal["best", "last"] | int  # or the step of a checkpoint
 
-OF_AVERAGE = "ema_"  # begins the name of its figures
+AVERAGE_PREFIX = "ema_"  # of the names of metrics of the moving average
 _FEW = 16  # samples that are read sooner than worker processes have started
 _TRIES = 3  # a run that goes on may remove a checkpoint while it is read
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedRun:
     """What a job works with."""
 
-    placed: ParallelModel
-    samples: Any  # the set that the stream reads
+    model: ParallelModel
+    samples: Any  # the data set that the stream reads
     stream: EvalLoader
-    found: Found  # the checkpoint
+    checkpoint: Found
     folder: Path  # the job's own
     stop: StopRequest
     classes: list[str]  # their names, as the checkpoint has them; none where it does not
@@ -62,79 +64,80 @@ class Opened:
     @property
     def epoch(self) -> int:
         """The epoch that the checkpoint's last step belongs to."""
-        progress = self.found.state["progress"]
+        progress = self.checkpoint.state["progress"]
         return progress["epoch"] - (progress["position"] == 0 and progress["step"] > 0)
 
 
 @contextmanager
-def opened(run: RunParts, job: str, which: Which, read: Callable[[list[str]], Any]) -> Iterator[Opened]:
-    """Collective: join, place the network and give it its weights. Refusal, before any group, where that cannot be.
+def load_run(
+    run: RunParts, job: str, which: Which, split: Split = "evaluation", inputs: str | None = None
+) -> Iterator[LoadedRun]:
+    """Collective: join the group, build the parallel model, load its weights. Refusal, before any group, if it cannot.
 
-    read: (the names of the classes that the run has learned) → the set that is looked at.
+    job: the name of the job, and of its folder. split: the data set that is read; inputs: new files in its place.
     """
-    launch, strategy, folder = run.machine.launch, run.strategy, run_folder(run)
-    if run.settings.loop.deterministic:
-        be_deterministic()
-    # as a run is prepared, but for all that only training needs
-    strategy.data_ranks(launch.world_size)
+    launch, strategy = run.machine.launch, run.strategy
+    prepare_process(run)
     # is there a checkpoint? its classes count: the data may have others, or others' numbers
-    classes = broadcast_from_main(launch, "checkpoint", lambda: classes_of(run, which))
-    samples = read(classes)
-    network, _ = strategy.outline(partial(seeded_network, run))
-    strategy.check(run.task, network, launch.world_size)
-    refuse_figures(run)
-    strategy.refuse_forward(run.task, network, launch.world_size, partial(evaluation_example, run, samples))
+    classes = broadcast_from_main(launch, "checkpoint", lambda: checkpoint_classes(run, which))
+    samples = read_samples(run, split, launch, classes) if inputs is None else read_inputs(run, inputs)
+    network = prepare_network(run, partial(evaluation_example, run, samples)).network
 
-    # below the job's own folder, as the run's lie below the run's
-    out = folder / job
-    broadcast_from_main(launch, "job-folder", lambda: refuse_unsafe_files(make_folder(out)))
-    rank_output.redirect_output(launch.rank, out)
-    _forget_hang(launch, out)
+    # below the job's own folder, as a training's files lie below the run's
+    folder = run_folder(run) / job
+    broadcast_from_main(launch, "job-folder", lambda: refuse_unsafe_files(make_folder(folder)))
+    rank_output.redirect_output(launch.rank, folder)
+    _remove_status(launch, folder)
     stop = StopRequest(launch)
     # watched as an evaluation in training is; batches stand for steps
-    with stop, make_watchdog(launch, out, stop, lambda: strategy.pulse(strategy.watch.done)), strategy:
+    with stop, make_watchdog(launch, folder, stop, lambda: strategy.pulse(strategy.watch.done)), strategy:
         stream = evaluation_stream(run, samples)
         if launch.is_main and is_meta_model(network) and not all_in_state_dict(network):
             network = seeded_network(run)  # some of its values are in no checkpoint
-        placed = strategy.build(run.task, network, stream.example())
-        # the average as well: its figures are the run's own, and it may be what was asked for
-        placed.keep_average(run.settings.ema.decay, run.settings.ema.every)
-        yield Opened(placed, samples, stream, give_weights(run, placed, which), out, stop, classes)
-    _forget_hang(launch, out)
+        model = strategy.build(run.task, network, stream.example())
+        # the average as well: its metrics are the run's own, and it may be what was asked for
+        model.keep_average(run.settings.ema.decay, run.settings.ema.every)
+        checkpoint = load_weights(run, model, which)
+        yield LoadedRun(model, samples, stream, checkpoint, folder, stop, classes)
+    _remove_status(launch, folder)
 
 
-def _forget_hang(launch: Launch, out: Path) -> None:
+def _remove_status(launch: Launch, folder: Path) -> None:
     """A job has a status only if a rank hung: that of an earlier start goes, and one of a rank that was slow."""
     if launch.is_main:
-        (out / STATUS_FILE).unlink(missing_ok=True)
+        (folder / STATUS_FILE).unlink(missing_ok=True)
 
 
 def run_folder(run: RunParts) -> Path:
-    """The folder of the run that is opened."""
+    """The folder of the trained run."""
     return resolve_links(str(run.settings.run.dir))
 
 
-def samples_of(run: RunParts, split: Split, launch: Launch, classes: Sequence[str] = ()) -> Any:
-    """The set that is meant; Refusal where there is none. Collective over these processes: one reads it first.
+# --- what is read ---
+
+
+def read_samples(run: RunParts, split: Split, launch: Launch, classes: Sequence[str] = ()) -> Any:
+    """The data set of this split; Refusal where there is none. Collective over these processes: one reads it first.
 
     classes: those that the run has learned; the numbers of the data, and of `run.data` from now on, become theirs.
     """
     run.data = renumber_classes(run.data, classes)
 
-    def plain() -> Any:
+    def read() -> Any:
+        if split == "evaluation":
+            return read_data_sets(run)[1]
         seed_all(run.settings.seed)  # as where the run has read it
-        return run.data.plain_train()
+        return run.data.plain_train()  # without augmentation
 
-    read = plain if split == "train" else lambda: read_data(run)[1]
     samples = run_one_per_node_first(launch, "data", read)
     if samples is None or not dataset_size(samples):
         raise Refusal("job.split=evaluation: the data has no evaluation set; there is job.split=train")
     return samples
 
 
-def inputs_of(run: RunParts, where: str, launch: Launch, classes: Sequence[str] = ()) -> Any:
-    """The set of these new inputs; Refusal where there are none. Collective: as `samples_of`."""
-    samples = run_one_per_node_first(launch, "data", lambda: run.data.inputs(where))
+def read_inputs(run: RunParts, where: str) -> Any:
+    """The data set of these new inputs; Refusal where there are none. Collective: one process reads them first."""
+    samples = run_one_per_node_first(run.machine.launch, "data", lambda: run.data.inputs(where))
     if not dataset_size(samples):
         raise Refusal(f"job.inputs={where}: there is nothing in it")
     return samples
@@ -142,8 +145,8 @@ def inputs_of(run: RunParts, where: str, launch: Launch, classes: Sequence[str] 
 
 def evaluation_example(run: RunParts, samples: Any) -> tuple[Any, Any]:
     """One or two of these samples as (inputs, targets) on the host, prepared as for an evaluation."""
-    alone = RankSampler(0, 1, torch.device("cpu"), run.settings.seed)
-    return EvalLoader(run.data, samples, alone, 2, 1, LoaderOptions(workers=0)).example()
+    single = RankSampler(0, 1, torch.device("cpu"), run.settings.seed)
+    return EvalLoader(run.data, samples, single, 2, 1, LoaderOptions(workers=0)).example()
 
 
 def evaluation_stream(run: RunParts, samples: Any) -> EvalLoader:
@@ -151,38 +154,42 @@ def evaluation_stream(run: RunParts, samples: Any) -> EvalLoader:
     loop, loading = run.settings.loop, LoaderOptions(**vars(run.settings.loader))
     if dataset_size(samples) <= _FEW:
         loading = replace(loading, workers=0)
-    return EvalLoader(run.data, samples, run.strategy.slice, evaluation_batch(loop), loop.micro_batches, loading)
+    batch = evaluation_batch_size(loop)
+    return EvalLoader(run.data, samples, run.strategy.slice, batch, loop.micro_batches, loading)
 
 
-def chosen(run: RunParts, which: Which) -> Manifest:
-    """The checkpoint that is meant; Refusal with those that there are."""
+# --- the checkpoint ---
+
+
+def select_checkpoint(run: RunParts, which: Which) -> Manifest:
+    """The checkpoint that is meant: the best, the last, or that of a step. Refusal with those that there are."""
     path = run_folder(run) / "checkpoints"
-    found = committed(path)
-    if not found:
+    manifests = committed(path)  # the newest first
+    if not manifests:
         raise Refusal("\n  ".join([f"{path} holds no checkpoint that is whole", *damage(path)]))
     if which == "best":
-        return winner(found, best_figure(run)) or found[0]
-    steps = {one.step: one for one in found}
+        return winner(manifests, run.best_metric) or manifests[0]
+    steps = {manifest.step: manifest for manifest in manifests}
     if which != "last" and which not in steps:
         raise Refusal(
             f"job.checkpoint={which}: there are best, last and the steps {', '.join(map(str, sorted(steps)))}"
         )
-    return found[0] if which == "last" else steps[which]
+    return manifests[0] if which == "last" else steps[which]
 
 
-def classes_of(run: RunParts, which: Which) -> list[str]:
-    """The names of the classes that the meant checkpoint was trained with; none where it does not say them."""
+def checkpoint_classes(run: RunParts, which: Which) -> list[str]:
+    """The names of the classes that this checkpoint was trained with; none where it does not say them."""
     for left in reversed(range(_TRIES)):
-        manifest = chosen(run, which)
+        manifest = select_checkpoint(run, which)
         try:
-            return known_classes(read_state(manifest))
+            return trained_classes(read_state(manifest))
         except CorruptCheckpoint as error:
             if manifest.path.exists() or not left:
                 raise Refusal(str(error)) from None
     raise AssertionError  # not reached
 
 
-def names_there(data: Data) -> list[str]:
+def data_classes(data: Data) -> list[str]:
     """The names of the data's classes; none where it has none, or where the data itself is not there any more."""
     try:
         return read_class_names(data)
@@ -190,36 +197,48 @@ def names_there(data: Data) -> list[str]:
         return []
 
 
-def best_figure(run: RunParts) -> str:
-    """What marks the best checkpoint: the run's word, else the task's."""
-    return run.settings.checkpoint.best or run.task.best
-
-
-def give_weights(run: RunParts, placed: ParallelModel, which: Which) -> Found:
-    """Collective: read the network's values, and their average; the checkpoint that they are of."""
+def load_weights(run: RunParts, model: ParallelModel, which: Which) -> Found:
+    """Collective: read the network's values, and their average; returns the checkpoint that they are of."""
     from trainer.records.checkpoint.tensor_files import read_into
 
     ranks = run.strategy.world
     for left in reversed(range(_TRIES)):
-        # the main rank's choice is everybody's; each try looks anew
-        path = Path(ranks.all_gather_values(str(chosen(run, which).path) if ranks.is_main else "")[0])
+        # all ranks: the path that the main rank has chosen goes to everybody; each try looks anew
+        path = Path(ranks.all_gather_values(str(select_checkpoint(run, which).path) if ranks.is_main else "")[0])
         try:
-            found = open_checkpoint(path, ranks, TO_RESUME)
-            tensors = placed.empty_weights(found.tensors)
-            all_or_none(ranks, partial(read_into, tensors, found), CorruptCheckpoint)
+            checkpoint = open_checkpoint(path, ranks, TO_RESUME)
+            tensors = model.empty_weights(checkpoint.tensors)
+            all_or_none(ranks, partial(read_into, tensors, checkpoint), CorruptCheckpoint)
         except CorruptCheckpoint:
             there = ranks.all_gather_values(path.exists())[0]  # all ranks; whether it is gone, as the main one sees it
             if there or not left:
                 raise
         else:
-            placed.load_weights(tensors)
-            return found
+            model.load_weights(tensors)
+            return checkpoint
     raise AssertionError  # not reached
 
 
-def as_average(run: RunParts, weights: Literal["plain", "ema"] | None) -> bool:
-    """Is the moving average meant: by word, or because the best checkpoint is the one with the best average?"""
-    asked = weights == "ema" or (weights is None and best_figure(run).removeprefix("-").startswith(OF_AVERAGE))
-    if asked and run.settings.ema.decay is None:
+def load_network(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
+    """The plain network in this process's memory, with the values of a checkpoint; average: the moving average's.
+
+    One that learned by adapters says what it is without them, in a method `merged()`.
+    """
+    network = seeded_network(run)
+    network = network.double() if run.machine.resolved_precision == "fp64" else network
+    values = network.state_dict()
+    # verified byte by byte; nothing is matched by guesses here, every name and shape must be the network's own
+    weights = of_checkpoint(checkpoint, average=average)
+    refuse_other_network({name: value.shape for name, value in values.items()}, weights.tensors)
+    weights.read_into(values)
+    merged = getattr(network, "merged", None)
+    return (merged() if callable(merged) else network).eval()
+
+
+def wants_average(run: RunParts, weights: Literal["plain", "ema"] | None) -> bool:
+    """Is the moving average meant: by `job.weights`, or because the average marks the best checkpoint?"""
+    by_best = run.best_metric.removeprefix("-").startswith(AVERAGE_PREFIX)
+    average = weights == "ema" or (weights is None and by_best)
+    if average and run.settings.ema.decay is None:
         raise Refusal("job.weights=ema: the run kept no moving average (ema.decay=null); there is job.weights=plain")
-    return asked
+    return average

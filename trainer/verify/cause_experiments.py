@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.jobs.preparation import Prepared
+from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.task import gathers_samples, is_recurrent
 from trainer.messages import Refusal
@@ -38,7 +38,7 @@ from trainer.verify.training_record import EVALUATION, RATE, RESUME, Record
 class Experiments:
     """All that each of them needs."""
 
-    run: Prepared
+    run: PreparedRun
     reference: Record
     first: First
     ends: Sequence[int]  # where the first part of the training ends, and the whole of it
@@ -144,7 +144,7 @@ class Experiments:
         return True
 
     def _right(
-        self, plain: Record, name: str, run: Prepared, ends: Sequence[int] | None = None, evaluates: bool = True
+        self, plain: Record, name: str, run: PreparedRun, ends: Sequence[int] | None = None, evaluates: bool = True
     ) -> bool:
         """Collective: is the strategy, changed so, the same as the plain loop up to the place that is looked at?"""
         record, machine = Record(layouts=self.reference.layouts), replace(run.strategy.machine, dropout="native")

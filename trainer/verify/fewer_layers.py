@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.nested_tensors import map_tensors
-from trainer.jobs.preparation import Prepared, host_example, seeded_network
+from trainer.jobs.preparation import prepare_network, seeded_network, small_example
+from trainer.jobs.run_parts import PreparedRun
 from trainer.learning.freezing import freeze
 from trainer.learning.parallel_plan import Plan
-from trainer.learning.parameter_groups import Rule, matches_exactly, resolve_rules
+from trainer.learning.parameter_groups import Rule, matches_exactly
 from trainer.learning.task import Task
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import build_meta_model, named_tensors
@@ -63,7 +64,7 @@ def shorter_lines(fewer: Sequence[Fewer], why: str) -> list[str]:
     return told + [f"            of {own}" for own in fewer]
 
 
-def fewer_layers(run: Prepared, each: int) -> list[Fewer]:
+def fewer_layers(run: PreparedRun, each: int) -> list[Fewer]:
     """Which layers stay, so many of each kind in each list: the first and the last, and others between them.
 
     A list stays whole where the network, or its plan, cannot do without its layers. Of every layer that stays, what is
@@ -73,7 +74,7 @@ def fewer_layers(run: Prepared, each: int) -> list[Fewer]:
     found = {fewer.name: fewer for fewer in _lists(network, run.task.plan(network), run.rules, each)}
     if not found:
         return []
-    attempt = _Attempt(run.task, network, host_example(run, run.training))
+    attempt = _Attempt(run.task, network, small_example(run, run.training))
     if attempt.right(found.values()):
         return [*found.values()]
     right: list[Fewer] = []  # one at a time, as each may be the one that is missed
@@ -83,7 +84,7 @@ def fewer_layers(run: Prepared, each: int) -> list[Fewer]:
     return right
 
 
-def shortened(run: Prepared, fewer: Iterable[Fewer]) -> Prepared:
+def shortened(run: PreparedRun, fewer: Iterable[Fewer]) -> PreparedRun:
     """The same run, whose networks are made with these layers alone. What is frozen, or has its own rate, stays so.
 
     Refusal where the strategy cannot spread so short a network.
@@ -105,12 +106,8 @@ def shortened(run: Prepared, fewer: Iterable[Fewer]) -> Prepared:
     renamed = _renamed(run.rules, build_meta_model(partial(seeded_network, run))[0], fewer) if run.rules else []
     model, optimizer = replace(settings.model, freeze=()), replace(settings.optimizer, groups=tuple(renamed))
     run = replace(run, make_network=made, settings=replace(settings, model=model, optimizer=optimizer))
-    run.network, run.whole_because = run.strategy.outline(partial(seeded_network, run))
-    run.rules = resolve_rules(run.network, renamed)
-    size = run.machine.launch.world_size
-    run.strategy.check(run.task, run.network, size)
-    run.strategy.refuse_forward(run.task, run.network, size, partial(host_example, run, run.training))
-    return run
+    # once more as the run itself was prepared: may the strategy spread the shorter one?
+    return replace(run, **vars(prepare_network(run, partial(small_example, run, run.training))))
 
 
 def without_layers(network: nn.Module, fewer: Iterable[Fewer]) -> nn.Module:

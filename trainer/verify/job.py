@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from trainer.jobs.preparation import Prepared, prepare
-from trainer.jobs.run_parts import Job, RunParts
+from trainer.jobs.preparation import prepare
+from trainer.jobs.run_parts import Job, PreparedRun, RunParts
 from trainer.launch import failure, rank_output
 from trainer.launch.safe_files import make_folder, refuse_unsafe_files, replace_file, resolve_links
 from trainer.launch.stop_signals import StopRequest
@@ -106,7 +106,9 @@ class Verify(Job):
             self._leave(run)
         return 0 if verdict.same else 1
 
-    def _exactly(self, run: Prepared, reference: Record, tell: Tell, stop: StopRequest) -> tuple[Verdict, Curves, bool]:
+    def _exactly(
+        self, run: PreparedRun, reference: Record, tell: Tell, stop: StopRequest
+    ) -> tuple[Verdict, Curves, bool]:
         """Collective: the verdict in fp64, with its cause as far as experiments confirm one; both curves."""
         record, precision = Record(layouts=reference.layouts), reference.facts["precision"]
         exact, ends = exactness(precision, self.tolerance), self._ends(run)
@@ -128,7 +130,7 @@ class Verify(Job):
         return replace(verdict, cause=cause, tried=tried), curves, done
 
     def _in_precision(
-        self, run: Prepared, verdict: Verdict, plain: Record, stop: StopRequest
+        self, run: PreparedRun, verdict: Verdict, plain: Record, stop: StopRequest
     ) -> tuple[Verdict, Curves, bool]:
         """Collective: the same verdict, with what the precision of the run shows; both curves there."""
         precision, ends = run.machine.resolved_precision, self._narrow_ends(run)
@@ -149,7 +151,7 @@ class Verify(Job):
         return verdict, curves, done
 
     def _tell(
-        self, run: Prepared, reference: Record, out: Path, dropped: int, verdict: Verdict, curves: Curves
+        self, run: PreparedRun, reference: Record, out: Path, dropped: int, verdict: Verdict, curves: Curves
     ) -> None:
         """The main rank's: the verdict on the screen and in files."""
         steps, processes = self._ends(run)[-1], run.machine.launch.world_size
@@ -195,7 +197,7 @@ class Verify(Job):
         self._leave(run)
         return failure.exit_code(done, run.machine.launch)
 
-    def _prepared(self, parts: RunParts, out: Path) -> tuple[Prepared, int]:
+    def _prepared(self, parts: RunParts, out: Path) -> tuple[PreparedRun, int]:
         """All that happens before there is a process group; and how many layers drop nothing for the comparison."""
         dropped = without_dropout(parts)
         # what differs is to be named by what comes, not by what guards a run
@@ -207,22 +209,22 @@ class Verify(Job):
         run.sinks = []
         return run, dropped()
 
-    def _leave(self, run: Prepared) -> None:
+    def _leave(self, run: PreparedRun) -> None:
         """Nothing stays of the checkpoint that was resumed from."""
         run.folder.close()
         shutil.rmtree(run.folder.path, ignore_errors=True)
 
-    def _ends(self, run: Prepared) -> list[int]:
+    def _ends(self, run: PreparedRun) -> list[int]:
         """Where the first part of the training ends, and the whole of it."""
         steps = min(self.steps, run.length.steps)
         return [max(1, steps // 2), steps]
 
-    def _narrow_ends(self, run: Prepared) -> list[int]:
+    def _narrow_ends(self, run: PreparedRun) -> list[int]:
         """The same in the precision of the run: a resume shows nothing new, but of fp16 the scale of losses."""
         return self._ends(run)[0 if run.machine.resolved_precision == "fp16" else -1 :]
 
 
-def beside(path: Path, run: Prepared) -> Path:
+def beside(path: Path, run: PreparedRun) -> Path:
     """Where the reference in the precision of the run lies: beside that in fp64."""
     return path.with_suffix(f".{run.machine.resolved_precision}{path.suffix}")
 
@@ -240,7 +242,7 @@ def verify_folder(parts: RunParts) -> Path:
     return resolve_links(broadcast_from_main(launch, "verify-folder", decide))
 
 
-def circumstances(run: Prepared, strays: Collection[str]) -> Circumstances:
+def circumstances(run: PreparedRun, strays: Collection[str]) -> Circumstances:
     """What else is known of the training that is compared."""
     return Circumstances(
         data_ranks=run.strategy.data_group.size,
@@ -253,7 +255,7 @@ def circumstances(run: Prepared, strays: Collection[str]) -> Circumstances:
     )
 
 
-def foreign_optimizer(run: Prepared) -> str:
+def foreign_optimizer(run: PreparedRun) -> str:
     """The class of the optimizer, where it is not one of torch's."""
     kind = type(run.make_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}]))
     return "" if kind.__module__.startswith("torch.") else kind.__name__
@@ -272,7 +274,7 @@ def both(reference: Record, record: Record) -> Curves:
     return [losses(reference), losses(record)]
 
 
-def narrow(run: Prepared) -> str:
+def narrow(run: PreparedRun) -> str:
     """What of the strategy is narrower than the precision of the run, as its keys say."""
     return " ".join(
         f"strategy.{name}={value}" for name in run.strategy.narrowing if (value := getattr(run.strategy, name))
@@ -289,7 +291,7 @@ def unexplained(precision: str, narrowing: str) -> str:
     )
 
 
-def lines(verdict: Verdict, run: Prepared, steps: int, dropped: int, because: str) -> list[str]:
+def lines(verdict: Verdict, run: PreparedRun, steps: int, dropped: int, because: str) -> list[str]:
     """The verdict, as it stands on the screen. because: why it is none in fp64."""
     what = f"{run.strategy.name} on {run.machine.launch.world_size}"
     compared, called = verdict.modules

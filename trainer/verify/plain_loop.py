@@ -20,9 +20,10 @@ from trainer.data.loader import MIXING, Batch
 from trainer.data.nested_tensors import cast_floats, to_device
 from trainer.data.rng import Random, mix_seeds
 from trainer.data.sampler import dataset_size, make_epoch_order, split_evenly
-from trainer.jobs.allocator import evaluation_batch
-from trainer.jobs.initial_weights import Initial
-from trainer.jobs.preparation import Prepared, read_data, seeded_network
+from trainer.jobs.batch_sizes import evaluation_batch_size
+from trainer.jobs.initial_weights import InitialWeights
+from trainer.jobs.preparation import read_data_sets, seeded_network
+from trainer.jobs.run_parts import PreparedRun
 from trainer.learning.optimizer import init_momentum, parameter_groups, set_rates, why_not_fused
 from trainer.learning.task import loss_weight
 from trainer.loop.progress import Progress
@@ -70,7 +71,7 @@ class Dealt(NamedTuple):
 
 
 def by_hand(
-    run: Prepared, layouts: Any, start: Progress, ends: Sequence[int], last: int, how: How
+    run: PreparedRun, layouts: Any, start: Progress, ends: Sequence[int], last: int, how: How
 ) -> tuple[Record, set[str]]:
     """Train from `start` in the data to the step `last`; what it leaves, and whose random numbers were drawn.
 
@@ -91,7 +92,7 @@ def by_hand(
 class ByHand:
     """What a start of a run makes, and a loop over it."""
 
-    run: Prepared
+    run: PreparedRun
     how: How
     record: Record
     draws: FixedDraws
@@ -99,11 +100,11 @@ class ByHand:
     def start(self) -> None:
         """Make everything as a start of the run does."""
         run = self.run = replace(self.run, **self.run.make_anew())
-        run.training, run.evaluation = read_data(run)
+        run.training, run.evaluation = read_data_sets(run)
         network = seeded_network(run)
-        initial = Initial(run.settings.init_from, run.settings.checkpoint.best or run.task.best)
-        initial.look(network)
-        initial.fill(network)
+        initial = InitialWeights(run.settings.init_from, run.best_metric)
+        initial.find(network)
+        initial.load_into(network)
         network = network.to(torch.float64) if run.machine.resolved_precision == "fp64" else network
         self.network = network.to(run.strategy.device)
         groups = parameter_groups(self.network, run.spare_vectors, run.rules)
@@ -133,7 +134,7 @@ class ByHand:
             progress.advance(loop.global_batch, self.length)
             self.step(step, epoch, indices)
             if evaluates:
-                self.run.schedule.hear(self.figures([0]), self.run.settings.checkpoint.best or self.run.task.best)
+                self.run.schedule.hear(self.figures([0]), self.run.best_metric)
             if step + 1 == resume:
                 if self.how.anew:
                     self.again()
@@ -197,7 +198,7 @@ class ByHand:
 
     def evaluate(self, step: int) -> None:
         """The figures of some batches of the evaluation set."""
-        width = evaluation_batch(self.run.settings.loop)
+        width = evaluation_batch_size(self.run.settings.loop)
         for name, value in self.figures(some_batches(-(-dataset_size(self.run.evaluation) // width))).items():
             self._add(step, EVALUATION, name, torch.tensor(value, dtype=torch.float64))
 
@@ -205,7 +206,7 @@ class ByHand:
         """Those of these batches of the evaluation set, as the loop would have them."""
         run, sums = self.run, dict[str, Any]()
         self._mode(False)
-        size, width = dataset_size(run.evaluation), evaluation_batch(run.settings.loop)
+        size, width = dataset_size(run.evaluation), evaluation_batch_size(run.settings.loop)
         for at in numbers:
             for part in self._divided(0, torch.arange(size)[at * width : (at + 1) * width], training=False):
                 with torch.no_grad(), self._forward(part) as (inputs, targets):

@@ -16,9 +16,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from trainer.jobs.preparation import Prepared
 from trainer.jobs.run_messages import quoted
-from trainer.jobs.run_parts import RunParts
+from trainer.jobs.run_parts import PreparedRun, RunParts
 from trainer.launch.devices import available_host_memory, available_memory
 from trainer.launch.launcher_environment import without_launcher_variables
 from trainer.launch.stop_signals import StopRequest
@@ -40,7 +39,7 @@ SMALLER = (
 )
 
 
-def shortage(run: Prepared, largest: float = _LARGEST) -> str:
+def shortage(run: PreparedRun, largest: float = _LARGEST) -> str:
     """Why one process cannot train this network in fp64: the arithmetic; empty where it can.
 
     Where processes share their memory, and each has a copy of the network, all of theirs together must fit, too.
@@ -59,7 +58,7 @@ def shortage(run: Prepared, largest: float = _LARGEST) -> str:
     return there or _lack(copy, copies, every, available_host_memory(), largest, "")
 
 
-def refuse_unbuilt(run: Prepared) -> None:
+def refuse_unbuilt(run: PreparedRun) -> None:
     """Refuse a network that no process can even build: of a shorter one all is built first, as in the run itself."""
     numbers, spare = _numbers({tensor for _, tensor in named_tensors(run.network)}), available_host_memory()
     if numbers * _BUILT > spare:
@@ -70,7 +69,7 @@ def refuse_unbuilt(run: Prepared) -> None:
         )
 
 
-def unheld(run: Prepared, why: str, lack: str, layers: int | str | None) -> str:
+def unheld(run: PreparedRun, why: str, lack: str, layers: int | str | None) -> str:
     """The refusal where the reference ran out of memory. why: it had fewer layers; layers: as somebody has asked."""
     few = " job.layers=2, or null, makes a copy with fewer layers." if layers == "all" else ""
     short = f" even with fewer layers ({why})" if why else ""
@@ -153,7 +152,7 @@ def given(path: Path) -> Record:
     raise Refusal(f"job.reference={path} is no reference, or an older version has written it; job.record={path} does")
 
 
-def have_made(run: Prepared, samples: int, path: Path, asked: Layers) -> str:
+def have_made(run: PreparedRun, samples: int, path: Path, asked: Layers) -> str:
     """Collective: the reference in a file, with fewer layers where one process cannot hold all; why it has fewer.
 
     samples: in a step. asked: `job.layers`.
@@ -175,7 +174,7 @@ def have_made(run: Prepared, samples: int, path: Path, asked: Layers) -> str:
     return str(broadcast_from_main(launch, "reference", made))
 
 
-def how_few(run: Prepared, asked: Layers, least: int) -> tuple[int | None, str]:
+def how_few(run: PreparedRun, asked: Layers, least: int) -> tuple[int | None, str]:
     """How many layers of each kind a proof is to have, None: all of them; and why so few."""
     if asked is not None:
         return (None, "") if asked == "all" else (int(asked), f"job.layers={asked}")
@@ -185,7 +184,7 @@ def how_few(run: Prepared, asked: Layers, least: int) -> tuple[int | None, str]:
     return (least, why) if why else (None, "")
 
 
-def recorded(run: Prepared, ends: Sequence[int], tolerance: float, stop: StopRequest) -> tuple[Record, bool]:
+def recorded(run: PreparedRun, ends: Sequence[int], tolerance: float, stop: StopRequest) -> tuple[Record, bool]:
     """What this one process does in fp64, or in fp32 where it cannot; False: somebody asked to stop.
 
     ends: the step after which others resume, and the last one.
@@ -201,7 +200,7 @@ def recorded(run: Prepared, ends: Sequence[int], tolerance: float, stop: StopReq
 
 
 def _twice(
-    run: Prepared, ends: Sequence[int], tolerance: float, stop: StopRequest, precision: str, because: str
+    run: PreparedRun, ends: Sequence[int], tolerance: float, stop: StopRequest, precision: str, because: str
 ) -> tuple[Record, bool]:
     """All of it twice, the second time with all weights moved by a last bit: so far does rounding alone carry it.
 

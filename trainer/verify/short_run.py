@@ -16,11 +16,10 @@ from torch import nn
 
 from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
-from trainer.jobs.allocator import evaluation_batch
-from trainer.jobs.batch_sizes import deal
+from trainer.jobs.batch_sizes import divide_batch, evaluation_batch_size
 from trainer.jobs.build_trainer import make_checkpoints, make_evaluation, make_trainer
-from trainer.jobs.preparation import Prepared, build_values, read_data, seeded_network
-from trainer.jobs.run_parts import RunParts
+from trainer.jobs.preparation import build_values, read_data_sets, seeded_network
+from trainer.jobs.run_parts import PreparedRun, RunParts
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.intervals import Interval, Trigger
 from trainer.loop.evaluation import evaluate_batches
@@ -87,7 +86,7 @@ class FirstBatch:
 
 
 def trial(
-    run: Prepared,
+    run: PreparedRun,
     record: Record,
     ends: Sequence[int],
     stop: StopRequest,
@@ -123,7 +122,7 @@ def trial(
             # the loop itself, to this step; beside steps and saves it does no more than small evaluations
             between: Any = None
             if evaluation is not None and evaluates:
-                between = FirstBatch(evaluation, evaluation_batch(run.settings.loop))
+                between = FirstBatch(evaluation, evaluation_batch_size(run.settings.loop))
             trainer.placed, trainer.patience, trainer.evaluation = watched, math.inf, between
             # a step after the save that is read back: a copy of it that is none would change with the step
             trainer.steps = min(end + 1, ends[-1])
@@ -137,7 +136,7 @@ def trial(
     return True
 
 
-def _apart(run: Prepared, name: str) -> Prepared:
+def _apart(run: PreparedRun, name: str) -> PreparedRun:
     """The run in a folder of its own: each trial goes on from its own checkpoints alone."""
     keep, place = replace(run.settings.checkpoint, keep=2), run.folder.path / name
     if run.strategy.world.is_main:
@@ -145,7 +144,7 @@ def _apart(run: Prepared, name: str) -> Prepared:
     return replace(run, settings=replace(run.settings, checkpoint=keep), folder=RunFolder(place))
 
 
-def _discard(run: Prepared, checkpoint: Path) -> None:
+def _discard(run: PreparedRun, checkpoint: Path) -> None:
     """Remove a checkpoint that is not to be read, if it was written: without a thread each is."""
     if run.strategy.world.is_main and checkpoint.is_dir():
         discard(checkpoint)
@@ -157,7 +156,7 @@ def _scale_down(placed: ParallelModel) -> None:
     scaler.load({name: value * _SCALE for name, value in scaler.state().items() if name == "scaler/scale"})
 
 
-def _evaluated(run: Prepared, watched: Any, stream: EvalLoader, record: Record, step: int) -> None:
+def _evaluated(run: PreparedRun, watched: Any, stream: EvalLoader, record: Record, step: int) -> None:
     """Collective: the figures of some batches of the evaluation set."""
     watched.settle()
     # a metric may go wrong in a later batch, and the last one may be smaller, with ranks that have no sample of it
@@ -172,7 +171,7 @@ def some_batches(count: int) -> list[int]:
     return sorted({0, count // 2, count - 1})
 
 
-def surveyed(run: Prepared) -> Any:
+def surveyed(run: PreparedRun) -> Any:
     """Where the samples of a batch lie in what each module gives: of a whole step, and of every other sample of it."""
     run = renewed(run)
     build_values(run, resuming=False)
@@ -197,7 +196,7 @@ def shaken(network: nn.Module, by: float) -> None:
         weight.mul_(1 + by * (torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1).to(weight))
 
 
-def beginning(run: Prepared, last: int) -> Progress:
+def beginning(run: PreparedRun, last: int) -> Progress:
     """Where in the data a trial begins: so late that an epoch ends before its last step, where the run has several."""
     batch = run.settings.loop.global_batch
     epoch = run.length.per_epoch  # steps
@@ -207,14 +206,14 @@ def beginning(run: Prepared, last: int) -> Progress:
     return Progress(position=passed, left_out=passed)
 
 
-def renewed(run: Prepared) -> Prepared:
+def renewed(run: PreparedRun) -> PreparedRun:
     """The same run as another start of it would be: what objects remember of an earlier trial is in no checkpoint."""
     run = replace(run, **run.make_anew())
-    run.training, run.evaluation = read_data(run)
+    run.training, run.evaluation = read_data_sets(run)
     # one that was placed cannot be placed again
     run.network, run.whole_because = run.strategy.outline(partial(seeded_network, run))
     if run.machine.launch.is_main:
-        run.initial.look(run.network)
+        run.initial.find(run.network)
     return run
 
 
@@ -231,7 +230,7 @@ def with_batch(run: RunParts, samples: int | None) -> int:
     None: four for each micro-batch of a rank, if the run has more, and as many left over as it has.
     """
     loop, ranks = run.settings.loop, run.strategy.data_ranks(run.machine.launch.world_size)
-    count = deal(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch, loop.uneven).micro_batches
+    count = divide_batch(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch, loop.uneven).micro_batches
     few = _SAMPLES * ranks * count + loop.global_batch % (ranks * count)
     samples = samples or min(few, loop.global_batch)
     loop = replace(loop, global_batch=samples, micro_batches=count, micro_batch=None)

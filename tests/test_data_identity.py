@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from tests.commands import SMALL, curve, finish, single, status
 from tests.inside import here
 from trainer.data.data import Data
-from trainer.jobs.resume_precheck import known_sets, set_changes
+from trainer.jobs.resume import compare_sets, identify_data
 from trainer.messages import Refusal
 from trainer.records.checkpoint.manifest import Found
 
@@ -79,8 +79,8 @@ def test_what_a_checkpoint_says_of_the_data(place: Path) -> None:
     # of an older version, which says nothing, and of sets without a fingerprint
     found = Found(Path(), 1, {}, {}, {}, state, {}, {})
     now = {"training": {"samples": 40, "fingerprint": ""}}
-    assert set_changes(found, now, "training") == []
-    assert set_changes(replace(found, state={}), now, "training") == []
+    assert compare_sets(found, now, "training") == []
+    assert compare_sets(replace(found, state={}), now, "training") == []
 
 
 class Items(Dataset):
@@ -143,7 +143,7 @@ def test_a_set_or_its_data_may_say_what_it_is_and_one_that_cannot_be_read_says_n
 
     assert known(Told(torch.zeros(3))) == "version 3"
     assert known(Pair()) == ""
-    assert known_sets(Own(), Pair(), 5, None) == {
+    assert identify_data(Own(), Pair(), 5, None) == {
         "classes": [],
         "training": {"samples": 5, "fingerprint": "mine"},
         "evaluation": {"samples": 0, "fingerprint": ""},

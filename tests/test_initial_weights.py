@@ -17,7 +17,7 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.toys import Net
-from trainer.jobs.initial_weights import Initial
+from trainer.jobs.initial_weights import InitialWeights
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import build_meta_model
@@ -80,7 +80,13 @@ class Hollow(nn.Module):
 def test_nobody_builds_values_that_a_file_gives(processes: Processes, tmp_path: Path) -> None:
     given = {"linear.weight": torch.randn(10, 192), "linear.bias": torch.randn(10)}
     save_file(given, tmp_path / "hollow.safetensors")
-    network = ["model=mlp", "model._target_=tests.test_initial.Hollow", "~model.width", "~model.depth", "trust=[tests]"]
+    network = [
+        "model=mlp",
+        "model._target_=tests.test_initial_weights.Hollow",
+        "~model.width",
+        "~model.depth",
+        "trust=[tests]",
+    ]
     words = [*WORDS, *network, "strategy=fsdp", "init_from=hollow.safetensors", "optimizer.lr=0", "run.dir=run"]
     assert processes.run(2, product, tmp_path, words) == [0, 0]
     assert equal(saved(tmp_path / "run"), given)
@@ -122,11 +128,11 @@ FORMS: dict[str, Callable[[dict[str, Tensor], Path], Any]] = {
 def test_every_form_gives_the_same_values(form: str, tmp_path: Path) -> None:
     state = {name: value.half().float() for name, value in Net().state_dict().items()}
     FORMS[form](state, tmp_path / form)
-    initial, network = Initial(str(tmp_path / form), "-loss"), Net()
-    initial.look(build_meta_model(Net)[0])  # names and shapes are enough
-    initial.fill(network)
+    initial, network = InitialWeights(str(tmp_path / form), "-loss"), Net()
+    initial.find(build_meta_model(Net)[0])  # names and shapes are enough
+    initial.load_into(network)
     assert equal(network.state_dict(), state)
-    assert initial.gives_all
+    assert initial.is_complete
     done = ", its net.*" if form == "lightning.ckpt" else ""
     assert initial.lines == [f"weights     {len(state)} tensors from {tmp_path / form}{done}"]
 
@@ -145,18 +151,18 @@ class Echoes(nn.Module):
 def test_a_part_that_is_called_as_a_wrapper_is_keeps_its_name(tmp_path: Path, prefix: str) -> None:
     state = {name: torch.randn(3) for name in Echoes().state_dict()}
     save_file(under(prefix, state), tmp_path / "net.safetensors")
-    initial, network = Initial(str(tmp_path / "net.safetensors"), "-loss"), Echoes()
-    initial.look(network)
-    initial.fill(network)
+    initial, network = InitialWeights(str(tmp_path / "net.safetensors"), "-loss"), Echoes()
+    initial.find(network)
+    initial.load_into(network)
     assert equal(network.state_dict(), state)
 
 
 def test_a_tensor_that_only_the_file_has_takes_nobodys_place(tmp_path: Path) -> None:
     given = {"weight": torch.randn(3), "module.weight": torch.randn(3), "my_orig_mod.weight": torch.randn(3)}
     torch.save(given, tmp_path / "net.pt")
-    initial, network = Initial(str(tmp_path / "net.pt"), "-loss"), nn.PReLU(3)
-    initial.look(network)
-    initial.fill(network)
+    initial, network = InitialWeights(str(tmp_path / "net.pt"), "-loss"), nn.PReLU(3)
+    initial.find(network)
+    initial.load_into(network)
     assert torch.equal(network.weight, given["weight"])
     assert initial.lines[1] == "weights     2 not of this network, not loaded: module.weight, my_orig_mod.weight"
 
@@ -165,9 +171,9 @@ def test_a_part_of_the_network_may_be_all_that_a_file_has(tmp_path: Path) -> Non
     state = Net().state_dict()
     save_file(state, tmp_path / "net.safetensors")
     network = nn.ModuleDict({"head": nn.Linear(4, 2), "inner": Net()})
-    initial = Initial(str(tmp_path / "net.safetensors"), "-loss")
-    initial.look(network)
-    initial.fill(network)
+    initial = InitialWeights(str(tmp_path / "net.safetensors"), "-loss")
+    initial.find(network)
+    initial.load_into(network)
     assert equal(network["inner"].state_dict(), state)
     assert initial.lines[0] == f"weights     {len(state)} tensors from {tmp_path / 'net.safetensors'}, as inner.*"
     assert initial.lines[1:] == ["weights     2 not there, not loaded: head.weight, head.bias"]
@@ -178,16 +184,16 @@ def test_what_does_not_fit_stays_as_built_and_is_named(tmp_path: Path) -> None:
     del state["norm.bias"], state["scale"]
     state |= {"head.weight": torch.zeros(7, 12), "head.bias": torch.zeros(7), "extra.bias": torch.zeros(3)}
     torch.save(state, tmp_path / "net.pt")
-    initial, network = Initial(str(tmp_path / "net.pt"), "-loss"), Net()
+    initial, network = InitialWeights(str(tmp_path / "net.pt"), "-loss"), Net()
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    initial.look(network)
-    initial.fill(network)
+    initial.find(network)
+    initial.load_into(network)
     assert initial.lines[1:] == [
         "weights     2 of another shape, not loaded: head.weight (7, 12) → (4, 12), head.bias (7,) → (4,)",
         "weights     2 not there, not loaded: norm.bias, scale",
         "weights     1 not of this network, not loaded: extra.bias",
     ]
-    assert not initial.gives_all
+    assert not initial.is_complete
     for name, value in network.state_dict().items():
         fresh = name.startswith(("head", "scale", "norm.bias"))
         assert torch.equal(value, before[name] if fresh else torch.full_like(value, 5.0)), name
@@ -273,9 +279,9 @@ def test_of_a_run_the_best_checkpoint_counts_and_the_newest_where_none_is_known(
         state = {name: torch.full_like(value, float(step)) for name, value in Net().state_dict().items()}
         checkpoints.save(step, state, {}, {"accuracy": accuracy})
     for best, wanted in (("accuracy", 2.0), ("-accuracy", 1.0), ("rms", 3.0)):
-        initial, network = Initial(str(tmp_path), best), Net()
-        initial.look(network)
-        initial.fill(network)
+        initial, network = InitialWeights(str(tmp_path), best), Net()
+        initial.find(network)
+        initial.load_into(network)
         assert all((value == wanted).all() for value in network.state_dict().values())
 
 

@@ -1,4 +1,4 @@
-"""The memory of a run: what glibc does with what was freed, and what to try where a device has none left."""
+"""The memory of a run: does glibc keep what was freed, and which keys help where a host or device has none left."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from dataclasses import replace
 from traceback import walk_tb
 from typing import Any
 
-from trainer.configuration.schema import Loop
 from trainer.data.sampler import dataset_size
-from trainer.jobs.batch_sizes import more_micro_batches
-from trainer.jobs.preparation import Prepared
+from trainer.jobs.batch_sizes import evaluation_batch_size, more_micro_batches
+from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.failure import error_chain
 from trainer.loop.evaluation import evaluate, trial_evaluation
 from trainer.loop.trainer import Trainer
@@ -34,7 +33,7 @@ def keep_freed_memory() -> bool:
     cost faults. Measured on the CPU with the cnn on 28×28 images: 3,000 page faults a step become 30, and a step 3 to
     10 % shorter; peak memory is the same.
     """
-    return _told(_TRIM_THRESHOLD, _NEVER) and _told(_MMAP_THRESHOLD, _NEVER)
+    return _mallopt(_TRIM_THRESHOLD, _NEVER) and _mallopt(_MMAP_THRESHOLD, _NEVER)
 
 
 def give_back_freed_memory() -> bool:
@@ -44,47 +43,42 @@ def give_back_freed_memory() -> bool:
     do not fit the next request. Measured with fsdp on 2 processes and 100 million parameters: a peak of 871 MiB
     instead of 2,151.
     """
-    return _told(_MMAP_THRESHOLD, _LARGE)
+    return _mallopt(_MMAP_THRESHOLD, _LARGE)
 
 
-def _told(parameter: int, value: int) -> bool:
+def _mallopt(parameter: int, value: int) -> bool:
     try:
         return bool(ctypes.CDLL(None).mallopt(parameter, value))
     except (OSError, AttributeError):
         return False
 
 
-def evaluation_batch(loop: Loop) -> int:
-    """Samples in one evaluation batch, over all ranks and micro-batches."""
-    return loop.eval_batch or 4 * loop.global_batch
-
-
-def remedy(error: BaseException, run: Prepared) -> str:
-    """With what the memory ran out, and what to try; empty where it did not. The traceback knows where it was."""
+def memory_advice(error: BaseException, run: PreparedRun) -> str:
+    """In what the memory ran out, and what to try; empty where it did not. The traceback knows where it was."""
     # the error that arrives may have followed from the one that counts
-    if not any(_no_memory(one) for one in error_chain(error)):
+    if not any(_is_out_of_memory(cause) for cause in error_chain(error)):
         return ""
-    if _within(error, AsyncSaver.copied):
+    if _happened_in(error, AsyncSaver.copied):
         return "The host's memory ran out for a copy of the state. checkpoint.asynchronous=false saves without one."
-    if _within(error, trial_evaluation, evaluate):
-        return _in_evaluation(run)
-    if _within(error, Trainer.train_step):
-        return f"The device's memory ran out with {run.batches}. {_in_a_step(run)}"
+    if _happened_in(error, trial_evaluation, evaluate):
+        return _evaluation_advice(run)
+    if _happened_in(error, Trainer.train_step):
+        return f"The device's memory ran out with {run.batches}. {_step_advice(run)}"
     return f"The device's memory ran out, and not for the size of a batch; {_SPREAD}."
 
 
-def _in_evaluation(run: Prepared) -> str:
+def _evaluation_advice(run: PreparedRun) -> str:
     """A smaller evaluation batch changes nothing that is learned, so it comes before more micro-batches."""
     ranks, count = run.batches.ranks, run.batches.micro_batches
-    whole, samples = evaluation_batch(run.settings.loop), dataset_size(run.evaluation)
+    whole, samples = evaluation_batch_size(run.settings.loop), dataset_size(run.evaluation)
     largest = min(-(-whole // (ranks * count)), -(-samples // ranks))  # samples of a rank in one forward
-    dealt = f"{format_count(ranks, 'data rank')} / {format_count(count, 'micro-batch')}"
-    said = f"{format_count(largest, 'sample')} at once (evaluation batch {whole} / {dealt})"
-    remedy = f"Try loop.eval_batch={largest // 2 * ranks * count}." if largest > 1 else f"There is no less; {_SPREAD}."
-    return f"The device's memory ran out in an evaluation, with {said}. {remedy}"
+    divided = f"{format_count(ranks, 'data rank')} / {format_count(count, 'micro-batch')}"
+    at_once = f"{format_count(largest, 'sample')} at once (evaluation batch {whole} / {divided})"
+    advice = f"Try loop.eval_batch={largest // 2 * ranks * count}." if largest > 1 else f"There is no less; {_SPREAD}."
+    return f"The device's memory ran out in an evaluation, with {at_once}. {advice}"
 
 
-def _in_a_step(run: Prepared) -> str:
+def _step_advice(run: PreparedRun) -> str:
     """The next smaller micro-batches that the strategy can run, in the key that the user has set."""
     loop, batches = run.settings.loop, run.batches
     # not the first that comes out whole: a pipeline, for one, wants a micro-batch for each stage
@@ -97,12 +91,12 @@ def _in_a_step(run: Prepared) -> str:
     return f"There are no smaller micro-batches; {_SPREAD}."
 
 
-def _no_memory(error: BaseException) -> bool:
-    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or _NO_MEMORY.search(str(error)) is not None
+def _is_out_of_memory(error: BaseException) -> bool:
+    by_class = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's, of any device
+    return by_class or _NO_MEMORY.search(str(error)) is not None
 
 
-def _within(error: BaseException, *functions: Callable[..., Any]) -> bool:
+def _happened_in(error: BaseException, *functions: Callable[..., Any]) -> bool:
     """Did it happen in one of these, or in what they called?"""
     codes = {function.__code__ for function in functions}
     return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))

@@ -1,0 +1,230 @@
+"""What a run goes on from: its newest checkpoint, what has changed since, and whether the data are still the same.
+
+Before there is a process group only manifests and headers of a checkpoint are read: nothing is verified for it yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from trainer.data.class_names import format_class_names, read_class_names
+from trainer.data.data import Data
+from trainer.data.sampler import dataset_size
+from trainer.jobs.batch_sizes import RunLength
+from trainer.jobs.run_parts import PreparedRun, RunParts
+from trainer.launch.run_status import read_status
+from trainer.messages import Refusal
+from trainer.parallel.optimizer_state import network_differences
+from trainer.records.checkpoint.manifest import TO_RESUME, CorruptCheckpoint, Found, check_sizes, read_manifest
+from trainer.records.checkpoint.store import candidates, look_into, newest_in, open_checkpoint
+from trainer.records.resume_rules import (
+    ABSENT,
+    Change,
+    changes,
+    completed,
+    has_checkpoint,
+    is_checkpoint,
+    learning_changes,
+    read_config,
+    refuse_changes,
+    start_path,
+    stopped_early,
+)
+from trainer.records.run_folder import RunFolder
+
+_MOST = 6  # lines of a kind in a refusal
+
+
+class ResumeDecision(NamedTuple):
+    """What the main rank found in a run's folder."""
+
+    precision: str  # in which the run computes from now on
+    complete: str | None = None  # nothing is left to do: how to extend it
+    changed: Sequence[str] = ()  # keys, with their old and new values
+
+
+def decide_resume(run: PreparedRun) -> ResumeDecision:
+    """Does the run go on from something in its folder, and what has changed since? Only the main rank calls it.
+
+    Refusal where too much has changed to learn the same.
+    """
+    folder, horizon, precision = run.folder, run.length.steps, run.machine.resolved_precision
+    checkpoint = peek_checkpoint(folder.path)
+    if not has_checkpoint(folder.path) or (before := last_configuration(folder, checkpoint)) is None:
+        return ResumeDecision(precision)
+    environment = folder.last("environment.json") or {}
+    # weights that do not fit first: run.accept_changes=true, which the rest may suggest, could not help there
+    refuse_other_network(folder.path, checkpoint, run.network, run.configuration)
+    # runs from before there was the key began without
+    changed = changes({"tf32": False} | before, read_config(run.configuration))
+    changed = [change for change in changed if change.old != ABSENT or change.key not in run.unused_keys]
+    if run.settings.precision == "auto":
+        # what auto meant is kept, whatever devices there are now
+        precision = environment.get("precision", precision)
+    precisions = (str(environment["precision"]), precision) if "precision" in environment else None
+    horizons = (int(environment["horizon"]), horizon) if "horizon" in environment else None
+    learning = learning_changes(changed, precisions, horizons, run.schedule.needs_horizon)
+    # other training samples teach something else; an evaluation on others is only told
+    training, evaluation = (compare_sets(checkpoint, run.data_identity, part) for part in ("training", "evaluation"))
+    training = [*compare_classes(checkpoint, run.data_identity), *training]
+    if not run.settings.run.accept_changes:
+        refuse_changes([*learning, *training], folder.path)
+    status, patience = read_status(folder.path), run.settings.loop.patience
+    complete = completed(status, horizon, run.schedule.needs_horizon)
+    complete = complete or stopped_early(status, stale_evaluations(checkpoint), patience)
+    return ResumeDecision(precision, complete, [str(change) for change in (*changed, *training, *evaluation)])
+
+
+def open_start(run: PreparedRun) -> Found | None:
+    """Collective: the checkpoint that `run.resume` names, or the newest of the run folder that it names."""
+    path, ranks = start_path(run.settings.run.resume), run.strategy.world
+    if path is None:
+        return None
+    checkpoint: Found | None
+    if is_checkpoint(path):
+        checkpoint = open_checkpoint(path, ranks, TO_RESUME)
+    else:
+        checkpoint, _ = newest_in(path / "checkpoints", ranks, TO_RESUME)
+    if checkpoint is None:
+        return None
+    # the best of another folder is not to be beaten here, so what was counted since is no matter
+    progress = {**checkpoint.state["progress"], "stale": 0}
+    return replace(checkpoint, state={**checkpoint.state, "progress": progress})
+
+
+def peek_checkpoint(path: Path) -> Found | None:
+    """The checkpoint of this path, or the newest of a run folder, unverified; None where its headers are damaged.
+
+    Whoever reads it later verifies it, and says then what is wrong with it.
+    """
+    # of a checkpoint that was named only itself; of a run the next, where the newest is damaged
+    for folder in [path] if is_checkpoint(path) else candidates(path / "checkpoints"):
+        with suppress(CorruptCheckpoint):
+            manifest = read_manifest(folder)
+            check_sizes(manifest)
+            return look_into(manifest, TO_RESUME)
+    return None
+
+
+def last_configuration(folder: RunFolder, checkpoint: Found | None) -> dict[str, Any] | None:
+    """What the run was configured with: by its config.yaml, or where that is damaged by its checkpoint."""
+    config = folder.last("config.yaml")
+    return config if config is not None or checkpoint is None else checkpoint.state.get("configuration")
+
+
+def stale_evaluations(checkpoint: Found | None) -> int:
+    """How many evaluations came after the best one, up to this checkpoint."""
+    return checkpoint.state["progress"].get("stale", 0) if checkpoint else 0
+
+
+# --- the data: other samples or other classes would teach something else ---
+
+
+def identify_data(data: Data, training: Any, length: int, evaluation: Any) -> dict[str, Any]:
+    """For state.json: samples and fingerprint of both sets, and the names of their classes. length: of an epoch.
+
+    No samples where there is no such set; no names where the classes have none.
+    """
+    nothing = {"samples": 0, "fingerprint": ""}
+    return {
+        "classes": read_class_names(data),
+        "training": {"samples": length, "fingerprint": data.fingerprint(training)},
+        "evaluation": nothing
+        if evaluation is None
+        else {"samples": dataset_size(evaluation), "fingerprint": data.fingerprint(evaluation)},
+    }
+
+
+def compare_sets(checkpoint: Found | None, identity: Mapping[str, Any], part: str) -> list[Change]:
+    """How the set of this part (training, evaluation) differs from that of a checkpoint, in one change or none.
+
+    None where the checkpoint says nothing about it (an older version wrote it), or where there are as many samples
+    and one of the two has no fingerprint.
+    """
+    if checkpoint is None or "data" not in checkpoint.state:
+        return []
+    old, new = checkpoint.state["data"][part], identity[part]
+    if old["samples"] != new["samples"]:
+        return [Change(f"samples of the {part} set", f"{old['samples']:,}", f"{new['samples']:,}")]
+    if old["fingerprint"] and new["fingerprint"] and old["fingerprint"] != new["fingerprint"]:
+        return [Change(f"the {part} set", f"{old['samples']:,} samples", "as many, but other samples")]
+    return []
+
+
+def compare_classes(checkpoint: Found | None, identity: Mapping[str, Any]) -> list[Change]:
+    """How the names of the classes differ from those of a checkpoint; none where one of the two has no names."""
+    old, new = trained_classes(checkpoint.state if checkpoint else {}), identity["classes"]
+    return [Change("classes", format_class_names(old), format_class_names(new))] if old and new and old != new else []
+
+
+def trained_classes(state: Mapping[str, Any]) -> list[str]:
+    """The names of the classes that a checkpoint was trained with, by its state.json; none where it has none."""
+    return list(state.get("data", {}).get("classes", []))
+
+
+# --- refusals ---
+
+
+def refuse_resume_from(
+    path: Path, network: nn.Module, run: RunParts, length: RunLength, identity: Mapping[str, Any]
+) -> None:
+    """Refuse a `run.resume=PATH` from which nothing could be trained: of another network, or at the end already.
+
+    Refuse also one that was trained on other data than `identity` tells, unless changes are accepted.
+    """
+    checkpoint, word = peek_checkpoint(path), f"run.resume={path}"
+    if checkpoint is None:
+        return
+    what = f"{word}: the checkpoint of step {checkpoint.step:,}"
+    _refuse_network(what, checkpoint, network, run.configuration, f"leave {word} out")
+    if checkpoint.step >= length.steps:
+        # the keys that bound this run, so long that as much is trained as was asked for
+        steps, loop = checkpoint.step + length.steps, run.settings.loop
+        keys = [f"loop.steps={steps}"] if loop.steps is not None else []
+        keys += [f"loop.epochs={-(-steps // length.per_epoch)}"] if loop.epochs is not None else []
+        raise Refusal(
+            f"{word}: that checkpoint is of step {checkpoint.step:,} and this run ends at step {length.steps:,}, so"
+            f" nothing is left to train. The steps of the checkpoint count; {' '.join(keys)} trains {length.steps:,}"
+            " more"
+        )
+    changed = [*compare_classes(checkpoint, identity), *compare_sets(checkpoint, identity, "training")]
+    if changed and not run.settings.run.accept_changes:
+        raise Refusal(
+            f"{what} was trained on other data:{_bullets(changed)}\nadd run.accept_changes=true to go on with the new "
+            f"data, take the old data back, or leave {word} out"
+        )
+
+
+def refuse_other_network(folder: Path, checkpoint: Found | None, network: nn.Module, configuration: str) -> None:
+    """Refuse to go on in a run folder whose newest checkpoint is of another network; no key could make that fit."""
+    out = "start over with run.resume=fresh or another run.name"
+    if checkpoint is not None:
+        what = f"{folder}: the checkpoint of step {checkpoint.step:,}"
+        _refuse_network(what, checkpoint, network, configuration, out)
+
+
+def _refuse_network(what: str, checkpoint: Found, network: nn.Module, configuration: str, out: str) -> None:
+    shapes = {name: value.shape for name, value in network.state_dict().items() if isinstance(value, Tensor)}
+    wrong = network_differences(shapes, checkpoint.tensors)
+    if not wrong:
+        return
+    # why it is another one: keys of the model that differ, or else its code
+    changed = changes(checkpoint.state.get("configuration", {}), read_config(configuration))
+    changed = [change for change in changed if change.key.startswith("model")]
+    why = f"changed since then:{_bullets(changed)}\n" if changed else "No key of model changed since: its code did.\n"
+    back = "take the old values back" if changed else "take the old code"
+    raise Refusal(
+        f"{what} is of another network than this command's:{_bullets(wrong)}\n{why}"
+        f"No key can make these weights fit: {back}, or {out}"
+    )
+
+
+def _bullets(lines: Sequence[str | Change]) -> str:
+    more = f"\n  … and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
+    return "".join(f"\n  {line}" for line in lines[:_MOST]) + more
