@@ -13,9 +13,8 @@ import torch
 
 from tests.commands import ROOT
 from trainer.api import build_run, print_report
-from trainer.configuration.command_line import read
-from trainer.configuration.compose import compose
-from trainer.configuration.trained_run_config import reads_files
+from trainer.configuration.command_line import parse_command_line
+from trainer.configuration.compose import compose, only_reads_files
 from trainer.launch import failure
 from trainer.launch.rendezvous import Launch
 from trainer.records import folder_lock
@@ -28,9 +27,9 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
     os.chdir(place)
     try:
         words = ["device=cpu", "log=[]", *words]
-        if read(words).multirun:
+        if parse_command_line(words).multirun:
             return run_sweep(words, launch)
-        if reads_files(cfg := compose(words)):
+        if only_reads_files(cfg := compose(words)):
             return print_report(cfg, launch)
         run = build_run(words, launch, cfg)
         with patch("trainer.jobs.fit.keep_freed_memory"):  # or all tests would keep what the largest network has freed

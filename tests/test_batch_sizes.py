@@ -3,7 +3,7 @@ from math import ceil
 import pytest
 
 from trainer.configuration.compose import compose
-from trainer.configuration.schema import settings
+from trainer.configuration.schema import parse_settings
 from trainer.data.sampler import split_evenly
 from trainer.jobs.batch_sizes import BatchSizes, compute_length, divide_batch, more_micro_batches
 from trainer.messages import Refusal
@@ -75,10 +75,10 @@ def test_every_uneven_micro_batch_needs_a_sample(words: tuple[int, int, int, int
 
 
 def test_the_command_line_asks_for_it() -> None:
-    assert not settings(compose([])).loop.uneven
-    assert settings(compose(["loop.uneven=true"])).loop.uneven
+    assert not parse_settings(compose([])).loop.uneven
+    assert parse_settings(compose(["loop.uneven=true"])).loop.uneven
     with pytest.raises(Refusal, match=r"loop.uneven=true and compile=true: .*; set compile=false"):
-        settings(compose(["loop.uneven=true", "compile=true"]))
+        parse_settings(compose(["loop.uneven=true", "compile=true"]))
 
 
 def test_parts_of_a_step_differ_by_at_most_one_larger_first() -> None:

@@ -12,9 +12,9 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def test_the_checkout_is_its_own_bundle() -> None:
-    assert resource_paths.root() == CHECKOUT
-    assert (resource_paths.root() / "conf" / "config.yaml").is_file()
-    assert (resource_paths.root() / "recipes").is_dir()
+    assert resource_paths.resource_root() == CHECKOUT
+    assert (resource_paths.resource_root() / "conf" / "config.yaml").is_file()
+    assert (resource_paths.resource_root() / "recipes").is_dir()
 
 
 def run(code: str, cwd: Path, *path: Path) -> str:
@@ -39,12 +39,12 @@ def installed(tmp_path: Path) -> Path:
 
 
 def test_a_wheel_carries_its_bundle_inside(installed: Path, tmp_path: Path) -> None:
-    code = "from trainer.configuration import resource_paths; print(resource_paths.root())"
+    code = "from trainer.configuration import resource_paths; print(resource_paths.resource_root())"
     assert run(code, tmp_path, installed) == str(installed / "trainer" / "_bundle")
 
 
 def test_recipes_are_importable_after_asking(installed: Path, tmp_path: Path) -> None:
-    asked = "from trainer.configuration import resource_paths; resource_paths.make_importable()"
+    asked = "from trainer.configuration import resource_paths; resource_paths.make_recipes_importable()"
     code = f"{asked}; import recipes.vision; print(recipes.__file__)"
     assert run(code, tmp_path, installed) == str(installed / "trainer" / "_bundle" / "recipes" / "__init__.py")
 
@@ -53,7 +53,7 @@ def test_recipes_are_the_products_own_though_others_have_that_name(installed: Pa
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "__init__.py").touch()
     code = (
-        "from trainer.configuration import resource_paths; resource_paths.make_importable();"
+        "from trainer.configuration import resource_paths; resource_paths.make_recipes_importable();"
         " import recipes; print(recipes.__file__)"
     )
     assert run(code, tmp_path, tmp_path, installed).startswith(str(installed))
@@ -61,13 +61,14 @@ def test_recipes_are_the_products_own_though_others_have_that_name(installed: Pa
 
 def test_asking_twice_changes_nothing(installed: Path, tmp_path: Path) -> None:
     code = (
-        "from trainer.configuration import resource_paths; resource_paths.make_importable(); once = list(sys.path)\n"
-        "resource_paths.make_importable(); print(sys.path == once)"
+        "from trainer.configuration import resource_paths; resource_paths.make_recipes_importable()\n"
+        "once = list(sys.path)\n"
+        "resource_paths.make_recipes_importable(); print(sys.path == once)"
     )
     assert run(code, tmp_path, installed) == "True"
 
 
 def test_needs_no_torch(tmp_path: Path) -> None:
-    code = "from trainer.configuration import resource_paths; resource_paths.make_importable();"
+    code = "from trainer.configuration import resource_paths; resource_paths.make_recipes_importable();"
     code += "print('torch' in sys.modules)"
     assert run(code, tmp_path, CHECKOUT) == "False"

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from trainer.configuration.compose import compose
-from trainer.configuration.multirun import multirun
-from trainer.configuration.schema import settings
+from trainer.configuration.multirun import parse_multirun
+from trainer.configuration.schema import parse_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 SLURM, KUBERNETES = ROOT / "scripts" / "slurm", ROOT / "scripts" / "kubernetes"
@@ -84,7 +84,7 @@ def test_a_train_job_fits_its_runtime() -> None:
     assert trainer["command"] == ["entrypoint"]
     selector = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job["metadata"]["name"]}}
     assert network["spec"]["podSelector"] == network["spec"]["ingress"][0]["from"][0]["podSelector"] == selector
-    settings(compose(trainer["args"]))
+    parse_settings(compose(trainer["args"]))
 
 
 def test_a_pytorch_job() -> None:
@@ -98,7 +98,7 @@ def test_a_pytorch_job() -> None:
     assert job["spec"]["nprocPerNode"] == container["resources"]["limits"]["nvidia.com/gpu"]
     selector = {"matchLabels": {"training.kubeflow.org/job-name": job["metadata"]["name"]}}
     assert network["spec"]["podSelector"] == selector
-    settings(compose(container["args"]))
+    parse_settings(compose(container["args"]))
 
 
 @pytest.mark.parametrize("name", ["trainjob.yaml", "pytorchjob.yaml"])
@@ -173,8 +173,8 @@ def test_the_words_in_the_docs_are_taken() -> None:
     for command in commands:
         words = [word for word in words_of(shlex.split(command)) if "=" in word or word == "-m"]
         if "-m" in words:
-            assert len(multirun([word for word in words if not word.startswith("hydra")]).space.grid()) > 1
+            assert len(parse_multirun([word for word in words if not word.startswith("hydra")]).space.grid()) > 1
         else:
-            settings(compose(words))
+            parse_settings(compose(words))
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert (ROOT / "docs" / link).exists(), link

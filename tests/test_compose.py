@@ -10,12 +10,12 @@ import pytest
 from omegaconf import OmegaConf
 
 import trainer
-from trainer.configuration.command_line import read
+from trainer.configuration.command_line import parse_command_line
 from trainer.configuration.compose import compose
-from trainer.configuration.interpolation import flat, written
-from trainer.configuration.resource_paths import root
-from trainer.configuration.schema import settings
-from trainer.configuration.suggestions import _ELSEWHERE
+from trainer.configuration.interpolation import flatten, to_yaml
+from trainer.configuration.resource_paths import resource_root
+from trainer.configuration.schema import parse_settings
+from trainer.configuration.suggestions import _OTHER_NAMES
 from trainer.messages import Refusal
 
 
@@ -142,9 +142,9 @@ def test_all_mistakes_are_told_together() -> None:
 
 
 def test_what_others_call_a_key_is_a_key_here() -> None:
-    known = flat(OmegaConf.to_container(compose(["data=imagefolder", "data.root=x", "strategy=ddp"])))
-    assert [key for key in _ELSEWHERE if not re.search("[= ]", key) and key not in known] == []
-    names = [name for theirs in _ELSEWHERE.values() for name in theirs.split()]
+    known = flatten(OmegaConf.to_container(compose(["data=imagefolder", "data.root=x", "strategy=ddp"])))
+    assert [key for key in _OTHER_NAMES if not re.search("[= ]", key) and key not in known] == []
+    names = [name for theirs in _OTHER_NAMES.values() for name in theirs.split()]
     assert [name for name in names if name in known] == []
 
 
@@ -166,7 +166,7 @@ def test_what_others_call_a_key_is_a_key_here() -> None:
     ids=str,
 )
 def test_hydra_s_grammar_is_taken(words: list[str]) -> None:
-    settings(compose(words))
+    parse_settings(compose(words))
 
 
 def test_words_arrive() -> None:
@@ -208,7 +208,7 @@ class TestLab:
     def test_its_options_are_found_however_the_folder_is_written(self, lab: Path, spelled: list[str]) -> None:
         assert compose([*spelled, "model=unet"]).model.width == 8
         assert compose(["model=unet", *spelled, "seed=3"]).seed == 3  # flags between words
-        assert read(spelled).folders == (lab,)
+        assert parse_command_line(spelled).folders == (lab,)
 
     def test_an_absolute_path_and_two_folders(self, lab: Path) -> None:
         put(lab.parent / "more conf 'x'", "data/cells", "_target_: lab.data.Cells\n")
@@ -326,8 +326,8 @@ def test_secrets_are_not_written_and_not_shown(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SECRET_TOK", "tok123")
     cfg = compose(["+data.token=${oc.env:SECRET_TOK}"])
     assert cfg.data.token == "tok123"
-    assert "${oc.env:SECRET_TOK}" in written(cfg)
-    assert "tok123" not in written(cfg)
+    assert "${oc.env:SECRET_TOK}" in to_yaml(cfg)
+    assert "tok123" not in to_yaml(cfg)
     for word in ("optimizer.lr", "seed", "strategy.sync_bn", "loop.log_every", "device"):
         assert "tok123" not in refusal(f"{word}=${{oc.env:SECRET_TOK}}")
 
@@ -341,7 +341,7 @@ def process(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
         "except Refusal as refusal:\n    print(refusal)\n"
         "finally:\n    assert 'torch' not in sys.modules\n"
     )
-    surroundings = {**os.environ, "PYTHONPATH": str(root()), **env}
+    surroundings = {**os.environ, "PYTHONPATH": str(resource_root()), **env}
     command = [sys.executable, "-W", "error", "-c", script, *words]
     return subprocess.run(command, cwd=cwd, env=surroundings, capture_output=True, text=True, timeout=240)
 

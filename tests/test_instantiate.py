@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.configuration.allowed_targets import Names
-from trainer.configuration.instantiate import build, check_all, maker
+from trainer.configuration.allowed_targets import AllowedTargets
+from trainer.configuration.instantiate import check_groups, instantiate, make_factory
 from trainer.data.data import Data
 from trainer.learning.schedule import Cosine, Schedule
 from trainer.learning.task import Task
@@ -136,7 +136,7 @@ def wrong(width: int = 1):
 
 
 @pytest.fixture
-def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AllowedTargets]:
     """What a lab may call whose folder lies in the current one."""
     lab = tmp_path / "biolab"
     (lab / "conf").mkdir(parents=True)
@@ -145,7 +145,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
     (tmp_path / "outside.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    yield Names(folders=(lab / "conf",))
+    yield AllowedTargets(folders=(lab / "conf",))
     for module in [name for name in sys.modules if name.split(".")[0] in ("biolab", "outside")]:
         del sys.modules[module]
 
@@ -160,42 +160,46 @@ def node(target: str, **values: Any) -> DictConfig:
 
 def refusal(*args: Any, **words: Any) -> str:
     with pytest.raises(Refusal) as caught:
-        build(*args, **words)
+        instantiate(*args, **words)
     return str(caught.value)
 
 
 class TestWhatIsBuilt:
-    def test_a_lab_s_class_with_its_types(self, names: Names) -> None:
+    def test_a_lab_s_class_with_its_types(self, names: AllowedTargets) -> None:
         given = {"width": 3, "rate": 1, "name": 7, "sizes": [1, 2], "pair": [3, 4], "file": "a/b"}
-        net = build(node("biolab.net.Net", **given), nn.Module, "model", names)
+        net = instantiate(node("biolab.net.Net", **given), nn.Module, "model", names)
         assert net.given["sizes"] == (1, 2)
         assert net.given["pair"] == (3, 4)
         assert (net.given["rate"], net.given["name"], net.given["file"]) == (1.0, "7", Path("a/b"))
 
     @pytest.mark.parametrize("factory", ["make", "typed"])
-    def test_a_function_that_gives_a_network(self, names: Names, factory: str) -> None:
-        assert isinstance(build(node(f"biolab.net.{factory}", width=2), nn.Module, "model", names), nn.Module)
+    def test_a_function_that_gives_a_network(self, names: AllowedTargets, factory: str) -> None:
+        assert isinstance(instantiate(node(f"biolab.net.{factory}", width=2), nn.Module, "model", names), nn.Module)
 
     def test_a_function_of_torchvision(self) -> None:
-        made = build(node("torchvision.models.get_model", name="squeezenet1_1"), nn.Module, "model", Names())
+        made = instantiate(
+            node("torchvision.models.get_model", name="squeezenet1_1"), nn.Module, "model", AllowedTargets()
+        )
         assert isinstance(made, nn.Module)
 
-    def test_nodes_within_nodes(self, names: Names) -> None:
+    def test_nodes_within_nodes(self, names: AllowedTargets) -> None:
         norm = {"_target_": "torch.nn.LayerNorm", "_partial_": True, "eps": 0.1}
         parts = [{"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 2}]
-        net = build(node("biolab.net.Net", width=1, norm=norm, parts=parts), nn.Module, "model", names)
+        net = instantiate(node("biolab.net.Net", width=1, norm=norm, parts=parts), nn.Module, "model", names)
         assert isinstance(net.given["norm"], partial)
         assert net.given["norm"](3).eps == 0.1
         assert net.given["parts"][0].out_features == 2
 
-    def test_records_of_packages_that_are_known(self, names: Names) -> None:
+    def test_records_of_packages_that_are_known(self, names: AllowedTargets) -> None:
         stem = {"_target_": "torchvision.models.vision_transformer.ConvStemConfig", "out_channels": 8, "kernel_size": 3}
         policy = {"_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "output_dtype": None}
-        given = build(node("biolab.net.Net", width=1, norm=[stem | {"stride": 2}, policy]), nn.Module, "model", names)
+        given = instantiate(
+            node("biolab.net.Net", width=1, norm=[stem | {"stride": 2}, policy]), nn.Module, "model", names
+        )
         stem, policy = given.given["norm"]
         assert (stem.out_channels, stem.stride, policy.output_dtype) == (8, 2, None)
 
-    def test_a_configuration_of_transformers(self, names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_configuration_of_transformers(self, names: AllowedTargets, monkeypatch: pytest.MonkeyPatch) -> None:
         # as in its version 4, where it is no dataclass
         package, base, own = (ModuleType(f"transformers{rest}") for rest in ("", ".configuration_utils", ".models"))
         base.PretrainedConfig = type("PretrainedConfig", (), {"__module__": base.__name__})  # type: ignore[attr-defined]
@@ -204,7 +208,7 @@ class TestWhatIsBuilt:
         for module in (package, base, own):
             monkeypatch.setitem(sys.modules, module.__name__, module)
         config = {"_target_": "transformers.BertConfig", "hidden_size": 16}
-        given = build(node("biolab.net.Net", width=1, norm=config), nn.Module, "model", names).given["norm"]
+        given = instantiate(node("biolab.net.Net", width=1, norm=config), nn.Module, "model", names).given["norm"]
         assert given.hidden_size == 16
 
     @pytest.mark.parametrize(
@@ -218,55 +222,55 @@ class TestWhatIsBuilt:
             ("torch.nn.init.zeros_", "it is a function; a class may be that is a Module"),
         ],
     )
-    def test_what_others_may_not_be_says_what_to_write(self, names: Names, target: str, said: str) -> None:
+    def test_what_others_may_not_be_says_what_to_write(self, names: AllowedTargets, target: str, said: str) -> None:
         message = refusal(node("biolab.net.Net", width=1, norm={"_target_": target}), nn.Module, "model", names)
         assert message.startswith("model.norm: torch")
         assert said in message
 
-    def test_data_sets_that_hold_what_they_are_given(self, names: Names) -> None:
+    def test_data_sets_that_hold_what_they_are_given(self, names: AllowedTargets) -> None:
         parts = {"_target_": "torch.utils.data.ConcatDataset", "datasets": [[1, 2], [3]]}
-        given = build(node("biolab.net.Net", width=1, norm=parts), nn.Module, "model", names).given
+        given = instantiate(node("biolab.net.Net", width=1, norm=parts), nn.Module, "model", names).given
         assert list(given["norm"]) == [1, 2, 3]
 
-    def test_what_the_command_line_trusts_may_be_inside(self, names: Names) -> None:
+    def test_what_the_command_line_trusts_may_be_inside(self, names: AllowedTargets) -> None:
         trusting = replace(names, trust=("torch",))
         inner = {"_target_": "torch.distributions.Normal", "loc": 0.0, "scale": 1.0}
         assert "trust=[torch]" in refusal(node("biolab.net.Net", width=1, norm=inner), nn.Module, "model", names)
-        given = build(node("biolab.net.Net", width=1, norm=inner), nn.Module, "model", trusting).given
+        given = instantiate(node("biolab.net.Net", width=1, norm=inner), nn.Module, "model", trusting).given
         assert float(given["norm"].mean) == 0
 
     def test_positions(self) -> None:
-        made = build(node("torch.nn.Linear", _args_=[2], out_features=3), nn.Module, "model", Names())
+        made = instantiate(node("torch.nn.Linear", _args_=[2], out_features=3), nn.Module, "model", AllowedTargets())
         assert (made.in_features, made.out_features) == (2, 3)
 
     def test_more_positions_than_names(self) -> None:
         layers = [{"_target_": "torch.nn.ReLU"}, {"_target_": "torch.nn.Tanh"}]
-        made = build(node("torch.nn.Sequential", _args_=layers), nn.Module, "model", Names())
+        made = instantiate(node("torch.nn.Sequential", _args_=layers), nn.Module, "model", AllowedTargets())
         assert [type(layer) for layer in made] == [nn.ReLU, nn.Tanh]
 
     def test_a_strategy_and_the_function_that_chooses_one(self) -> None:
         for target in ("trainer.strategies.single.Single", "trainer.strategies.auto.auto"):
-            made = build(node(target, sync_bn=True), Strategy, "strategy", Names(), machine=Machine())
+            made = instantiate(node(target, sync_bn=True), Strategy, "strategy", AllowedTargets(), machine=Machine())
             assert isinstance(made, Single)
             assert made.sync_bn
 
-    def test_a_sink_is_one_by_its_class(self, names: Names) -> None:
-        build(node("trainer.records.console.Console"), Sink, "log.console", Names())
+    def test_a_sink_is_one_by_its_class(self, names: AllowedTargets) -> None:
+        instantiate(node("trainer.records.console.Console"), Sink, "log.console", AllowedTargets())
         assert "not a Sink" in refusal(node("biolab.net.Elastic", amount=1), Sink, "log.mine", names)
         assert "log.console=null: nothing can be built" in refusal(None, Sink, "log.console", names)
 
-    def test_facts_of_data_go_to_those_who_name_them(self, names: Names) -> None:
+    def test_facts_of_data_go_to_those_who_name_them(self, names: AllowedTargets) -> None:
         facts = {"num_classes": 10, "channels": 3, "image_size": None}
-        assert build(node("biolab.net.Cells", **facts), Data, "data", names).classes == 2
-        assert build(node("biolab.net.Counting", **facts), Data, "data", names).facts == (10, 3)
+        assert instantiate(node("biolab.net.Cells", **facts), Data, "data", names).classes == 2
+        assert instantiate(node("biolab.net.Counting", **facts), Data, "data", names).facts == (10, 3)
         # only data has facts
         assert "model.num_classes" in refusal(node("biolab.net.Net", width=1, **facts), nn.Module, "model", names)
 
     def test_a_schedule(self) -> None:
-        made = build(node("trainer.learning.schedule.Cosine", warmup=3), Schedule, "schedule", Names())
+        made = instantiate(node("trainer.learning.schedule.Cosine", warmup=3), Schedule, "schedule", AllowedTargets())
         assert made == Cosine(warmup=3)
 
-    def test_what_is_wrong_in_any_group_is_told_before_one_is_built(self, names: Names) -> None:
+    def test_what_is_wrong_in_any_group_is_told_before_one_is_built(self, names: AllowedTargets) -> None:
         cfg = OmegaConf.create(
             {
                 "strategy": {"_target_": "trainer.strategies.single.Single"},
@@ -277,7 +281,7 @@ class TestWhatIsBuilt:
         )
         kinds = {"strategy": Strategy, "model": nn.Module, "schedule": Schedule, "data": Data}
         with pytest.raises(Refusal) as caught:
-            check_all(cfg, kinds, names)
+            check_groups(cfg, kinds, names)
         assert str(caught.value).splitlines() == [
             "schedule.warmup=1.5: Cosine expects a whole number",
             "data.classes=two: Cells expects a whole number",
@@ -288,14 +292,14 @@ class TestOptimizer:
     sgd: dict[str, Any] = {"lr": 0.1, "decay": "weights", "fused": None}  # noqa: RUF012
 
     def test_it_is_made_from_groups_alone(self) -> None:
-        make = maker(node("torch.optim.SGD", **self.sgd), Optimizer, "optimizer", Names(), fused=True)
+        make = make_factory(node("torch.optim.SGD", **self.sgd), Optimizer, "optimizer", AllowedTargets(), fused=True)
         made = make([{"params": [nn.Parameter(torch.zeros(1))], "weight_decay": 0.5}])
         assert isinstance(made, torch.optim.SGD)
         group = made.param_groups[0]
         assert (group["lr"], group["fused"], group["weight_decay"]) == (0.1, True, 0.5)
 
     def test_lists_become_the_tuples_it_asks_for(self) -> None:
-        make = maker(node("torch.optim.AdamW", betas=[0.5, 0.6]), Optimizer, "optimizer", Names())
+        make = make_factory(node("torch.optim.AdamW", betas=[0.5, 0.6]), Optimizer, "optimizer", AllowedTargets())
         assert make([nn.Parameter(torch.zeros(1))]).defaults["betas"] == (0.5, 0.6)
 
     @pytest.mark.parametrize(
@@ -314,7 +318,7 @@ class TestOptimizer:
     )
     def test_what_cannot_work_is_said_before_any_step(self, target: str, values: dict[str, Any], said: str) -> None:
         with pytest.raises(Refusal) as caught:
-            maker(node(target, **values), Optimizer, "optimizer", Names())
+            make_factory(node(target, **values), Optimizer, "optimizer", AllowedTargets())
         assert said in str(caught.value)
 
 
@@ -340,37 +344,37 @@ class TestOptimizer:
     ],
     ids=str,
 )
-def test_arguments_are_held_against_the_signature(names: Names, values: dict[str, Any], said: str) -> None:
+def test_arguments_are_held_against_the_signature(names: AllowedTargets, values: dict[str, Any], said: str) -> None:
     assert said in refusal(node("biolab.net.Net", **values), nn.Module, "model", names)
 
 
-def test_what_cannot_be_known_is_taken(names: Names) -> None:
-    build(node("biolab.net.Net", width=1, norm="batch", depth=None), nn.Module, "model", names)
+def test_what_cannot_be_known_is_taken(names: AllowedTargets) -> None:
+    instantiate(node("biolab.net.Net", width=1, norm="batch", depth=None), nn.Module, "model", names)
 
 
-def test_all_wrong_arguments_are_told_together(names: Names) -> None:
+def test_all_wrong_arguments_are_told_together(names: AllowedTargets) -> None:
     message = refusal(node("biolab.net.Net", widht=1, rate="x", mode="c"), nn.Module, "model", names)
     assert len(message.splitlines()) == 4
 
 
-def test_of_very_many_the_first_are_told_and_how_many_more(names: Names) -> None:
+def test_of_very_many_the_first_are_told_and_how_many_more(names: AllowedTargets) -> None:
     cfg = OmegaConf.create(
         {"model": {"_target_": "biolab.net.Net", "width": 1, **{f"key{at}": 1 for at in range(1000)}}}
     )
     with pytest.raises(Refusal) as caught:
-        check_all(cfg, {"model": nn.Module}, names)
+        check_groups(cfg, {"model": nn.Module}, names)
     first, *_, last = lines = str(caught.value).splitlines()
     assert len(lines) == 11
     assert first.startswith("model.key0: Net takes no such key")
     assert last == "… and 990 more"
 
 
-def test_a_key_behind_kwargs_is_refused_by_the_callee(names: Names) -> None:
-    build(node("biolab.net.Loose", width=1), nn.Module, "model", names)
+def test_a_key_behind_kwargs_is_refused_by_the_callee(names: AllowedTargets) -> None:
+    instantiate(node("biolab.net.Loose", width=1), nn.Module, "model", names)
     assert "model.widht" in refusal(node("biolab.net.Loose", width=1, widht=1), nn.Module, "model", names)
 
 
-def test_a_secret_is_in_no_message(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_in_no_message(names: AllowedTargets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOK", "tok123")
     message = refusal(node("biolab.net.Net", width="${oc.env:SECRET_TOK}"), nn.Module, "model", names)
     assert "${oc.env:SECRET_TOK}" in message
@@ -378,14 +382,14 @@ def test_a_secret_is_in_no_message(names: Names, monkeypatch: pytest.MonkeyPatch
 
 
 class TestErrorsOfTheCallee:
-    def test_its_own_error_stays_with_its_traceback(self, names: Names) -> None:
+    def test_its_own_error_stays_with_its_traceback(self, names: AllowedTargets) -> None:
         with pytest.raises(ZeroDivisionError, match="my own mistake") as caught:
-            build(node("biolab.net.Broken"), nn.Module, "model", names)
+            instantiate(node("biolab.net.Broken"), nn.Module, "model", names)
         assert Path(caught.traceback[-1].path).name == "net.py"
         assert caught.value.__notes__ == ["while building model from the configuration: biolab.net.Broken"]
 
     def test_values_that_a_constructor_does_not_take_are_the_configuration_s(
-        self, names: Names, monkeypatch: pytest.MonkeyPatch
+        self, names: AllowedTargets, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("SECRET_TOK", "tok123")
         given = node("biolab.net.Picky", width=-3, token="${oc.env:SECRET_TOK}")
@@ -402,14 +406,16 @@ class TestErrorsOfTheCallee:
         ],
     )
     def test_recipes_say_what_they_take(self, target: str, values: dict[str, Any], said: str) -> None:
-        assert said in refusal(node(target, **values), Task if "label" in str(values) else nn.Module, "it", Names())
+        assert said in refusal(
+            node(target, **values), Task if "label" in str(values) else nn.Module, "it", AllowedTargets()
+        )
 
-    def test_what_a_lab_cannot_import_is_its_own_error(self, names: Names) -> None:
+    def test_what_a_lab_cannot_import_is_its_own_error(self, names: AllowedTargets) -> None:
         with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere") as caught:
-            build(node("biolab.torn.Net"), nn.Module, "model", names)
+            instantiate(node("biolab.torn.Net"), nn.Module, "model", names)
         assert "biolab.torn" in caught.value.__notes__[0]
 
-    def test_a_name_that_is_not_there(self, names: Names) -> None:
+    def test_a_name_that_is_not_there(self, names: AllowedTargets) -> None:
         assert "'Net'" in refusal(node("biolab.net.Ne"), nn.Module, "model", names)
         assert "there is no biolab.nett" in refusal(node("biolab.nett.Net"), nn.Module, "model", names)
         assert "installed" in refusal(node("timm.nowhere.at_all"), nn.Module, "model", names) or "timm" in sys.modules
@@ -417,7 +423,9 @@ class TestErrorsOfTheCallee:
     def test_a_lab_that_is_not_below_the_current_folder(self, tmp_path: Path) -> None:
         conf = tmp_path / "far_away" / "conf"
         conf.mkdir(parents=True)
-        assert f"start in {tmp_path}" in refusal(node("far_away.net.Net"), nn.Module, "model", Names(folders=(conf,)))
+        assert f"start in {tmp_path}" in refusal(
+            node("far_away.net.Net"), nn.Module, "model", AllowedTargets(folders=(conf,))
+        )
 
 
 @pytest.mark.parametrize(
@@ -440,7 +448,7 @@ class TestErrorsOfTheCallee:
         ("biolab..net", nn.Module, "model", "is not the name"),
     ],
 )
-def test_the_kind_is_checked(names: Names, target: Any, kind: type, where: str, said: str) -> None:
+def test_the_kind_is_checked(names: AllowedTargets, target: Any, kind: type, where: str, said: str) -> None:
     given = OmegaConf.create({} if target is None else {"_target_": target})
     assert said in refusal(given, kind, where, names)
 
@@ -498,7 +506,7 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("target", "values"), HOSTILE, ids=[target for target, _ in HOSTILE])
 @pytest.mark.parametrize("place", ["model", "inside", "partly", "optimizer"])
 def test_nothing_hostile_is_called(
-    names: Names, tmp_path: Path, target: str, values: dict[str, Any], place: str
+    names: AllowedTargets, tmp_path: Path, target: str, values: dict[str, Any], place: str
 ) -> None:
     canary, payload = tmp_path / "canary", tmp_path / "payload.pt"
     (tmp_path / "hubconf.py").write_text(f"open({str(canary)!r}, 'w')\n")
@@ -506,12 +514,12 @@ def test_nothing_hostile_is_called(
     filled = fill({"_target_": target, **values}, canary=str(canary), payload=str(payload), folder=str(tmp_path))
     inner = {"_partial_": True} | filled if place == "partly" else filled
     attempts = {
-        "model": lambda: build(OmegaConf.create(filled), nn.Module, "model", names),
-        "optimizer": lambda: maker(OmegaConf.create(filled), Optimizer, "optimizer", names),
+        "model": lambda: instantiate(OmegaConf.create(filled), nn.Module, "model", names),
+        "optimizer": lambda: make_factory(OmegaConf.create(filled), Optimizer, "optimizer", names),
     }
     within = node("biolab.net.Net", width=1, norm={"deep": [inner]})
     with pytest.raises(Refusal):
-        attempts.get(place, lambda: build(within, nn.Module, "model", names))()
+        attempts.get(place, lambda: instantiate(within, nn.Module, "model", names))()
     assert not canary.exists()
     assert payload.exists()
     assert "outside" not in sys.modules
@@ -529,27 +537,29 @@ def fill(value: Any, **places: str) -> Any:
 class TestTrust:
     def test_a_package_named_on_the_command_line(self) -> None:
         target = node("unittest.mock.Mock")
-        assert "trust=[unittest]" in refusal(target, nn.Module, "model", Names())
+        assert "trust=[unittest]" in refusal(target, nn.Module, "model", AllowedTargets())
         assert "not a Module" in refusal(
-            target, nn.Module, "model", Names(trust=("unittest",))
+            target, nn.Module, "model", AllowedTargets(trust=("unittest",))
         )  # known, but of no kind
 
-    def test_a_name_without_its_lab_is_told_the_whole_one(self, names: Names) -> None:
+    def test_a_name_without_its_lab_is_told_the_whole_one(self, names: AllowedTargets) -> None:
         assert "write biolab.net.Net" in refusal(node("net.Net"), nn.Module, "model", names)
 
     def test_trust_does_not_reach_through_a_package(self) -> None:
-        names = Names(trust=("shutil",))
+        names = AllowedTargets(trust=("shutil",))
         assert "is really posix.system" in refusal(node("shutil.os.system"), nn.Module, "model", names)
         assert "does not say" in refusal(node("shutil.copyfile"), nn.Module, "model", names)
 
     def test_what_is_installed_does_not_lie_beside_a_lab(self, tmp_path: Path) -> None:
         home = Path(torch.__file__).parents[2]  # a lab in the folder that holds site-packages
-        assert "may not be called" in refusal(node("yaml.load"), nn.Module, "model", Names(folders=(home / "conf",)))
-        usr = Names(folders=(Path("/usr/conf"),))
+        assert "may not be called" in refusal(
+            node("yaml.load"), nn.Module, "model", AllowedTargets(folders=(home / "conf",))
+        )
+        usr = AllowedTargets(folders=(Path("/usr/conf"),))
         assert "may not be called" in refusal(node("shutil.rmtree"), nn.Module, "model", usr)
 
 
 def test_types_are_known_of_fields_that_a_dataclass_takes_over_from_another_file() -> None:
     node = OmegaConf.create({"_target_": "trainer.strategies.fsdp.FSDP", "activation_checkpointing": "all"})
     with pytest.raises(Refusal, match=r"strategy\.activation_checkpointing=all: FSDP expects one of none, units"):
-        build(node, Strategy, "strategy", Names(), machine=Machine())
+        instantiate(node, Strategy, "strategy", AllowedTargets(), machine=Machine())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import SMALL, Command, files_below, finish, single, status, torchrun
-from trainer.configuration.multirun import Multirun, multirun, whole_words
+from trainer.configuration.multirun import Multirun, parse_multirun, run_arguments
 from trainer.launch.child_processes import combine_exit_codes
 from trainer.launch.failure import STOPPED
 from trainer.messages import Refusal
@@ -20,17 +20,17 @@ from trainer.messages import Refusal
 
 
 def names(*words: str) -> list[str]:
-    return [trial.name for trial in multirun(["-m", *words]).space.grid()]
+    return [trial.name for trial in parse_multirun(["-m", *words]).space.grid()]
 
 
 def refusal(*words: str) -> str:
     with pytest.raises(Refusal) as caught:
-        multirun(["-m", *words])
+        parse_multirun(["-m", *words])
     return str(caught.value)
 
 
 def test_every_combination_is_a_run_and_the_last_word_changes_fastest() -> None:
-    asked = multirun(["-m", "model=mlp,cnn", "loop.steps=3", "seed=range(2)"])
+    asked = parse_multirun(["-m", "model=mlp,cnn", "loop.steps=3", "seed=range(2)"])
     assert [trial.words for trial in asked.space.grid()] == [
         ("model=mlp", "loop.steps=3", "seed=0"),
         ("model=mlp", "loop.steps=3", "seed=1"),
@@ -68,11 +68,11 @@ def test_where_they_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def asked(*words: str) -> Multirun:
-        return multirun(["-m", "seed=1,2", *words])
+        return parse_multirun(["-m", "seed=1,2", *words])
 
     assert (asked().root, asked().name, asked().dir) == ("runs", None, None)
     assert (asked("run.name=x", "run.root=r").root, asked("run.name=x").name, asked("run.dir=d").dir) == ("r", "x", "d")
-    assert whole_words(asked("run.name=x").space.grid()[1], Path("/a b")) == ["seed=2", "run.dir='/a b/1_seed=2'"]
+    assert run_arguments(asked("run.name=x").space.grid()[1], Path("/a b")) == ["seed=2", "run.dir='/a b/1_seed=2'"]
     assert "run.dir" in refusal("run.dir=a,b")
 
 
@@ -84,8 +84,8 @@ def test_a_lab_and_an_experiment_that_lists_values(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(text)
     lab = ["--config-dir", str(tmp_path), "model=unet"]
-    assert multirun(["-m", *lab, "model.width=4,8"]).space.grid()[1].words == (*lab, "model.width=8")
-    assert len(multirun(["-m", *lab, "experiment=grid"]).space.grid()) == 4
+    assert parse_multirun(["-m", *lab, "model.width=4,8"]).space.grid()[1].words == (*lab, "model.width=8")
+    assert len(parse_multirun(["-m", *lab, "experiment=grid"]).space.grid()) == 4
     assert names(*lab, "experiment=grid", "seed=7")[1] == "1_model.width=8"
     assert names(*lab[:2], "model=glob(u*)") == ["0_model=unet"]
 

@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.configuration.interpolation import resolved, written
+from trainer.configuration.interpolation import resolve_interpolations, to_yaml
 from trainer.configuration.key_types import parse_packages, parse_rhythm, parse_seconds
-from trainer.configuration.resource_paths import root
-from trainer.configuration.schema import GROUPS, SECTIONS, Settings, settings
+from trainer.configuration.resource_paths import resource_root
+from trainer.configuration.schema import GROUPS, SECTIONS, Settings, parse_settings
 from trainer.learning.intervals import Interval
 from trainer.messages import Refusal
 
 
 def configuration(**changes: Any) -> DictConfig:
     """The product's own config.yaml without its groups, with some keys changed: `loop__epochs=3`."""
-    cfg = OmegaConf.load(root() / "conf" / "config.yaml")
+    cfg = OmegaConf.load(resource_root() / "conf" / "config.yaml")
     assert isinstance(cfg, DictConfig)
     for name in ("defaults", "hydra"):
         del cfg[name]
@@ -27,7 +27,7 @@ def configuration(**changes: Any) -> DictConfig:
 
 
 def test_the_defaults_are_what_the_contract_says() -> None:
-    found = settings(configuration())
+    found = parse_settings(configuration())
     assert (found.seed, found.device, found.precision, found.compile) == (0, "auto", "auto", False)
     assert (found.loop.epochs, found.loop.steps, found.loop.global_batch) == (10, None, 128)  # neither given: 10 epochs
     assert found.loop.log_every == (Interval(steps=10),)
@@ -37,7 +37,7 @@ def test_the_defaults_are_what_the_contract_says() -> None:
 
 
 def test_steps_alone_leave_epochs_open() -> None:
-    found = settings(configuration(loop__steps=5))
+    found = parse_settings(configuration(loop__steps=5))
     assert (found.loop.epochs, found.loop.steps) == (None, 5)
 
 
@@ -85,8 +85,8 @@ def test_what_is_no_time_is_said(written: Any) -> None:
 
 
 def test_scalars_are_taken_at_their_word() -> None:
-    assert settings(configuration(run__name=2024, loop__steps=1e4)).run.name == "2024"
-    assert repr(settings(configuration(loop__steps=1e4)).loop.steps) == "10000"
+    assert parse_settings(configuration(run__name=2024, loop__steps=1e4)).run.name == "2024"
+    assert repr(parse_settings(configuration(loop__steps=1e4)).loop.steps) == "10000"
     assert parse_packages(["monai"]) == ("monai",)
     for key, wrong in (
         ("compile", 1),
@@ -96,12 +96,14 @@ def test_scalars_are_taken_at_their_word() -> None:
         ("trust", ["a b"]),
     ):
         with pytest.raises(Refusal, match="expected"):
-            settings(configuration(**{key: wrong}))
+            parse_settings(configuration(**{key: wrong}))
 
 
 def test_everything_wrong_is_listed_at_once() -> None:
     with pytest.raises(Refusal) as refusal:
-        settings(configuration(loop__epochs=-1, seed=1.5, precision="fp8", run__stop_after="later", checkpoint__keep=0))
+        parse_settings(
+            configuration(loop__epochs=-1, seed=1.5, precision="fp8", run__stop_after="later", checkpoint__keep=0)
+        )
     lines = str(refusal.value).splitlines()
     assert [line.split("=")[0] for line in lines] == [
         "run.stop_after",
@@ -114,16 +116,16 @@ def test_everything_wrong_is_listed_at_once() -> None:
 
 
 def test_the_number_of_slices_or_their_size_but_not_both() -> None:
-    assert settings(configuration(loop__micro_batch=8)).loop.micro_batch == 8
+    assert parse_settings(configuration(loop__micro_batch=8)).loop.micro_batch == 8
     with pytest.raises(Refusal, match="not both"):
-        settings(configuration(loop__micro_batch=8, loop__micro_batches=2))
+        parse_settings(configuration(loop__micro_batch=8, loop__micro_batches=2))
 
 
 def test_the_framework_s_keys_beside_an_optimizer() -> None:
-    found = settings(configuration(optimizer={"decay": "all", "fused": False, "lr": 1}))
+    found = parse_settings(configuration(optimizer={"decay": "all", "fused": False, "lr": 1}))
     assert (found.optimizer.decay, found.optimizer.fused) == ("all", False)
     with pytest.raises(Refusal, match=r"optimizer\.decay=none: expected one of weights, all"):
-        settings(configuration(optimizer={"decay": "none"}))
+        parse_settings(configuration(optimizer={"decay": "none"}))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_the_framework_s_keys_beside_an_optimizer() -> None:
 )
 def test_what_does_not_resolve_is_said_with_its_key(value: str, said: str) -> None:
     with pytest.raises(Refusal, match=r"loop\.steps=") as refusal:
-        settings(configuration(loop__steps=value))
+        parse_settings(configuration(loop__steps=value))
     assert said in str(refusal.value)
 
 
@@ -157,10 +159,10 @@ class TestSecrets:
             },
             model={"copy": "${data}", "decoded": "${oc.decode:${data.token}}"},
         )
-        values, problems = resolved(cfg)
+        values, problems = resolve_interpolations(cfg)
         assert problems == {}
         assert values["data"]["url"] == "https://x/tok123"
-        page = written(cfg)
+        page = to_yaml(cfg)
         assert "tok123" not in page
         data = OmegaConf.to_container(OmegaConf.create(page), resolve=False)["data"]  # type: ignore[index, call-overload]
         assert data == {
@@ -178,13 +180,13 @@ class TestSecrets:
     )
     def test_a_secret_is_in_no_message(self, value: str) -> None:
         with pytest.raises(Refusal) as refusal:
-            settings(configuration(run__name="${oc.env:SECRET_TOK}", loop__epochs=value))
+            parse_settings(configuration(run__name="${oc.env:SECRET_TOK}", loop__epochs=value))
         assert "loop.epochs=${" in str(refusal.value)
         assert "tok123" not in str(refusal.value)
 
 
 def test_the_yaml_of_config_is_commented(tmp_path: Path) -> None:
-    lines = (root() / "conf" / "config.yaml").read_text().split("\nhydra:")[0].split("_self_")[1].splitlines()
+    lines = (resource_root() / "conf" / "config.yaml").read_text().split("\nhydra:")[0].split("_self_")[1].splitlines()
     keys = [line for line in lines if ": " in line and not line.lstrip().startswith(("#", "-"))]
     bare = [line.split(":")[0].strip() for line in keys if "#" not in line]
     assert bare == ["eval_every"]  # said one line above

@@ -19,8 +19,7 @@ import pytest
 from tests.commands import Command, files_below, single
 from tests.inside import here
 from tests.warm import ROOT
-from trainer.configuration.multirun import multirun
-from trainer.configuration.search_space import Trial, brief
+from trainer.configuration.multirun import Trial, parse_multirun, shorten_floats
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.sweeps import sweep
@@ -317,8 +316,8 @@ def test_a_table_of_losses_of_several_figures_and_of_nothing() -> None:
 def test_what_is_long_is_short() -> None:
     assert short_headings(["optimizer.lr", "model.width", "data.width"]) == ["lr", "model.width", "data.width"]
     assert len(shorten("x" * 100)) == 24
-    assert brief("optimizer.lr=0.00123456789,seed=1") == "optimizer.lr=0.001235,seed=1"
-    assert brief("a=0.0001,lr=1.23456789e-05,data.file=a.b") == "a=0.0001,lr=1.235e-05,data.file=a.b"
+    assert shorten_floats("optimizer.lr=0.00123456789,seed=1") == "optimizer.lr=0.001235,seed=1"
+    assert shorten_floats("a=0.0001,lr=1.23456789e-05,data.file=a.b") == "a=0.0001,lr=1.235e-05,data.file=a.b"
 
 
 @pytest.mark.long
@@ -329,7 +328,7 @@ def test_the_words_of_the_page_are_taken() -> None:
     assert len(commands) == 5
     for command in commands:
         if "optuna" not in command or find_spec("optuna") is not None:
-            assert len([*multirun(shlex.split(command)).space.samples()]) > 1, command
+            assert len([*parse_multirun(shlex.split(command)).space.samples()]) > 1, command
 
 
 # --------------------------------------------------------------------------------------------------------------- Optuna

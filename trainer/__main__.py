@@ -11,9 +11,8 @@ from functools import partial
 from omegaconf import DictConfig
 
 from trainer.api import build_run, import_run_modules, print_report, processes_to_start, run_in_processes
-from trainer.configuration.command_line import read
-from trainer.configuration.compose import compose
-from trainer.configuration.trained_run_config import makes_reference, reads_files
+from trainer.configuration.command_line import parse_command_line
+from trainer.configuration.compose import compose, needs_reference, only_reads_files
 from trainer.launch import failure
 from trainer.launch.child_processes import ProgramRunner, run_program, start_program
 from trainer.launch.forked_processes import ForkedProcess, PreforkedProcess, can_fork, set_up_forked_child
@@ -33,7 +32,7 @@ def main() -> None:
     try:
         refuse_overwritten()
         launch = replace(read_launch(), owns_process=True)
-        if read(words).multirun:
+        if parse_command_line(words).multirun:
             from trainer.sweeps.sweep import run_sweep
 
             code = run_sweep(words, launch)
@@ -41,7 +40,7 @@ def main() -> None:
             code, _, _ = run_in_processes(
                 words, cfg, count, partial(_fork_rank, cfg) if can_fork(cfg.device) else start_program
             )
-        elif reads_files(cfg):
+        elif only_reads_files(cfg):
             code = print_report(cfg, launch)
         else:
             with failure.sys_exit_as_error():  # of a lab, as it is imported or its data are read
@@ -80,7 +79,7 @@ def _fork_rank(
 
 def _program_runner(cfg: DictConfig, launch: Launch) -> ProgramRunner:
     """What does words in a process of its own; where a reference will be made, one that has imported all by then."""
-    if not (launch.is_main and makes_reference(cfg) and can_fork(cfg.device)):
+    if not (launch.is_main and needs_reference(cfg) and can_fork(cfg.device)):
         return run_program
     import_run_modules(cfg)
     return PreforkedProcess(main)

@@ -20,12 +20,18 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from trainer.configuration import resource_paths
-from trainer.configuration.command_line import read
-from trainer.configuration.compose import compose, quoted
-from trainer.configuration.interpolation import as_written, format_value
-from trainer.configuration.schema import settings
-from trainer.configuration.suggestions import meant, unknown
-from trainer.configuration.trained_run_config import opens_a_run, reads_files, reported_on, verifies
+from trainer.configuration.command_line import parse_command_line
+from trainer.configuration.compose import (
+    compose,
+    is_verification,
+    only_reads_files,
+    opens_trained_run,
+    quote_value,
+    report_folder,
+)
+from trainer.configuration.interpolation import flatten_unresolved, format_value
+from trainer.configuration.schema import parse_settings
+from trainer.configuration.suggestions import suggest_overrides, unknown_key_message
 from trainer.launch import failure
 from trainer.launch.child_processes import ProcessStarter, ProgramRunner, run_program, run_with_restarts, start_program
 from trainer.launch.launcher_environment import read_launch
@@ -64,7 +70,7 @@ class Result:
     @cached_property
     def network(self) -> nn.Module:
         """The plain network on the CPU, in evaluation mode, with the weights of the last checkpoint."""
-        with resource_paths.present_folder(), preserve_process_state():
+        with resource_paths.working_directory_importable(), preserve_process_state():
             parts = self.parts()
             from trainer.jobs.trained_run import load_network, select_checkpoint
 
@@ -97,27 +103,27 @@ def run(
 
 def _suggest_overrides(keys: Mapping[str, Any], labs: list[str]) -> str:
     """What to write instead of Python's arguments: words of the list, by the names that keys have here."""
-    with resource_paths.present_folder(), _compose_lock:
-        known = as_written(compose(labs))
-    given = {key: meant(key, format_value(value), known) for key, value in keys.items()}
+    with resource_paths.working_directory_importable(), _compose_lock:
+        known = flatten_unresolved(compose(labs))
+    given = {key: suggest_overrides(key, format_value(value), known) for key, value in keys.items()}
     words = ", ".join(" or ".join(f'"{word}"' for word in near) for near in given.values() if near)
-    problems = [unknown(key, known) for key, near in given.items() if not near]
+    problems = [unknown_key_message(key, known) for key, near in given.items() if not near]
     written = f": trainer.run([{words}, …])" if words else ""
     said = f"trainer.run takes keys as words of its list, like the command line{written}"
     return "\n".join([said, *problems])
 
 
 def _run_once(asked: list[str]) -> Result:
-    if (what := read(asked)).multirun or what.flags:
+    if (what := parse_command_line(asked)).multirun or what.flags:
         raise Refusal("trainer.run does one run, and returns: -m, --help, --cfg and --info are for python -m trainer")
-    with resource_paths.present_folder():
+    with resource_paths.working_directory_importable():
         with _compose_lock:
             cfg = compose(asked)
         launch = read_launch()
         count = processes_to_start(cfg, launch)
         # the folder is chosen here, because what the run has left is looked for in it afterwards
-        folder = reported_on(cfg) if reads_files(cfg) else choose_run_folder(cfg, launch)
-        asked.append(f"run.dir={quoted(str(folder))}")
+        folder = report_folder(cfg) if only_reads_files(cfg) else choose_run_folder(cfg, launch)
+        asked.append(f"run.dir={quote_value(str(folder))}")
         cfg.run.dir = str(folder)
         if threading.current_thread() is not threading.main_thread():
             say("note        Ctrl-C does not reach a run in a thread; run.stop_after=… ends it")
@@ -132,10 +138,10 @@ def build_run(
 ) -> RunParts:
     """What a run is made of; cfg: what was composed of the words already; alone: does words in another process."""
     cfg = compose(words) if cfg is None else cfg
-    resource_paths.make_importable()
+    resource_paths.make_recipes_importable()
     from trainer.jobs.run_parts import assemble  # from here on with torch
 
-    return assemble(cfg, words, read(words).folders, launch, alone)
+    return assemble(cfg, words, parse_command_line(words).folders, launch, alone)
 
 
 def processes_to_start(cfg: DictConfig, launch: Launch) -> int:
@@ -144,11 +150,11 @@ def processes_to_start(cfg: DictConfig, launch: Launch) -> int:
     Refusal where a launcher has started it, or where restarts are asked for and nothing is started.
     """
     # one that was started for this very key is not to start others
-    if launch.is_local_child or reads_files(cfg):
+    if launch.is_local_child or only_reads_files(cfg):
         return 0
     restarts = cfg.distributed.restarts
     if cfg.processes is None:
-        if restarts and not opens_a_run(cfg):  # of a run that is opened it is a key like all others
+        if restarts and not opens_trained_run(cfg):  # of a run that is opened it is a key like all others
             raise Refusal(
                 f"distributed.restarts={restarts} starts processes again that this command has started: add processes=N"
                 " (1, 2, … or auto), or leave it out. torchrun has --max-restarts"
@@ -171,7 +177,7 @@ def print_report(cfg: DictConfig, launch: Launch) -> int:
     """Do the job `report`, on the main rank; the exit code. Refusal where there is no such run."""
     from trainer.jobs.goodput_report import Report
 
-    return Report()(reported_on(cfg)) if launch.is_main else 0
+    return Report()(report_folder(cfg)) if launch.is_main else 0
 
 
 def choose_run_folder(cfg: DictConfig, launch: Launch) -> Path:
@@ -179,7 +185,7 @@ def choose_run_folder(cfg: DictConfig, launch: Launch) -> Path:
     from trainer.launch.store_collectives import broadcast_from_main
     from trainer.records.run_folder import choose
 
-    label, own = str(cfg.model.get("_target_")).rsplit(".", 1)[-1].lower(), settings(cfg).run
+    label, own = str(cfg.model.get("_target_")).rsplit(".", 1)[-1].lower(), parse_settings(cfg).run
 
     def decide() -> str:
         return str(choose(expand_home(own.root), own.name, own.dir, label, launch)[0])
@@ -189,7 +195,7 @@ def choose_run_folder(cfg: DictConfig, launch: Launch) -> Path:
 
 def _run_in_this_process(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
     """The run in this process, which keeps nothing of it: no log file, no lock, no group of processes, no mode."""
-    if reads_files(cfg):
+    if only_reads_files(cfg):
         return print_report(cfg, launch)
     with preserve_process_state():
         return _run_as_guest(words, launch, cfg)
@@ -225,11 +231,11 @@ def run_in_processes(
     """The run in so many processes; its exit code, the signals that asked it to stop, and what it says went wrong."""
     refuse_namesake()
     # what a trained run was started with is no word about this job
-    run, restarts, folder = cfg.run, 0 if opens_a_run(cfg) else cfg.distributed.restarts, Path()
+    run, restarts, folder = cfg.run, 0 if opens_trained_run(cfg) else cfg.distributed.restarts, Path()
     # they all look there again: a name that is generated must be the same for every try
     if restarts:
         folder = choose_run_folder(cfg, Launch())
-        words = [*words, *([f"run.dir={quoted(str(folder))}"] if run.dir is None and run.name is None else [])]
+        words = [*words, *([f"run.dir={quote_value(str(folder))}"] if run.dir is None and run.name is None else [])]
     with TemporaryDirectory(prefix="trainer-") as scratch:
         return run_with_restarts(words, count, Path(scratch), folder, restarts, starter)
 
@@ -240,7 +246,7 @@ def import_run_modules(cfg: DictConfig) -> None:
     import torch.distributed.tensor
 
     importlib.import_module("trainer.jobs.run_parts")
-    resource_paths.make_importable()
+    resource_paths.make_recipes_importable()
     torch.compiler.disable(len)  # torch.optim imports the compiler for it, at the first optimizer
     for node in cfg.values():
         target = str(node.get("_target_")) if isinstance(node, DictConfig) else ""
@@ -257,7 +263,7 @@ def _run_in_children(words: Sequence[str], cfg: DictConfig, count: int) -> int:
     if code not in (0, failure.STOPPED):
         if asked.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt("interrupted twice")
-        found = read_verdict(Path(str(cfg.run.dir))) if verifies(cfg) else ""
+        found = read_verdict(Path(str(cfg.run.dir))) if is_verification(cfg) else ""
         raise RuntimeError(said or found or "a process of the run ended without a message: killed, or out of memory")
     return code
 
@@ -268,7 +274,7 @@ def _read_result(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[st
     from trainer.records.metrics_reader import figures, last_of
 
     # a job that opens a run leaves the run's own files as they were, and so does `verify`
-    own = "evaluate" if opens_a_run(cfg) else "verify" if verifies(cfg) else ""
+    own = "evaluate" if opens_trained_run(cfg) else "verify" if is_verification(cfg) else ""
     status = read_status(folder)
     if code == failure.STOPPED and status is None:
         raise KeyboardInterrupt("interrupted before the run began")

@@ -18,8 +18,8 @@ from scripts.faults.left import Left
 from scripts.faults.plan import draw
 from scripts.faults.possible import impossible
 from scripts.faults.strikes import STRIKES
-from trainer.configuration.compose import compose, quoted
-from trainer.configuration.resource_paths import present_folder
+from trainer.configuration.compose import compose, quote_value
+from trainer.configuration.resource_paths import working_directory_importable
 from trainer.messages import Refusal
 
 DISK, INSIDE, TEMPORARY = "disk", "inside", "tmp"  # folders: a disk of its own; what asks the task; TMPDIR of each run
@@ -38,7 +38,7 @@ def both(
     kinds = wanted(asked.kinds)
     if chosen := [word for word in words if word.startswith(("run.", "processes="))]:
         raise Refusal(f"{chosen[0]}: the folder is chosen here, and --processes says how many; leave it out")
-    with present_folder():  # a lab in this folder
+    with working_directory_importable():  # a lab in this folder
         cfg = compose(words)
     inside.write(folder, cfg.task._target_)
     # what strikes inside is part of both runs, or they would not have one configuration
@@ -68,7 +68,7 @@ def wanted(kinds: str | None) -> list[str]:
 
 def command(start: Start, asked: Namespace, words: Sequence[str], folder: Path, path: str, number: int) -> Command:
     """The command of a run, started for the so-and-so-many-th time: always the same."""
-    own = [*words, f"run.dir={quoted(str(folder / path))}"]
+    own = [*words, f"run.dir={quote_value(str(folder / path))}"]
     module = ["-m", "trainer", *own]
     if asked.max_restarts is not None:
         flags = [f"--nproc-per-node={asked.processes}", f"--max-restarts={asked.max_restarts}"]

@@ -29,7 +29,7 @@ from tests.inside import product
 from tests.migrating.files import TESTED, write
 from tests.processes import Processes
 from trainer.configuration.compose import compose
-from trainer.configuration.schema import settings
+from trainer.configuration.schema import parse_settings
 from trainer.jobs.initial_weights import InitialWeights
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
@@ -193,7 +193,7 @@ def test_the_workers_of_a_script_and_our_ranks_learn_the_same(processes: Process
 def test_the_commands_are_taken_as_they_stand(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
     for name in STARTED:
-        settings(compose(typed(name)[1]))
+        parse_settings(compose(typed(name)[1]))
 
 
 @pytest.mark.long

@@ -15,8 +15,8 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_initial_weights import IMAGES, saved
-from trainer.configuration.allowed_targets import Names
-from trainer.configuration.instantiate import build
+from trainer.configuration.allowed_targets import AllowedTargets
+from trainer.configuration.instantiate import instantiate
 from trainer.messages import Refusal
 
 timm = pytest.importorskip("timm")
@@ -85,10 +85,10 @@ def test_any_argument_of_a_network_goes_on_to_it(tmp_path: Path, monkeypatch: py
 def test_a_key_of_a_configuration_of_transformers_that_it_only_keeps() -> None:
     transformers = pytest.importorskip("transformers")
     node = {"_target_": "transformers.T5Config", "d_model": 16, "decoder_start_token_id": 3}
-    config = build(OmegaConf.create(node), transformers.T5Config, "model", Names())
+    config = instantiate(OmegaConf.create(node), transformers.T5Config, "model", AllowedTargets())
     assert config.decoder_start_token_id == 3
     with pytest.raises(Refusal, match=r"model.d_modle: .* takes no such key; did you mean 'd_model'\?"):
-        build(OmegaConf.create(node | {"d_modle": 3}), transformers.T5Config, "model", Names())
+        instantiate(OmegaConf.create(node | {"d_modle": 3}), transformers.T5Config, "model", AllowedTargets())
 
 
 def test_an_optimizer_of_timm_trains_by_the_words_of_the_message(

@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trainer.configuration.interpolation import format_value, quoted_from
+from trainer.configuration.interpolation import format_override, format_value
 from trainer.configuration.key_types import epochs_hint
 from trainer.data.data import Data
 from trainer.launch.validation import convert
@@ -36,43 +36,45 @@ PACKAGES = ("trainer", "recipes", "torch", "torchvision", "timm", "transformers"
 
 
 @dataclass(frozen=True)
-class Names:
+class AllowedTargets:
     """The packages and folders whose Python may be called."""
 
     trust: tuple[str, ...] = ()  # packages named on the command line
     folders: tuple[Path, ...] = ()  # of yaml files, given by --config-dir: Python that lies beside one may be called
 
-    def find(self, name: Any, where: str) -> Callable[..., Any]:
+    def import_target(self, name: Any, where: str) -> Callable[..., Any]:
         """The class or function of this name. Refusal where it may not be called or is not there; calls nothing."""
         if not isinstance(name, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name):
             raise Refusal(f"{where}: {format_value(name)} is not the name of a class or function, like lab.net.Net")
         if name.startswith("__main__."):
-            own = name.rpartition(".")[2]
+            attribute = name.rpartition(".")[2]
             raise Refusal(
                 f"{where}: {name} is written in a notebook's cell or a script, where a configuration, and every process"
                 f" that is started, finds nothing. Write it into a file (in a notebook: %%writefile mine.py) and use "
-                f"mine.{own} with trust=[mine]; or give the object itself to a Trainer (docs/python.md)"
+                f"mine.{attribute} with trust=[mine]; or give the object itself to a Trainer (docs/python.md)"
             )
         # By its name alone, before anything is imported: importing runs code.
-        if not self._permits(name):
+        if not self._is_allowed(name):
             raise Refusal(f"{where}: {name} may not be called from a configuration{self._remedy(name)}")
         if any(part.startswith("_") for part in name.split(".")):
             raise Refusal(f"{where}: {name} is private; name a public class or function")
-        found = _walk(name, where)
+        target = _import_target(name, where)
 
         # A permitted module holds names of others that it imported (torch.os.system): where was this one written?
-        if not callable(found):
-            raise Refusal(f"{where}: {name} is a {type(found).__name__}, not a class or function")
-        home = getattr(found, "__module__", None)
-        if not isinstance(home, str) or not self._permits(home):
-            raise Refusal(f"{where}: {name} is really {real_name(found)}, which may not be called from a configuration")
-        return found
+        if not callable(target):
+            raise Refusal(f"{where}: {name} is a {type(target).__name__}, not a class or function")
+        module = getattr(target, "__module__", None)
+        if not isinstance(module, str) or not self._is_allowed(module):
+            raise Refusal(
+                f"{where}: {name} is really {qualified_name(target)}, which may not be called from a configuration"
+            )
+        return target
 
-    def beside(self, target: Any) -> bool:
+    def from_lab(self, target: Any) -> bool:
         """Was it written in a lab, beside a folder of yaml files?"""
-        return self._beside(str(getattr(target, "__module__", "")))
+        return self._in_lab(str(getattr(target, "__module__", "")))
 
-    def trusted(self, target: Any) -> bool:
+    def from_trusted_package(self, target: Any) -> bool:
         """Does it come from a package that the command line names?"""
         return str(getattr(target, "__module__", "")).split(".")[0] in self.trust
 
@@ -86,22 +88,22 @@ class Names:
                 return f"; {first}.py lies in {lab}: write {lab.name}.{name}"
         return f"; names come from {', '.join(PACKAGES)}, from beside a --config-dir, or from trust=[{first}]"
 
-    def _permits(self, name: str) -> bool:
-        return name.split(".")[0] in (*PACKAGES, *self.trust) or self._beside(name)
+    def _is_allowed(self, name: str) -> bool:
+        return name.split(".")[0] in (*PACKAGES, *self.trust) or self._in_lab(name)
 
-    def _beside(self, name: str) -> bool:
+    def _in_lab(self, name: str) -> bool:
         """Does the module of this name lie beside a folder of yaml files? Nothing is imported to find out."""
-        place = _place(name)
+        place = _module_location(name)
         homes = [folder.resolve().parent for folder in self.folders]
-        return place is not None and any(place.is_relative_to(home) for home in homes) and not _installed(place)
+        return place is not None and any(place.is_relative_to(home) for home in homes) and not _is_installed(place)
 
 
-def real_name(found: Any) -> str:
+def qualified_name(target: Any) -> str:
     """Where it was written and what it is called there."""
-    return f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', type(found).__name__)}"
+    return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__name__)}"
 
 
-def _place(name: str) -> Path | None:
+def _module_location(name: str) -> Path | None:
     """Where what has this dotted name would lie: its package's folder and the names below it; imports nothing."""
     first, *rest = name.split(".")
     try:
@@ -114,34 +116,34 @@ def _place(name: str) -> Path | None:
     return Path(spec.origin).resolve() if spec is not None and spec.origin and spec.has_location else None
 
 
-def _installed(place: Path) -> bool:
+def _is_installed(place: Path) -> bool:
     """Does it belong to Python or to an installed package, although its folder contains the lab's?"""
     library = Path(sysconfig.get_path("stdlib")).resolve()
     return place.is_relative_to(library) or not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
 
 
-def _walk(name: str, where: str) -> Any:
+def _import_target(name: str, where: str) -> Any:
     """Import the modules that the name begins with, then look into classes."""
     first, *parts = name.split(".")
-    found, so_far = _import(first, name, where), first
+    target, path = _import_module(first, name, where), first
     for part in parts:
-        if hasattr(found, part):
-            found = getattr(found, part)
-        elif isinstance(found, ModuleType):
-            found = _import(f"{so_far}.{part}", name, where)
+        if hasattr(target, part):
+            target = getattr(target, part)
+        elif isinstance(target, ModuleType):
+            target = _import_module(f"{path}.{part}", name, where)
         else:
-            raise Refusal(f"{where}: {name}: {so_far} has no {part}{did_you_mean(part, dir(found))}")
-        so_far = f"{so_far}.{part}"
-    return found
+            raise Refusal(f"{where}: {name}: {path} has no {part}{did_you_mean(part, dir(target))}")
+        path = f"{path}.{part}"
+    return target
 
 
-def _import(module: str, name: str, where: str) -> Any:
+def _import_module(module: str, name: str, where: str) -> Any:
     try:
         return import_module(module)
     except Exception as error:
         # Is it this module that is missing, or something that it imports itself?
-        missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else "."
-        if module != missing and not module.startswith(f"{missing}."):
+        missing_module = error.name if isinstance(error, ModuleNotFoundError) and error.name else "."
+        if module != missing_module and not module.startswith(f"{missing_module}."):
             error.add_note(f"while importing {module}, which {where}={name} names")
             raise
     parent, _, last = module.rpartition(".")
@@ -162,60 +164,70 @@ def bind_arguments(
     """
     # as far as the signature tells: *args and **kwargs take what cannot be known
     parameters = inspect.signature(target).parameters
-    types_of, called = hints(target), getattr(target, "__qualname__", repr(target))
-    named = {name: each for name, each in parameters.items() if each.kind not in _VARIADIC}
-    anything = _takes_words(inspect.signature(target))
-    around = _constructor(target) if isinstance(target, type) else target
-    more = hasattr(around, "__wrapped__") and _takes_words(inspect.signature(around, follow_wrapped=False))
+    annotations, target_name = parameter_types(target), getattr(target, "__qualname__", repr(target))
+    named = {name: parameter for name, parameter in parameters.items() if parameter.kind not in _VARIADIC}
+    takes_any = _takes_kwargs(inspect.signature(target))
+    function = _constructor(target) if isinstance(target, type) else target
+    wrapper_takes_any = hasattr(function, "__wrapped__") and _takes_kwargs(
+        inspect.signature(function, follow_wrapped=False)
+    )
 
     # A key is nobody's, or of another type; where a target takes **kwargs, only the call itself can tell.
-    taken, problems = dict(values), []
+    bound, problems = dict(values), []
     for name, value in values.items():
         # what wraps a constructor may take more than it, as configurations of transformers take any key
-        if name in given or (name not in named and not anything and not (more and _meant(name, target, named))):
-            free = [each for each in named if each not in given]
-            listed = f"; it takes {', '.join(free[:12]) or 'none'}"
-            problems.append(f"{where}.{name}: {called} takes no such key{did_you_mean(name, free) or listed}")
+        if name in given or (
+            name not in named and not takes_any and not (wrapper_takes_any and _is_separate_key(name, target, named))
+        ):
+            free_names = [parameter for parameter in named if parameter not in given]
+            hint = f"; it takes {', '.join(free_names[:12]) or 'none'}"
+            problems.append(f"{where}.{name}: {target_name} takes no such key{did_you_mean(name, free_names) or hint}")
         # `width: int = None` is written by many and means what it says
-        elif name in named and name in types_of and not (value is None and named[name].default is None):
+        elif name in named and name in annotations and not (value is None and named[name].default is None):
             try:
-                taken[name] = convert(value, types_of[name])
+                bound[name] = convert(value, annotations[name])
             except Refusal as expected:
-                said = quoted_from(written, f"{where}.{name}")
-                problems.append(f"{said}: {called} expects {expected}{epochs_hint(value)}")
-    return taken, problems
+                written_value = format_override(written, f"{where}.{name}")
+                problems.append(f"{written_value}: {target_name} expects {expected}{epochs_hint(value)}")
+    return bound, problems
 
 
-def _meant(name: str, target: Callable, named: Collection[str]) -> bool:
+def _is_separate_key(name: str, target: Callable, named: Collection[str]) -> bool:
     """Is it a key of its own, and not a mistyped one of those that are known?"""
     return hasattr(target, name) or not get_close_matches(name, named, n=1, cutoff=_TYPO)
 
 
-def _takes_words(signature: inspect.Signature) -> bool:
+def _takes_kwargs(signature: inspect.Signature) -> bool:
     """Does it end with **kwargs?"""
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
 
-def missing(target: Callable, present: Collection[str], where: str) -> list[str]:
+def missing_arguments(target: Callable, present: Collection[str], where: str) -> list[str]:
     """One line for each parameter that has no default and is not present."""
-    called = getattr(target, "__qualname__", repr(target))
+    target_name = getattr(target, "__qualname__", repr(target))
     parameters = inspect.signature(target).parameters.items()
-    needed = [name for name, each in parameters if each.default is each.empty and each.kind not in _VARIADIC]
-    return [f"{where}.{name}: {called} needs it" for name in needed if name not in present]
+    required = [
+        name
+        for name, parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind not in _VARIADIC
+    ]
+    return [f"{where}.{name}: {target_name} needs it" for name in required if name not in present]
 
 
-def hints(target: Callable) -> dict[str, Any]:
+def parameter_types(target: Callable) -> dict[str, Any]:
     """The types of the parameters, as far as they can be known: names that only a type checker imports are left out."""
-    owner = inspect.unwrap(_constructor(target) if isinstance(target, type) else target)
+    function = inspect.unwrap(_constructor(target) if isinstance(target, type) else target)
     # a dataclass takes over its bases' fields as they are written there, in words of the bases' own files
-    files = [vars(sys.modules[kind.__module__]) for kind in inspect.getmro(target)] if isinstance(target, type) else []
-    scope = dict(ChainMap(getattr(owner, "__globals__", {}), *files))
-    found: dict[str, Any] = {}
+    namespaces = (
+        [vars(sys.modules[kind.__module__]) for kind in inspect.getmro(target)] if isinstance(target, type) else []
+    )
+    scope = dict(ChainMap(getattr(function, "__globals__", {}), *namespaces))
+    types_by_name: dict[str, Any] = {}
     # One by one: typing.get_type_hints gives up on all of them where one name is not there at run time.
-    for name, written in inspect.get_annotations(owner).items():
+    for name, written in inspect.get_annotations(function).items():
         with suppress(NameError, TypeError, AttributeError, SyntaxError):
-            found |= typing.get_type_hints(types.SimpleNamespace(__annotations__={name: written}), scope)
-    return found
+            types_by_name |= typing.get_type_hints(types.SimpleNamespace(__annotations__={name: written}), scope)
+    return types_by_name
 
 
 def _constructor(kind: type) -> Callable:
@@ -224,12 +236,12 @@ def _constructor(kind: type) -> Callable:
 
 # What a configuration is for, from packages that were not written for this. torchvision's older transforms are plain
 # classes, which is why their module is named; of data sets only those are here that hold what they are given.
-KINDS = (nn.Module, Task, Data, ParallelStyle)
-MODULES = ("torchvision.transforms.", "torch.utils.data.dataset", "trainer.learning.schedule", "recipes.")
-ELSEWHERE = "torch.distributed.nn."  # networks that are made on other machines
+NESTED_KINDS = (nn.Module, Task, Data, ParallelStyle)
+NESTED_MODULES = ("torchvision.transforms.", "torch.utils.data.dataset", "trainer.learning.schedule", "recipes.")
+REMOTE_MODULES = "torch.distributed.nn."  # networks that are made on other machines
 
 
-def refuse_inside(target: Any, names: Names, where: str) -> None:
+def refuse_nested_target(target: Any, allowed: AllowedTargets, where: str) -> None:
     """Refuse what a node inside a group's may not call, though a configuration may name it.
 
     Of a lab everything may be called, of packages that the command line trusts every class, of others the classes of
@@ -237,19 +249,19 @@ def refuse_inside(target: Any, names: Names, where: str) -> None:
     (SubprocessHandler of torch.distributed.elastic) or write to a path (PackageExporter, SummaryWriter,
     every data set of torchvision's that downloads).
     """
-    if names.beside(target):
+    if allowed.from_lab(target):
         return
-    kinds = f"{', '.join(kind.__name__ for kind in KINDS)}, transform or dataclass"
+    kinds = f"{', '.join(kind.__name__ for kind in NESTED_KINDS)}, transform or dataclass"
     if not isinstance(target, type):
         remedy = f"a class may be that is a {kinds}, or a function of your lab that calls this one"
-        raise Refusal(f"{where}: {real_name(target)} may not be called here: it is a function; {remedy}")
-    of_kind = issubclass(target, KINDS) and not target.__module__.startswith(ELSEWHERE)
-    known = of_kind or target.__module__.startswith(MODULES) or _is_record(target)
-    if not known and not names.trusted(target):
+        raise Refusal(f"{where}: {qualified_name(target)} may not be called here: it is a function; {remedy}")
+    of_kind = issubclass(target, NESTED_KINDS) and not target.__module__.startswith(REMOTE_MODULES)
+    known = of_kind or target.__module__.startswith(NESTED_MODULES) or _is_record(target)
+    if not known and not allowed.from_trusted_package(target):
         package = target.__module__.split(".")[0]
         remedy = f"if you know what it does, name its package on the command line: trust=[{package}]"
         why = f"it is no {kinds} that keeps to itself"
-        raise Refusal(f"{where}: {real_name(target)} may not be called here: {why}; {remedy}")
+        raise Refusal(f"{where}: {qualified_name(target)} may not be called here: {why}; {remedy}")
 
 
 def _is_record(kind: type) -> bool:
@@ -259,8 +271,10 @@ def _is_record(kind: type) -> bool:
     it. So do the configurations of transformers, which were neither before its version 5.
     """
     # its own, for a class that inherits may have any; and not one that it wrote itself
-    made = getattr(vars(kind).get("__init__"), "__code__", None)
-    generated = "__dataclass_params__" in vars(kind) and made is not None and made.co_filename == "<string>"
-    named = issubclass(kind, tuple) and hasattr(kind, "_fields")
-    configuration = any(base.__module__ == "transformers.configuration_utils" for base in kind.__mro__)
-    return (generated and not hasattr(kind, "__post_init__")) or named or configuration
+    constructor = getattr(vars(kind).get("__init__"), "__code__", None)
+    is_dataclass = (
+        "__dataclass_params__" in vars(kind) and constructor is not None and constructor.co_filename == "<string>"
+    )
+    is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    is_configuration = any(base.__module__ == "transformers.configuration_utils" for base in kind.__mro__)
+    return (is_dataclass and not hasattr(kind, "__post_init__")) or is_named_tuple or is_configuration

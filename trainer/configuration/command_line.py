@@ -16,11 +16,11 @@ from hydra.errors import HydraException
 
 from trainer.messages import Refusal, did_you_mean, expand_home
 
-_MOST = 2_000  # values in one word: half a second of Hydra's parser, whose time grows with their square
+_MAX_VALUES = 2_000  # values in one word: half a second of Hydra's parser, whose time grows with their square
 
 
 @dataclass(frozen=True)
-class Words:
+class CommandLine:
     """A command line."""
 
     overrides: tuple[str, ...]
@@ -28,36 +28,36 @@ class Words:
     config_name: str
     flags: tuple[str, ...]  # what Hydra must be given when it is to answer (--help, --cfg, …); empty: a run
     multirun: bool = False  # several values of a word ask for several runs
-    strange: tuple[str, ...] = ()  # --lr=3, --epochs 3: keys in the dress of flags
+    flag_like_keys: tuple[str, ...] = ()  # --lr=3, --epochs 3: keys in the dress of flags
 
 
-def read(argv: Sequence[str]) -> Words:
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
     """Take a command line apart. Refusal for a flag that is unknown, or that this program does not take."""
     # Flags may stand between words, as in Hydra; what is unknown may be a key in the dress of one.
     parser, argv = _parser(), list(argv)
-    found, unknown = parser.parse_known_intermixed_args(argv)
-    flags = [each for each in unknown if each.startswith("-")]  # of --epochs 3 the 3 is no flag, but its value
-    found.overrides += [each for each in unknown if each not in flags]
-    strange = tuple(_with_value(flag, argv, found.overrides, parser) for flag in flags)
-    if found.multirun and (found.cfg or found.info):
+    options, unknown = parser.parse_known_intermixed_args(argv)
+    flags = [text for text in unknown if text.startswith("-")]  # of --epochs 3 the 3 is no flag, but its value
+    options.overrides += [text for text in unknown if text not in flags]
+    strange = tuple(_flag_as_override(flag, argv, options.overrides, parser) for flag in flags)
+    if options.multirun and (options.cfg or options.info):
         raise Refusal("--cfg and --info show one run: give each key one value, and leave out -m")
 
     # What Hydra answers itself is handed to it as it would have been written.
-    valued = (("--cfg", found.cfg), ("--package", found.package), ("--info", found.info))
-    flags = [*found.flags, *(part for flag, value in valued if value for part in (flag, value))]
-    return Words(
-        overrides=tuple(found.overrides),
-        folders=tuple(dict.fromkeys(map(_folder, found.config_dir))),
-        config_name=found.config_name,
+    valued = (("--cfg", options.cfg), ("--package", options.package), ("--info", options.info))
+    flags = [*options.flags, *(part for flag, value in valued if value for part in (flag, value))]
+    return CommandLine(
+        overrides=tuple(options.overrides),
+        folders=tuple(dict.fromkeys(map(_config_dir, options.config_dir))),
+        config_name=options.config_name,
         flags=tuple(flags),
-        multirun=found.multirun and not flags,
-        strange=strange,
+        multirun=options.multirun and not flags,
+        flag_like_keys=strange,
     )
 
 
-def code_words(argv: Sequence[str]) -> list[str]:
+def code_arguments(argv: Sequence[str]) -> list[str]:
     """Those words of a command line that say whose code may be named: folders of labs, and trusted packages."""
-    words = read(argv)
+    words = parse_command_line(argv)
     labs = [part for lab in words.folders for part in ("--config-dir", str(lab))]
     return [*labs, *(word for word in words.overrides if word.startswith("trust="))]
 
@@ -88,20 +88,20 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _with_value(flag: str, argv: list[str], overrides: list[str], parser: ArgumentParser) -> str:
+def _flag_as_override(flag: str, argv: list[str], overrides: list[str], parser: ArgumentParser) -> str:
     """A flag that does not exist, as KEY=VALUE; takes its value out of the overrides. Refusal where a flag is near."""
     flags = re.findall(r"--[\w-]+", parser.format_usage())
     if get_close_matches(flag, flags, cutoff=0.75) or not flag.startswith("--"):
         raise Refusal(f"{flag}: there is no such flag{did_you_mean(flag, flags)}; --help shows what there is")
     # --epochs 3: the value is the next word, unless it is one of its own.
     key, _, value = flag.removeprefix("--").partition("=")
-    after = argv[argv.index(flag) + 1 : argv.index(flag) + 2]
-    if "=" not in flag and after and after[0] in overrides and "=" not in after[0]:
-        overrides.remove(value := after[0])
+    following = argv[argv.index(flag) + 1 : argv.index(flag) + 2]
+    if "=" not in flag and following and following[0] in overrides and "=" not in following[0]:
+        overrides.remove(value := following[0])
     return f"{key.replace('-', '_')}={value}"
 
 
-def _folder(name: str) -> Path:
+def _config_dir(name: str) -> Path:
     folder = expand_home(name).resolve()
     # Hydra would go on without it and miss an option later.
     if not folder.is_dir():
@@ -110,23 +110,25 @@ def _folder(name: str) -> Path:
     return folder
 
 
-def parse(words: Sequence[str], sweeps: bool = False) -> tuple[list[Override], list[str]]:
+def parse_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[list[Override], list[str]]:
     """The words in Hydra's grammar, and a line for each that cannot be read. `sweeps`: may there be several values?"""
     parser = OverridesParser.create()
     overrides, problems = [], []
-    for word in words:
-        brief = word if len(word) <= 60 else word[:57] + "..."
-        if (commas := word.count(",")) > _MOST:
-            problems.append(f"{brief}: a list of {commas + 1:,} values; a word has at most {_MOST:,}, a yaml file more")
+    for argument in arguments:
+        brief = argument if len(argument) <= 60 else argument[:57] + "..."
+        if (commas := argument.count(",")) > _MAX_VALUES:
+            problems.append(
+                f"{brief}: a list of {commas + 1:,} values; a word has at most {_MAX_VALUES:,}, a yaml file more"
+            )
             continue
         try:
             # shells leave data.root=~/pictures as it is, and Hydra's grammar has no such sign
-            override = parser.parse_override(re.sub(r"^([^=]+=)(~[^,'\"]*)$", r"\1'\2'", word))
+            override = parser.parse_override(re.sub(r"^([^=]+=)(~[^,'\"]*)$", r"\1'\2'", argument))
         except HydraException:
-            hint = "write KEY=VALUE" if "=" not in word else "quote values with spaces or signs: \"KEY='a b'\""
+            hint = "write KEY=VALUE" if "=" not in argument else "quote values with spaces or signs: \"KEY='a b'\""
             problems.append(f"{brief}: this cannot be read; {hint}")
             continue
-        if not word.lstrip("+~").split("=")[0].strip():
+        if not argument.lstrip("+~").split("=")[0].strip():
             problems.append(f"{brief}: there is no key before the =")
         elif override.is_sweep_override() and not sweeps:
             problems.append(f"{brief}: several values mean several runs: add -m; a list is written [a,b]")
@@ -135,7 +137,7 @@ def parse(words: Sequence[str], sweeps: bool = False) -> tuple[list[Override], l
     return overrides, problems
 
 
-def line(override: Override) -> str:
+def override_text(override: Override) -> str:
     """The word as it was typed."""
     assert override.input_line is not None
     return override.input_line

@@ -6,11 +6,10 @@ runner would make a folder and a log file in every process.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,39 +20,21 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.configuration.command_line import Words, line, parse, read
-from trainer.configuration.interpolation import as_written, flat, resolved
-from trainer.configuration.resource_paths import root
-from trainer.configuration.schema import BESIDE, GROUPS, examine
-from trainer.configuration.suggestions import assort, dashed, misnamed, mistyped, unread
-from trainer.configuration.trained_run_config import of_run, opens_a_run
-from trainer.messages import Refusal, did_you_mean, first_line, join_problems
-
-_MOST = 10_000  # values of a file in which every reference has been replaced by what it refers to
-
-
-def refuse_alias_bombs(folders: Iterable[Path]) -> None:
-    """Refuse a lab's yaml file whose references multiply: Hydra follows each of them, for minutes and gigabytes."""
-    for path in (path for folder in folders for path in sorted(folder.rglob("*.yaml"))):
-        text = path.read_bytes()
-        if b"&" not in text or b"*" not in text:
-            continue
-        try:
-            root = yaml.compose(text, yaml.SafeLoader)  # a graph, in which what is referred to stands once
-        except (yaml.YAMLError, ValueError):
-            continue  # Hydra says what is wrong, if it is asked for this file
-        if root is not None and (values := _values(root, {})) > _MOST:
-            many = "without end" if math.isinf(values) else f"{values:,.0f} values"
-            raise Refusal(f"{path}: its references (*name) make {many} of it; at most {_MOST:,} are read")
-
-
-def _values(node: yaml.Node, known: dict[int, float]) -> float:
-    """How many values a node has, each reference followed; infinity where it refers to itself."""
-    if id(node) not in known:
-        known[id(node)] = math.inf  # until it is counted
-        inner = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
-        known[id(node)] = 1 + sum(_values(each, known) for each in inner if isinstance(each, yaml.Node))
-    return known[id(node)]
+from trainer.configuration.command_line import CommandLine, override_text, parse_command_line, parse_overrides
+from trainer.configuration.interpolation import flatten, flatten_unresolved, refuse_alias_bombs, resolve_interpolations
+from trainer.configuration.resource_paths import resource_root
+from trainer.configuration.schema import GROUPS, RESERVED_KEYS, parse_settings, validate_settings
+from trainer.configuration.suggestions import (
+    check_override_key,
+    find_type_errors,
+    find_unread_keys,
+    split_overrides,
+    suggest_for_flag,
+)
+from trainer.launch.safe_files import resolve_links
+from trainer.launch.validation import DamagedFile, read_json, read_yaml
+from trainer.messages import Refusal, did_you_mean, expand_home, first_line, join_problems
+from trainer.records.run_folder import ConfigFields, EnvironmentFields
 
 
 def compose(argv: Sequence[str]) -> DictConfig:
@@ -63,129 +44,140 @@ def compose(argv: Sequence[str]) -> DictConfig:
     process ends (SystemExit).
     """
     # What it says, word by word, before anything is composed.
-    words = read(argv)
-    if {"--shell-completion", "--hydra-help", "--version"} & {*words.flags}:  # no word could change the answer
-        _answer(words, words.overrides)
-    overrides, problems = parse(words.overrides)
+    command = parse_command_line(argv)
+    if {"--shell-completion", "--hydra-help", "--version"} & {*command.flags}:  # no word could change the answer
+        _answer_with_hydra(command, command.overrides)
+    overrides, problems = parse_overrides(command.overrides)
 
     # Hydra composes what the groups' words choose. That tells which keys there are, and of which type.
-    refuse_alias_bombs(words.folders)  # before it reads them
-    with composing(words.folders) as places:
-        chosen, changes = assort(overrides, places, problems)
-        cfg = load(words, chosen, places)
+    refuse_alias_bombs(command.folders)  # before it reads them
+    with open_config_dirs(command.folders) as config_dirs:
+        chosen, changes = split_overrides(overrides, config_dirs, problems)
+        cfg = compose_with_hydra(command, chosen, config_dirs)
     with open_dict(cfg):
-        options = cfg.pop("hydra").runtime.choices
-        _refuse_hidden(options, places)
-        if opens_a_run(cfg):
-            of_run(cfg, chosen, changes)
-        _complete(cfg)
-    values, unresolved = resolved(cfg)
-    before = flat(values)
-    if before["trust"]:
+        choices = cfg.pop("hydra").runtime.choices
+        _refuse_shadowed_options(choices, config_dirs)
+        if opens_trained_run(cfg):
+            apply_trained_run(cfg, chosen, changes)
+        _add_reserved_keys(cfg)
+    values, unresolved = resolve_interpolations(cfg)
+    composed_values = flatten(values)
+    if composed_values["trust"]:
         problems.append("trust: only the command line can name trusted packages, but a yaml file does")
-    problems += [dashed(flag, before) for flag in words.strange]
+    problems += [suggest_for_flag(flag, composed_values) for flag in command.flag_like_keys]
 
     # Words that change a key follow, where the key exists: composing a second time would double the time of a start.
-    for change in changes:
-        problems += (wrong := misnamed(change, before, places))
-        if not wrong:
-            _apply(change, cfg)
+    for override in changes:
+        problems += (key_problems := check_override_key(override, composed_values, config_dirs))
+        if not key_problems:
+            _apply_override(override, cfg)
 
     # What came of it. A value that did not resolve says nothing about types.
-    lines, later = _judged(cfg, before | dict.fromkeys(unresolved))
-    if words.flags and not problems and not lines:
-        _answer(words, [*chosen, *map(_for_hydra, changes)])
-    later = {path: f"{said}{_behind(path, options, places)}" for path, said in later.items()}
-    if problems := [*problems, *lines.values(), *later.values()]:
+    config_problems, value_problems = _find_errors(cfg, composed_values | dict.fromkeys(unresolved))
+    if command.flags and not problems and not config_problems:
+        _answer_with_hydra(command, [*chosen, *map(_as_hydra_override, changes)])
+    value_problems = {
+        path: f"{problem}{_comment_of_open_value(path, choices, config_dirs)}"
+        for path, problem in value_problems.items()
+    }
+    if problems := [*problems, *config_problems.values(), *value_problems.values()]:
         raise Refusal(join_problems(problems))
     return cfg
 
 
-def _judged(cfg: DictConfig, before: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+def _find_errors(cfg: DictConfig, composed_values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
     """Lines by path: what is wrong with the configuration as it is written; then what is wrong with its values only."""
-    values, unresolved = resolved(cfg)
-    found, written = flat(values) | dict.fromkeys(unresolved), as_written(cfg)
-    lines = {group: f"{group}: choose one, {group}=NAME" for group in GROUPS if not isinstance(values.get(group), dict)}
-    lines |= unread(found, written, before) | mistyped(found, before, written)
+    values, unresolved = resolve_interpolations(cfg)
+    values_by_path, written = flatten(values) | dict.fromkeys(unresolved), flatten_unresolved(cfg)
+    problems = {
+        group: f"{group}: choose one, {group}=NAME" for group in GROUPS if not isinstance(values.get(group), dict)
+    }
+    problems |= find_unread_keys(values_by_path, written, composed_values) | find_type_errors(
+        values_by_path, composed_values, written
+    )
 
     # Each mistake once: what is known to be wrong is not read any more.
-    wrong = unresolved | lines
-    examine(values, written, wrong)
-    return lines, {path: said for path, said in wrong.items() if path not in lines}
+    wrong = unresolved | problems
+    validate_settings(values, written, wrong)
+    return problems, {path: problem for path, problem in wrong.items() if path not in problems}
 
 
 @contextmanager
-def composing(labs: tuple[Path, ...]) -> Iterator[list[Path]]:
+def open_config_dirs(lab_dirs: tuple[Path, ...]) -> Iterator[list[Path]]:
     """Hydra's composer over our conf/; gives the places where groups are looked up, the framework's own first."""
-    own = root() / "conf"
-    with hydra.initialize_config_dir(config_dir=str(own), version_base="1.3", job_name="trainer"):
-        yield [own, *(lab for lab in labs if lab != own)]
+    own_dir = resource_root() / "conf"
+    with hydra.initialize_config_dir(config_dir=str(own_dir), version_base="1.3", job_name="trainer"):
+        yield [own_dir, *(lab_dir for lab_dir in lab_dirs if lab_dir != own_dir)]
 
 
-def load(words: Words, chosen: Sequence[str], places: list[Path]) -> DictConfig:
+def compose_with_hydra(command: CommandLine, chosen: Sequence[str], config_dirs: list[Path]) -> DictConfig:
     """What Hydra composes of these words, its own part included, inside `composing`. Refusal in one line."""
     try:
-        return hydra.compose(words.config_name, [*chosen, *_searchpath(places[1:])], return_hydra_config=True)
+        return hydra.compose(command.config_name, [*chosen, *_searchpath(config_dirs[1:])], return_hydra_config=True)
     except Exception as error:  # Hydra answers what is wrong in a yaml with ten types of exception, and with asserts
-        raise Refusal(_brief(error)) from error
+        raise Refusal(_hydra_error_message(error)) from error
 
 
 def _searchpath(labs: Sequence[Path]) -> list[str]:
     """The word that lets Hydra look into these folders too."""
-    entries = ",".join(quoted(f"file://{lab}") for lab in labs)
+    entries = ",".join(quote_value(f"file://{lab}") for lab in labs)
     return [f"hydra.searchpath=[{entries}]"] if entries else []
 
 
-def quoted(word: str) -> str:
+def quote_value(text: str) -> str:
     """A text as a value of Hydra's grammar."""
-    return "'" + word.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _brief(error: BaseException) -> str:
+def _hydra_error_message(error: BaseException) -> str:
     # an assert says nothing; what it followed from may
     while not str(error).strip() and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, yaml.YAMLError):  # several lines, with the file and the place in it
         return f"this is not valid YAML: {' '.join(str(error).split())}"
-    missing, there_are = getattr(error, "missing_cfg_file", None), getattr(error, "options", None)
-    return first_line(error) + (did_you_mean(missing.split("/")[-1], there_are) if missing and there_are else "")
+    missing_file, options = getattr(error, "missing_cfg_file", None), getattr(error, "options", None)
+    return first_line(error) + (did_you_mean(missing_file.split("/")[-1], options) if missing_file and options else "")
 
 
-def _behind(path: str, options: Mapping[str, str], places: list[Path]) -> str:
+def _comment_of_open_value(path: str, choices: Mapping[str, str], config_dirs: list[Path]) -> str:
     """What stands behind a key in its group's yaml where that leaves the value open (???); empty elsewhere."""
     group, _, key = path.partition(".")
-    for file in (place / group / f"{options.get(group)}.yaml" for place in places):
+    for file in (config_dir / group / f"{choices.get(group)}.yaml" for config_dir in config_dirs):
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        if found := re.search(rf"^{re.escape(key)}: *\?\?\? +# *(.+)$", text, re.MULTILINE):
-            return f": {found[1]}"
+        if match := re.search(rf"^{re.escape(key)}: *\?\?\? +# *(.+)$", text, re.MULTILINE):
+            return f": {match[1]}"
     return ""
 
 
-def _refuse_hidden(options: Mapping[str, str], places: list[Path]) -> None:
+def _refuse_shadowed_options(choices: Mapping[str, str], config_dirs: list[Path]) -> None:
     """Hydra takes the first file of a name: say so where a lab has one that would silently not be read."""
-    for group, option in options.items():
-        for place in places[1:]:
+    for group, option in choices.items():
+        for config_dir in config_dirs[1:]:
             file = f"{group}/{option}.yaml"
-            if (place / file).is_file() and any((other / file).is_file() for other in places[: places.index(place)]):
-                raise Refusal(f"{place / file}: another {group} is called {option} already; give this one another name")
+            if (config_dir / file).is_file() and any(
+                (other / file).is_file() for other in config_dirs[: config_dirs.index(config_dir)]
+            ):
+                raise Refusal(
+                    f"{config_dir / file}: another {group} is called {option} already; give this one another name"
+                )
 
 
-def _complete(cfg: DictConfig) -> None:
+def _add_reserved_keys(cfg: DictConfig) -> None:
     """Give groups the framework's own keys that stand beside their target's, where an option's yaml names none."""
-    for group, own in BESIDE.items():
-        for key in own if group in cfg and isinstance(cfg[group], DictConfig) else ():
+    for group, defaults in RESERVED_KEYS.items():
+        for key in defaults if group in cfg and isinstance(cfg[group], DictConfig) else ():
             if key not in cfg[group]:
-                cfg[group][key] = own[key]
+                cfg[group][key] = defaults[key]
 
 
-def _for_hydra(change: Override) -> str:
+def _as_hydra_override(change: Override) -> str:
     """A word that changes a key, for Hydra itself, which knows only what stands in a yaml."""
     group, _, key = str(change.key_or_group).partition(".")
-    beside = key in BESIDE.get(group, ()) and not change.is_delete()
-    return f"++{line(change).lstrip('+')}" if beside else line(change)
+    beside = key in RESERVED_KEYS.get(group, ()) and not change.is_delete()
+    return f"++{override_text(change).lstrip('+')}" if beside else override_text(change)
 
 
-def _apply(change: Override, cfg: DictConfig) -> None:
+def _apply_override(change: Override, cfg: DictConfig) -> None:
     """Change a key as Hydra would. Refusal where the place does not take the value."""
     key, value = change.key_or_group, change.value()
     try:
@@ -197,14 +189,14 @@ def _apply(change: Override, cfg: DictConfig) -> None:
             # with a + a key may be new
             OmegaConf.update(cfg, key, value, merge=True, force_add=change.is_add() or change.is_force_add())
     except OmegaConfBaseException as error:
-        raise Refusal(f"{line(change)}: {first_line(error)}") from error
+        raise Refusal(f"{override_text(change)}: {first_line(error)}") from error
 
 
-def _answer(words: Words, overrides: Sequence[str]) -> NoReturn:
+def _answer_with_hydra(command: CommandLine, overrides: Sequence[str]) -> NoReturn:
     """Let Hydra answer --help, --cfg, --info and the like, and end. Of several processes the first one answers."""
     if os.environ.get("RANK", "0") != "0":
         raise SystemExit(0)
-    if "--version" in words.flags:
+    if "--version" in command.flags:
         from trainer import __version__
 
         print(f"trainer {__version__}")
@@ -212,11 +204,94 @@ def _answer(words: Words, overrides: Sequence[str]) -> NoReturn:
     if "COMP_LINE" in os.environ:  # shell completion; Hydra knows `program words`, not `python -m program words`
         os.environ["COMP_LINE"] = re.sub(r"^.*?-m\s+trainer\b", "trainer", os.environ["COMP_LINE"])
     # --help looks into --config-dir only, of which Hydra takes one
-    labs = [part for lab in words.folders[:1] for part in ("--config-dir", str(lab))]
-    sys.argv = [sys.argv[0], *words.flags, *labs, *overrides, *_searchpath(words.folders[1:])]
-    hydra.main(config_path=str(root() / "conf"), config_name=words.config_name, version_base="1.3")(_never)()
+    labs = [part for lab in command.folders[:1] for part in ("--config-dir", str(lab))]
+    sys.argv = [sys.argv[0], *command.flags, *labs, *overrides, *_searchpath(command.folders[1:])]
+    hydra.main(config_path=str(resource_root() / "conf"), config_name=command.config_name, version_base="1.3")(
+        _never_called
+    )()
     raise SystemExit(0)
 
 
-def _never(_: DictConfig) -> None:
+def _never_called(_: DictConfig) -> None:
     """What Hydra would run; it is only ever asked for answers."""
+
+
+# ----------------------------------------------------------------------------------------- jobs that open a trained run
+
+# What is never taken over: what is to be done, where, with whose code, and sinks, which are for what is trained.
+_NOT_TAKEN_OVER = ("job", "run", "processes", "trust", "log")
+
+
+def opens_trained_run(cfg: DictConfig) -> bool:
+    """Does the job begin with a checkpoint of a run, and so with that run's configuration?"""
+    return OmegaConf.select(cfg, "job.checkpoint") is not None
+
+
+def only_reads_files(cfg: DictConfig) -> bool:
+    """Does the job only read the files of a run? Then nothing is built for it, and torch is not imported."""
+    return cfg.job.get("_target_") == "trainer.jobs.goodput_report.Report"
+
+
+def report_folder(cfg: DictConfig) -> Path:
+    """The folder that the job `report` reads. Refusal where no run is named."""
+    run = parse_settings(cfg).run
+    if run.dir is None and run.name is None:
+        raise Refusal("job=report reads the files of a run: add run.dir=FOLDER, the folder of that run")
+    return resolve_links(expand_home(run.dir if run.dir is not None else f"{run.root}/{run.name}"))
+
+
+def is_verification(cfg: DictConfig) -> bool:
+    """Does the job compare a strategy with one process? Then it leaves the run's own files as they are."""
+    return bool(cfg.job.get("_target_") == "trainer.verify.job.Verify")
+
+
+def needs_reference(cfg: DictConfig) -> bool:
+    """Is there to be a reference, made by another process?"""
+    return is_verification(cfg) and cfg.job.get("reference") is None and cfg.job.get("record") is None
+
+
+def apply_trained_run(cfg: DictConfig, chosen: Sequence[str], changes: Sequence[Override]) -> None:
+    """Put the run's own values into what was composed, in place, but for the groups that were chosen anew.
+
+    chosen, changes: the words that choose options, and those that change keys. Refusal where there is no such run.
+    """
+    changed = {str(change.key_or_group): change.value() for change in changes}
+    groups = {word.split("=")[0].lstrip("+~") for word in chosen}
+    job = str(cfg.job.get("_target_")).rpartition(".")[2].lower()
+    folder = _trained_run_folder(cfg, changed, job)
+    if "experiment" in groups:
+        raise Refusal(f"job={job} has the configuration of {folder}; leave experiment out, and change keys one by one")
+
+    # a group's keys belong to what its option builds: of one that is chosen anew nothing of the run's is left
+    for key, value in _read_trained_config(folder).items():
+        if key in GROUPS or not isinstance(value, dict):
+            if key in cfg and key not in groups:
+                cfg[key] = value
+        elif key in cfg:
+            # a key of another version of the framework has no meaning here
+            cfg[key].update({name: item for name, item in value.items() if name in cfg[key]})
+    cfg.run.dir, cfg.log = str(folder), cfg.log if "log" in groups else {}
+
+
+def _trained_run_folder(cfg: DictConfig, changed: dict[str, Any], job: str) -> Path:
+    """The run's folder, as run.dir or run.name says it."""
+    root, name, path = changed.get("run.root", cfg.run.root), changed.get("run.name"), changed.get("run.dir")
+    if path is None and name is None:
+        raise Refusal(f"job={job} opens a run that was trained: add run.dir=FOLDER, the folder of that run")
+    folder = resolve_links(expand_home(str(path) if path is not None else f"{root}/{name}"))
+    if not (folder / "config.yaml").is_file():
+        problem = "holds no config.yaml: it is no run folder" if folder.is_dir() else "does not exist"
+        raise Refusal(f"job={job}: {folder} {problem}")
+    return folder
+
+
+def _read_trained_config(folder: Path) -> dict[str, Any]:
+    """What the run was configured with; what it resolved `auto` to is kept, whatever this machine would choose."""
+    environment = folder / "environment.json"
+    try:
+        config = read_yaml(folder / "config.yaml", ConfigFields)
+        if config.get("precision") == "auto" and environment.is_file():
+            config["precision"] = read_json(environment, EnvironmentFields)[0].get("precision", "auto")
+    except DamagedFile as error:
+        raise Refusal(f"the run cannot be opened, as one of its files is damaged: {error}") from error
+    return {key: value for key, value in config.items() if key not in _NOT_TAKEN_OVER}

@@ -27,7 +27,7 @@ from trainer.launch.slurm_requeue import requeue_if_unfinished
 from trainer.messages import Refusal, first_line
 
 
-def submit(cfg: DictConfig, jobs: Sequence[Sequence[str]], folder: Path) -> list[tuple[int, float]]:
+def submit_to_launcher(cfg: DictConfig, jobs: Sequence[Sequence[str]], folder: Path) -> list[tuple[int, float]]:
     """Hand each job's words to the launcher that the configuration chooses, and wait for all; exit codes and seconds.
 
     The launcher's own files (submitted code, output of its processes) go below the folder of all runs. Refusal where
@@ -38,16 +38,16 @@ def submit(cfg: DictConfig, jobs: Sequence[Sequence[str]], folder: Path) -> list
         cfg.hydra.sweep.dir, cfg.hydra.sweep.subdir = str(folder), "."
     # Hydra gives a launcher its context by this one way, which takes a loader of configurations and callbacks.
     try:
-        context = HydraContext(config_loader=cast(ConfigLoader, ComposedWords()), callbacks=Callbacks(None))
-        launcher = Plugins.instance().instantiate_launcher(context, run_words, cfg)
+        context = HydraContext(config_loader=cast(ConfigLoader, FixedConfigLoader()), callbacks=Callbacks(None))
+        launcher = Plugins.instance().instantiate_launcher(context, run_job, cfg)
     except (ImportError, RuntimeError) as error:
         raise Refusal(f"hydra/launcher: {first_line(error)}") from error
     # It returns when the last job has ended, with what run_words returned in each.
     returned = launcher.launch(cast(Any, [list(words) for words in jobs]), initial_job_idx=0)
-    return [cast(Any, one.return_value) for one in returned]
+    return [cast(Any, job.return_value) for job in returned]
 
 
-class ComposedWords:
+class FixedConfigLoader:
     """Stands where a launcher asks Hydra to compose a job: its words are whole already."""
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
@@ -58,7 +58,7 @@ class ComposedWords:
         return config
 
 
-def run_words(_: DictConfig) -> tuple[int, float]:
+def run_job(_: DictConfig) -> tuple[int, float]:
     """Where the job runs: start the program with its words and wait; its exit code, and the seconds that it took.
 
     submitit leaves by an exception once it has requeued a job before its time is over; the run saves first.
@@ -70,7 +70,7 @@ def run_words(_: DictConfig) -> tuple[int, float]:
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
     began = time.monotonic()
     # Slurm sends the signal for submitit to all processes; the run's own request is the SIGTERM that follows
-    child = subprocess.Popen(trainer_command(words), preexec_fn=_pass_over_submitit)
+    child = subprocess.Popen(trainer_command(words), preexec_fn=_ignore_submitit_signal)
     try:
         code = child.wait()
     except BaseException:  # the requeueing, too: nothing may be left running
@@ -82,5 +82,5 @@ def run_words(_: DictConfig) -> tuple[int, float]:
     return code, time.monotonic() - began
 
 
-def _pass_over_submitit() -> None:
+def _ignore_submitit_signal() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

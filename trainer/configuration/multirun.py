@@ -3,28 +3,160 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.configuration.command_line import Words, line, parse, read
-from trainer.configuration.compose import compose, composing, load, quoted
+from trainer.configuration.command_line import CommandLine, override_text, parse_command_line, parse_overrides
+from trainer.configuration.compose import (
+    compose,
+    compose_with_hydra,
+    only_reads_files,
+    open_config_dirs,
+    opens_trained_run,
+    quote_value,
+)
 from trainer.configuration.key_types import Count, Natural, NonEmpty
-from trainer.configuration.search_space import Axis, Between, Choice, Space, Trial
-from trainer.configuration.suggestions import options
-from trainer.configuration.trained_run_config import opens_a_run, reads_files
+from trainer.configuration.suggestions import list_options
 from trainer.launch.validation import convert
 from trainer.messages import Refusal, join_problems
 
-_PLACE = {"run", "run.root", "run.name", "run.dir"}  # all runs share one folder
-_OF_HYDRA = re.compile(r"hydra[./](mode|launcher|sweeper)\b")
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+_RUN_FOLDER_KEYS = {"run", "run.root", "run.name", "run.dir"}  # all runs share one folder
+_HYDRA_KEY = re.compile(r"hydra[./](mode|launcher|sweeper)\b")
 _EXTRAS = {"optuna": "optuna", "submitit": "submitit"}  # a word that holds this needs the package of that name
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of several: its number, the name of its folder, the words that make it, and what differs in them."""
+
+    number: int
+    name: str
+    words: tuple[str, ...]
+    values: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A word that is one of these; as a rule there is one only."""
+
+    key: str
+    words: tuple[str, ...]
+
+    @property
+    def written(self) -> str:
+        """All of it as one word."""
+        return self.words[0] if len(self.words) == 1 else f"{self.key}={','.join(self.values)}"
+
+    @property
+    def values(self) -> list[str]:
+        """What may stand behind the key."""
+        return [word.partition("=")[2] for word in self.words]
+
+    def listed(self) -> tuple[str, ...]:
+        """All that it may be."""
+        return self.words
+
+    extremes = listed
+
+    def distribution(self) -> BaseDistribution:
+        """The same for Optuna."""
+        from optuna.distributions import CategoricalDistribution
+
+        return CategoricalDistribution(self.words)
+
+    def word(self, chosen: str) -> str:
+        """What Optuna has chosen, as a word."""
+        return chosen
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number between two, both included: `interval(1e-4,1e-1)`."""
+
+    key: str
+    low: float
+    high: float
+    whole: bool  # int(interval(1,8)): whole numbers
+    log: bool  # tag(log,interval(1e-4,1e-1)): as many below 1e-3 as above 1e-2
+    written: str  # the word as it was typed
+
+    def listed(self) -> tuple[str, ...]:
+        """Refusal: there is no end of them."""
+        raise Refusal(
+            f"{self.written}: these values cannot be listed; write a,b,c or range(1,4), or let Optuna choose:"
+            " hydra/sweeper=optuna"
+        )
+
+    def extremes(self) -> tuple[str, ...]:
+        """The words at both ends."""
+        return self.word(self.low), self.word(self.high)
+
+    def distribution(self) -> BaseDistribution:
+        """The same for Optuna."""
+        from optuna.distributions import FloatDistribution, IntDistribution
+
+        if self.whole:
+            return IntDistribution(int(self.low), int(self.high), log=self.log)
+        return FloatDistribution(self.low, self.high, log=self.log)
+
+    def word(self, chosen: float) -> str:
+        """What Optuna has chosen, as a word."""
+        return f"{self.key}={chosen!r}"
+
+
+Axis = Choice | Interval
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """All words of a sweep, each with what it may be."""
+
+    always: tuple[str, ...]  # what a run's words begin with: folders of labs, the configuration's name
+    axes: tuple[Axis, ...]
+
+    @property
+    def several(self) -> list[Axis]:
+        """The words that differ from run to run."""
+        return [axis for axis in self.axes if len(axis.extremes()) > 1]
+
+    def grid(self) -> tuple[Trial, ...]:
+        """Every combination of values, the last word's changing fastest. Refusal where they cannot be counted."""
+        every = product(*(axis.listed() for axis in self.axes))
+        return tuple(self.trial(number, picked) for number, picked in enumerate(every))
+
+    def samples(self) -> Iterator[Trial]:
+        """As few runs as have every value once, or both ends of what has no list."""
+        values = [axis.extremes() for axis in self.axes]
+        for index in range(max(map(len, values), default=1)):
+            yield self.trial(index, [one[index % len(one)] for one in values])
+
+    def trial(self, number: int, picked: Sequence[str]) -> Trial:
+        """The run of these words, one an axis."""
+        differ = {axis.key for axis in self.several}
+        told = {axis.key: word for axis, word in zip(self.axes, picked, strict=True) if axis.key in differ}
+        # A folder is named by what differs; where nothing does, by all words but those that say where it is.
+        telling = list(told.values()) or [word for word in picked if not word.startswith("run.")]
+        # Without what a path or a shell would read as something else.
+        plain = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", ",".join(map(shorten_floats, telling)))
+        values = {key.lstrip("+"): word[len(key) + 1 :] for key, word in told.items()}
+        return Trial(number, f"{number}_{plain}"[:200].rstrip("_"), (*self.always, *picked), values)
+
+
+def shorten_floats(text: str) -> str:
+    """A text whose long fractions have four digits: what Optuna chooses has seventeen."""
+    long = r"\b(?=[\d.e+-]{9})\d+\.\d+(e[+-]?\d+)?"
+    return re.sub(long, lambda each: f"{float(each[0]):.4g}", text)
 
 
 @dataclass(frozen=True)
@@ -40,7 +172,7 @@ class Search:
 class Multirun:
     """Several runs, where they go, and who starts them."""
 
-    space: Space  # their words
+    space: SearchSpace  # their words
     search: Search | None  # None: every combination of them is a run
     root: str  # run.root, run.name and run.dir, which the runs share
     name: str | None
@@ -54,27 +186,31 @@ class Multirun:
     composed: DictConfig  # Hydra's own part, for launchers that are its plugins
 
 
-def multirun(argv: Sequence[str]) -> Multirun:
+def parse_multirun(argv: Sequence[str]) -> Multirun:
     """Take the command line of several runs apart. Refusal that lists what is wrong with the words of any of them."""
-    words = read(argv)
-    overrides, problems = parse(words.overrides, sweeps=True)
+    words = parse_command_line(argv)
+    overrides, problems = parse_overrides(words.overrides, sweeps=True)
     if problems:
         raise Refusal(join_problems(problems))
-    of_hydra = [each for each in overrides if _OF_HYDRA.match(each.key_or_group)]
-    with composing(words.folders) as places:
+    of_hydra = [each for each in overrides if _HYDRA_KEY.match(each.key_or_group)]
+    with open_config_dirs(words.folders) as places:
         # An experiment's yaml may list values, too. Of two words for one key the last holds, the command line's here.
         chosen = [each for each in overrides if each.key_or_group == "experiment" and not each.is_sweep_override()]
-        composed = _of_hydra(words, chosen, of_hydra, places)
-        last = {each.get_key_element(): each for each in [*_of_yaml(composed), *overrides] if each not in of_hydra}
-        space = _space(words, list(last.values()), places)
-    search = _search(composed)
+        composed = _compose_hydra_section(words, chosen, of_hydra, places)
+        last = {
+            each.get_key_element(): each
+            for each in [*_yaml_sweep_overrides(composed), *overrides]
+            if each not in of_hydra
+        }
+        space = _build_space(words, list(last.values()), places)
+    search = _parse_search(composed)
     if search is None:
         space.grid()  # what cannot be listed is refused here
     launcher = composed.hydra.runtime.choices["hydra/launcher"]
     plugin = None if launcher in ("local", "basic") else launcher
 
     # Every mistake of any run is told before the first one starts.
-    cfg = _checked(space.samples())
+    cfg = _compose_all(space.samples())
     if search is not None and cfg.run.resume == "fresh":
         raise Refusal("run.resume=fresh: a search goes on with what its folder holds; give another run.name")
     return Multirun(
@@ -86,45 +222,47 @@ def multirun(argv: Sequence[str]) -> Multirun:
         cfg.run.resume == "fresh",
         cfg.distributed.init_method,
         plugin,
-        1 if plugin else _of_section(composed, "hydra.launcher.n_jobs", Count | Literal["auto"], 1),
+        1 if plugin else _read_hydra_key(composed, "hydra.launcher.n_jobs", Count | Literal["auto"], 1),
         cfg.device,
         cfg.processes,
         composed,
     )
 
 
-def _of_hydra(words: Words, chosen: list[Override], of_hydra: list[Override], places: list[Path]) -> DictConfig:
+def _compose_hydra_section(
+    words: CommandLine, chosen: list[Override], of_hydra: list[Override], places: list[Path]
+) -> DictConfig:
     """A configuration with Hydra's own part, which says who starts the runs: that cannot differ between them.
 
     chosen: experiments, which may list values there and nothing else: launchers can run shell commands.
     """
-    if wrong := [line(each) for each in of_hydra if each.is_sweep_override()]:
+    if wrong := [override_text(each) for each in of_hydra if each.is_sweep_override()]:
         raise Refusal(f"{wrong[0]}: one launcher starts all runs; choose one")
     for each in of_hydra:
         for word, package in _EXTRAS.items():
-            if word in line(each) and find_spec(package) is None:
+            if word in override_text(each) and find_spec(package) is None:
                 raise Refusal(f"{each.key_or_group}: {package} comes with pip install -e '.[{package}]'")
-    composed = load(words, [line(each) for each in [*chosen, *of_hydra]], places)
-    typed = load(words, [line(each) for each in of_hydra], places) if chosen else composed
+    composed = compose_with_hydra(words, [override_text(each) for each in [*chosen, *of_hydra]], places)
+    typed = compose_with_hydra(words, [override_text(each) for each in of_hydra], places) if chosen else composed
     if composed.hydra.launcher != typed.hydra.launcher:
         raise Refusal("hydra.launcher: only the command line can set its keys, but a yaml file does")
     return composed
 
 
-def _of_yaml(composed: DictConfig) -> list[Override]:
+def _yaml_sweep_overrides(composed: DictConfig) -> list[Override]:
     """The words that an experiment's yaml adds under hydra.sweeper.params; they may do what a yaml may."""
     written = [f"{key}={value}" for key, value in (composed.hydra.sweeper.params or {}).items()]
     # What is trusted and who starts processes decides which code runs: not for a file that others may have written.
     for word in written:
         if re.match(r"[+~]*(trust|hydra)\b", word):
             raise Refusal(f"hydra.sweeper.params: only the command line can set {word}, but a yaml file does")
-    added, problems = parse(written, sweeps=True)
+    added, problems = parse_overrides(written, sweeps=True)
     if problems:
         raise Refusal(join_problems(problems))
     return added
 
 
-def _search(composed: DictConfig) -> Search | None:
+def _parse_search(composed: DictConfig) -> Search | None:
     """What Optuna is asked for; None where nobody chooses. Refusal for sweepers that are plugins of Hydra."""
     sweeper = composed.hydra.runtime.choices["hydra/sweeper"]
     if sweeper == "basic":
@@ -132,13 +270,13 @@ def _search(composed: DictConfig) -> Search | None:
     if sweeper != "optuna":
         raise Refusal(f"hydra/sweeper={sweeper}: basic runs every combination, optuna chooses; no other works here")
     return Search(
-        _of_section(composed, "hydra.sweeper.n_trials", Count),
-        _of_section(composed, "hydra.sweeper.sampler", NonEmpty),
-        _of_section(composed, "hydra.sweeper.seed", Natural),
+        _read_hydra_key(composed, "hydra.sweeper.n_trials", Count),
+        _read_hydra_key(composed, "hydra.sweeper.sampler", NonEmpty),
+        _read_hydra_key(composed, "hydra.sweeper.seed", Natural),
     )
 
 
-def _of_section(composed: DictConfig, key: str, kind: Any, default: Any = None) -> Any:
+def _read_hydra_key(composed: DictConfig, key: str, kind: Any, default: Any = None) -> Any:
     value = OmegaConf.select(composed, key, default=default)
     try:
         return convert(value, kind)
@@ -146,40 +284,44 @@ def _of_section(composed: DictConfig, key: str, kind: Any, default: Any = None) 
         raise Refusal(f"{key}={value}: expected {expected}") from None
 
 
-def _space(words: Words, overrides: list[Override], places: list[Path]) -> Space:
+def _build_space(words: CommandLine, overrides: list[Override], places: list[Path]) -> SearchSpace:
     """What each word may be."""
-    if place := {each.key_or_group for each in overrides if each.is_sweep_override()} & _PLACE:
+    if place := {each.key_or_group for each in overrides if each.is_sweep_override()} & _RUN_FOLDER_KEYS:
         raise Refusal(f"{min(place)}: all runs share one folder, and each has a folder in it; give one value")
     # Each run's words are a command line of their own, folders of labs included.
     labs = [part for lab in words.folders for part in ("--config-dir", str(lab))]
     named = [] if words.config_name == "config" else ["--config-name", words.config_name]
-    return Space((*labs, *named), tuple(_axis(each, places) for each in overrides))
+    return SearchSpace((*labs, *named), tuple(_axis(each, places) for each in overrides))
 
 
 def _axis(override: Override, places: list[Path]) -> Axis:
     """What one word may be. Refusal where it can be nothing."""
     key, value = override.get_key_element(), override.value()
     if not override.is_sweep_override():
-        return Choice(key, (line(override),))
+        return Choice(key, (override_text(override),))
     if isinstance(value, IntervalSweep):
         assert value.start is not None
         assert value.end is not None
         log, whole = "log" in value.tags, isinstance(value.start, int) and isinstance(value.end, int)
         if not value.start < value.end or (log and value.start <= 0):
-            raise Refusal(f"{line(override)}: the first number must be the smaller one{', above 0' if log else ''}")
-        return Between(key, value.start, value.end, whole, log, line(override))
+            raise Refusal(
+                f"{override_text(override)}: the first number must be the smaller one{', above 0' if log else ''}"
+            )
+        return Interval(key, value.start, value.end, whole, log, override_text(override))
     found: list[Any] = []
     try:
-        found = value.filter(options(key, places)) if isinstance(value, Glob) else [*override.sweep_string_iterator()]
+        found = (
+            value.filter(list_options(key, places)) if isinstance(value, Glob) else [*override.sweep_string_iterator()]
+        )
         why = f"no option of {key} matches"
     except HydraException:
         why = "these values cannot be listed; write a,b,c or range(1,4)"
     if not found:
-        raise Refusal(f"{line(override)}: {why}")
+        raise Refusal(f"{override_text(override)}: {why}")
     return Choice(key, tuple(f"{key}={each}" for each in found))
 
 
-def _checked(trials: Iterable[Trial]) -> DictConfig:
+def _compose_all(trials: Iterable[Trial]) -> DictConfig:
     """The configuration of the first of these runs. Refusal with everything that is wrong with any of them."""
     # As each run will compose itself, but in this process: what is wrong costs no start.
     composed, problems = [], []
@@ -190,13 +332,13 @@ def _checked(trials: Iterable[Trial]) -> DictConfig:
             problems += str(refusal).splitlines()
     if problems:
         raise Refusal(join_problems([*dict.fromkeys(problems)]))
-    if opens_a_run(composed[0]) or reads_files(composed[0]):
+    if opens_trained_run(composed[0]) or only_reads_files(composed[0]):
         raise Refusal("-m trains several runs in one folder; a job that opens a run takes one run.dir: leave out -m")
     return composed[0]
 
 
-def whole_words(trial: Trial, folder: Path) -> list[str]:
+def run_arguments(trial: Trial, folder: Path) -> list[str]:
     """The command line of one run, with its own folder."""
     # The folder of all runs was decided above; each has its own in it.
     kept = [word for word in trial.words if not re.match(r"\+*run\.(dir|name)=", word)]
-    return [*kept, f"run.dir={quoted(str(folder / trial.name))}"]
+    return [*kept, f"run.dir={quote_value(str(folder / trial.name))}"]

@@ -8,33 +8,33 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-def root() -> Path:
+def resource_root() -> Path:
     """The folder that holds `conf/` and `recipes/`."""
     package = Path(__file__).resolve().parents[1]
     bundled = package / "_bundle"
     return bundled if bundled.is_dir() else package.parent
 
 
-def make_importable() -> None:
+def make_recipes_importable() -> None:
     """Let `import recipes` find the product's own recipes, in this process and in those that it starts."""
-    own = root() / "recipes"
-    found = find_spec("recipes")
-    places = list(found.submodule_search_locations or []) if found else []
-    if not places or Path(places[0]).resolve() != own:
+    recipes = resource_root() / "recipes"
+    spec = find_spec("recipes")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    if not places or Path(places[0]).resolve() != recipes:
         # In front, because the configuration means these recipes and no other folder that has the same name.
         # sys.path and not sys.modules, because worker processes inherit the one and not the other.
-        sys.path.insert(0, str(root()))
+        sys.path.insert(0, str(resource_root()))
 
 
 @contextmanager
-def present_folder() -> Iterator[None]:
+def working_directory_importable() -> Iterator[None]:
     """Inside, what lies in the present folder can be imported, as with `python -m`: a lab, from its parent folder."""
-    here = os.getcwd()
-    added = here not in sys.path and "" not in sys.path
+    working_directory = os.getcwd()
+    added = working_directory not in sys.path and "" not in sys.path
     if added:
-        sys.path.insert(0, here)
+        sys.path.insert(0, working_directory)
     try:
         yield
     finally:
-        if added and here in sys.path:
-            sys.path.remove(here)
+        if added and working_directory in sys.path:
+            sys.path.remove(working_directory)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_type_hints
 
 from omegaconf import DictConfig
 
-from trainer.configuration.interpolation import as_written, quoted_from, resolved
+from trainer.configuration.interpolation import flatten_unresolved, format_override, resolve_interpolations
 from trainer.configuration.key_types import (
     Count,
     Fraction,
@@ -33,7 +33,7 @@ from trainer.messages import Refusal, join_problems
 # Groups whose keys belong to what their `_target_` names; `experiment` is a group too, but leaves no key of its own.
 GROUPS = ("job", "strategy", "model", "task", "data", "optimizer", "schedule", "log")
 
-EPOCHS = 10  # where neither loop.epochs nor loop.steps is given
+DEFAULT_EPOCHS = 10  # where neither loop.epochs nor loop.steps is given
 
 # Defaults live in conf/config.yaml, once; here only those of keys that a configuration may lack.
 
@@ -167,7 +167,7 @@ class Settings:
 
 _TYPES = get_type_hints(Settings)
 # The framework's keys in groups whose other keys are a target's, as a yaml would write them where they are not said.
-BESIDE: Mapping[str, dict[str, Any]] = {
+RESERVED_KEYS: Mapping[str, dict[str, Any]] = {
     name: {each.name: list(each.default) if isinstance(each.default, tuple) else each.default for each in fields(kind)}
     for name, kind in _TYPES.items()
     if is_dataclass(kind) and name in GROUPS
@@ -175,66 +175,66 @@ BESIDE: Mapping[str, dict[str, Any]] = {
 SECTIONS: Mapping[str, Any] = {name: kind for name, kind in _TYPES.items() if is_dataclass(kind) and name not in GROUPS}
 
 
-def settings(cfg: DictConfig) -> Settings:
+def parse_settings(cfg: DictConfig) -> Settings:
     """The framework keys of a composed configuration. Refusal that lists everything wrong with them."""
-    values, wrong = resolved(cfg)
-    found = examine(values, as_written(cfg), wrong)
-    if found is None:
+    values, wrong = resolve_interpolations(cfg)
+    parsed = validate_settings(values, flatten_unresolved(cfg), wrong)
+    if parsed is None:
         raise Refusal(join_problems([*wrong.values()]))
-    return found
+    return parsed
 
 
-def examine(values: Mapping[str, Any], written: Mapping[str, Any], wrong: dict[str, str]) -> Settings | None:
+def validate_settings(values: Mapping[str, Any], written: Mapping[str, Any], wrong: dict[str, str]) -> Settings | None:
     """The framework keys out of resolved values; None where one is wrong, for which `wrong` then has a line."""
-    found = _section(Settings, values, written, wrong)
+    parsed = _parse_section(Settings, values, written, wrong)
     if wrong:
         return None
 
     # Each key is right by itself: do they go together?
-    loop = found.loop
+    loop = parsed.loop
     if loop.micro_batch is not None and loop.micro_batches != 1:
         wrong["loop.micro_batch"] = (
             f"loop.micro_batches={loop.micro_batches} and loop.micro_batch={loop.micro_batch}: "
             "give the number of micro-batches or the size of one, not both"
         )
-    if loop.uneven and found.compile:
+    if loop.uneven and parsed.compile:
         wrong["loop.uneven"] = (
             "loop.uneven=true and compile=true: a compiled network takes micro-batches of one size only; "
             "set compile=false, or loop.uneven=false and a global batch that divides"
         )
-    if loop.dropout == "sample" and found.compile:
+    if loop.dropout == "sample" and parsed.compile:
         wrong["loop.dropout"] = (
             "loop.dropout=sample and compile=true: a compiled network draws torch's random numbers; "
             "set compile=false, or loop.dropout=native"
         )
-    if found.init_from is not None and found.run.resume not in ("auto", "fresh"):
+    if parsed.init_from is not None and parsed.run.resume not in ("auto", "fresh"):
         wrong["init_from"] = (
-            f"init_from={found.init_from} and run.resume={found.run.resume}: a run goes on from a checkpoint or begins"
-            " with weights of others, not both; leave one out"
+            f"init_from={parsed.init_from} and run.resume={parsed.run.resume}: a run goes on from a checkpoint or"
+            " begins with weights of others, not both; leave one out"
         )
     # A length that is filled in here and not in config.yaml, where it would end a run that gives steps alone.
     if loop.epochs is None and loop.steps is None:
-        found = replace(found, loop=replace(loop, epochs=EPOCHS))
-    return None if wrong else found
+        parsed = replace(parsed, loop=replace(loop, epochs=DEFAULT_EPOCHS))
+    return None if wrong else parsed
 
 
-def _section(kind: Any, values: Any, written: Mapping[str, Any], wrong: dict[str, str], prefix: str = "") -> Any:
+def _parse_section(kind: Any, values: Any, written: Mapping[str, Any], wrong: dict[str, str], prefix: str = "") -> Any:
     """A section with all that is in it; what is wrong with a key is added, and the section then is None."""
     if not isinstance(values, dict):
-        raise Refusal(f"a section with keys such as {', '.join(f'{prefix}{each.name}' for each in fields(kind)[:3])}")
+        raise Refusal(f"a section with keys such as {', '.join(f'{prefix}{field.name}' for field in fields(kind)[:3])}")
     # Key by key, wherever one is wrong: all mistakes are told at once.
-    types, read = get_type_hints(kind, include_extras=True), {}
-    for each in fields(kind):
-        path, annotation = prefix + each.name, types[each.name]
+    types, parsed = get_type_hints(kind, include_extras=True), {}
+    for field in fields(kind):
+        path, annotation = prefix + field.name, types[field.name]
         try:
-            if each.name in values and path not in wrong:  # whose value could not be resolved is wrong already
-                read[each.name] = (
-                    _section(annotation, values[each.name], written, wrong, f"{path}.")
+            if field.name in values and path not in wrong:  # whose value could not be resolved is wrong already
+                parsed[field.name] = (
+                    _parse_section(annotation, values[field.name], written, wrong, f"{path}.")
                     if is_dataclass(annotation)
-                    else convert(values[each.name], annotation)
+                    else convert(values[field.name], annotation)
                 )
-            elif each.default is MISSING and path not in wrong:
+            elif field.default is MISSING and path not in wrong:
                 wrong[path] = f"{path}: the framework needs this key; it cannot be removed"
         except Refusal as expected:
-            wrong[path] = f"{quoted_from(written, path)}: expected {expected}"
-    return None if wrong else kind(**read)
+            wrong[path] = f"{format_override(written, path)}: expected {expected}"
+    return None if wrong else kind(**parsed)

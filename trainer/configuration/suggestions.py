@@ -12,19 +12,19 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from trainer.configuration.command_line import line
-from trainer.configuration.interpolation import flat, format_value, quoted_from
+from trainer.configuration.command_line import override_text
+from trainer.configuration.interpolation import flatten, format_override, format_value
 from trainer.configuration.key_types import epochs_hint
 from trainer.configuration.schema import GROUPS, SECTIONS, Settings
 from trainer.launch.validation import convert, is_valid
 from trainer.messages import Refusal, did_you_mean
 
-LISTED = (*GROUPS, "experiment")  # in config.yaml's defaults: +experiment=x can only mean experiment=x
-SINGLE = {*GROUPS} - {"log"}  # groups of which one option is chosen
+DEFAULT_GROUPS = (*GROUPS, "experiment")  # in config.yaml's defaults: +experiment=x can only mean experiment=x
+SINGLE_CHOICE = {*GROUPS} - {"log"}  # groups of which one option is chosen
 
 # Our keys, and what they are called in Lightning, Accelerate, timm, Hugging Face's Trainer and scripts of many people.
 # With a value: what is a key there is one value of a key here.
-_ELSEWHERE = {
+_OTHER_NAMES = {
     "loop.global_batch": "batch batch_size train_batch_size per_device_train_batch_size total_batch_size",
     "loop.eval_batch": "eval_batch_size val_batch_size test_batch_size per_device_eval_batch_size",
     "loop.micro_batches": "accumulate_grad_batches gradient_accumulation_steps grad_accum_steps accumulation_steps",
@@ -68,7 +68,7 @@ _ELSEWHERE = {
 
 
 # What people write for an option that is not there: by group, and what works in its place.
-_INSTEAD = {
+_ALTERNATIVES = {
     "model": "model=torchvision model.name={0} and model=timm model.name={0} take any name that these packages know",
     "optimizer": "optimizer=torch optimizer._target_={0} works",
     "task": "a loss alone is no option: a Task says it (docs/extending.md), task=classification has cross entropy",
@@ -77,22 +77,22 @@ _INSTEAD = {
 }
 
 
-def _instead(group: str, option: str, there_are: Iterable[str]) -> str:
+def _suggest_alternative(group: str, option: str, known: Iterable[str]) -> str:
     """What else there is, where no option has nearly this name."""
     if group == "strategy" and option.startswith("ddp_find_unused"):
         return "; write strategy=ddp strategy.find_unused_parameters=true."
     plain = group != "strategy" or "deepspeed" in option or "zero" in option
     paths = group != "data" or re.search(r"^[.~]|/", option)
-    near = did_you_mean(option, there_are)
-    if group == "optimizer" and not (option := _published(option)):
+    near = did_you_mean(option, known)
+    if group == "optimizer" and not (option := _find_optimizer_class(option)):
         general = "optimizer=torch optimizer._target_=PACKAGE.NAME takes any class of torch.optim"
         return f"{near}; {general}; other packages need trust=[PACKAGE]."
-    if group in _INSTEAD and plain and paths:
-        return f"{near if group != 'data' else ''}; {_INSTEAD[group].format(option)}."
+    if group in _ALTERNATIVES and plain and paths:
+        return f"{near if group != 'data' else ''}; {_ALTERNATIVES[group].format(option)}."
     return near or "."
 
 
-def _published(option: str) -> str:
+def _find_optimizer_class(option: str) -> str:
     """The class of torch.optim or timm.optim with this name, in whatever letters; empty where they have none.
 
     Looked for in the text of their files: to import them takes seconds.
@@ -108,49 +108,62 @@ def _published(option: str) -> str:
     return ""
 
 
-def options(group: str, places: Iterable[Path]) -> list[str]:
+def list_options(group: str, places: Iterable[Path]) -> list[str]:
     """The options of a group; none where there is no such group."""
     return sorted({file.stem for place in places for file in (place / group).glob("*.yaml")})
 
 
-def assort(overrides: list[Override], places: list[Path], problems: list[str]) -> tuple[list[str], list[Override]]:
+def split_overrides(
+    overrides: list[Override], places: list[Path], problems: list[str]
+) -> tuple[list[str], list[Override]]:
     """Words that choose a group's option, and words that change a key; appends what is wrong to the problems."""
     chosen, changes = [], []
     # experiment=null is the default, which Hydra does not take as a word: it takes back what was chosen before it
-    nulls = [at for at, each in enumerate(overrides) if (each.key_or_group, each.value()) == ("experiment", None)]
-    kept = [
-        each for at, each in enumerate(overrides) if each.key_or_group != "experiment" or at > max(nulls, default=-1)
+    nulls = [
+        index
+        for index, override in enumerate(overrides)
+        if (override.key_or_group, override.value()) == ("experiment", None)
     ]
-    for each in kept:
-        there_are = options(each.key_or_group, places)
-        if re.match(r"hydra\b", each.key_or_group):
+    in_force = [
+        override
+        for index, override in enumerate(overrides)
+        if override.key_or_group != "experiment" or index > max(nulls, default=-1)
+    ]
+    for override in in_force:
+        there_are = list_options(override.key_or_group, places)
+        if re.match(r"hydra\b", override.key_or_group):
             hint = "files of a run go to run.dir; -m asks for several runs; --config-dir adds yaml files"
-            problems.append(f"{line(each)}: Hydra's own keys have no effect here; {hint}")
-        elif not there_are or isinstance(each.value(), dict):
-            changes.append(each)
+            problems.append(f"{override_text(override)}: Hydra's own keys have no effect here; {hint}")
+        elif not there_are or isinstance(override.value(), dict):
+            changes.append(override)
         # A group may be taken away here; whether the framework can do without is seen once all is composed.
-        elif not each.is_delete() and (wrong := _no_option(each, there_are, places)):
+        elif not override.is_delete() and (wrong := _check_option(override, there_are, places)):
             problems.append(wrong)
         else:
-            chosen.append(line(each).lstrip("+") if each.key_or_group in LISTED else line(each))
+            chosen.append(
+                override_text(override).lstrip("+")
+                if override.key_or_group in DEFAULT_GROUPS
+                else override_text(override)
+            )
     return chosen, changes
 
 
-def _no_option(override: Override, there_are: list[str], places: list[Path]) -> str:
+def _check_option(override: Override, known: list[str], places: list[Path]) -> str:
     """What is wrong with the choice of an option; empty: nothing."""
     group, value = override.key_or_group, override.value()
-    listed = ", ".join(there_are[:30])
-    if isinstance(value, list) and group in SINGLE:
-        return f"{line(override)}: expected one of {listed}, not a list"
+    listed = ", ".join(known[:30])
+    if isinstance(value, list) and group in SINGLE_CHOICE:
+        return f"{override_text(override)}: expected one of {listed}, not a list"
     for option in map(str, value if isinstance(value, list) else [value]):
-        if option.removesuffix(".yaml") not in there_are:
-            own = "" if places[1:] else "; yaml files of your own: --config-dir FOLDER"
-            hint = f"{_instead(group, option, there_are)} There are: {listed}{own}"
-            return f"{group}={option}: there is no such option{_forgotten(f'{group}/{option}.yaml') or hint}"
+        if option.removesuffix(".yaml") not in known:
+            hint_on_dirs = "" if places[1:] else "; yaml files of your own: --config-dir FOLDER"
+            hint = f"{_suggest_alternative(group, option, known)} There are: {listed}{hint_on_dirs}"
+            unlisted = _find_unlisted_config_dir(f"{group}/{option}.yaml")
+            return f"{group}={option}: there is no such option{unlisted or hint}"
     return ""
 
 
-def _forgotten(file: str) -> str:
+def _find_unlisted_config_dir(file: str) -> str:
     """The folder here that has this yaml file, and was not named."""
     for folder in (Path("conf"), *sorted(Path().glob("*/conf"))):
         if (folder / file).is_file():
@@ -158,87 +171,95 @@ def _forgotten(file: str) -> str:
     return ""
 
 
-def dashed(flag: str, known: Iterable[str]) -> str:
+def suggest_for_flag(flag: str, known: Iterable[str]) -> str:
     """What to write instead of a key that was written like a flag: --lr=3 means optimizer.lr=3."""
     key, _, value = flag.partition("=")
-    words = meant(key, value, known)
+    words = suggest_overrides(key, value, known)
     hint = f"; write {' or '.join(words)}" if words else "; --help shows what there is"
     return f"--{key}: keys are written as KEY=VALUE, without dashes{hint}"
 
 
-def meant(key: str, value: str, known: Iterable[str]) -> list[str]:
+def suggest_overrides(key: str, value: str, known: Iterable[str]) -> list[str]:
     """The words that set a key with this name here, or with the nearest ones: `lr`, `0.1` → `optimizer.lr=0.1`."""
-    right = [key] if key in [*known] else nearest_paths(key, known)
+    right = [key] if key in [*known] else nearest_keys(key, known)
     return [path if re.search("[= ]", path) else f"{path}={value}" for path in right]
 
 
-def misnamed(override: Override, known: Mapping[str, Any], places: list[Path]) -> list[str]:
+def check_override_key(override: Override, known: Mapping[str, Any], places: list[Path]) -> list[str]:
     """What is wrong with the key of a word, given everything in the composed configuration by its path."""
     path = re.sub(r"\[['\"]?([^]'\"]*)['\"]?\]", r".\1", override.key_or_group)  # optimizer[betas][0]
     # What the word says about itself: ++ takes anything, + wants a new key, ~ one that is there.
     if override.is_force_add() or (override.is_add() and path not in known):
         return []
     if override.is_add() and not isinstance(override.value(), dict | list):
-        return [f"{line(override)}: {path} exists already; leave out the +"]
+        return [f"{override_text(override)}: {path} exists already; leave out the +"]
     if override.is_delete() and path in known and path.split(".")[0] not in GROUPS:
-        return [f"{line(override)}: the framework needs this key; it cannot be removed"]
+        return [f"{override_text(override)}: the framework needs this key; it cannot be removed"]
     # A dict changes several keys at once, loop={epochs:3,steps:4}: each of them must be there.
     value = override.value()
-    inside = flat(value, f"{path}.") if isinstance(value, dict) and not override.is_add() else {}
-    found = [unknown(each, known, inside.get(each, value)) for each in (path, *inside) if each not in known]
+    nested_values = flatten(value, f"{path}.") if isinstance(value, dict) and not override.is_add() else {}
+    problems = [
+        unknown_key_message(key, known, nested_values.get(key, value))
+        for key in (path, *nested_values)
+        if key not in known
+    ]
     if path in known:
-        return found
+        return problems
 
     # strategy.tensor=2 with strategy=auto: another option of the group has the key
     above, _, name = path.rpartition(".")
-    those = [option for option in options(above, places) if _has(above, option, name, places)] if above else []
-    if those:
-        found[0] += f" It is a key of {above}={' or '.join(those[:4])}."
+    options_with_key = (
+        [option for option in list_options(above, places) if _option_has_key(above, option, name, places)]
+        if above
+        else []
+    )
+    if options_with_key:
+        problems[0] += f" It is a key of {above}={' or '.join(options_with_key[:4])}."
     # How to give a target a key that its yaml does not show; whether it takes it, its signature says later.
     if not override.is_delete() and (target := known.get(f"{above}._target_")):
-        found[0] += f" If {str(target).rpartition('.')[2]} has a parameter {name}, write +{line(override)}"
-    return found
+        problems[0] += f" If {str(target).rpartition('.')[2]} has a parameter {name}, write +{override_text(override)}"
+    return problems
 
 
-def _has(group: str, option: str, key: str, places: list[Path]) -> bool:
+def _option_has_key(group: str, option: str, key: str, places: list[Path]) -> bool:
     files = [file for place in places if (file := place / group / f"{option}.yaml").is_file()]
     return any(re.search(rf"^{re.escape(key)}:", file.read_text(encoding="utf-8"), re.MULTILINE) for file in files)
 
 
-def unknown(path: str, known: Iterable[str], value: Any = None) -> str:
+def unknown_key_message(path: str, known: Iterable[str], value: Any = None) -> str:
     """Say that nothing is called so, and what comes nearest; processes with the number that was given, -1 for all."""
-    near = nearest_paths(path, known)
+    near = nearest_keys(path, known)
     if near == ["processes"] and isinstance(value, int | str):
         near = [f"processes={value if str(value).isdecimal() and int(value) else 'auto'}"]
     return f"{path}: there is no such key or group" + (f"; did you mean {' or '.join(near)}?" if near else ".")
 
 
-def nearest_paths(path: str, known: Iterable[str]) -> list[str]:
+def nearest_keys(path: str, known: Iterable[str]) -> list[str]:
     """What other programs call so; else up to three paths of nearly this name, or last part, the nearest first."""
     above, _, last = path.rpartition(".")
-    elsewhere = [ours for ours, theirs in _ELSEWHERE.items() if last in theirs.split()]
-    if same := [ours for ours in elsewhere if ours in known or re.search("[= ]", ours)]:
-        return same
+    elsewhere = [ours for ours, theirs in _OTHER_NAMES.items() if last in theirs.split()]
+    if known_elsewhere := [ours for ours in elsewhere if ours in known or re.search("[= ]", ours)]:
+        return known_elsewhere
 
     def likeness(other: str) -> float:
         beside, _, end = other.rpartition(".")
         shared = 0.61 if set(last.split("_")) & set(end.split("_")) else 0.0  # batch_size, global_batch
-        whole = _ratio(path, other) if above != beside else 0.0  # what both begin with says nothing
-        return max(whole, 0.95 * _ratio(last, end), shared)
+        whole = _similarity(path, other) if above != beside else 0.0  # what both begin with says nothing
+        return max(whole, 0.95 * _similarity(last, end), shared)
 
     # No special keys (_target_), no items of lists; of the rest those that are nearly as near as the nearest.
-    named = [each for each in known if not re.search(r"\._|\.\d+$", each) and not f"{path}.".startswith(f"{each}.")]
+    named = [key for key in known if not re.search(r"\._|\.\d+$", key) and not f"{path}.".startswith(f"{key}.")]
     scored = {other: likeness(other) for other in named}
     best = sorted((other for other in scored if scored[other] > 0.6), key=scored.__getitem__, reverse=True)
     return [other for other in best if scored[other] > scored[best[0]] - 0.1][:3]
 
 
-def _ratio(one: str, other: str) -> float:
-    match = SequenceMatcher(None, one, other, autojunk=False)
-    return match.ratio() if match.real_quick_ratio() > 0.6 else 0.0
+def _similarity(word: str, other: str) -> float:
+    matcher = SequenceMatcher(None, word, other, autojunk=False)
+    return matcher.ratio() if matcher.real_quick_ratio() > 0.6 else 0.0
 
 
-def unread(found: Mapping[str, Any], written: Mapping[str, Any], known: Iterable[str]) -> dict[str, str]:
+def find_unread_keys(values: Mapping[str, Any], written: Mapping[str, Any], known: Iterable[str]) -> dict[str, str]:
     """By its path a line for each key that nothing reads. Keys of groups are their targets' business.
 
     A key that an interpolation refers to is read by that: a lab may write a number once and use it twice.
@@ -246,35 +267,37 @@ def unread(found: Mapping[str, Any], written: Mapping[str, Any], known: Iterable
     # ${size} or ${data.size}: the first part is the key that something reads
     inside = " ".join(re.findall(r"\$\{[^}]*\}?", str(list(written.values()))))
     referred = {path.split(".")[0].strip("$") for path in re.findall(r"[$.\w]+", inside)}
-    own = {f"{name}.{each.name}" for name, section in SECTIONS.items() for each in fields(section)}
-    own |= {each.name for each in fields(Settings)} | set(GROUPS)
+    known_keys = {f"{name}.{field.name}" for name, section in SECTIONS.items() for field in fields(section)}
+    known_keys |= {field.name for field in fields(Settings)} | set(GROUPS)
     wrong = {}
-    for path in (path for path in found if path not in own):
+    for path in (path for path in values if path not in known_keys):
         above, _, _ = path.rpartition(".")
         if path == "experiment":  # Hydra puts a file's keys below its group, unless the file says otherwise
             wrong[path] = "experiment: the first line of an experiment's file must be: # @package _global_"
         elif above in SECTIONS or (not above and path not in referred):
-            wrong[path] = unknown(path, known)
+            wrong[path] = unknown_key_message(path, known)
     return wrong
 
 
-def mistyped(found: Mapping[str, Any], before: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, str]:
+def find_type_errors(
+    values: Mapping[str, Any], composed_values: Mapping[str, Any], written: Mapping[str, Any]
+) -> dict[str, str]:
     """By its path a line for each value of another kind than the one which its group's yaml gives this key."""
     wrong = {}
-    for path, value in found.items():
+    for path, value in values.items():
         above, _, last = path.rpartition(".")
-        wanted = before.get(path)
+        wanted = composed_values.get(path)
         # null says nothing about the type, the target's signature does; and another target has other keys
-        same_target = before.get(f"{above}._target_") == found.get(f"{above}._target_")
+        same_target = composed_values.get(f"{above}._target_") == values.get(f"{above}._target_")
         in_group = path.split(".")[0] in GROUPS and not last.isdecimal()
         if value == wanted or value is None or wanted is None or not (in_group and same_target):
             continue
-        of_numbers = isinstance(wanted, list) and wanted and all(is_valid(each, float) for each in wanted)
+        of_numbers = isinstance(wanted, list) and wanted and all(is_valid(item, float) for item in wanted)
         # a number like a number: whether it must be whole, the signature says
         kind: Any = list[float] if of_numbers else {int: float}.get(type(wanted), type(wanted))
         try:
             convert(value, kind)
         except Refusal as expected:
             like = f", like {format_value(wanted) if wanted else f'[{value}]'}" if isinstance(wanted, list) else ""
-            wrong[path] = f"{quoted_from(written, path)}: expected {expected}{like}{epochs_hint(value)}"
+            wrong[path] = f"{format_override(written, path)}: expected {expected}{like}{epochs_hint(value)}"
     return wrong

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from trainer import __version__
-from trainer.configuration.command_line import code_words
+from trainer.configuration.command_line import code_arguments
 from trainer.data.class_names import read_class_names
 from trainer.data.sampler import dataset_size
 from trainer.jobs.run_parts import PreparedRun
@@ -200,7 +200,7 @@ def curves_command(run: PreparedRun) -> str:
 def jobs_command(run: PreparedRun) -> str:
     """What is typed for the figures again, for answers in a file, for a file of the network, on one process."""
     spread = ["strategy=single"] if run.machine.launch.world_size > 1 else []
-    own = shlex.join([*code_words(run.arguments), f"run.dir={quoted(run.folder.path.absolute())}", *spread])
+    own = shlex.join([*code_arguments(run.arguments), f"run.dir={quoted(run.folder.path.absolute())}", *spread])
     return f"python -m trainer {own} job=evaluate   (or job=predict, job=export)"
 
 

@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.configuration.allowed_targets import Names, real_name
-from trainer.configuration.instantiate import FACTS, build, check_all, maker, with_facts
-from trainer.configuration.interpolation import written
-from trainer.configuration.schema import Settings, settings
-from trainer.configuration.trained_run_config import opens_a_run
+from trainer.configuration.allowed_targets import AllowedTargets, qualified_name
+from trainer.configuration.compose import opens_trained_run
+from trainer.configuration.instantiate import DATA_FACTS, check_groups, fill_data_facts, instantiate, make_factory
+from trainer.configuration.interpolation import to_yaml
+from trainer.configuration.schema import Settings, parse_settings
 from trainer.data.data import Data
 from trainer.jobs.batch_sizes import BatchSizes, RunLength
 from trainer.jobs.initial_weights import InitialWeights
@@ -130,52 +130,54 @@ def assemble(
     Refusal where a node is not of its group's kind.
     """
     # the framework's own keys, all of them, before any name in a group is looked up
-    chosen = settings(cfg)
-    run, names = chosen.run, Names(trust=chosen.trust, folders=tuple(labs))
+    chosen = parse_settings(cfg)
+    run, names = chosen.run, AllowedTargets(trust=chosen.trust, folders=tuple(labs))
     # on what they compute and where all meet: who is refused for it has built nothing yet
     machine = make_machine(chosen, launch)
     machine.check()
     # before the first of them is called; what torch brings has no kind of ours, and is checked by its maker; what only
     # the data knows (a folder's classes) is any number until then
     kinds = {group: kind for group, kind in _KINDS.items() if not is_torch_scheduler(cfg[group], group, names)}
-    unused_keys = check_all(with_facts(cfg, dict.fromkeys(FACTS, 1)), kinds, names)
+    unused_keys = check_groups(fill_data_facts(cfg, dict.fromkeys(DATA_FACTS, 1)), kinds, names)
     make_optimizer, spare_vectors = optimizer_maker(cfg.optimizer, chosen, names)
     strategy = make_strategy(cfg.strategy, chosen, names, machine)
-    if not opens_a_run(cfg):  # a trained run is only read, and may lie where nobody writes
+    if not opens_trained_run(cfg):  # a trained run is only read, and may lie where nobody writes
         refuse_place(run.root, run.name, run.dir, machine.launch)
     # the data before all that is told its facts
-    data = build(cfg.data, Data, "data", names)
-    cfg = with_facts(cfg, {name: getattr(data, name, None) for name in FACTS})
+    data = instantiate(cfg.data, Data, "data", names)
+    cfg = fill_data_facts(cfg, {name: getattr(data, name, None) for name in DATA_FACTS})
     machine.refuse_crowd()
     cfg = with_model_settings(cfg, arguments, names, run.dir or (f"{run.root}/{run.name}" if run.name else None))
 
     def make_learning() -> dict[str, Any]:
         schedule = make_schedule(cfg.schedule, make_optimizer, names)
-        return {"task": build(cfg.task, Task, "task", names), "schedule": schedule}
+        return {"task": instantiate(cfg.task, Task, "task", names), "schedule": schedule}
 
     return RunParts(
-        job=build(cfg.job, Job, "job", names),
+        job=instantiate(cfg.job, Job, "job", names),
         settings=chosen,
         arguments=list(arguments),
         run_alone=run_alone,
-        configuration=written(cfg),
+        configuration=to_yaml(cfg),
         unused_keys=unused_keys,
         machine=machine,
         strategy=strategy,
         **make_learning(),
-        make_anew=lambda: {**make_learning(), "data": build(cfg.data, Data, "data", names)},
+        make_anew=lambda: {**make_learning(), "data": instantiate(cfg.data, Data, "data", names)},
         make_optimizer=make_optimizer,
         spare_vectors=spare_vectors,
-        sinks=[build(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
+        sinks=[instantiate(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
         open_folder=partial(
             RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, name_label(cfg, strategy)
         ),
         data=data,
-        make_network=lambda: build(cfg.model, nn.Module, "model", names),
+        make_network=lambda: instantiate(cfg.model, nn.Module, "model", names),
     )
 
 
-def with_model_settings(cfg: DictConfig, arguments: Sequence[str], names: Names, run: str | Path | None) -> DictConfig:
+def with_model_settings(
+    cfg: DictConfig, arguments: Sequence[str], names: AllowedTargets, run: str | Path | None
+) -> DictConfig:
     """The configuration with the sizes that `model.settings` names: those in the config.json of a model's folder.
 
     The folder's name is gone then, as a resume must not need the folder. arguments: of the command line, whose keys
@@ -184,11 +186,11 @@ def with_model_settings(cfg: DictConfig, arguments: Sequence[str], names: Names,
     asked = cfg.model.get("settings")
     if asked is None:
         return cfg
-    target: Any = names.find(cfg.model.get("_target_"), "model._target_")
+    target: Any = names.import_target(cfg.model.get("_target_"), "model._target_")
     settings_of, folder = getattr(target, "settings_of", None), expand_home(str(asked))
     if not callable(settings_of):
         raise Refusal(
-            f"model.settings={asked}: {real_name(target)} reads no config.json (it has no settings_of(folder,"
+            f"model.settings={asked}: {qualified_name(target)} reads no config.json (it has no settings_of(folder,"
             " vocab_size)); model=gpt2 and model=llama do, and model=hf_classifier model.path=FOLDER"
         )
     stored = None if run is None else expand_home(str(run)) / "config.yaml"
@@ -202,38 +204,42 @@ def with_model_settings(cfg: DictConfig, arguments: Sequence[str], names: Names,
     return OmegaConf.merge(cfg, {"model": {**sizes, "settings": None}})  # type: ignore[return-value]
 
 
-def is_torch_scheduler(node: DictConfig, group: str, names: Names) -> bool:
+def is_torch_scheduler(node: DictConfig, group: str, names: AllowedTargets) -> bool:
     """Does the node name a scheduler of torch's?"""
-    target: Any = names.find(node.get("_target_"), f"{group}._target_") if group == "schedule" else None
+    target: Any = names.import_target(node.get("_target_"), f"{group}._target_") if group == "schedule" else None
     return isinstance(target, type) and issubclass(target, LRScheduler)
 
 
-def optimizer_maker(node: DictConfig, chosen: Settings, names: Names) -> tuple[Callable[[Any], Optimizer], bool]:
+def optimizer_maker(
+    node: DictConfig, chosen: Settings, names: AllowedTargets
+) -> tuple[Callable[[Any], Optimizer], bool]:
     """A function from parameter groups to the optimizer, and whether its weight decay leaves out vectors."""
     # what its class can do is known before there are parameters to give it
-    kind: Any = names.find(node.get("_target_"), "optimizer._target_")
+    kind: Any = names.import_target(node.get("_target_"), "optimizer._target_")
     fused = fused_argument(kind, chosen.optimizer.fused, node.get("dampening", 0))
     refuse_rate(node.get("lr", 0.0))
     refuse_rules(kind, chosen.optimizer.groups)
-    make = maker(node, Optimizer, "optimizer", names, **fused)
+    make = make_factory(node, Optimizer, "optimizer", names, **fused)
     decays = [node.get("weight_decay"), *(rule.weight_decay or 0.0 for rule in chosen.optimizer.groups)]
     return lambda groups: expose_inner_optimizers(make(groups)), any(
         should_spare_vectors(kind, amount, chosen.optimizer.decay) for amount in decays
     )
 
 
-def make_schedule(node: DictConfig, make_optimizer: Callable[[Any], Optimizer], names: Names) -> Schedule:
+def make_schedule(node: DictConfig, make_optimizer: Callable[[Any], Optimizer], names: AllowedTargets) -> Schedule:
     """The schedule that the node names; around a scheduler of torch's lies one of ours, with the keys of all."""
     if not is_torch_scheduler(node, "schedule", names):
-        return build(node, Schedule, "schedule", names)
+        return instantiate(node, Schedule, "schedule", names)
     # some keys are ours, the others the scheduler's business
     values: Any = OmegaConf.to_container(node, resolve=True)
     keys = {field.name for field in fields(TorchSchedule)} & values.keys()
-    make = maker(OmegaConf.create({key: values[key] for key in values.keys() - keys}), LRScheduler, "schedule", names)
+    make = make_factory(
+        OmegaConf.create({key: values[key] for key in values.keys() - keys}), LRScheduler, "schedule", names
+    )
     around = {"_target_": "trainer.learning.schedule.TorchSchedule", **{key: values[key] for key in keys}}
     # absolute numbers of a scheduler are compared with the rate that an optimizer is made with
     rate = make_trial_optimizer(make_optimizer).param_groups[0]["lr"]
-    return build(OmegaConf.create(around), Schedule, "schedule", names, make=make, rate=rate)
+    return instantiate(OmegaConf.create(around), Schedule, "schedule", names, make=make, rate=rate)
 
 
 def make_machine(chosen: Settings, launch: Launch) -> Machine:
@@ -256,9 +262,9 @@ def make_machine(chosen: Settings, launch: Launch) -> Machine:
     )
 
 
-def make_strategy(node: DictConfig, chosen: Settings, names: Names, machine: Machine) -> Strategy:
+def make_strategy(node: DictConfig, chosen: Settings, names: AllowedTargets, machine: Machine) -> Strategy:
     """The strategy; it is told on what machine it runs, and how often the run logs, evaluates and saves."""
-    strategy = build(node, Strategy, "strategy", names, machine=machine)
+    strategy = instantiate(node, Strategy, "strategy", names, machine=machine)
     loop, ema = chosen.loop, chosen.ema
     average = () if ema.decay is None else (Interval(steps=ema.every),)
     strategy.cadences = Cadences(log=loop.log_every, evaluate=loop.eval_every, save=loop.save_every, average=average)

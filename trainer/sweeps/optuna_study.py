@@ -16,8 +16,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from trainer.configuration.multirun import Search
-from trainer.configuration.search_space import Space, Trial
+from trainer.configuration.multirun import Search, SearchSpace, Trial
 from trainer.messages import Refusal, did_you_mean
 from trainer.sweeps.results import Outcome, SweepResults
 
@@ -31,7 +30,7 @@ class OptunaStudy:
     Optuna as such, and not given again.
     """
 
-    def __init__(self, search: Search, space: Space, tried: SweepResults) -> None:
+    def __init__(self, search: Search, space: SearchSpace, tried: SweepResults) -> None:
         """Begin, or go on with what lies in the folder. Refusal where that was begun with other words."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # the sweep says itself how each run ended
         self._space, self._tried, self._most = space, tried, search.n_trials
@@ -86,7 +85,7 @@ class OptunaStudy:
         return self._space.trial(number, picked)
 
 
-def _refuse_other_axes(study: optuna.Study, space: Space, folder: Path) -> None:
+def _refuse_other_axes(study: optuna.Study, space: SearchSpace, folder: Path) -> None:
     """Refuse to go on with other words: their figures would be compared with those of the runs before."""
     words = [axis.written for axis in space.axes if not axis.key.lstrip("+").startswith("run.")]
     before: Sequence[str] = study.user_attrs.get("words", words)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from trainer.configuration.multirun import whole_words
-from trainer.configuration.search_space import Trial
+from trainer.configuration.multirun import Trial, run_arguments
 from trainer.launch.child_processes import (
     ChildProcess,
     child_environment,
@@ -62,7 +61,7 @@ def run_concurrently(
         while True:
             # every share that is free gets a run, until somebody asks to stop
             while free and not asked and (trial := source.next()) is not None:
-                words, share = [*whole_words(trial, tried.folder), *more], free.pop(0)
+                words, share = [*run_arguments(trial, tried.folder), *more], free.pop(0)
                 child = _start_run(trial, words, share, Path(scratch) / str(trial.number), shown)
                 under_way.append(child)
                 processes.append(child.process)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.configuration.search_space import Trial, brief
+from trainer.configuration.multirun import Trial, shorten_floats
 from trainer.launch.failure import STOPPED
 from trainer.launch.safe_files import replace_file
 from trainer.launch.validation import DamagedFile, read_json
@@ -176,7 +176,11 @@ def _make_table(ranked: Sequence[Outcome], names: set[str]) -> Table:
         first = place == 0 and one_name and one.best is not None
         figure = "–" if one.best is None else f"{'' if one_name else one.name + ' '}{format_number(one.best)}"
         state = "best" if first else _STATE_WORDS.get(one.state, one.state)
-        cells = [*(shorten(brief(one.values.get(key, ""))) for key in keys), figure, format_duration(one.seconds)]
+        cells = [
+            *(shorten(shorten_floats(one.values.get(key, ""))) for key in keys),
+            figure,
+            format_duration(one.seconds),
+        ]
         cells += [f"{one.folder.split('_')[0]}_*", state]
         drawn.add_row(*map(Text, cells), style="bold" if first else "")
     return drawn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from trainer.configuration.search_space import Trial
+from trainer.configuration.multirun import Trial
 from trainer.sweeps.results import Outcome, SweepResults
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from trainer.configuration.multirun import Multirun, multirun, whole_words
+from trainer.configuration.multirun import Multirun, parse_multirun, run_arguments
 from trainer.launch.failure import STOPPED, exit_code
 from trainer.launch.launcher_environment import apply_init_method
 from trainer.launch.namesake import refuse_namesake
@@ -30,7 +30,7 @@ def run_sweep(argv: Sequence[str], launch: Launch) -> int:
     Refusal, before anything starts, where the words of one cannot work.
     """
     _refuse_launched(argv, launch)
-    asked = multirun(argv)
+    asked = parse_multirun(argv)
     _refuse_launched(argv, apply_init_method(launch, asked.init_method))
     refuse_namesake()
     if asked.plugin and asked.search is not None:
@@ -101,10 +101,12 @@ def _run_here(asked: Multirun, source: RunSource, tried: SweepResults, more: Seq
 
 def _submit_to_plugin(asked: Multirun, tried: SweepResults, more: Sequence[str]) -> int:
     """By a launcher that is a plugin of Hydra, all at once; never stopped here."""
-    from trainer.configuration.hydra_launchers import submit
+    from trainer.configuration.hydra_launchers import submit_to_launcher
 
     left = tried.left(asked.space.grid())
-    ended = submit(asked.composed, [[*whole_words(one, tried.folder), *more] for one in left], tried.folder)
+    ended = submit_to_launcher(
+        asked.composed, [[*run_arguments(one, tried.folder), *more] for one in left], tried.folder
+    )
     for trial, (code, seconds) in zip(left, ended, strict=True):
         tried.add(trial, code, seconds, None if code in (0, STOPPED) else "see its own output")
     return 0

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Protocol
 
-from trainer.configuration.search_space import Trial
+from trainer.configuration.multirun import Trial
 from trainer.launch.safe_files import make_folder, open_file
 from trainer.messages import format_duration, format_number
 from trainer.sweeps.device_shares import DeviceShare
