@@ -7,7 +7,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.configuration.interpolation import resolve_interpolations, to_yaml
-from trainer.configuration.key_types import parse_packages, parse_rhythm, parse_seconds
+from trainer.configuration.key_types import parse_intervals, parse_packages, parse_seconds
 from trainer.configuration.resource_paths import resource_root
 from trainer.configuration.schema import GROUPS, SECTIONS, Settings, parse_settings
 from trainer.learning.intervals import Interval
@@ -62,13 +62,13 @@ def test_every_key_of_config_yaml_is_read_and_every_reader_has_a_key() -> None:
     ],
 )
 def test_a_rhythm_is_steps_epochs_time_or_a_list(written: Any, expected: tuple[Interval, ...]) -> None:
-    assert parse_rhythm(written) == expected
+    assert parse_intervals(written) == expected
 
 
 @pytest.mark.parametrize("written", [0, -1, 1.5, True, "soon", "0ep", "1.5ep", "15 min", "ep", "", [0], [["1ep"]], {}])
 def test_what_is_no_rhythm_is_said(written: Any) -> None:
     with pytest.raises(Refusal, match="1ep"):
-        parse_rhythm(written)
+        parse_intervals(written)
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,16 @@ def _span(written: str) -> float | None:
     return float(counted[1]) * _UNITS[counted[2]] if counted else None
 
 
-def parse_rhythm(value: Any) -> tuple[Interval, ...]:
+def parse_intervals(value: Any) -> tuple[Interval, ...]:
     """When something comes round: steps (500), epochs (1ep), time (15min), a list of them, or never (null)."""
     if value is None:
         return ()
     return tuple(_every(part) for part in value) if isinstance(value, list) else (_every(value),)
 
 
-def parse_step_rhythm(value: Any) -> tuple[Interval, ...]:
+def parse_step_intervals(value: Any) -> tuple[Interval, ...]:
     """The same without a clock, which differs from rank to rank."""
-    found = parse_rhythm(value)
+    found = parse_intervals(value)
     expected = "steps (500), epochs (1ep), a list of them, or null for never"
     return require(found, all(every.seconds is None for every in found), expected)
 
@@ -134,8 +134,8 @@ Positive = Annotated[float, Validator(positive)]
 NonNegative = Annotated[float, Validator(not_negative)]
 Seconds = Annotated[float, Validator(parse_seconds)]
 NonEmpty = Annotated[str, Validator(not_empty)]
-Rhythm = Annotated[tuple[Interval, ...], Validator(parse_rhythm)]
-StepRhythm = Annotated[tuple[Interval, ...], Validator(parse_step_rhythm)]
+Intervals = Annotated[tuple[Interval, ...], Validator(parse_intervals)]
+StepIntervals = Annotated[tuple[Interval, ...], Validator(parse_step_intervals)]
 ProfileWindow = Annotated[tuple[int, int] | None, Validator(parse_window)]  # first and last step
 Rules = Annotated[tuple[Rule, ...], Validator(parse_rules)]
 InitMethod = Annotated[str, Validator(parse_init_method)]

@@ -81,7 +81,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Interval:
+class NumberRange:
     """A number between two, both included: `interval(1e-4,1e-1)`."""
 
     key: str
@@ -115,7 +115,7 @@ class Interval:
         return f"{self.key}={chosen!r}"
 
 
-Axis = Choice | Interval
+Axis = Choice | NumberRange
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ def _axis(override: Override, places: list[Path]) -> Axis:
             raise Refusal(
                 f"{override_text(override)}: the first number must be the smaller one{', above 0' if log else ''}"
             )
-        return Interval(key, value.start, value.end, whole, log, override_text(override))
+        return NumberRange(key, value.start, value.end, whole, log, override_text(override))
     found: list[Any] = []
     try:
         found = (

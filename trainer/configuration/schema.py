@@ -16,16 +16,16 @@ from trainer.configuration.key_types import (
     Count,
     Fraction,
     InitMethod,
+    Intervals,
     Natural,
     NonEmpty,
     NonNegative,
     Packages,
     Positive,
     ProfileWindow,
-    Rhythm,
     Rules,
     Seconds,
-    StepRhythm,
+    StepIntervals,
 )
 from trainer.launch.validation import convert
 from trainer.messages import Refusal, join_problems
@@ -61,10 +61,10 @@ class Loop:
     micro_batch: Count | None
     uneven: bool
     max_norm: Positive | None  # norm of the whole gradient
-    log_every: Rhythm
-    eval_every: Rhythm
-    save_every: Rhythm
-    histograms_every: StepRhythm
+    log_every: Intervals
+    eval_every: Intervals
+    save_every: Intervals
+    histograms_every: StepIntervals
     patience: Count | None  # evaluations
     on_nonfinite: Literal["stop", "skip", "rollback"]
     eval_batch: Count | None
