@@ -15,7 +15,7 @@ from recipes.language.next_token import NextToken
 from tests.commands import lines
 from tests.inside import here, product
 from tests.processes import Processes
-from trainer.jobs.flops import peak_flops, step_flops
+from trainer.jobs.flops import count_step_flops, peak_flops
 from trainer.learning.task import Task
 
 LENGTH, WIDTH, DEPTH, VOCABULARY, BATCH, PEAK = 16, 32, 2, 64, 8, 1e10
@@ -48,13 +48,13 @@ def test_a_decoders_operations_are_those_of_the_formula() -> None:
     cases: list[dict[str, Any]] = [{}, {"rotary": 1e4, "norm": "rms"}, {"tied": False}]
     for more in cases:
         network = Decoder(VOCABULARY, LENGTH, WIDTH, DEPTH, **more)
-        assert step_flops(NextToken(), network, example, BATCH) == by_hand()
+        assert count_step_flops(NextToken(), network, example, BATCH) == by_hand()
         assert all(parameter.grad is None and not parameter.is_meta for parameter in network.parameters())
     # where nothing before the head learns, nothing goes backward through it
     network.requires_grad_(False)
     network.head.requires_grad_(True)
     head = BATCH * LENGTH * VOCABULARY * WIDTH
-    assert step_flops(NextToken(), network, example, BATCH) == by_hand() / 3 + 2 * head
+    assert count_step_flops(NextToken(), network, example, BATCH) == by_hand() / 3 + 2 * head
 
 
 class Masked(NextToken):
@@ -66,7 +66,7 @@ class Masked(NextToken):
 
 def test_a_forward_that_looks_into_its_batch_is_counted_with_one() -> None:
     network, example = Decoder(VOCABULARY, LENGTH, WIDTH, DEPTH), (torch.zeros(2, LENGTH, dtype=torch.int64),) * 2
-    assert step_flops(Masked(), network, example, BATCH) == by_hand()
+    assert count_step_flops(Masked(), network, example, BATCH) == by_hand()
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
@@ -81,7 +81,7 @@ def test_convolutions_in_groups_count_what_they_compute() -> None:
     example = torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)
     first, second, last = 2 * 64 * 8 * 3 * 9, 2 * 16 * 8 * 2 * 9, 2 * 128 * 5
     # pictures have no gradient
-    assert step_flops(Pixels(), network, example, 6) == 6 * (2 * first + 3 * second + 3 * last)
+    assert count_step_flops(Pixels(), network, example, 6) == 6 * (2 * first + 3 * second + 3 * last)
 
 
 def test_a_line_tells_tokens_and_utilisation_and_only_where_the_peak_is_known(

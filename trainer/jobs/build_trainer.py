@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.jobs.batch_sizes import evaluation_batch_size
-from trainer.jobs.flops import make_work
-from trainer.jobs.goodput_report import report
+from trainer.jobs.flops import make_utilization
+from trainer.jobs.goodput_report import write_status
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.intervals import Trigger
@@ -53,7 +53,7 @@ def make_trainer(
     stream = TrainLoader(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, loading)
     # an example of a batch: what is traced, cut or compiled must see the shapes of a micro-batch
     example = stream.example()
-    work = make_work(run, example, log)  # while the network is whole, and all of one kind
+    work = make_utilization(run, example, log)  # while the network is whole, and all of one kind
     placed = strategy.build(run.task, run.network, example)
     placed.work = work
     # the optimizer comes after the network is in its place: it steps what this rank owns by now
@@ -72,7 +72,7 @@ def make_trainer(
         evaluation=evaluation,
         checkpoints=checkpoints,
         log=log,
-        report=partial(report, run.folder, placed.watch),
+        report=partial(write_status, run.folder, placed.watch),
         stop=lambda: stop.raised,
         steps=run.length.steps,
         horizon=run.length.steps,
@@ -89,7 +89,7 @@ def make_trainer(
         stop_after=settings.run.stop_after,
         progress=progress,
         profile=make_profile(run),
-        show=make_show(run, evaluation, log),
+        show=make_media_logger(run, evaluation, log),
         on_nonfinite=NONFINITE_POLICIES[loop.on_nonfinite](),
     )
 
@@ -132,7 +132,7 @@ def make_profile(run: PreparedRun) -> NoProfile:
     return Profile(*window, run.folder.path / "profile" / f"rank-{strategy.world.rank}.json", strategy.device)
 
 
-def make_show(run: PreparedRun, evaluation: EvalLoader | None, log: Log) -> NoMediaLogger:
+def make_media_logger(run: PreparedRun, evaluation: EvalLoader | None, log: Log) -> NoMediaLogger:
     """What prepares pictures and histograms, where a sink shows any; all ranks know the sinks."""
     if not any(shows(sink, "images", "confusion", "histograms") for sink in run.sinks):
         return NoMediaLogger()

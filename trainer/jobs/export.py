@@ -41,11 +41,12 @@ class Program:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    takes: str
-    gives: str
+    takes: str  # the input in words: "float32 (B, 3, 32, 32)"
+    gives: str  # the output in words
 
     def save(self, path: Path) -> None:
         """Write it as torch.export does."""
+        # sizes of a batch stay free, others are those of the example
         exported = torch.export.export(self.module, self.args, self.kwargs, dynamic_shapes=self._sizes())
         torch.export.save(exported, path)
 
@@ -76,7 +77,7 @@ class Program:
         return map_tensors(dict(given), lambda x: dict.fromkeys(range(1 if x.is_floating_point() else x.dim()), free))
 
 
-class _Whole(nn.Module):
+class _WithPreparation(nn.Module):
     """From raw inputs to probabilities."""
 
     def __init__(self, task: Task, network: nn.Module, preparation: nn.Module, real: torch.dtype) -> None:
@@ -85,36 +86,40 @@ class _Whole(nn.Module):
         self._task, self._real = task, real
 
     def forward(self, inputs: Any) -> Tensor | None:
+        # raw inputs → what the network is called with → scores → probabilities (B, classes)
         ready = cast_floats(self.preparation(inputs), self._real)
         return self._task.probabilities(self._task.forward(self.network, ready, None))
 
 
-def prepared(run: RunParts, network: nn.Module) -> Program:
-    """The network between the data's own preparation and probabilities. Refusal where data or task cannot say them."""
-    kind, task = type(run.data), type(run.task)
-    said = preparation_of(run.data)
-    if said is None:
+def prepared_program(run: RunParts, network: nn.Module) -> Program:
+    """The network with the data's preparation before it and probabilities after it. Refusal if one is not known."""
+    data_class, task_class = type(run.data), type(run.task)
+    preparation = preparation_of(run.data)
+    if preparation is None:
         raise Refusal(
-            f"job.prepared=true: {kind.__name__} does not say how it prepares a new sample; a method"
+            f"job.prepared=true: {data_class.__name__} does not say how it prepares a new sample; a method"
             " preparation(self) -> Preparation of the data says it, or job.prepared=false"
         )
-    # answers are plain numbers: nobody learns through probabilities
-    whole = _Whole(run.task, network, said.module, _real(run)).eval().requires_grad_(False)
+    # without gradients: nobody learns through an exported program
+    program = _WithPreparation(run.task, network, preparation.module, _float_dtype(run)).eval().requires_grad_(False)
     try:
         with torch.no_grad():
-            shares = whole(said.example)
+            probabilities = program(preparation.example)
     except (AttributeError, TypeError) as error:  # None has neither shape nor items
-        raise Refusal(f"job.prepared=true: {task.__name__}.forward does not work without targets: {error}") from error
-    if shares is None:
+        what = f"{task_class.__name__}.forward does not work without targets"
+        raise Refusal(f"job.prepared=true: {what}: {error}") from error
+    if probabilities is None:
         raise Refusal(
-            f"job.prepared=true: {task.__name__} has no probabilities of classes; a method"
+            f"job.prepared=true: {task_class.__name__} has no probabilities of classes; a method"
             " probabilities(self, output) -> Tensor of the task gives them, or job.prepared=false"
         )
-    return Program(whole, (said.example,), {}, said.raw, f"probabilities (B, {shares.shape[1]})")
+    gives = f"probabilities (B, {probabilities.shape[1]})"
+    return Program(program, (preparation.example,), {}, preparation.raw, gives)
 
 
 def preparation_of(data: Data) -> Preparation | None:
     """What the data says; None where a class of a lab has changed how samples are prepared, and not what it says."""
+    # the class that defines each of them: whoever overrides augment or collate prepares samples in another way
     whose = {
         name: next(kind for kind in type(data).__mro__ if name in vars(kind))
         for name in ("preparation", "augment", "collate")
@@ -124,41 +129,42 @@ def preparation_of(data: Data) -> Preparation | None:
     return None if stale else data.preparation()
 
 
-def plain(run: RunParts, network: nn.Module) -> Program:
+def network_program(run: RunParts, network: nn.Module) -> Program:
     """The network as the task calls it, with samples as the data prepares them."""
-    args, kwargs = cast_floats(_called_with(run, network), _real(run))
-    said = preparation_of(run.data)
-    takes = said.ready if said else ", ".join(_shape(x) for x in tensors((args, kwargs)))
+    args, kwargs = cast_floats(_find_call(run, network), _float_dtype(run))
+    preparation = preparation_of(run.data)
+    takes = preparation.ready if preparation else ", ".join(_format_shape(x) for x in tensors((args, kwargs)))
     return Program(network, args, kwargs, takes, "the network's output")
 
 
-def _real(run: RunParts) -> torch.dtype:
+def _float_dtype(run: RunParts) -> torch.dtype:
     return torch.float64 if run.machine.resolved_precision == "fp64" else torch.float32
 
 
-def _shape(x: Tensor) -> str:
+def _format_shape(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {('B', *x.shape[1:])}".replace("'", "")
 
 
-class _Called(Exception):
+class _Call(Exception):
     """Carries what a network is called with."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args_given, self.kwargs_given = args, kwargs
 
 
-def _called_with(run: RunParts, network: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _find_call(run: RunParts, network: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the task calls the network with for two samples of the set, as they come out of the data's augment."""
 
     def tell(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Called(args, kwargs)
+        raise _Call(args, kwargs)
 
     # two samples of this process alone: the network's own call shows what there is to trace, whatever the task does
     inputs, targets = evaluation_example(run, read_samples(run, "evaluation", Launch()))
+    # the exception leaves the task's forward as soon as it calls the network: nothing is computed
     hook = network.register_forward_pre_hook(tell, with_kwargs=True)
     try:
         run.task.forward(network, inputs, targets)
-    except _Called as call:
+    except _Call as call:
         return call.args_given, call.kwargs_given
     finally:
         hook.remove()
@@ -205,7 +211,7 @@ class Export(Job):
         # under another name until it is whole: a file that is there can be used
         draft = make_folder(path.parent) / f".{secrets.token_hex(4)}-{path.name}"
         facts = self._write(run, network, names, draft)
-        size = _put_in_place(draft, path)
+        size = _move_into_place(draft, path)
         which = "moving average" if average else "weights"
         print(f"checkpoint  step {checkpoint.step} of {run_folder(run)}, its {which}")
         print(f"written     {path}: {type(network).__name__}, {size:,} bytes")
@@ -222,17 +228,17 @@ class Export(Job):
             return None
         if self.format in _WEIGHTS:
             _WEIGHTS[self.format](network, path)
-            said = preparation_of(run.data)
-            return _facts(run.data, names, said.ready if said else None, "the network's output")
-        program = prepared(run, network) if self.prepared else plain(run, network)
+            preparation = preparation_of(run.data)
+            return _describe_file(run.data, names, preparation.ready if preparation else None, "the network's output")
+        program = prepared_program(run, network) if self.prepared else network_program(run, network)
         _PROGRAMS[self.format](program, path)
-        return _facts(run.data, names, program.takes, program.gives)
+        return _describe_file(run.data, names, program.takes, program.gives)
 
 
-def _facts(data: Data, names: list[str], takes: str | None, gives: str) -> dict[str, Any]:
+def _describe_file(data: Data, names: list[str], takes: str | None, gives: str) -> dict[str, Any]:
     """What people must know to use the file, as JSON takes it."""
-    said = preparation_of(data)
-    facts = dict.fromkeys(("mean", "std", "image_size")) | (dict(said.facts) if said else {})
+    preparation = preparation_of(data)
+    facts = dict.fromkeys(("mean", "std", "image_size")) | (dict(preparation.facts) if preparation else {})
     return {"classes": names, **facts, "input": takes, "output": gives}
 
 
@@ -241,17 +247,17 @@ def class_names(run: RunParts, which: Which) -> list[str]:
 
     None where there are no classes. Refusal where the data has a class that the checkpoint does not know.
     """
-    names, of_data = checkpoint_classes(run, which), data_classes(run.data)
-    if of_data:
+    names, names_of_data = checkpoint_classes(run, which), data_classes(run.data)
+    if names_of_data:
         renumber_classes(run.data, names)
-    names = names or of_data
+    names = names or names_of_data
     return names + [str(number) for number in range(len(names), getattr(run.data, "num_classes", None) or 0)]
 
 
-def _put_in_place(draft: Path, path: Path) -> int:
+def _move_into_place(draft: Path, path: Path) -> int:
     """Give a file, or each file of a folder, its name; the bytes of all. Other files of that folder stay."""
     if not draft.is_dir():
-        draft.replace(path)
+        draft.replace(path)  # atomic: a reader finds the old file or the whole new one
         return path.stat().st_size
     make_folder(path)
     files = [file.replace(path / file.name) for file in sorted(draft.iterdir())]
@@ -271,12 +277,14 @@ def _pt(network: nn.Module, path: Path) -> None:
 
 
 def _huggingface(run: RunParts, network: nn.Module, names: list[str], path: Path) -> None:
-    """The folder as the task writes it; with the names of the classes, and how pictures are prepared."""
+    """The folder as the task writes it; with the names of the classes, and how images are prepared."""
     path.mkdir(exist_ok=True)
     run.task.save_pretrained(network, path)
-    said, config = preparation_of(run.data), path / "config.json"
-    if said and said.processor:
-        (path / "preprocessor_config.json").write_text(json.dumps(said.processor, indent=2) + "\n", encoding="utf-8")
+    preparation, config = preparation_of(run.data), path / "config.json"
+    if preparation and preparation.processor:
+        text = json.dumps(preparation.processor, indent=2) + "\n"
+        (path / "preprocessor_config.json").write_text(text, encoding="utf-8")
+    # the names of the classes, where transformers looks for them
     settings = json.loads(config.read_bytes()) if config.is_file() else {}
     if names and any(kind.endswith("Classification") for kind in settings.get("architectures") or ()):
         settings |= {"id2label": dict(enumerate(names)), "label2id": {name: at for at, name in enumerate(names)}}

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import distributions
 from time import perf_counter
+from typing import Any
 
+import torch
+
+from trainer import __version__
+from trainer.data.class_names import read_class_names
 from trainer.jobs.build_trainer import make_checkpoints, make_trainer
 from trainer.jobs.memory import give_back_freed_memory, keep_freed_memory, memory_advice
 from trainer.jobs.preparation import build_values, determinism_advice, prepare
 from trainer.jobs.resume import ResumeDecision, decide_resume, open_start
-from trainer.jobs.run_messages import best_lines, describe, end_lines, left_out_lines, replaced_lines, start_lines
+from trainer.jobs.run_messages import (
+    best_lines,
+    end_lines,
+    format_devices,
+    left_out_lines,
+    replaced_lines,
+    start_lines,
+    summary_lines,
+)
 from trainer.jobs.run_parts import Job, PreparedRun, RunParts
-from trainer.jobs.summary import summary
 from trainer.launch import failure, rank_output
+from trainer.launch.devices import accelerator_names
 from trainer.launch.hang_detection import make_watchdog
 from trainer.launch.run_status import process_age
 from trainer.launch.stop_signals import StopRequest, stopped_elsewhere_only
@@ -28,6 +47,8 @@ from trainer.records.checkpoint.manifest import Found
 from trainer.records.console import LogFile
 from trainer.records.metrics_files import Figures
 from trainer.records.sinks import Log
+
+_PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "rich")
 
 
 class Fit(Job):
@@ -90,12 +111,47 @@ def failures_reported(run: PreparedRun, progress: Progress, log: Log) -> Iterato
         raise failure.RunFailed(folder.path, progress.step or None, advice) from error
 
 
+def describe_environment(run: PreparedRun) -> dict[str, Any]:
+    """Collective: the content of environment.json: versions, hardware, git revision and what was resolved."""
+    strategy, machine = run.strategy, run.machine
+    hosts = strategy.world.all_gather_values(socket.gethostname())  # all ranks; each hears every name
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "packages": {
+            "trainer": __version__,
+            **{name: next((package.version for package in distributions(name=name)), None) for name in _PACKAGES},
+        },
+        **{name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")},  # what torch was built for
+        "gpus": accelerator_names(),
+        "cpus": os.cpu_count(),
+        "git": git_revision(),
+        "strategy": strategy.name,
+        "world_size": strategy.world.size,
+        "precision": machine.resolved_precision,
+        "devices": format_devices(machine),
+        "hosts": sorted(set(hosts)),
+        "horizon": run.length.steps,
+        "best": run.best_metric,
+        "classes": read_class_names(run.data),
+    }
+
+
+def git_revision() -> str | None:
+    """The revision of the checkout that the run was started in, with a plus sign where files had been changed."""
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # no git, no checkout, no revision in it
+        return None
+
+
 def begin(run: PreparedRun, start: Found | None, changed: Sequence[str], log: Log) -> None:
     """Collective: write what this start is, and take back what an earlier one logged after the step to go on from."""
     strategy, folder, length = run.strategy, run.folder, run.length
     step = start.step if start else 0
     # what runs, then that it runs: whoever sees `running` finds the rest
-    folder.write_start(run.configuration, run.arguments, describe(run))
+    folder.write_start(run.configuration, run.arguments, describe_environment(run))
     folder.begin(step, strategy.world.size, strategy.name, process_age() if run.machine.launch.owns_process else 0.0)
     # what was logged after the step to go on from will be logged again
     log.open(folder.path, step, length.steps, -(-length.steps // length.per_epoch))
@@ -119,7 +175,7 @@ def end(run: PreparedRun, trainer: Trainer, stop: StopRequest, done: bool, began
     # all ranks; each has read other samples
     replaced = run.strategy.world.all_gather_values(run.data.replaced())
     # what it reached and where the time went, now that all steps are done and no line is under way
-    table = summary(run, trainer, perf_counter() - began) if launch.is_main else []
+    table = summary_lines(run, trainer, perf_counter() - began) if launch.is_main else []
     left_out = left_out_lines(trainer.placed.scaler.left_out(), trainer.progress)
     best = best_lines(trainer.checkpoints) if done else []
     last = end_lines(run, trainer.figures, step, done, ended)

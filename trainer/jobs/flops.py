@@ -1,4 +1,4 @@
-"""What a step computes, counted once and on shapes; and what a device can compute, by its data sheet."""
+"""Floating-point operations: how many a step has, counted on shapes; how many a device can do, by its data sheet."""
 
 from __future__ import annotations
 
@@ -46,41 +46,42 @@ _COLUMNS = {"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2, "fp64": 3}
 
 def peak_flops(name: str, arithmetic: str) -> float | None:
     """Operations a second of the device of this name in bf16, fp16, tf32, fp32 or fp64; None: they are not known."""
-    words = set(name.replace("-", " ").split())
+    name_words = set(name.replace("-", " ").split())
     for known, peaks in _PEAKS.items():
-        if set(known.split()) <= words and "MIG" not in words:  # of a part of a device no data sheet tells
-            most = peaks[_COLUMNS[arithmetic]]
-            return most and most * 1e12
+        if set(known.split()) <= name_words and "MIG" not in name_words:  # of a part of a device no data sheet tells
+            peak = peaks[_COLUMNS[arithmetic]]
+            return peak and peak * 1e12
     return None
 
 
-def make_work(run: PreparedRun, example: tuple[Any, Any], log: Log) -> NoUtilization:
-    """What utilisation is told of, on the main rank, which tells it; nothing where a number for it is not known."""
-    peak = _peak(run, log) if run.machine.launch.is_main else None
+def make_utilization(run: PreparedRun, example: tuple[Any, Any], log: Log) -> NoUtilization:
+    """What measures the utilisation of the devices, on the main rank; nothing where a number for it is not known."""
+    peak = _device_peak(run, log) if run.machine.launch.is_main else None
     if peak is None:
         return NoUtilization()
     try:
-        flops = step_flops(run.task, run.network, example, run.batches.total)
+        flops = count_step_flops(run.task, run.network, example, run.batches.total)
     except Exception as error:  # whatever a forward does with what has no values
         log.say(f"note        no utilisation: a step's operations cannot be counted on shapes ({first_line(error)})")
         return NoUtilization()
     return Utilization(flops, peak * run.strategy.devices_used, example[0], log.say)
 
 
-def _peak(run: PreparedRun, log: Log) -> float | None:
+def _device_peak(run: PreparedRun, log: Log) -> float | None:
     """Operations a second that one device can do at most; None: not known."""
     machine, asked = run.machine, run.settings.loop.peak_flops
     if asked is not None or not machine.on_gpu:
         return asked
+    # fp32 products run at the speed of TF32 where it is allowed
     tf32 = machine.tf32 and machine.kind == "cuda" and machine.resolved_precision == "fp32"
-    found = peak_flops(accelerator_names()[0], "tf32" if tf32 else machine.resolved_precision)
-    if found is None:
+    peak = peak_flops(accelerator_names()[0], "tf32" if tf32 else machine.resolved_precision)
+    if peak is None:
         name = accelerator_names()[0]
         log.say(f"note        no utilisation: the peak of {name} is not known; loop.peak_flops=… gives it")
-    return found
+    return peak
 
 
-def step_flops(task: Task, network: nn.Module, example: tuple[Any, Any], samples: int) -> float:
+def count_step_flops(task: Task, network: nn.Module, example: tuple[Any, Any], samples: int) -> float:
     """Floating-point operations of forward and backward over so many samples like these; a multiply-add is two.
 
     Only products count (linear layers, convolutions, attention), as usual. Attention counts all pairs of tokens, also
@@ -90,23 +91,25 @@ def step_flops(task: Task, network: nn.Module, example: tuple[Any, Any], samples
     if any(x.shape[:1] != (size,) for x in tensors(example)):
         raise ValueError("samples are no rows of its tensors, and may differ in size")
     try:
-        # without any values a whole global batch costs no more than one sample
-        instead = {value: _shape(value) for value in chain(network.parameters(), network.buffers())}
-        return _counted(task, network, instead, map_tensors(example, partial(_samples, size, samples)))
+        # meta tensors have shapes alone: a whole global batch costs no more than one sample
+        instead = {value: _without_values(value) for value in chain(network.parameters(), network.buffers())}
+        return _count_flops(task, network, instead, map_tensors(example, partial(_resize_batch, size, samples)))
     except Exception:  # whatever a forward does with a batch without values: many of transformers look into masks
         instead = fake_tensors(network, first_tensor(example[0]).device)
+        # FakeTensors also have a device, which some forwards ask for
         for value, shape in instead.items():
             shape.requires_grad_(value.requires_grad)
-        return _counted(task, network, instead, map_tensors(example, torch.clone)) * samples / size
+        return _count_flops(task, network, instead, map_tensors(example, torch.clone)) * samples / size
 
 
-def _counted(task: Task, network: nn.Module, instead: Mapping[Tensor, Tensor], example: tuple[Any, Any]) -> int:
+def _count_flops(task: Task, network: nn.Module, instead: Mapping[Tensor, Tensor], example: tuple[Any, Any]) -> int:
     """Operations over this batch, with shapes instead of the network's own tensors."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode  # here: most runs have no use for it
 
     # a copy: what the forward keeps in its modules stays in the copy
     copy = deepcopy(network, {id(value): shape for value, shape in instead.items()}).train()
+    # torch counts a grouped convolution as if it had one group
     grouped = {torch.ops.aten.convolution_backward: _convolution_backward}
     counter = FlopCounterMode(display=False, custom_mapping=grouped)
     # attention as products, whatever kernel a device has: some kernels compute a part of it twice, to keep less
@@ -118,22 +121,22 @@ def _counted(task: Task, network: nn.Module, instead: Mapping[Tensor, Tensor], e
     return counter.get_total_flops()
 
 
-def _shape(value: Tensor) -> Tensor:
+def _without_values(value: Tensor) -> Tensor:
     """A tensor or parameter of the same shape, without values."""
     shape = torch.empty_like(value, device="meta")
     return nn.Parameter(shape, value.requires_grad) if isinstance(value, nn.Parameter) else shape
 
 
-def _samples(size: int, samples: int, tensor: Tensor) -> Tensor:
+def _resize_batch(size: int, samples: int, tensor: Tensor) -> Tensor:
     """The shape of so many samples, from a tensor of `size` of them; of one that belongs to all it stays."""
-    own = samples if tensor.dim() and tensor.shape[0] == size else tensor.shape[:1].numel()
-    return torch.empty((own, *tensor.shape[1:])[: tensor.dim()], dtype=tensor.dtype, device="meta")
+    length = samples if tensor.dim() and tensor.shape[0] == size else tensor.shape[:1].numel()
+    return torch.empty((length, *tensor.shape[1:])[: tensor.dim()], dtype=tensor.dtype, device="meta")
 
 
 def _convolution_backward(
     gradient: Sequence[int], x: Sequence[int], weight: Sequence[int], *words: Any, **_: Any
 ) -> int:
     """As much as the forward for each gradient that is asked for; torch's own formula knows no groups of channels."""
-    transposed, asked = words[4], words[7]
-    places = x if transposed else gradient  # (B, C, …): where the kernel is applied
-    return 2 * prod(weight) * places[0] * prod(places[2:]) * sum(asked[:2])
+    transposed, wanted = words[4], words[7]
+    positions = x if transposed else gradient  # (B, C, …): where the kernel is applied
+    return 2 * prod(weight) * positions[0] * prod(positions[2:]) * sum(wanted[:2])

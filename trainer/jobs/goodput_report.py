@@ -1,4 +1,4 @@
-"""What a run has cost over all its starts: goodput, what restarts have lost and kept; the job `report`, which says it.
+"""The goodput of a run over all its starts: what its time went into, what restarts have lost; the job `report`.
 
 Read from the run's files alone, also while it runs; nothing here needs torch.
 """
@@ -26,43 +26,43 @@ class Report:
 
     def __call__(self, folder: Path) -> int:
         """Report on this run folder; the exit code. Refusal where there is none."""
-        said = costs(folder)
-        if said is None:
+        costs = read_costs(folder)
+        if costs is None:
             raise Refusal(f"job=report: {folder} holds no status.json that can be read: no run has begun there")
         refuse_unsafe_files(folder)
         out = make_folder(folder / "report")
-        replace_file(out / "report.json", json.dumps(said, indent=1, ensure_ascii=False) + "\n")
-        reason = f": {said['reason']}" if said["reason"] else ""
+        replace_file(out / "report.json", json.dumps(costs, indent=1, ensure_ascii=False) + "\n")
+        reason = f": {costs['reason']}" if costs["reason"] else ""
         lines = [
             f"run folder  {folder}",
-            f"state       {said['state']} at step {said['step']:,}{reason}",
-            *cost_lines(said),
-            *start_table(said["starts"]),
+            f"state       {costs['state']} at step {costs['step']:,}{reason}",
+            *cost_lines(costs),
+            *start_table(costs["starts"]),
             f"written     {out / 'report.json'}",
         ]
         print("\n".join(lines))
         return 0
 
 
-def report(folder: RunFolder, watch: StepTimer, state: str, step: int, reason: str | None = None) -> None:
-    """Say in status.json how a run stands, and what its time went into."""
+def write_status(folder: RunFolder, watch: StepTimer, state: str, step: int, reason: str | None = None) -> None:
+    """Write to status.json how far a run is, and what its time went into."""
     folder.report(state, step, reason, watch.laps)
 
 
-def costs(folder: Path) -> dict[str, Any] | None:
-    """All that the files of a run say about its time, in seconds; None where there is no status.json."""
+def read_costs(folder: Path) -> dict[str, Any] | None:
+    """The goodput of a run and where its time went, in seconds, from its files; None where there is no status.json."""
     status = read_status(folder)
     if status is None:
         return None
     seconds = {**dict.fromkeys((*_LOST, "kept"), 0.0), **status.get("seconds", {})}
-    kept = seconds.pop("kept")
+    kept = seconds.pop("kept")  # by checkpoints: what a restart did not have to repeat
     # repeated steps are inside the time of the steps, too
     whole = sum(seconds.values()) - seconds["repeated"]
     lost = {name: round(seconds[name], 3) for name in _LOST}
-    executed, starts = status.get("executed", 0), _starts(folder, status)
+    executed, starts = status.get("executed", 0), _read_starts(folder, status)
     return {
         **{name: status[name] for name in ("state", "reason", "step", "goodput")},
-        "restarts": sum(one["after"] in CRASHED_STATES for one in starts),
+        "restarts": sum(start["after"] in CRASHED_STATES for start in starts),
         "steps_executed": executed,
         "steps_repeated": executed - round(executed * status["goodput"]),
         "seconds": round(whole, 3),
@@ -74,16 +74,16 @@ def costs(folder: Path) -> dict[str, Any] | None:
     }
 
 
-def _starts(folder: Path, status: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_starts(folder: Path, status: dict[str, Any]) -> list[dict[str, Any]]:
     """Every start: when, from which step, what the one before had come to, and what it cost until it trained."""
     lines = read_starts(folder)
-    # the next line tells what a start has left; of the last one status.json does
-    left = [*((line["before"] or {}) for line in lines[1:]), status]
-    found: list[dict[str, Any]] = []
-    earlier: dict[str, float] = {}
-    for line, own in zip(lines, left, strict=False):
-        before, after = line["before"] or {}, own.get("seconds") or {}
-        found.append(
+    # how a start ended stands in the line of the next start, and for the last one in status.json
+    endings = [*((line["before"] or {}) for line in lines[1:]), status]
+    rows: list[dict[str, Any]] = []
+    earlier: dict[str, float] = {}  # seconds are counted over all starts: the difference is that of one start
+    for line, ending in zip(lines, endings, strict=False):
+        before, after = line["before"] or {}, ending.get("seconds") or {}
+        rows.append(
             {
                 "attempt": line["attempt"],
                 "began": line["began"],
@@ -95,26 +95,27 @@ def _starts(folder: Path, status: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
         earlier = after
-    return found
+    return rows
 
 
-def cost_lines(said: dict[str, Any]) -> list[str]:
+def cost_lines(costs: dict[str, Any]) -> list[str]:
     """What a run has cost, in a few lines for people."""
-    lost, starts = said["lost"], len(said["starts"])
-    words = [f"saves {spoken(lost['save'])}", f"starting {spoken(lost['start'])}"]
-    if said["restarts"]:
-        words += [f"down {spoken(lost['down'])}"]
-        words += [f"repeating {format_count(said['steps_repeated'], 'step')} {spoken(lost['repeated'])}"]
-    steps, seconds = (f"{100 * said[name]:.1f} %" for name in ("goodput", "goodput_seconds"))
+    # saves and starting always; the others only where the run was restarted
+    lost, starts = costs["lost"], len(costs["starts"])
+    words = [f"saves {format_seconds(lost['save'])}", f"starting {format_seconds(lost['start'])}"]
+    if costs["restarts"]:
+        words += [f"down {format_seconds(lost['down'])}"]
+        words += [f"repeating {format_count(costs['steps_repeated'], 'step')} {format_seconds(lost['repeated'])}"]
+    steps, seconds = (f"{100 * costs[name]:.1f} %" for name in ("goodput", "goodput_seconds"))
     return [
-        f"goodput     {steps} of the steps, {seconds} of {spoken(said['seconds'])}",
+        f"goodput     {steps} of the steps, {seconds} of {format_seconds(costs['seconds'])}",
         f"lost        {', '.join(words)}",
         *(
             [
-                f"restarts    {said['restarts']} of {format_count(starts, 'start')};"
-                f" checkpoints kept {spoken(said['kept'])}"
+                f"restarts    {costs['restarts']} of {format_count(starts, 'start')};"
+                f" checkpoints kept {format_seconds(costs['kept'])}"
             ]
-            if said["restarts"]
+            if costs["restarts"]
             else []
         ),
     ]
@@ -124,23 +125,26 @@ def start_table(starts: list[dict[str, Any]]) -> list[str]:
     """A row for each start."""
     if not starts:
         return []
-    rows = [f"{'start':<7} {'began':<19} {'from step':>10} {'down':>9} {'starting':>9} {'repeated':>9}  after"]
-    for one in starts:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["began"]))
-        cells = [f"{spoken(one[name]) if one[name] else '':>9}" for name in ("down", "start", "repeated")]
-        rows.append(f"{one['attempt']:<7} {when} {one['resume_step']:>10,} {' '.join(cells)}  {_after(one)}".rstrip())
-    return rows
+    lines = [f"{'start':<7} {'began':<19} {'from step':>10} {'down':>9} {'starting':>9} {'repeated':>9}  after"]
+    for row in starts:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["began"]))
+        cells = [f"{format_seconds(row[name]) if row[name] else '':>9}" for name in ("down", "start", "repeated")]
+        # how the start before ended is the reason of this one
+        columns = f"{row['attempt']:<7} {when} {row['resume_step']:>10,} {' '.join(cells)}  {_format_ending(row)}"
+        lines.append(columns.rstrip())
+    return lines
 
 
-def _after(start: dict[str, Any]) -> str:
+def _format_ending(start: dict[str, Any]) -> str:
     """How the start before this one ended."""
     if start["after"] == "running":
         return f"killed: {start['because']}" if start["because"] else "killed, without a last word"
     return f"{start['after']}: {start['because']}" if start["because"] else start["after"] or ""
 
 
-def spoken(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """A time with as many digits as matter."""
+    # 1:40 and more as a clock shows it; below, three digits
     if seconds >= 100:
         return format_duration(seconds)
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,4 +1,4 @@
-"""The values that `init_from` gives a network: found and compared before any process group, read by one rank inside."""
+"""The values that `init_from` gives a network: found and compared before there is a process group, read by one rank."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _SHOWN = 4  # names of a kind in a line
 
 
 class InitialWeights:
-    """What a network begins with that its constructor did not make. Nothing until somebody has looked for it.
+    """The weights that a network begins with and that its constructor did not make. None before `find`.
 
-    The main rank alone looks and reads; from it the values travel as if it had built them.
+    The main rank alone finds and reads them; they are sent to the others as if it had built them.
     """
 
     def __init__(self, source: str | None, best: str) -> None:
-        """`source` is `init_from`; `best`: the figure by which a run's checkpoint is chosen."""
-        self.lines: list[str] = []  # what was found, for the start of the run
-        self.is_complete = False  # every value of the network: nobody need build any
+        """`source` is `init_from`; `best`: the metric by which the checkpoint of a run folder is chosen."""
+        self.lines: list[str] = []  # for the output at the start of the run
+        self.is_complete = False  # do they give every value of the network? Then nobody needs to build any
         self._source, self._best = source, best
-        self._names: dict[str, str] = {}  # of the network → of the same tensor in the file
+        self._names: dict[str, str] = {}  # a name in the network → the name of the same tensor in the file
         self._weights: Weights | None = None
 
     def find(self, network: nn.Module) -> None:
         """Find the weights and compare names and shapes; Refusal where none fits. The network may be an outline."""
         if self._source is None:
-            self.lines = _left_random(network)
+            self.lines = _random_note(network)
             return
         try:
-            self._weights = weights = _translated(open_weights(_place(self._source, network), self._best), network)
+            self._weights = weights = _translate(open_weights(_locate(self._source, network), self._best), network)
             self._compare(weights, network)
         except Refusal as refusal:
             raise Refusal(f"init_from={self._source}: {refusal}") from refusal
@@ -45,37 +45,38 @@ class InitialWeights:
         """Give the network, in place, the values that were found; they are let go of then."""
         if self._weights is None:
             return
-        own = dict(named_tensors(network))
-        self._weights.read_into({there: own[name] for name, there in self._names.items()})
+        tensors = dict(named_tensors(network))
+        self._weights.read_into({stored_name: tensors[name] for name, stored_name in self._names.items()})
         self._weights = None
 
     def _compare(self, weights: Weights, network: nn.Module) -> None:
-        own, stored = dict(named_tensors(network)), set(network.state_dict())
-        there, done = plain_names(weights.tensors, own.keys())
-        shapes = {name: weights.tensors[other].shape for name, other in there.items()}
-        self._names = {name: there[name] for name in own if name in there and shapes[name] == own[name].shape}
+        expected, saved_names = dict(named_tensors(network)), set(network.state_dict())
+        stored_names, how = match_names(weights.tensors, expected.keys())
+        shapes = {name: weights.tensors[stored].shape for name, stored in stored_names.items()}
+        fitting = [name for name in expected if name in shapes and shapes[name] == expected[name].shape]
+        self._names = {name: stored_names[name] for name in fitting}
         # a tensor with several names (tied weights) needs one of them
-        given = {own[name] for name in self._names}
-        self.is_complete = all(tensor in given for tensor in own.values())
-        lacking = [name for name in own if own[name] not in given and name in stored]
-        other = [name for name in lacking if name in there]
-        replaced = [f"{name} {tuple(shapes[name])} → {tuple(own[name].shape)}" for name in other]
+        loaded = {expected[name] for name in self._names}
+        self.is_complete = all(tensor in loaded for tensor in expected.values())
+        lacking = [name for name in expected if expected[name] not in loaded and name in saved_names]
+        misshapen = [name for name in lacking if name in stored_names]
+        replaced = [f"{name} {tuple(shapes[name])} → {tuple(expected[name].shape)}" for name in misshapen]
         # a count that only older files lack, and that torch's BatchNorm does without
-        missing = [name for name in lacking if name not in there and not name.endswith("num_batches_tracked")]
+        missing = [name for name in lacking if name not in stored_names and not name.endswith("num_batches_tracked")]
         if not self._names:
-            raise Refusal(_strangers(weights.path, there, network, replaced))
-        extra = [there[name] for name in there if name not in own]
+            raise Refusal(_explain_no_match(weights.path, stored_names, network, replaced))
+        extra = [stored_names[name] for name in stored_names if name not in expected]
         self.lines = [
-            f"weights     {len(self._names)} tensors from {weights.path}{weights.why}{done}",
-            *_line("of another shape, not loaded", replaced),
-            *_line("not there, not loaded", missing),
-            *_line("not of this network, not loaded", extra),
+            f"weights     {len(self._names)} tensors from {weights.path}{weights.why}{how}",
+            *_list_names("of another shape, not loaded", replaced),
+            *_list_names("not there, not loaded", missing),
+            *_list_names("not of this network, not loaded", extra),
         ]
 
 
-def _left_random(network: nn.Module) -> list[str]:
+def _random_note(network: nn.Module) -> list[str]:
     """A line where weights are published and nobody asked for them, though some will never learn."""
-    count = len({one for one in network.parameters() if not one.requires_grad})
+    count = len({parameter for parameter in network.parameters() if not parameter.requires_grad})
     if not count or not callable(getattr(network, "pretrained", None)):
         return []
     return [
@@ -84,55 +85,55 @@ def _left_random(network: nn.Module) -> list[str]:
     ]
 
 
-def _translated(weights: Weights, network: nn.Module) -> Weights:
+def _translate(weights: Weights, network: nn.Module) -> Weights:
     """Weights under the names of another library, where the network knows these and has a method `translated`."""
     known = getattr(network, "translated", None)
     tensors = known(weights.tensors, weights.settings) if callable(known) else None
     return weights if tensors is None else replace(weights, tensors=tensors)
 
 
-def plain_names(names: Iterable[str], own: Collection[str]) -> tuple[dict[str, str], str]:
-    """A file's names as the network has them → as they stand in the file; and what was done to them, in words.
+def match_names(names: Iterable[str], wanted: Collection[str]) -> tuple[dict[str, str], str]:
+    """A mapping from names as the network has them to names in the file; and what was done to them, in words.
 
     Wrappers add words: DataParallel and DDP `module.` in front, torch.compile `_orig_mod` anywhere. Beside these, one
     of the two may be a part of the other: Lightning's `model.` holds the network, a task's `backbone.` what the file
     has.
     """
     # all names are read in one way: one by one, a part that is really called `module` would pass for a wrapper
-    wholes = [{name: name for name in names}]
-    for change in (_uncompiled, _without("module")):
-        wholes += [other for whole in wholes if (other := _renamed(whole, change)) not in wholes]
-    ways = [("", whole) for whole in wholes]
-    for whole in wholes:
-        ways += [(f", its {word}.*", _renamed(whole, _without(word))) for word in _first_words(whole)]
-        ways += [(f", as {word}.*", _renamed(whole, _below(word))) for word in _first_words(own)]
-    done, found = max(ways, key=lambda way: len(way[1].keys() & own))  # of equals the first: the least is done
-    return found, done
+    readings = [{name: name for name in names}]
+    for change in (_strip_compiled, _strip("module")):
+        readings += [other for reading in readings if (other := _rename(reading, change)) not in readings]
+    ways = [("", reading) for reading in readings]
+    for reading in readings:
+        ways += [(f", its {word}.*", _rename(reading, _strip(word))) for word in _first_parts(reading)]
+        ways += [(f", as {word}.*", _rename(reading, _prepend(word))) for word in _first_parts(wanted)]
+    how, best = max(ways, key=lambda way: len(way[1].keys() & wanted))  # of equals the first: the least is done
+    return best, how
 
 
-def _renamed(whole: Mapping[str, str], new: Callable[[str], str]) -> dict[str, str]:
+def _rename(names: Mapping[str, str], new: Callable[[str], str]) -> dict[str, str]:
     """The same with other names; nothing where two would have one name, as then some were not meant."""
-    renamed = {new(name): there for name, there in whole.items()}
-    return renamed if len(renamed) == len(whole) else {}
+    renamed = {new(name): there for name, there in names.items()}
+    return renamed if len(renamed) == len(names) else {}
 
 
-def _uncompiled(name: str) -> str:
+def _strip_compiled(name: str) -> str:
     return ".".join(word for word in name.split(".") if word != "_orig_mod")
 
 
-def _without(word: str) -> Callable[[str], str]:
+def _strip(word: str) -> Callable[[str], str]:
     return lambda name: name.removeprefix(f"{word}.")
 
 
-def _below(word: str) -> Callable[[str], str]:
+def _prepend(word: str) -> Callable[[str], str]:
     return lambda name: f"{word}.{name}"
 
 
-def _first_words(names: Iterable[str]) -> Iterable[str]:
+def _first_parts(names: Iterable[str]) -> Iterable[str]:
     return dict.fromkeys(name.split(".")[0] for name in names)
 
 
-def _place(source: str, network: nn.Module) -> Path:
+def _locate(source: str, network: nn.Module) -> Path:
     """Where the weights lie; what the network's authors have published the network itself knows."""
     if source != "pretrained":
         path = resolve_links(expand_home(source))
@@ -149,15 +150,15 @@ def _place(source: str, network: nn.Module) -> Path:
     return published()
 
 
-def _strangers(path: Path, there: Collection[str], network: nn.Module, replaced: Sequence[str]) -> str:
-    kind, own = type(network).__name__, network.state_dict()
+def _explain_no_match(path: Path, stored_names: Collection[str], network: nn.Module, replaced: Sequence[str]) -> str:
+    kind, expected = type(network).__name__, network.state_dict()
     if replaced:
         return f"no tensor of {path} has the shape that {kind} has for it: {format_names(replaced, _SHOWN)}"
-    if not there:
+    if not stored_names:
         return f"{path} holds no tensor by name"
-    in_file, here = format_names(there, _SHOWN), format_names(own, _SHOWN)
+    in_file, here = format_names(stored_names, _SHOWN), format_names(expected, _SHOWN)
     return f"no name in {path} is one of {kind}'s; there: {in_file}; here: {here}"
 
 
-def _line(what: str, names: Sequence[str]) -> list[str]:
+def _list_names(what: str, names: Sequence[str]) -> list[str]:
     return [f"weights     {len(names)} {what}: {format_names(names, _SHOWN)}"] if names else []

@@ -20,7 +20,7 @@ from trainer.messages import Refusal, format_count
 from trainer.records.checkpoint.writer import AsyncSaver
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-_NEVER, _LARGE = 2**30, 2**20  # bytes
+_NEVER, _LARGE = 2**30, 2**20  # bytes: 1 GiB stands for no limit, 1 MiB for a gathered parameter
 # The words of torch's allocators, of the CUDA driver, and of cuBLAS and cuDNN, which ask it for memory themselves.
 _NO_MEMORY = re.compile(r"can't allocate memory|(CUDA error:|MPS backend) out of memory|STATUS_ALLOC_FAILED")
 _SPREAD = "strategy=fsdp, tp or pp hold a part of the network on each device"
@@ -48,7 +48,7 @@ def give_back_freed_memory() -> bool:
 
 def _mallopt(parameter: int, value: int) -> bool:
     try:
-        return bool(ctypes.CDLL(None).mallopt(parameter, value))
+        return bool(ctypes.CDLL(None).mallopt(parameter, value))  # None: the C library that Python runs with
     except (OSError, AttributeError):
         return False
 
@@ -85,8 +85,8 @@ def _step_advice(run: PreparedRun) -> str:
     while (more := more_micro_batches(batches)) is not None:
         batches = replace(batches, micro_batches=more)
         with suppress(Refusal):
-            world_size, share = run.machine.launch.world_size, batches.total // batches.ranks
-            run.strategy.refuse_shares(world_size, share, more, batches.uneven)
+            world_size, rank_batch = run.machine.launch.world_size, batches.total // batches.ranks
+            run.strategy.refuse_shares(world_size, rank_batch, more, batches.uneven)
             return f"Try loop.micro_batch{f'es={more}' if loop.micro_batch is None else f'={batches.largest}'}."
     return f"There are no smaller micro-batches; {_SPREAD}."
 
@@ -98,5 +98,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _happened_in(error: BaseException, *functions: Callable[..., Any]) -> bool:
     """Did it happen in one of these, or in what they called?"""
+    # frames of the traceback hold the code of the functions that were running
     codes = {function.__code__ for function in functions}
     return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))

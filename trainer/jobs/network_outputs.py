@@ -1,4 +1,4 @@
-"""What a network answers to each sample of a set, brought to the main rank piece by piece: only rows travel."""
+"""The outputs of a network for each sample of a set, brought to the main rank batch by batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.messages import BadData
 from trainer.parallel.ranks import Ranks
 from trainer.strategies.base import Strategy
 
-Piece = dict[str, NDArray[Any]]  # named rows (n, …) of neighbouring samples
+Rows = dict[str, NDArray[Any]]  # named rows (n, …) of neighbouring samples
 Keep = Callable[[Any, Any], dict[str, Tensor]]  # (output, target) → what is kept of them, the samples first
 
 
@@ -24,46 +24,47 @@ class Stopped(Exception):
     """A rank was asked to stop, and all of them have."""
 
 
-def answers(strategy: Strategy, loaded: LoadedRun, keep: Keep, real: torch.dtype) -> Iterator[tuple[int, Piece]]:
+def gather_outputs(strategy: Strategy, loaded: LoadedRun, keep: Keep, dtype: torch.dtype) -> Iterator[tuple[int, Rows]]:
     """Collective: for each micro-batch, in the order of the set, its first sample and the rows of all its samples.
 
-    On the main rank; on the others the rows are none. Floating-point numbers as `real`. Stopped where a rank was asked
+    On the main rank; on the others the rows are none. Floating-point numbers as `dtype`. Stopped where a rank was asked
     to stop, BadData where the rows of samples differ in shape.
     """
-    kept = loaded.model.task = _Kept(keep)
+    task = loaded.model.task = _RowKeeper(keep)
     votes, senders = strategy.votes(), set[int]()
     for batch, valid in loaded.stream.batches():
         votes.ask(loaded.stop.raised)
-        kept.rows = {}
+        task.rows = {}
         loaded.model.evaluate(batch, valid)
-        senders = senders or _senders(strategy.world, strategy.slice.rank, bool(kept.rows))
-        own: Piece = {}
+        senders = senders or _senders(strategy.world, strategy.slice.rank, bool(task.rows))
+        rows: Rows = {}
         if valid and strategy.world.rank in senders:
-            own = {"index": batch.indices.numpy()} | {name: _sent(x, real) for name, x in kept.rows.items()}
+            rows = {"index": batch.indices.numpy()} | {name: _to_numpy(x, dtype) for name, x in task.rows.items()}
         # all ranks; to the main one the rows of the data ranks, each once, from those that have outputs
-        heard = [piece for piece in strategy.world.gather_values(own) if piece]
-        yield _joined(heard, len(batch.span)) if strategy.world.is_main else (0, {})
+        pieces = [piece for piece in strategy.world.gather_values(rows) if piece]
+        yield _join_rows(pieces, len(batch.span)) if strategy.world.is_main else (0, {})
         if any(votes.read()):
             raise Stopped
 
 
-def _senders(world: Ranks, data_rank: int, has: bool) -> set[int]:
+def _senders(world: Ranks, data_rank: int, has_outputs: bool) -> set[int]:
     """Collective: of the ranks that have the outputs of the same samples one, so that no row travels twice."""
     holders: dict[int, int] = {}
-    for rank, (number, there) in enumerate(world.all_gather_values((data_rank, has))):  # all ranks, once; two numbers
-        if there:
-            holders.setdefault(number, rank)
+    every = world.all_gather_values((data_rank, has_outputs))  # all ranks, once; two numbers each
+    for rank, (its_data_rank, has) in enumerate(every):
+        if has:
+            holders.setdefault(its_data_rank, rank)
     return set(holders.values())
 
 
-def _sent(rows: Tensor, real: torch.dtype) -> NDArray[Any]:
-    return (rows.to(real) if rows.is_floating_point() else rows).detach().cpu().numpy()
+def _to_numpy(rows: Tensor, dtype: torch.dtype) -> NDArray[Any]:
+    return (rows.to(dtype) if rows.is_floating_point() else rows).detach().cpu().numpy()
 
 
-def _joined(pieces: list[Piece], samples: int) -> tuple[int, Piece]:
+def _join_rows(pieces: list[Rows], samples: int) -> tuple[int, Rows]:
     """The rows of all ranks in the order of the set."""
     shapes = [{name: rows.shape[1:] for name, rows in piece.items()} for piece in pieces]
-    if any(each != shapes[0] for each in shapes):
+    if any(shape != shapes[0] for shape in shapes):
         raise BadData(f"the rows that are kept of the samples differ in shape: {shapes[0]} and others")
     whole = {name: numpy.concatenate([piece[name] for piece in pieces]) for name in shapes[0]}
     order = numpy.argsort(whole.pop("index"), kind="stable")
@@ -73,7 +74,7 @@ def _joined(pieces: list[Piece], samples: int) -> tuple[int, Piece]:
     return first, {name: rows[order] for name, rows in whole.items()}
 
 
-class _Kept(Task):
+class _RowKeeper(Task):
     """A task of which an evaluation keeps rows on this rank: only who has outputs is asked for metrics."""
 
     def __init__(self, keep: Keep) -> None:

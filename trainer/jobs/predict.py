@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.data import Data
-from trainer.jobs.network_outputs import Piece, Stopped, answers
+from trainer.jobs.network_outputs import Rows, Stopped, gather_outputs
 from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import (
     AVERAGE_PREFIX,
@@ -33,7 +33,7 @@ _BEST = 5  # classes of an input whose probabilities are written
 _SHOWN = 20  # inputs, or damaged ones, on the screen
 
 
-def refuse_task(task: Task) -> None:
+def refuse_no_classes(task: Task) -> None:
     """Refuse a task whose outputs are no classes."""
     if type(task).probabilities is Task.probabilities:
         raise Refusal(
@@ -43,7 +43,7 @@ def refuse_task(task: Task) -> None:
         )
 
 
-def best(task: Task, output: Any, damaged: Tensor) -> dict[str, Tensor]:
+def top_classes(task: Task, output: Any, damaged: Tensor) -> dict[str, Tensor]:
     """The best classes of each sample, (B, 5) or fewer, and whether it is one that could not be read, (B,)."""
     probabilities = task.probabilities(output)
     if probabilities is None or probabilities.dim() != 2:
@@ -51,11 +51,12 @@ def best(task: Task, output: Any, damaged: Tensor) -> dict[str, Tensor]:
             f"job.inputs gives the class of each input, and the network's output is none for {type(task).__name__}:"
             " expected scores (samples, classes)"
         )
+    # (B, classes) → (B, 5)
     top = probabilities.topk(min(_BEST, probabilities.shape[1]), dim=1)
     return {"probability": top.values, "class": top.indices, "damaged": damaged}
 
 
-class Classified:
+class ClassTable:
     """Writes `file,class,probability`, and JSON with the best five classes; remembers what is for the screen.
 
     samples: has `name(i)`, and `error(i)` for one that could not be read.
@@ -64,31 +65,33 @@ class Classified:
     def __init__(self, table: IO[bytes], lines: IO[bytes], samples: Any, names: Sequence[str]) -> None:
         self._table, self._lines = Table(table, ("file", "class", "probability")), lines
         self._samples, self._names = samples, names
-        self._count = self._bad = 0
-        self._shown: list[str] = []
-        self._damaged: list[str] = []
+        self._count = self._bad = 0  # inputs, and those that gave no answer
+        self._shown: list[str] = []  # lines for the screen
+        self._damaged: list[str] = []  # the same, of inputs that gave no answer
 
-    def add(self, first: int, piece: Piece) -> None:
+    def add(self, first: int, piece: Rows) -> None:
         """The rows of the inputs from this one on."""
+        # one row for each sample: (k,) probabilities, (k,) class numbers, a flag
         rows = zip(*(piece[name].tolist() for name in ("probability", "class", "damaged")), strict=True)
         for at, (probabilities, numbers, damaged) in enumerate(rows, first):
             error = self._samples.error(at) if damaged else None
             if error is None and not all(map(math.isfinite, probabilities)):
                 error = "the network's answer is not finite"
-            named = {} if error else {self._name(n): _rounded(p) for n, p in zip(numbers, probabilities, strict=True)}
+            named = {} if error else {self._name(n): _round(p) for n, p in zip(numbers, probabilities, strict=True)}
             self._write(self._samples.name(at), named, error)
 
     def _write(self, file: str, named: dict[str, float], error: str | None) -> None:
+        # the best class first
         word, probability = next(iter(named.items()), (None, None))
         self._table.add((file, "" if word is None else word, "" if probability is None else f"{probability:g}"))
         json_line(self._lines, {"file": file, "class": word, "probabilities": named, "error": error})
         self._count += 1
         self._bad += error is not None
         if error and self._bad <= _SHOWN:
-            self._damaged.append(f"  {visible(file)}: {visible(error)}")
+            self._damaged.append(f"  {escape_unprintable(file)}: {escape_unprintable(error)}")
         elif not error and len(self._shown) <= _SHOWN:
-            said = ", ".join(f"{visible(name)} {100 * share:.1f} %" for name, share in named.items())
-            self._shown.append(f"{visible(file)}  {said}")
+            answers = ", ".join(f"{escape_unprintable(name)} {100 * share:.1f} %" for name, share in named.items())
+            self._shown.append(f"{escape_unprintable(file)}  {answers}")
 
     def _name(self, number: int) -> str:
         return self._names[number] if number < len(self._names) else str(number)
@@ -108,11 +111,11 @@ class Classified:
         return f"{what}: none of {format_count(self._count, 'input')} could be read; the reason of each is in {path}"
 
 
-def _rounded(probability: float) -> float:
+def _round(probability: float) -> float:
     return float(f"{probability:.6g}")
 
 
-def visible(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """A name for the screen: what would move a cursor, or is no text, as an escape."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
@@ -149,11 +152,11 @@ class Predict(Job):
         if self.inputs is None:
             write = self._write_outputs
         else:
-            refuse_task(run.task)
+            refuse_no_classes(run.task)
             write = self._write_classes
         done, refused = True, ""
         with load_run(run, "predict", self.checkpoint, self.split, self.inputs) as loaded:
-            # in the view the network holds the weights that were asked for
+            # as in an evaluation: inside a view the network holds its weights, or their average
             views = dict(loaded.model.average.views())
             with views[AVERAGE_PREFIX if average else ""], torch.no_grad():
                 try:
@@ -169,31 +172,32 @@ class Predict(Job):
         """Collective: a file of tensors, and a table of the classes where the data names them."""
         # what is kept is as exact as the run
         real = torch.float64 if run.machine.resolved_precision == "fp64" else torch.float32
-        pieces = answers(run.strategy, loaded, partial(_predicted, run.task), real)
+        pieces = gather_outputs(run.strategy, loaded, partial(_predict_rows, run.task), real)
         if not run.machine.launch.is_main:
-            return _through(pieces)
+            return _take_part(pieces)
         table = path.with_suffix(".csv")
         with drafts(path, table) as (file, rows):
-            tensors, words = Tensors(file, loaded.stream.size), Words(Table(rows, ("index", "name", "class")), run.data)
+            tensors = Tensors(file, loaded.stream.size)
+            names = ClassNameTable(Table(rows, ("index", "name", "class")), run.data)
             for first, piece in pieces:
                 tensors.add(first, piece)
-                words.add(first, piece, loaded.samples)
-            self._remove_others(path, *([table] if words.whole else []))
+                names.add(first, piece, loaded.samples)
+            self._remove_others(path, *([table] if names.is_complete else []))
         shapes = ", ".join(f"{name} {shape}" for name, (_, shape) in tensors.rows.items() if name != "index")
         print(f"checkpoint  step {loaded.checkpoint.step} of {run_folder(run)}")
         print(f"written     {path}: {loaded.stream.size} samples ({self.split}), for each {shapes}")
-        if words.whole:
+        if names.is_complete:
             print(f"written     {table}: the class of each")
         return ""
 
     def _write_classes(self, run: RunParts, loaded: LoadedRun, path: Path) -> str:
         """Collective: the classes of new inputs, as a table and as JSON; why it is refused, where none can be read."""
-        pieces = answers(run.strategy, loaded, partial(best, run.task), torch.float64)
+        pieces = gather_outputs(run.strategy, loaded, partial(top_classes, run.task), torch.float64)
         if not run.machine.launch.is_main:
-            return _through(pieces)
+            return _take_part(pieces)
         lines = path.with_suffix(".jsonl")
         with drafts(path, lines) as (table, rows):
-            classified = Classified(table, rows, loaded.samples, loaded.classes or data_classes(run.data))
+            classified = ClassTable(table, rows, loaded.samples, loaded.classes or data_classes(run.data))
             for first, piece in pieces:
                 classified.add(first, piece)
             self._remove_others(path, lines)
@@ -209,28 +213,28 @@ class Predict(Job):
                 old.unlink(missing_ok=True)
 
 
-class Words:
+class ClassNameTable:
     """The class of each sample, where the data names its classes and each answer has one number for each of them."""
 
     def __init__(self, table: Table, data: Data) -> None:
         self._table, self._data = table, data
-        self.whole = bool(data.class_names)  # all rows so far
+        self.is_complete = bool(data.class_names)  # has every row so far had a class?
 
-    def add(self, first: int, piece: Piece, samples: Any) -> None:
+    def add(self, first: int, piece: Rows, samples: Any) -> None:
         """The rows of the samples from this one on."""
         output = piece.get("output")  # (n, classes)
-        if not self.whole or output is None or output.shape[1:] != (len(self._data.class_names),):
-            self.whole = False
+        if not self.is_complete or output is None or output.shape[1:] != (len(self._data.class_names),):
+            self.is_complete = False
             return
-        # a set may offer name(i), as those of files do
+        # a data set may have name(i), as those of files do
         name = getattr(samples, "name", lambda index: "")
         predicted = self._data.as_words(torch.from_numpy(output).argmax(1))
         for index, word in enumerate(predicted, first):
             self._table.add((index, name(index), word))
 
 
-def _predicted(task: Task, output: Any, target: Any) -> dict[str, Tensor]:
-    """What the task keeps of an output. ValueError where it is not a row for each sample."""
+def _predict_rows(task: Task, output: Any, target: Any) -> dict[str, Tensor]:
+    """What the task keeps of an output, a row for each sample. ValueError where it is something else."""
     kept = task.predict(output)
     sizes = {name: rows.shape[:1] for name, rows in kept.items()}
     for name, rows in kept.items():
@@ -241,8 +245,8 @@ def _predicted(task: Task, output: Any, target: Any) -> dict[str, Tensor]:
     return kept
 
 
-def _through(pieces: Iterator[Any]) -> str:
-    """Collective: take part; the main rank writes."""
+def _take_part(pieces: Iterator[Any]) -> str:
+    """Collective: a rank that writes nothing takes part in gathering; the main rank writes."""
     for _ in pieces:
         pass
     return ""

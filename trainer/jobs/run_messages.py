@@ -1,77 +1,50 @@
-"""What a run says of itself: where it was made, what it is when it starts, how it ended."""
+"""The lines that a run prints: what it is when it starts, how it ended, and the table of its metrics and its time."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import shlex
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
-from importlib.metadata import distributions
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from trainer import __version__
 from trainer.configuration.command_line import code_arguments
-from trainer.data.class_names import read_class_names
 from trainer.data.sampler import dataset_size
+from trainer.jobs.goodput_report import cost_lines, format_seconds, read_costs
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.devices import accelerator_names
 from trainer.launch.rendezvous import Launch
+from trainer.launch.run_status import read_status
 from trainer.learning.freezing import count_trainable
 from trainer.loop.progress import Progress
-from trainer.messages import format_count, format_names
+from trainer.loop.trainer import Trainer
+from trainer.messages import format_count, format_names, format_number
 from trainer.parallel.optimizer_state import EMA_PREFIX
 from trainer.records.checkpoint.manager import Checkpoints
 from trainer.records.checkpoint.manifest import Found
 from trainer.records.checkpoint.store import committed, winner
+from trainer.records.console import figure
+from trainer.records.metrics_reader import figures, last_of
 from trainer.strategies.machine import Machine
+from trainer.strategies.step_timing import STEP_PHASES, StepTimer
 
-_SHOWN = 5  # names in a line
+_NAMES = 5  # in a line
+_METRICS = 12  # of an evaluation in the table at the end
+_LABEL, _CELL = 24, 11  # columns of that table; three cells behind a label fit into 80
 # methods of a LightningModule, and what says the same here
 _LIGHTNING = {
     "configure_optimizers": "the optimizer is chosen with optimizer= and the rate's course with schedule=",
     "training_step": "the task says the loss, task=",
 }
-PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "rich")
-
-
-def describe(run: PreparedRun) -> dict[str, Any]:
-    """Collective: environment.json: versions, hardware, git revision and what was resolved."""
-    strategy, machine = run.strategy, run.machine
-    hosts = strategy.world.all_gather_values(socket.gethostname())  # all ranks; each hears every name
-    return {
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "packages": {
-            "trainer": __version__,
-            **{name: next((each.version for each in distributions(name=name)), None) for name in PACKAGES},
-        },
-        **{name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")},  # torch was built for
-        "gpus": accelerator_names(),
-        "cpus": os.cpu_count(),
-        "git": _revision(),
-        "strategy": strategy.name,
-        "world_size": strategy.world.size,
-        "precision": machine.resolved_precision,
-        "devices": devices(machine),
-        "hosts": sorted(set(hosts)),
-        "horizon": run.length.steps,
-        "best": run.best_metric,
-        "classes": read_class_names(run.data),
-    }
 
 
 def start_lines(run: PreparedRun, start: Found | None) -> list[str]:
-    """What a run is, as it was understood."""
+    """What the run is: data, network, devices and sizes as they were resolved, and notes."""
     strategy, machine = run.strategy, run.machine
     count, learn = sum(parameter.numel() for parameter in run.network.parameters()), count_trainable(run.network)
     frozen = f", of which {learn:,} are trained" if learn < count else ""
@@ -79,11 +52,11 @@ def start_lines(run: PreparedRun, start: Found | None) -> list[str]:
     evaluated = format_count(dataset_size(run.evaluation), "sample") if run.evaluation is not None else ""
     return [
         f"run folder  {run.folder.path}",
-        f"strategy    {strategy.name} on {format_count(strategy.world.size, 'process')}; {devices(machine)}",
-        f"precision   {arithmetic(machine)}",
+        f"strategy    {strategy.name} on {format_count(strategy.world.size, 'process')}; {format_devices(machine)}",
+        f"precision   {format_precision(machine)}",
         f"network     {type(run.network).__name__}, {count:,} parameters{frozen}",
         *[f"optimizer   {rule}; {rule.covers(run.network):,} parameters" for rule in run.rules],
-        f"data        {found(run)}",
+        f"data        {format_data(run)}",
         f"evaluation  {evaluated or 'none: the data has no evaluation set'}",
         f"batch       {run.batches}",
         f"length      {run.length}; schedule {run.schedule.label}",
@@ -92,7 +65,7 @@ def start_lines(run: PreparedRun, start: Found | None) -> list[str]:
         *([f"note        every rank builds the whole network first: {run.whole_because}"] if run.whole_because else []),
         *[
             f"note        {note}"
-            for note in (*run.data.notes(), *strategy.notes(run.network), *uncalled_notes(run.network))
+            for note in (*run.data.notes(), *strategy.notes(run.network), *lightning_notes(run.network))
         ],
         *([f"resuming    step {start.step} of {start.path}"] if start else []),
         *(["note        init_from is ignored, because the run resumes"] if start and run.settings.init_from else []),
@@ -100,27 +73,30 @@ def start_lines(run: PreparedRun, start: Found | None) -> list[str]:
     ]
 
 
-def found(run: PreparedRun) -> str:
-    """How much there is to train on, and in how many classes where the data knows."""
+def format_data(run: PreparedRun) -> str:
+    """How many samples there are to train on, and in how many classes where the data knows."""
+    # of one epoch, with those that make up no whole batch
     samples = run.length.per_epoch * run.batches.total + run.length.left_out
     classes = getattr(run.data, "num_classes", None)
     in_classes = f" in {format_count(classes, 'class')}" if isinstance(classes, int) else ""
     return format_count(samples, "sample") + in_classes
 
 
-def uncalled_notes(network: nn.Module) -> list[str]:
-    """Which of its methods Lightning would call, and nobody calls here; not those that Lightning's own class has."""
+def lightning_notes(network: nn.Module) -> list[str]:
+    """The network's methods that Lightning would call and nobody calls here; not those of Lightning's own class."""
     name = type(network).__name__
     return [
         f"{name}.{method} is not called: {instead} (docs/migrating.md)"
         for method, instead in _LIGHTNING.items()
+        # the class that defines the method; Lightning's own base class defines all of them
         for kind in [next((kind for kind in type(network).__mro__ if method in vars(kind)), None)]
         if kind is not None and kind.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
     ]
 
 
 def average_notes(decay: float | None, start: Found | None) -> list[str]:
-    """What becomes of the weights' moving average where the checkpoint and this run are not of one mind about it."""
+    """What becomes of the weights' moving average where only the checkpoint or only this run has one."""
+    # both have an average, or none has
     if start is None or (decay is None) == (not any(name.startswith(EMA_PREFIX) for name in start.tensors)):
         return []
     if decay is None:
@@ -128,12 +104,14 @@ def average_notes(decay: float | None, start: Found | None) -> list[str]:
     return [f"note        ema.decay={decay:g}: the checkpoint has no moving average; it starts from the weights"]
 
 
-def devices(machine: Machine) -> str:
+def format_devices(machine: Machine) -> str:
     """The devices in use of those that this machine has, and how to use them all."""
-    used = machine.launch.local_world_size
+    used = machine.launch.local_world_size  # processes of this run on this machine
     if not machine.on_gpu:
+        # too many threads of several processes on few cores are a usual mistake
         threads, cores = format_count(torch.get_num_threads(), "thread"), format_count(os.cpu_count() or 1, "core")
         return f"cpu, {format_count(used, 'process')} of {threads} on {cores}"
+    # a launcher may show each process its own device alone
     seen = accelerator_names()
     if used > len(seen) and not machine.shares_devices:
         return f"{format_count(used, 'GPU')}, each seen by one process alone, {seen[0]}"
@@ -141,7 +119,7 @@ def devices(machine: Machine) -> str:
     return f"{used} of {format_count(len(seen), 'GPU')}, {seen[0]}{more if used < len(seen) else ''}"
 
 
-def arithmetic(machine: Machine) -> str:
+def format_precision(machine: Machine) -> str:
     """The resolved precision in words, and what TF32 makes of it."""
     precision = machine.resolved_precision
     if machine.kind != "cuda" or precision == "fp64":
@@ -153,10 +131,11 @@ def arithmetic(machine: Machine) -> str:
 
 def replaced_lines(of_ranks: Sequence[Sequence[str]]) -> list[str]:
     """Which samples could not be read, by the names that each rank has."""
+    # ranks that share samples (tensor, context) name them twice
     every = sorted(set(chain.from_iterable(of_ranks)))
     if not every:
         return []
-    which = format_names(every, _SHOWN)
+    which = format_names(every, _NAMES)
     return [f"replaced    {format_count(len(every), 'sample')} that could not be read, others in their place: {which}"]
 
 
@@ -175,7 +154,8 @@ def end_lines(
     """How it ended, and what to do next. early: why it ended before the last step that was asked for."""
     folder = shlex.quote(str(run.folder.path))
     if not done:
-        return [f"stopped and saved at step {step}; to go on:", f"  {command(run)}"]
+        return [f"stopped and saved at step {step}; to go on:", f"  {resume_command(run)}"]
+    # the loss stands in the table above
     words = [f"{name} {value:.4f}" for name, value in (figures or {}).items() if name not in ("loss", "ema_loss")]
     return [
         *([f"ended early: {early}"] if early else []),
@@ -198,31 +178,38 @@ def curves_command(run: PreparedRun) -> str:
 
 
 def jobs_command(run: PreparedRun) -> str:
-    """What is typed for the figures again, for answers in a file, for a file of the network, on one process."""
+    """The command for the metrics again, on one process; the jobs for predictions and the network stand behind it."""
     spread = ["strategy=single"] if run.machine.launch.world_size > 1 else []
-    own = shlex.join([*code_arguments(run.arguments), f"run.dir={quoted(run.folder.path.absolute())}", *spread])
-    return f"python -m trainer {own} job=evaluate   (or job=predict, job=export)"
+    arguments = shlex.join(
+        [*code_arguments(run.arguments), f"run.dir={quote_path(run.folder.path.absolute())}", *spread]
+    )
+    return f"python -m trainer {arguments} job=evaluate   (or job=predict, job=export)"
 
 
 def best_lines(checkpoints: Checkpoints) -> list[str]:
-    """Which checkpoint is the best, and by which figure; nothing where none has one."""
-    chosen, figure = winner(committed(checkpoints.folder), checkpoints.best), checkpoints.best.removeprefix("-")
+    """Which checkpoint is the best, and by which metric; nothing where no checkpoint has that metric."""
+    chosen, metric = winner(committed(checkpoints.folder), checkpoints.best), checkpoints.best.removeprefix("-")
     if chosen is None:
         return []
-    return [f"best        {figure} {chosen.figures[figure]:.4f} at step {chosen.step}: {shlex.quote(str(chosen.path))}"]
+    return [f"best        {metric} {chosen.figures[metric]:.4f} at step {chosen.step}: {shlex.quote(str(chosen.path))}"]
 
 
-def command(run: PreparedRun) -> str:
+def resume_command(run: PreparedRun) -> str:
     """The command that continues this run."""
     launch = run.machine.launch
-    own = [word for word in run.arguments if not word.startswith(("run.dir=", "run.name=", "run.resume="))]
-    overrides = [at for at, word in enumerate(own) if "=" in word and not word.startswith("-")]
-    own.insert(overrides[-1] + 1 if overrides else len(own), f"run.dir={quoted(run.folder.path.absolute())}")
-    # run.dir stands beside the other overrides: flags may not stand between them
-    return f"{launcher(launch)} -m trainer {shlex.join(own)}"
+    arguments = [word for word in run.arguments if not word.startswith(("run.dir=", "run.name=", "run.resume="))]
+    arguments = add_overrides(arguments, f"run.dir={quote_path(run.folder.path.absolute())}")
+    return f"{launcher_command(launch)} -m trainer {shlex.join(arguments)}"
 
 
-def launcher(launch: Launch) -> str:
+def add_overrides(arguments: Sequence[str], *added: str) -> list[str]:
+    """Arguments of the command line with more overrides, behind the last one: flags may not stand between overrides."""
+    overrides = [at for at, word in enumerate(arguments) if "=" in word and not word.startswith("-")]
+    end = overrides[-1] + 1 if overrides else len(arguments)
+    return [*arguments[:end], *added, *arguments[end:]]
+
+
+def launcher_command(launch: Launch) -> str:
     """What stood before `-m trainer`, as far as a process can know: not how machines find each other."""
     if launch.world_size == 1 or launch.is_local_child:
         return "python"
@@ -234,16 +221,88 @@ def launcher(launch: Launch) -> str:
     return f"torchrun --nnodes {machines} --nproc-per-node {launch.local_world_size} <rendezvous as before>"
 
 
-def quoted(path: Path) -> str:
+def quote_path(path: Path) -> str:
     """A path as a value of Hydra's grammar."""
+    # other characters have a meaning in that grammar, and need quotes
     plain = re.fullmatch(r"[A-Za-z0-9_./-]+", str(path))
     return str(path) if plain else json.dumps(str(path), ensure_ascii=False)
 
 
-def _revision() -> str | None:
-    """The revision of the checkout that the run was started in, with a plus sign where files had been changed."""
-    words = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
-    except (OSError, subprocess.SubprocessError):  # no git, no checkout, no revision in it
-        return None
+def summary_lines(run: PreparedRun, trainer: Trainer, whole: float) -> list[str]:
+    """What the main rank says of the run; whole: seconds since this start of it began."""
+    folder, watch, step = run.folder.path, trainer.placed.watch, trainer.progress.step
+    # not the step less those that were done here: some may have been done twice
+    before = (read_status(folder) or {}).get("resume_step", 0)
+    return [
+        *metric_lines(folder / "metrics.jsonl", trainer.checkpoints),
+        *time_lines(watch, whole, before, step),
+        *throughput_lines(watch, whole, trainer.stream.global_batch),
+        *(cost_lines(costs) if (costs := read_costs(folder)) else []),
+        *summary_notes(before, ahead=run.strategy.device.type != "cpu"),
+    ]
+
+
+def metric_lines(path: Path, checkpoints: Checkpoints) -> list[str]:
+    """The figures of the last evaluation, beside them those of the best checkpoint; and the last training loss."""
+    last, best = last_of(path, ["train", "eval"]), winner(committed(checkpoints.folder), checkpoints.best)
+    evaluated, chosen = last.get("eval", {}), best.figures if best else {}
+    rows: list[Sequence[str]] = []
+    if evaluated:
+        rows.append(("  after step", str(evaluated["step"]), *([str(best.step)] if best else [])))
+    names = list(figures(evaluated))
+    for name in names[:_METRICS]:
+        rows.append((f"  {name}", *(figure(name, of[name]) for of in (evaluated, chosen) if name in of)))
+    if len(names) > _METRICS:
+        rows.append((f"  and {len(names) - _METRICS} more in metrics.jsonl",))
+    if "train" in last:
+        rows.append(("  training loss", format_number(last["train"]["loss_mean"])))
+    return _align([("metrics", "last", *(["best"] if chosen else [])), *rows]) if rows else []
+
+
+def time_lines(watch: StepTimer, whole: float, before: int, step: int) -> list[str]:
+    """Where the time of this start went, which began after the step `before` and ends with this step."""
+    # what no lap has taken is the beginning: data, network, joining, and the first step, which is like no other one
+    spent = {"start": whole - sum(watch.laps.values()), **watch.laps}
+    rows: list[Sequence[str]] = [
+        (f"time, steps {before + 1}-{step}" if watch.steps else "time", "time", "share", "per step")
+    ]
+    for name, seconds in spent.items():
+        # what is next to nothing is left out
+        if seconds >= whole / 200:
+            each = [format_seconds(seconds / watch.measured)] if name in STEP_PHASES else []
+            rows.append((f"  {name}", format_seconds(seconds), f"{100 * seconds / whole:.0f} %", *each))
+    return _align([*rows, ("  total", format_seconds(whole), "100 %")])
+
+
+def throughput_lines(watch: StepTimer, whole: float, batch: int) -> list[str]:
+    """Samples a second, over all ranks: of the steps alone, and of all the time."""
+    if not watch.measured:
+        return []
+    # both are counted by the host: work that a GPU has still to do is seen by the second alone
+    steady = watch.measured * batch / sum(watch.spent[name] for name in STEP_PHASES)
+    return [f"throughput  {steady:,.0f} samples/s in the steps, {watch.steps * batch / whole:,.0f} overall"]
+
+
+def summary_notes(before: int, ahead: bool) -> list[str]:
+    """What the times do not say. before: the steps of earlier starts; ahead: the host runs ahead of a GPU."""
+    return [
+        *(
+            [
+                "note        the table is of this start only;"
+                f" earlier starts did the first {format_count(before, 'step')}"
+            ]
+            if before
+            else []
+        ),
+        *(
+            ["note        the time is the host's, which runs ahead of the GPU; profile=true shows both"]
+            if ahead
+            else []
+        ),
+    ]
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows with labels on the left, and their cells below each other."""
+    width = max(_LABEL, *(len(row[0]) for row in rows))
+    return ["".join([f"{row[0]:<{width}}", *(f"{cell:>{_CELL}}" for cell in row[1:])]).rstrip() for row in rows]

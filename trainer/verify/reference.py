@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from trainer.jobs.run_messages import quoted
+from trainer.jobs.run_messages import add_overrides, quote_path
 from trainer.jobs.run_parts import PreparedRun, RunParts
 from trainer.launch.devices import available_host_memory, available_memory
 from trainer.launch.launcher_environment import without_launcher_variables
@@ -123,15 +123,13 @@ def made_apart(run: RunParts, samples: int, path: Path, layers: int | None) -> s
     layers: so many of each kind; None: all. What is given back is how its memory ran out; empty where it did not.
     Refusal with its own account where something else fails.
     """
-    # after the last word that changes a key: flags may not stand between them
-    keys = ("processes=", "job.reference=", "job.batch=", "job.layers=")
-    own = [word for word in run.arguments if not word.startswith(keys)]
-    overrides = [at for at, word in enumerate(own) if "=" in word and not word.startswith("-")]
-    at = overrides[-1] + 1 if overrides else len(own)
-    added = [f"job.batch={samples}", f"job.record={quoted(path)}", f"job.layers={layers or 'all'}"]
+    # this run's words, but for those that say how many processes there are and what is compared
+    replaced = ("processes=", "job.reference=", "job.batch=", "job.layers=")
+    arguments = [word for word in run.arguments if not word.startswith(replaced)]
+    added = f"job.batch={samples}", f"job.record={quote_path(path)}", f"job.layers={layers or 'all'}"
     here = os.pathsep.join(part for part in sys.path if part)  # what can be imported here can be imported there
     environment = without_launcher_variables(os.environ) | {"PYTHONPATH": here, "TRAINER_PARENT": str(os.getpid())}
-    code, printed = run.run_alone([*own[:at], *added, *own[at:]], environment)
+    code, printed = run.run_alone(add_overrides(arguments, *added), environment)
     if not code:
         return ""
     said = printed.strip()[-_LAST:]

@@ -14,8 +14,8 @@ import pytest
 
 from tests.commands import SMALL, lines
 from tests.inside import here
-from trainer.jobs.goodput_report import costs
-from trainer.jobs.summary import notes, throughput_lines, time_lines
+from trainer.jobs.goodput_report import read_costs
+from trainer.jobs.run_messages import summary_notes, throughput_lines, time_lines
 from trainer.launch import run_status as status_module
 from trainer.launch.run_status import StatusWriter
 from trainer.loop.trainer import Trainer
@@ -122,7 +122,7 @@ def test_what_a_restart_costs_is_counted_in_steps_and_seconds(
     assert "\nlost        saves 2.0 s, starting 7.5 s, down 1.5 s, repeating 4 steps 4.0 s\n" in screen
     assert "\nrestarts    1 of 2 starts; checkpoints kept 6.0 s\n" in screen
     assert re.search(r"^2 .* 6 +1\.5 s +3\.5 s +4\.0 s  failed: killed$", screen, re.MULTILINE)
-    assert notes(6, ahead=True) == [
+    assert summary_notes(6, ahead=True) == [
         "note        the table is of this start only; earlier starts did the first 6 steps",
         "note        the time is the host's, which runs ahead of the GPU; profile=true shows both",
     ]
@@ -132,7 +132,7 @@ def test_a_stop_that_was_asked_for_costs_nothing(tmp_path: Path) -> None:
     StatusWriter(tmp_path, 0, 1, "single").write("preempted", 10, "SIGTERM", {"data": 10.0})
     (tmp_path / "starts.jsonl").write_text("half a li")  # which somebody or a full disk has spoilt
     StatusWriter(tmp_path, 10, 1, "single")
-    said = costs(tmp_path)
+    said = read_costs(tmp_path)
     assert said is not None
     assert (said["restarts"], said["steps_repeated"], said["kept"], said["lost"]["down"]) == (0, 0, 0.0, 0.0)
     assert [(one["attempt"], one["after"]) for one in said["starts"]] == [(2, "preempted")]  # the line behind it
