@@ -754,7 +754,7 @@ def exchange(folder, ranks):
         assert not list((folder / "two").glob(".tmp-*"))
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 1:  # before anybody writes
-            patch.setattr("trainer.records.checkpoint.tensor_files._hash", fail_to_write)
+            patch.setattr("trainer.records.checkpoint.save_plan._hash", fail_to_write)
         with pytest.raises(FailedSave, match="disk of rank 1"):
             Checkpoints(folder / "none", ranks).save(1, split, {})
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.tensor_statistics import fingerprints
 from trainer.records.checkpoint.manifest import CorruptCheckpoint, Found
+from trainer.records.checkpoint.save_plan import Writers
 from trainer.records.checkpoint.store import (
     NONE,
     UNLINKED,
@@ -32,7 +33,6 @@ from trainer.records.checkpoint.store import (
     surplus,
     sweep,
 )
-from trainer.records.checkpoint.tensor_files import Writers
 from trainer.records.checkpoint.writer import BrokenState, Contents, FailedSave, SyncSaver, named, write
 from trainer.records.metrics_reader import rank
 

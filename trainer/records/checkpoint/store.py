@@ -100,10 +100,7 @@ def newest_in(folder: Path, ranks: Ranks, needed: Collection[str] = ()) -> tuple
 
 def open_checkpoint(path: Path, ranks: Ranks, needed: Collection[str] = ()) -> Found:
     """Verify one checkpoint, every byte of it. Collective; CorruptCheckpoint in words, on all ranks or none."""
-    from trainer.records.checkpoint.manifest import (
-        read_headers,  # here: what they import takes longer than a first step
-    )
-    from trainer.records.checkpoint.tensor_files import check_numbers
+    from trainer.records.checkpoint.tensor_files import check_numbers, read_headers
 
     known: list[tuple[Manifest, dict[str, Any]]] = []
 
@@ -126,13 +123,13 @@ def open_checkpoint(path: Path, ranks: Ranks, needed: Collection[str] = ()) -> F
 
 def look_into(manifest: Manifest, needed: Collection[str] = ()) -> Found:
     """What a checkpoint says about itself: its state, and the headers of its tensors."""
-    from trainer.records.checkpoint.manifest import read_headers  # here: what it imports takes longer than a first step
+    from trainer.records.checkpoint.tensor_files import read_headers
 
     return _found(manifest, read_state(manifest, needed), read_headers(manifest.path, sorted(manifest.files)))
 
 
 def _found(manifest: Manifest, state: dict[str, Any], headers: Headers) -> Found:
-    from trainer.records.checkpoint.manifest import whole  # here: what it imports takes longer than a first step
+    from trainer.records.checkpoint.tensor_files import whole
 
     return Found(**vars(manifest), state=state, tensors=whole(manifest.path, headers), headers=headers)
 

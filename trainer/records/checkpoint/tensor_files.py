@@ -1,9 +1,7 @@
-"""Tensors to safetensors files and back, and which rank writes which of them.
+"""Tensors of a checkpoint in safetensors files: written, and read back by any other number of ranks.
 
-Which rank writes what follows from how tensors are spread, and is kept while that stays.
-
-Ranks that hold the same names in the same way need tell each other one hash: all else each of them knows by itself.
-Where they differ (stages of a pipeline, owners of zero1), one of each kind tells the others once what it holds.
+Each header is read by one rank, for all. Headers travel as plain values: of torch's own objects a hundred thousand take
+longer to unpack than the files to open.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import json
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,206 +17,23 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Size, Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from trainer.messages import FatalRunError
-from trainer.parallel.device_mesh import to_local
 from trainer.parallel.optimizer_state import OTHER_PREFIXES
-from trainer.parallel.parameter_owners import assign_owners
-from trainer.parallel.ranks import Ranks, all_or_none
-from trainer.records.checkpoint.manifest import FROZEN, SHARDS, TENSORS, CorruptCheckpoint, Found, KnownHeaders
+from trainer.records.checkpoint.manifest import FROZEN, TENSORS, CorruptCheckpoint, Found, Headers, Part
+from trainer.records.checkpoint.save_plan import Share
 
-
-class FailedSave(FatalRunError):
-    """A checkpoint could not be written; the older ones are as they were."""
-
-
-class Spread(NamedTuple):
-    """How a rank holds a tensor, as plain values."""
-
-    shape: tuple[int, ...]  # of the whole
-    type: str
-    bytes: int  # of the whole
-    frozen: bool
-    placements: tuple[str, ...] = ()  # along each axis of the mesh; none: every rank that has it holds all of it
-    copied: tuple[bool, ...] = ()  # along which axes do ranks hold the same
-    mesh: tuple[int, ...] = ()  # its shape
-    ranks: tuple[int, ...] = ()  # in its order
-
-    @property
-    def alike(self) -> tuple[Any, ...]:
-        """Shards of ranks for which this is equal fit together."""
-        return self.placements, self.mesh
-
-
-class Kind(NamedTuple):
-    """Ranks that hold the same tensors in the same way."""
-
-    spreads: Mapping[str, Spread]
-    ranks: tuple[int, ...]
-
-
-class Share:
-    """What a rank writes of a checkpoint."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], bytes: int, apart: bool) -> None:
-        """bytes: of all ranks' tensors, each once; apart: is there more than the network."""
-        self.bytes, self.apart = bytes, apart
-        # a shard without elements is left out: readers have no need of it
-        self._seen = {name: _seen(one) for name, one in tensors.items() if to_local(one).numel() or not one.numel()}
-        self._examples = {self._seen[name]: one for name, one in tensors.items() if name in self._seen}
-        self.names = [*self._seen]
-
-    @cached_property
-    def offsets(self) -> dict[str, list[int]]:
-        """Where in the whole tensor the shard of this rank begins, by name. The first time it takes torch a while."""
-        from torch.distributed.checkpoint import DefaultSavePlanner  # here: its import takes longer than a first step
-
-        examples, self._examples = self._examples, {}  # many tensors are spread alike
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner({str(at): one for at, one in enumerate(examples.values())})
-        begins = {item.index.fqn: [*(item.index.offset or ())] for item in planner.create_local_plan().items}
-        known = {seen: begins[str(at)] for at, seen in enumerate(examples)}
-        return {name: known[seen] for name, seen in self._seen.items()}
-
-
-class Writers:
-    """Who writes what, agreed by all ranks at each save."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._seen: dict[str, tuple[Any, ...]] = {}  # how this rank's tensors were spread at the last save
-        self._spreads: dict[str, Spread] = {}  # the same, as other ranks can read it
-        self._hashes: dict[str, str] = {}  # the same of each part
-        self._told: list[dict[str, str]] = []  # those of all ranks
-        self._kinds: list[Kind] = []
-        self._shares: dict[bool, Share] = {}  # without the frozen tensors, or with them
-
-    def agree(
-        self, tensors: Mapping[str, Tensor], frozen: Collection[str], same: bool, linked: Collection[str]
-    ) -> tuple[Share, set[str]]:
-        """Collective: what this rank writes, and the names of frozen tensors that nobody need write.
-
-        same: are this rank's frozen tensors as they are in an older checkpoint; linked: what the main rank has of it.
-        FailedSave on all ranks where it fails on one.
-        """
-        # all ranks; a hash of each part, and of the names that the main rank has links for
-        told = all_or_none(
-            self._ranks, lambda: (self._hashed(tensors, frozen), same, _hash(sorted(linked))), FailedSave
-        )
-        hashes = [one for one, _, _ in told]
-        if hashes != self._told:
-            self._kinds, self._told, self._shares = self._gathered(hashes), hashes, {}
-        still = {name for kind in self._kinds for name, one in kind.spreads.items() if one.frozen}
-        there = still if all(one for _, one, _ in told) and _hash(sorted(still)) == told[0][2] else set()
-        without = bool(there)
-        if without not in self._shares:
-            self._shares[without] = self._share(tensors, without)
-        return self._shares[without], there
-
-    def _hashed(self, tensors: Mapping[str, Tensor], frozen: Collection[str]) -> dict[str, str]:
-        """How this rank holds the tensors: a hash of each part."""
-        seen = {name: (*_seen(tensor), name in frozen) for name, tensor in tensors.items()}
-        if seen != self._seen:
-            spreads = {name: _spread(*one) for name, one in seen.items()}
-            hashes = {part: _hash(own) for part, own in _parts(spreads).items()}
-            self._seen, self._spreads, self._hashes = seen, spreads, hashes
-        return self._hashes
-
-    def _gathered(self, hashes: list[dict[str, str]]) -> list[Kind]:
-        """Collective where ranks differ: what each kind of them holds, in the order of their first ranks."""
-        kinds: dict[tuple[str, str], list[int]] = {}
-        for rank, one in enumerate(hashes):
-            for item in one.items():
-                kinds.setdefault(item, []).append(rank)
-        parts = _parts(self._spreads)
-        if all(one == hashes[0] for one in hashes):
-            return [Kind(parts[part], tuple(ranks)) for (part, _), ranks in kinds.items()]
-        mine = {item: parts[item[0]] for item, ranks in kinds.items() if ranks[0] == self._ranks.rank}
-        # all ranks; the first of each kind tells what it holds
-        known = {item: own for one in self._ranks.all_gather_values(mine) for item, own in one.items()}
-        return [Kind(known[item], tuple(ranks)) for item, ranks in kinds.items()]
-
-    def _share(self, tensors: Mapping[str, Tensor], without: bool) -> Share:
-        """What this rank writes; `without`: no frozen tensor."""
-        every: dict[str, list[Kind]] = {}
-        for kind in self._kinds:
-            for name, spread in kind.spreads.items():
-                if not (spread.frozen and without):
-                    every.setdefault(name, []).append(kind)
-        own = [name for name in tensors if name in every]
-        alone = all(
-            len(kinds) == 1 and len(kinds[0].ranks) == self._ranks.size and not kinds[0].spreads[name].mesh
-            for name, kinds in every.items()
-        )
-        mine = own if alone and self._ranks.is_main else [] if alone else list(self._chosen(own, every))
-        sizes = {name: kinds[0].spreads[name].bytes for name, kinds in every.items()}
-        apart = any(name.startswith(OTHER_PREFIXES) for name in every)
-        return Share({name: tensors[name] for name in mine}, sum(sizes.values()), apart)
-
-    def _chosen(self, names: list[str], every: Mapping[str, list[Kind]]) -> Iterator[str]:
-        """Of these tensors those that this rank writes. Ranks that hold the same share the work among themselves."""
-        groups: dict[tuple[int, ...], list[str]] = {}
-        known: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        for name in names:
-            kinds, own = every[name], self._spreads[name]
-            key = (tuple(map(id, kinds)), own.alike, own.copied, own.ranks, not own.bytes)
-            if key not in known:
-                known[key] = _holders(self._ranks.rank, own, [(kind.spreads[name], kind.ranks) for kind in kinds])
-            groups.setdefault(known[key], []).append(name)
-        for ranks, held_by_them in groups.items():
-            if self._ranks.rank in ranks:
-                ordered = sorted(held_by_them)  # all of them know these, and come to the same answer
-                writers = assign_owners([self._spreads[name].bytes for name in ordered], len(ranks))
-                yield from (name for name, at in zip(ordered, writers, strict=True) if ranks[at] == self._ranks.rank)
-
-
-def _holders(rank: int, own: Spread, every: list[tuple[Spread, tuple[int, ...]]]) -> tuple[int, ...]:
-    """The ranks that hold the same part of a tensor as this one; none where others, spread otherwise, write it."""
-    if own.alike != every[0][0].alike:
-        return ()
-    alike = [(spread, ranks) for spread, ranks in every if spread.alike == own.alike]
-    if not own.mesh:
-        return tuple(sorted(holder for _, ranks in alike for holder in ranks))
-    at = (torch.tensor(own.ranks).view(own.mesh) == rank).nonzero()[0].tolist()
-    # of what has no elements all ranks hold the same
-    index = tuple(slice(None) if same or not own.bytes else one for same, one in zip(own.copied, at, strict=True))
-    meshes = {spread.ranks: torch.tensor(spread.ranks).view(spread.mesh) for spread, _ in alike}
-    return tuple(sorted({holder for mesh in meshes.values() for holder in mesh[index].reshape(-1).tolist()}))
-
-
-def _seen(tensor: Tensor) -> tuple[Any, ...]:
-    """All that decides about a tensor, quickly."""
-    if isinstance(tensor, DTensor):
-        return tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements
-    return tensor.shape, tensor.dtype, None, ()
-
-
-def _spread(shape: torch.Size, type: torch.dtype, mesh: Any, placements: tuple[Any, ...], frozen: bool) -> Spread:
-    whole = Spread(tuple(shape), str(type), shape.numel() * type.itemsize, frozen)
-    if mesh is None:
-        return whole
-    return whole._replace(
-        placements=tuple(map(repr, placements)),
-        copied=tuple(one.is_replicate() for one in placements),
-        mesh=tuple(mesh.mesh.shape),
-        ranks=tuple(mesh.mesh.flatten().tolist()),
-    )
-
-
-def _parts(spreads: Mapping[str, Spread]) -> dict[str, dict[str, Spread]]:
-    """The network's, the optimizer's …: ranks may hold the same of one, and not of another."""
-    parts: dict[str, dict[str, Spread]] = {}
-    for name in sorted(spreads):
-        part = name.split("/", 1)[0] if name.startswith(OTHER_PREFIXES) else ""
-        parts.setdefault(part, {})[name] = spreads[name]
-    return parts
-
-
-def _hash(what: Any) -> str:
-    return sha256(repr(what).encode()).hexdigest()
+SHARDS = "DCP_SHARDING_INFO"  # under which torch looks in a header for where its shards begin
 
 
 def write_tensors(folder: Path, held: Mapping[str, Tensor], share: Share, frozen: Collection[str], rank: int) -> None:
@@ -301,3 +114,89 @@ def _plainly() -> Iterator[None]:
             yield
         except CheckpointException as parcel:
             raise next(iter(parcel.failures.values()))[0] from parcel
+
+
+def read_headers(folder: Path, files: Iterable[str]) -> dict[str, dict[str, Part]]:
+    """By file, what it says that it holds, of those of these files that hold tensors; nothing else is read.
+
+    CorruptCheckpoint where a header does not agree with its file.
+    """
+    try:
+        return {file: _header(folder / file) for file in files if file.endswith(TENSORS)}
+    except Exception as error:  # whatever a damaged header makes of its readers
+        raise CorruptCheckpoint(f"{folder}: {str(error)[:300]}") from None
+
+
+def _header(path: Path) -> dict[str, Part]:
+    parts = {}
+    with safe_open(path, "pt") as opened:
+        shards = json.loads((opened.metadata() or {}).get(SHARDS, "null"))
+        held = opened.keys()
+        for name in held:
+            slice = opened.get_slice(name)
+            shape = tuple(slice.get_shape())
+            # the type from a tensor of no rows: safetensors' names of types are its own
+            type = (slice[:0] if shape else opened.get_tensor(name)).dtype
+            begin = tuple(map(int, shards[name]["saved_offsets"])) if shards else (0,) * len(shape)
+            if len(begin) != len(shape) or min(begin, default=0) < 0:
+                raise ValueError(f"{path.name}: {name}: shape {shape} at {begin}")
+            parts[name] = Part(shape, type, begin)
+    return parts
+
+
+def whole(folder: Path, headers: Headers) -> dict[str, Tensor]:
+    """What tensors the files make up together, on meta. CorruptCheckpoint where shards are missing."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    types: dict[str, torch.dtype] = {}
+    held: dict[str, int] = {}
+    for name, part in _parts(headers):
+        ends = tuple(first + size for first, size in zip(part.begin, part.shape, strict=True))
+        before = shapes.get(name, ends)
+        if len(before) != len(ends):
+            raise CorruptCheckpoint(f"{folder}: {name}: shards of {len(before)} and of {len(ends)} dimensions")
+        shapes[name] = tuple(map(max, before, ends))
+        types.setdefault(name, part.type)
+        held[name] = held.get(name, 0) + Size(part.shape).numel()
+    for name, shape in shapes.items():
+        # the last end of the shards is the whole tensor's: what lacks in between would be left as it was
+        if held[name] != (count := Size(shape).numel()):
+            raise CorruptCheckpoint(f"{folder}: {name}: {held[name]} of its {count} elements are there")
+    return {name: torch.empty(shape, dtype=types[name], device="meta") for name, shape in shapes.items()}
+
+
+def _parts(headers: Headers) -> Iterable[tuple[str, Part]]:
+    return (item for held in headers.values() for item in held.items())
+
+
+class _Place(NamedTuple):
+    """What torch's reader asks of a shard."""
+
+    relative_path: str
+    shape: Size
+    dtype: torch.dtype
+
+
+class KnownHeaders(HuggingFaceStorageReader):
+    """torch's reader, of these tensors of a folder whose headers are known: it opens only files that it needs."""
+
+    def __init__(self, folder: Path, headers: Headers, names: Collection[str]) -> None:
+        super().__init__(str(folder))
+        self._folder, self._headers, self._names = folder, headers, names
+
+    def read_metadata(self) -> Metadata:
+        """What torch would have read."""
+        tensors: dict[str, Any] = {}
+        places: dict[MetadataIndex, _Place] = {}
+        sizes = {name: one.shape for name, one in whole(self._folder, self._wanted()).items()}
+        for file, held in self._wanted().items():
+            for name, (shape, type, begin) in held.items():
+                of_none = TensorStorageMetadata(TensorProperties(dtype=type), sizes[name], [])
+                tensors.setdefault(name, of_none).chunks.append(ChunkStorageMetadata(Size(begin), Size(shape)))
+                places[MetadataIndex(name, Size(begin))] = _Place(str(self._folder / file), Size(shape), type)
+        return Metadata(tensors, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
+
+    def _wanted(self) -> Mapping[str, Mapping[str, Part]]:
+        return {
+            file: {name: part for name, part in held.items() if name in self._names}
+            for file, held in self._headers.items()
+        }

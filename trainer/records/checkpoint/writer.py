@@ -29,8 +29,8 @@ from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.tensor_statistics import find_not_finite
 from trainer.records.checkpoint.manifest import MANIFEST, STATE, Manifest, encode, manifest_bytes, sha256_of
+from trainer.records.checkpoint.save_plan import FailedSave, Share
 from trainer.records.checkpoint.store import DRAFT, Links, put_in_place
-from trainer.records.checkpoint.tensor_files import FailedSave, Share
 
 
 class BrokenState(Exception):
