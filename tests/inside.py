@@ -42,7 +42,7 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
             handler.close()  # a file that has been written to
         logging.getLogger().handlers[:] = handlers
         logging.captureWarnings(False)
-        folder_lock.unlock_all()  # the run's folder: its process would let go of it
+        folder_lock.unlock_all_folders()  # the run's folder: its process would let go of it
         torch.use_deterministic_algorithms(False)
         _forget_lab(place, imported)
 

@@ -30,9 +30,9 @@ from tests.quick import quickly
 from trainer.messages import FatalRunError
 from trainer.parallel.ranks import Group, Ranks
 from trainer.records.checkpoint import store, writer
-from trainer.records.checkpoint.manager import Checkpoints, FailedSave
-from trainer.records.checkpoint.manifest import CorruptCheckpoint, manifest_bytes, read_manifest
-from trainer.records.checkpoint.store import committed, damage, open_checkpoint
+from trainer.records.checkpoint.manager import CheckpointManager, FailedSave
+from trainer.records.checkpoint.manifest import CorruptCheckpoint, encode_manifest, read_manifest
+from trainer.records.checkpoint.store import describe_damage, list_complete, open_checkpoint
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,7 +57,7 @@ def zeros_like(tensors):
 
 
 def checkpoints(folder, **options):
-    return Checkpoints(folder / "checkpoints", Ranks(), **options)
+    return CheckpointManager(folder / "checkpoints", Ranks(), **options)
 
 
 def save_some(folder, steps, **options):
@@ -93,7 +93,7 @@ def test_what_was_saved_is_read_bit_for_bit(tmp_path):
     assert into["conv.weight"].is_contiguous(memory_format=torch.channels_last)
     assert str(found.state.pop("bad")) == "[nan, inf]"
     assert found.state == {key: value for key, value in state.items() if key != "bad"}
-    assert (found.step, found.facts, found.figures) == (
+    assert (found.step, found.facts, found.metrics) == (
         100,
         {"world_size": 1, "strategy": "single"},
         {"loss": 0.5, "accuracy": 0.25},
@@ -241,7 +241,9 @@ def test_where_all_are_damaged_that_is_an_error_and_no_fresh_start(tmp_path):
         checkpoints(tmp_path).newest()
     assert len(str(caught.value).splitlines()) == 4
     assert isinstance(caught.value, FatalRunError)  # in words, without a traceback
-    assert [Path(line.partition(":")[0]).parent.name[-1] for line in damage(tmp_path / "checkpoints")] == list("321")
+    assert [Path(line.partition(":")[0]).parent.name[-1] for line in describe_damage(tmp_path / "checkpoints")] == list(
+        "321"
+    )
 
 
 def test_every_single_flipped_bit_is_found(tmp_path):
@@ -269,8 +271,8 @@ def forge(path, file, data):
     """Put other bytes in a file and make the manifest agree."""
     file.write_bytes(data)
     manifest = read_manifest(path)
-    manifest.files[file.name] = writer._sealed(file)
-    (path / "manifest.json").write_bytes(manifest_bytes(manifest))
+    manifest.files[file.name] = writer._sync_and_hash(file)
+    (path / "manifest.json").write_bytes(encode_manifest(manifest))
 
 
 def header_of(entries, data=b""):
@@ -327,7 +329,7 @@ def test_nothing_that_was_crafted_runs_code(tmp_path, monkeypatch, file, payload
     monkeypatch.setenv("HYDRA_INSTANTIATE_ALLOWLIST_OVERRIDE", "*")
     _, newest = save_some(tmp_path, [1, 2])
     forge(newest, next(newest.glob(file), newest / file), PAYLOADS[payload](Hostile(tmp_path / "canary")))
-    store = Checkpoints(tmp_path / "checkpoints", Ranks(), needed=("progress",))
+    store = CheckpointManager(tmp_path / "checkpoints", Ranks(), needed=("progress",))
     with contextlib.suppress(CorruptCheckpoint):  # neither has what a run needs to go on from
         store.newest()
     found = checkpoints(tmp_path).newest()
@@ -346,7 +348,7 @@ def test_the_newest_few_and_the_best_stay(tmp_path):
         figures = None if accuracy is None else {"accuracy": accuracy}
         better = store.is_best(figures)
         assert better == (step in (1, 2))
-        store.save(step, some_tensors(step), {}, figures=figures)
+        store.save(step, some_tensors(step), {}, metrics=figures)
     assert names(tmp_path) == ["step-00000005", "step-00000006"]  # of equals the newest
     again = checkpoints(tmp_path, keep=2, best="accuracy")
     again.newest()
@@ -363,7 +365,7 @@ def test_of_equal_figures_the_loss_decides_and_then_the_newer(tmp_path, prefix, 
         figures = {figure: 1.0, f"{prefix}loss": loss, other: -step}
         assert store.is_best(figures) == (step in (1, 2))
         assert store.improves(figures) == (step == 1)
-        store.save(step, some_tensors(step), {}, figures=figures)
+        store.save(step, some_tensors(step), {}, metrics=figures)
         stayed.append({int(name[-1]) for name in names(tmp_path)})
     assert stayed == [{1}, {2}, {2, 3}, {2, 4}, {5}, {5, 6}]
     again = checkpoints(tmp_path, keep=1, best=best)
@@ -375,7 +377,7 @@ def test_of_equal_figures_the_loss_decides_and_then_the_newer(tmp_path, prefix, 
 def test_smaller_is_better_with_a_minus(tmp_path):
     store = checkpoints(tmp_path, keep=1, best="-loss")
     for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0)]:
-        store.save(step, some_tensors(), {}, figures={"loss": loss})
+        store.save(step, some_tensors(), {}, metrics={"loss": loss})
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
@@ -386,7 +388,7 @@ def test_torn_folders_do_not_push_out_what_is_valid(tmp_path):
         shutil.copytree(tmp_path / "checkpoints" / "step-00000001", tmp_path / "checkpoints" / f"step-0000000{step}")
         lose_manifest(tmp_path / "checkpoints" / f"step-0000000{step}")
     store.save(2, some_tensors(2), {})
-    assert [one.step for one in committed(tmp_path / "checkpoints")] == [2, 1]
+    assert [one.step for one in list_complete(tmp_path / "checkpoints")] == [2, 1]
 
 
 def test_a_corrupt_newer_one_does_not_push_out_what_was_just_saved(tmp_path):
@@ -536,7 +538,7 @@ def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path, saver):
         reached = int(lines[-1])
         while parent.stdout.readline() != "gone\n":
             pass
-        store = Checkpoints(tmp_path, Ranks(), keep=2)
+        store = CheckpointManager(tmp_path, Ranks(), keep=2)
         into = {"weight": torch.zeros(200_000), "frozen": torch.zeros(100_000, dtype=torch.int64)}
         found = store.newest()
         if found is None:  # the first one was still under way
@@ -611,7 +613,7 @@ def test_a_kill_while_two_ranks_save_beside_their_steps_leaves_one_step_whole(tm
         while (line := parent.stdout.readline()) != "gone\n":
             lines.append(line)
         reached = int(lines[-1])
-        store = Checkpoints(folder, Ranks(), keep=2)
+        store = CheckpointManager(folder, Ranks(), keep=2)
         found = store.newest()
         assert (found is None) == (reached == 0)
         if found is not None:
@@ -722,12 +724,12 @@ def headers_read(ranks, action):
 def exchange(folder, ranks):
     """Read what one process wrote, write sharded and replicated, fail together, fall back together."""
     whole = whole_tensors()
-    one = Checkpoints(folder / "one", ranks)
+    one = CheckpointManager(folder / "one", ranks)
     split = split_tensors(zeros_like(whole))
     one.read(one.newest(), split)
     assert equal(split, whole)
 
-    two = Checkpoints(folder / "two", ranks, facts={"strategy": "tp"})
+    two = CheckpointManager(folder / "two", ranks, facts={"strategy": "tp"})
     for step in (1, 2):
         two.save(step, split, {"step": step}, {"loss": 1.0})
     assert len(list((folder / "two" / "step-00000002").glob("shard-00002-*"))) >= 1  # both ranks wrote
@@ -741,9 +743,12 @@ def exchange(folder, ranks):
     if ranks.is_main:
         shorten(folder / "two" / "step-00000002")
     ranks.barrier()
-    assert Checkpoints(folder / "two", ranks).newest().step == 1
+    assert CheckpointManager(folder / "two", ranks).newest().step == 1
 
-    for place in ("trainer.records.checkpoint.tensor_files.save_file", "trainer.records.checkpoint.writer._sealed"):
+    for place in (
+        "trainer.records.checkpoint.tensor_files.save_file",
+        "trainer.records.checkpoint.writer._sync_and_hash",
+    ):
         with pytest.MonkeyPatch.context() as patch:
             if ranks.rank == 1:  # an error that only one rank has
                 patch.setattr(place, fail_to_write)
@@ -754,11 +759,11 @@ def exchange(folder, ranks):
         assert not list((folder / "two").glob(".tmp-*"))
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 1:  # before anybody writes
-            patch.setattr("trainer.records.checkpoint.save_plan._hash", fail_to_write)
+            patch.setattr("trainer.records.checkpoint.save_plan._hash_of", fail_to_write)
         with pytest.raises(FailedSave, match="disk of rank 1"):
-            Checkpoints(folder / "none", ranks).save(1, split, {})
+            CheckpointManager(folder / "none", ranks).save(1, split, {})
 
-    three = Checkpoints(folder / "three", ranks)
+    three = CheckpointManager(folder / "three", ranks)
     three.save(1, whole, {})  # nothing sharded: the main rank writes alone
     assert not list((folder / "three").glob("*/shard-00002-*"))
     into = zeros_like(whole)
@@ -766,7 +771,7 @@ def exchange(folder, ranks):
     assert equal(into, whole)
 
     turned = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)
-    four = Checkpoints(folder / "four", ranks)
+    four = CheckpointManager(folder / "four", ranks)
     with Copies() as copies:
         four.save(1, {"conv": turned, "optimizer/conv/exp_avg": turned + 1}, {})
     assert copies.count == (2 if ranks.is_main else 0)  # who writes nothing copies nothing
@@ -777,10 +782,10 @@ def exchange(folder, ranks):
 
 def test_one_process_and_two_read_what_the_other_wrote(tmp_path):
     whole = whole_tensors()
-    Checkpoints(tmp_path / "one", Ranks()).save(1, whole, {})
+    CheckpointManager(tmp_path / "one", Ranks()).save(1, whole, {})
     mp.spawn(in_group, (str(tmp_path), exchange), nprocs=2)
     for folder in ("two", "three"):
-        store, into = Checkpoints(tmp_path / folder, Ranks()), zeros_like(whole)
+        store, into = CheckpointManager(tmp_path / folder, Ranks()), zeros_like(whole)
         shutil.rmtree(tmp_path / "two" / "step-00000002", ignore_errors=True)
         found = store.newest()
         store.read(found, into)

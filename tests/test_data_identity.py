@@ -20,7 +20,7 @@ from tests.inside import here
 from trainer.data.data import Data
 from trainer.jobs.resume import compare_sets, identify_data
 from trainer.messages import Refusal
-from trainer.records.checkpoint.manifest import Found
+from trainer.records.checkpoint.manifest import CheckpointInfo
 
 
 def picture(path: Path, grey: int) -> None:
@@ -77,7 +77,7 @@ def test_what_a_checkpoint_says_of_the_data(place: Path) -> None:
     state = json.loads((place / "run" / "checkpoints" / "step-00000001" / "state.json").read_text())
     assert [state["data"][part]["samples"] for part in ("training", "evaluation")] == [40, 8]
     # of an older version, which says nothing, and of sets without a fingerprint
-    found = Found(Path(), 1, {}, {}, {}, state, {}, {})
+    found = CheckpointInfo(Path(), 1, {}, {}, {}, state, {}, {})
     now = {"training": {"samples": 40, "fingerprint": ""}}
     assert compare_sets(found, now, "training") == []
     assert compare_sets(replace(found, state={}), now, "training") == []

@@ -21,7 +21,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.ranks import refuse_backend
 from trainer.records.checkpoint.manifest import read_manifest
-from trainer.records.checkpoint.store import look_into
+from trainer.records.checkpoint.store import inspect_checkpoint
 from trainer.strategies.machine import Machine
 
 STEPS = ("schedule=constant", "loop.global_batch=120", "loop.micro_batches=2", "loop.max_norm=1", "loop.log_every=1")
@@ -92,7 +92,7 @@ def test_no_step_and_no_evaluation_waits_or_mixes(ran):
 def test_a_save_copies_every_tensor_to_the_host_once(ran):
     place, told = ran
     saved = [path for path in (place / "there" / "checkpoints").glob("step-*") if path.name <= "step-00000006"]
-    (tensors,) = {len(look_into(read_manifest(path)).tensors) for path in saved}
+    (tensors,) = {len(inspect_checkpoint(read_manifest(path)).tensors) for path in saved}
     waits = [one for one in told[0]["findings"] if {"first save", "save"} & set(one[2])]
     assert len(waits) == 2 * len(saved)  # for the losses and the norms: are they finite? for no copy
     fetched = [start for start, during in told[0]["copies"] if {"first save", "save"} & set(during) and start != "cpu"]

@@ -24,7 +24,7 @@ from trainer.messages import Refusal
 from trainer.parallel.batch_norm import local_batch_norms, synchronise_batch_norms
 from trainer.parallel.meta_model import build_meta_model
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manager import CheckpointManager
 
 WORDS = (*IMAGES, *TRANSFORMER, "loop.global_batch=8", "loop.log_every=1", "loop.eval_every=null", "precision=fp64")
 # one block does not learn, one slowly, the head fast and without decay
@@ -37,7 +37,7 @@ FROZEN = ("embed.", "position", "blocks.0.")
 
 def tensors_of(folder: Path) -> set[str]:
     """Names of everything in a run's newest checkpoint."""
-    found = Checkpoints(folder / "checkpoints", Ranks()).newest()
+    found = CheckpointManager(folder / "checkpoints", Ranks()).newest()
     assert found is not None
     return set(found.tensors)
 

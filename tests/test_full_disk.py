@@ -20,7 +20,7 @@ from trainer.launch.run_status import StatusWriter, mark_failed
 from trainer.loop.trainer import Trainer
 from trainer.records.checkpoint.manager import FailedSave
 from trainer.records.console import LogFile
-from trainer.records.metrics_files import CSV, Figures
+from trainer.records.metrics_files import CSV, MetricsFile
 from trainer.records.sinks import Log
 from trainer.records.tensorboard import TensorBoard
 
@@ -58,7 +58,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 def test_every_sink_goes_on_when_there_is_room_again(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     (disk.path / "logs").mkdir()
-    log = Log([Figures(), LogFile(), CSV(), TensorBoard()])
+    log = Log([MetricsFile(), LogFile(), CSV(), TensorBoard()])
     log.open(disk.path, 0, None, None)
     log.train(train_line(1))
     disk.fill()

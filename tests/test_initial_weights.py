@@ -22,7 +22,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import build_meta_model
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manager import CheckpointManager
 
 IMAGES = ("data=synthetic_images", "data.size=32", "data.evaluation_size=0", "data.image_size=8")
 WORDS = (*IMAGES, "loop.global_batch=8", "loop.log_every=1", "schedule=constant", "loop.steps=1")
@@ -30,7 +30,7 @@ WORDS = (*IMAGES, "loop.global_batch=8", "loop.log_every=1", "schedule=constant"
 
 def saved(folder: Path) -> dict[str, Tensor]:
     """The network in the newest checkpoint of a run."""
-    checkpoints = Checkpoints(folder / "checkpoints", Ranks())
+    checkpoints = CheckpointManager(folder / "checkpoints", Ranks())
     found = checkpoints.newest()
     assert found is not None
     own = {name: torch.empty_like(one, device="cpu") for name, one in found.tensors.items() if "/" not in name}
@@ -274,7 +274,7 @@ def test_a_run_that_goes_on_needs_the_file_no_more(tmp_path: Path, monkeypatch: 
 
 
 def test_of_a_run_the_best_checkpoint_counts_and_the_newest_where_none_is_known(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "checkpoints", Ranks(), best="accuracy")
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", Ranks(), best="accuracy")
     for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.7)):
         state = {name: torch.full_like(value, float(step)) for name, value in Net().state_dict().items()}
         checkpoints.save(step, state, {}, {"accuracy": accuracy})

@@ -18,7 +18,7 @@ from tests.quick import quickly
 from tests.test_initial_weights import equal, saved
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.records.checkpoint.manifest import CorruptCheckpoint
 from trainer.records.checkpoint.store import open_checkpoint
 
@@ -34,8 +34,8 @@ def state(step: int = 0) -> dict[str, Tensor]:
 FROZEN = sorted(state().keys() - {"head"})
 
 
-def store(folder: Path, **options: Any) -> Checkpoints:
-    return Checkpoints(folder, Ranks(), **options)
+def store(folder: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(folder, Ranks(), **options)
 
 
 def inodes(folder: Path) -> list[set[int]]:

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from trainer.messages import format_duration, format_number
-from trainer.records.console import Console, LogFile, evaluation_words, training_words
-from trainer.records.metrics_files import Figures
-from trainer.records.sinks import Log, Waiting
+from trainer.records.console import Console, LogFile, format_evaluation_line, format_training_line
+from trainer.records.metrics_files import MetricsFile
+from trainer.records.sinks import Log, WriteDeferred
 from trainer.records.tensorboard import TensorBoard
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +58,7 @@ class Kept:
 def test_lines_go_to_the_file_and_to_every_sink(tmp_path):
     (tmp_path / "logs").mkdir()  # as the run folder has it
     sinks: list[Any] = [Kept(), Kept()]
-    log = Log([Figures(), LogFile(), *sinks])
+    log = Log([MetricsFile(), LogFile(), *sinks])
     log.open(tmp_path, 0, 100, 3)
     log.say("a fact")
     log.train(train_line(10, bad=math.nan))
@@ -93,7 +93,7 @@ def test_lines_go_to_the_file_and_to_every_sink(tmp_path):
 
 def begun(folder, step=0):
     """metrics.jsonl, from this step on."""
-    figures = Figures()
+    figures = MetricsFile()
     figures.open(folder, step, None, None)
     return figures
 
@@ -150,7 +150,7 @@ def test_lines_that_do_not_fit_on_the_disk_wait_and_leave_no_half(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
     try:
         for step in (2, 3):
-            with pytest.raises(Waiting, match=rf"metrics\.jsonl: .*; waiting for room: {step - 1} line"):
+            with pytest.raises(WriteDeferred, match=rf"metrics\.jsonl: .*; waiting for room: {step - 1} line"):
                 log.train(train_line(step))
         assert steps(tmp_path) == [1]
         with pytest.raises(OSError, match=r"metrics\.jsonl: 2 lines found no room on the disk"):
@@ -213,8 +213,8 @@ def test_plain_lines_have_no_colour_codes(tmp_path, capsys, monkeypatch):
 
 
 def test_words_say_what_is_known_and_no_more():
-    assert training_words(train_line(5, loss=math.nan)) == "epoch 1  step 5  loss nan     12,346 samples/s"
-    assert evaluation_words({"step": 5, "loss": 1e-7, "perplexity": 12345.678, "ema_accuracy": 1.0}) == (
+    assert format_training_line(train_line(5, loss=math.nan)) == "epoch 1  step 5  loss nan     12,346 samples/s"
+    assert format_evaluation_line({"step": 5, "loss": 1e-7, "perplexity": 12345.678, "ema_accuracy": 1.0}) == (
         "eval  step 5  loss 1e-07  perplexity 1.235e+04  ema_accuracy 100.0 %"
     )
     assert [format_number(value) for value in (0.0, 1.0, math.inf, -0.5, 9999.0)] == [

@@ -36,7 +36,7 @@ from trainer.messages import Refusal
 from trainer.parallel.ranks import COMPLETED, Ranks, Waitable
 from trainer.parallel.tensor_statistics import BINS, compute_histograms
 from trainer.records import tensorboard
-from trainer.records.image_plots import confusion, grid
+from trainer.records.image_plots import plot_confusion_matrix, plot_image_grid
 from trainer.records.sinks import Log, Sink
 from trainer.strategies.loss_scaler import NoScaler, Scaler
 
@@ -163,9 +163,9 @@ def test_the_worst_answers_are_the_worst_of_the_whole_set(alone: Path) -> None:
         worst = error.argsort(descending=True)[:MAX_WORST].tolist()
         words = [f"said {said[at]}\ntrue {true[at]}" for at in worst]
         shown = found[f"pictures/{view}worst", STEPS]
-        assert abs(shown.astype(int) - grid(inputs[worst], words)).max() <= 1
+        assert abs(shown.astype(int) - plot_image_grid(inputs[worst], words)).max() <= 1
         counts = torch.zeros(10, 10).index_put_((true, said), torch.ones(360), accumulate=True)
-        assert (found[f"pictures/{view}confusion", STEPS] == confusion(counts, [])).all()
+        assert (found[f"pictures/{view}confusion", STEPS] == plot_confusion_matrix(counts, [])).all()
 
 
 @pytest.mark.slow
@@ -362,14 +362,14 @@ def test_drawing_holds_up_nobody_and_the_last_pictures_are_always_there(
 
 
 def test_a_grid_has_gaps_and_words_below_its_pictures() -> None:
-    drawn = grid(torch.zeros(6, 1, 8, 8), ["a"] * 6)  # black on white
+    drawn = plot_image_grid(torch.zeros(6, 1, 8, 8), ["a"] * 6)  # black on white
     black = (drawn < 8).all(2)
     columns, rows = black[: 8 + 96].any(0), black[:, 8 : 8 + 96].sum(1) == 96
     edges = numpy.flatnonzero(numpy.diff(columns.astype(int)))
     assert len(edges) == 2 * 5  # five pictures in a row, none touches the next
     assert set(numpy.diff(edges)) == {96, 8}
     assert numpy.flatnonzero(numpy.diff(rows.astype(int))).tolist() == [7, 103, 128, 224]  # room for a line of words
-    bare = grid(torch.zeros(6, 1, 8, 8), [])
+    bare = plot_image_grid(torch.zeros(6, 1, 8, 8), [])
     assert bare.shape[0] == drawn.shape[0] - 2 * 17
     with_words = numpy.abs(drawn[104:128].astype(int) - 255).sum(2) > 200
     assert with_words.any(), "nothing stands below the first row"
@@ -380,7 +380,7 @@ def test_a_grid_has_gaps_and_words_below_its_pictures() -> None:
     [((1, 3, 300, 200), ["long " * 40]), ((3, 5, 4, 9), []), ((2, 2, 28, 28), ["one\ntwo", "Grüße"])],
 )
 def test_any_picture_can_be_drawn(shape: tuple[int, ...], words: list[str]) -> None:
-    drawn = grid(torch.full(shape, 0.5, dtype=torch.bfloat16), words)
+    drawn = plot_image_grid(torch.full(shape, 0.5, dtype=torch.bfloat16), words)
     assert drawn.dtype == numpy.uint8
     assert drawn.shape[1] < 8 * 200 + 60
 
@@ -388,12 +388,12 @@ def test_any_picture_can_be_drawn(shape: tuple[int, ...], words: list[str]) -> N
 @pytest.mark.parametrize("classes", [1, 2, 10, 31, 100, 1000])
 def test_a_confusion_matrix_of_any_size_is_blue_where_it_is_right(classes: int) -> None:
     names = [f"class {number}" for number in range(classes)]
-    drawn = confusion(torch.eye(classes) * 12345, names).astype(int)
+    drawn = plot_confusion_matrix(torch.eye(classes) * 12345, names).astype(int)
     assert max(drawn.shape) < 1300
     red = (drawn[..., 0] - drawn[..., 2] > 60).sum()
     blue = (drawn[..., 2] - drawn[..., 0] > 60).sum()
     assert red == 0 < blue
-    wrong = confusion(torch.eye(classes).roll(1, 0) * 7, names).astype(int)
+    wrong = plot_confusion_matrix(torch.eye(classes).roll(1, 0) * 7, names).astype(int)
     assert classes == 1 or (
         (wrong[..., 0] - wrong[..., 2] > 60).any() and not (wrong[..., 2] - wrong[..., 0] > 60).any()
     )

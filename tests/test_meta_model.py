@@ -25,7 +25,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_in_state_dict, build_meta_model, is_meta_model
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.strategies.machine import Machine
 
 
@@ -181,7 +181,7 @@ def test_the_command_line_builds_on_one_rank_and_sends(tmp_path: Path) -> None:
 
     seed_all(5)
     own = VisionTransformer(10, 3, 32, patch_size=8, width=768, heads=12, depth=4)
-    checkpoints = Checkpoints(tmp_path / "run/checkpoints", Ranks())
+    checkpoints = CheckpointManager(tmp_path / "run/checkpoints", Ranks())
     found = checkpoints.newest()
     assert found is not None
     begun = {name: torch.empty_like(value) for name, value in own.state_dict().items()}

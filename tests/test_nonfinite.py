@@ -19,8 +19,8 @@ from tests.quick import quickly
 from tests.test_nonfinite_check import ended
 from trainer.launch.rendezvous import Launch
 from trainer.records.checkpoint.manifest import read_manifest
-from trainer.records.checkpoint.store import look_into
-from trainer.records.checkpoint.tensor_files import read_into
+from trainer.records.checkpoint.store import inspect_checkpoint
+from trainer.records.checkpoint.tensor_files import load_tensors
 
 # Samples are read in their order, 8 a step; of the poisoned ones the first number is NaN. `without`: steps whose
 # samples are not there at all.
@@ -91,9 +91,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def state(run: Path, step: int) -> dict[str, Tensor]:
     """All tensors of a checkpoint."""
     path = run / "checkpoints" / f"step-{step:08d}"
-    there = look_into(read_manifest(path))
+    there = inspect_checkpoint(read_manifest(path))
     tensors = {name: torch.empty(fact.shape, dtype=fact.dtype) for name, fact in there.tensors.items()}
-    read_into(tensors, there)
+    load_tensors(tensors, there)
     return tensors
 
 

@@ -17,7 +17,7 @@ from trainer.data.loader import Batch
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_statistics import find_not_finite, trained_tensors
-from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.records.checkpoint.manifest import CorruptCheckpoint
 from trainer.records.checkpoint.store import open_checkpoint
 from trainer.strategies import nonfinite_check
@@ -217,7 +217,7 @@ def test_what_training_moves_must_be_finite_and_nothing_else() -> None:
 
 
 def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_passed_over(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, Ranks())
+    checkpoints = CheckpointManager(tmp_path, Ranks())
     fine = {"w": torch.ones(3), "mask": INF.expand(3), "optimizer/w/exp_avg": torch.ones(3), "optimizer/w/d": INF}
     checkpoints.save(1, fine, {})
     checkpoints.save(2, {**fine, "w": torch.tensor([1.0, math.nan, 2.0])}, {})

@@ -14,7 +14,7 @@ from tests.commands import curve, lines
 from tests.inside import product
 from trainer import Task
 from trainer.launch.rendezvous import Launch
-from trainer.records.resume_rules import changes, learning_changes
+from trainer.records.resume_rules import find_changes, select_learning_changes
 from trainer.strategies.loss import accumulate_losses
 from trainer.strategies.machine import Machine
 
@@ -92,7 +92,7 @@ def test_fp32_is_fp32_unless_asked_otherwise(tmp_path: Path) -> None:
         assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is (word == "true")
         with torch.backends.cudnn.flags(enabled=True):  # fails where the flags contradict each other
             pass
-    assert learning_changes(changes({"tf32": False}, {"tf32": True}))
+    assert select_learning_changes(find_changes({"tf32": False}, {"tf32": True}))
 
 
 @pytest.mark.gpu

@@ -25,17 +25,17 @@ from trainer.launch.safe_files import replace_file
 from trainer.messages import Refusal
 from trainer.records import folder_lock as lock_module
 from trainer.records import run_folder as folder_module
-from trainer.records.folder_lock import holder
+from trainer.records.folder_lock import lock_holder
 from trainer.records.resume_rules import (
-    changes,
-    completed,
+    completed_message,
+    find_changes,
     has_checkpoint,
-    learning_changes,
-    read_config,
+    parse_config,
     refuse_changes,
-    start_path,
+    resolve_resume_path,
+    select_learning_changes,
 )
-from trainer.records.run_folder import RunFolder, generated_name
+from trainer.records.run_folder import RunFolder, generate_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,7 +76,7 @@ def commit(folder, step=1):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(lock_module, "PATIENCE", 0.1)
+    monkeypatch.setattr(lock_module, "WAIT_SECONDS", 0.1)
     monkeypatch.setattr(status_module, "REPORT_INTERVAL", 0.0)
 
 
@@ -87,7 +87,7 @@ def test_a_name_is_made_from_the_time_and_the_label(tmp_path):
     first, second = open_folder(tmp_path), open_folder(tmp_path)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_cnn_ddp", first.path.name)
     assert second.path != first.path
-    assert generated_name("a/b c", 0.0).endswith("_a_b_c")
+    assert generate_name("a/b c", 0.0).endswith("_a_b_c")
 
 
 def test_all_ranks_and_all_restarts_agree_on_a_generated_name(tmp_path):
@@ -116,7 +116,7 @@ def test_a_name_never_leads_out_of_the_root(tmp_path, name):
 @pytest.mark.parametrize("dir", ["r e ü 目录=,", "deep/er"])
 def test_run_dir_may_be_any_path(tmp_path, dir):
     folder = open_folder(tmp_path / "unused", dir=tmp_path / dir)
-    folder.write_start("a: 1\n", [], {})
+    folder.write_start_files("a: 1\n", [], {})
     assert (tmp_path / dir / "config.yaml").is_file()
     assert not (tmp_path / "unused").exists()
 
@@ -147,30 +147,30 @@ sys.stdin.read()
 
 def test_a_folder_in_use_is_refused_and_a_dead_runs_lock_is_gone(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    holder = subprocess.Popen(
+    other = subprocess.Popen(
         [sys.executable, "-c", HOLDING, str(tmp_path)],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert holder.stdout.readline() == "locked False\n"  # and torch was not imported for it
-    with pytest.raises(Refusal, match=rf"in use by another run \(host {os.uname().nodename}, pid {holder.pid}\)"):
+    assert other.stdout.readline() == "locked False\n"  # and torch was not imported for it
+    with pytest.raises(Refusal, match=rf"in use by another run \(host {os.uname().nodename}, pid {other.pid}\)"):
         open_folder(tmp_path, "a")
-    holder.kill()
-    holder.communicate()
+    other.kill()
+    other.communicate()
     open_folder(tmp_path, "a").close()
 
 
 def test_the_lock_of_another_machine_is_waited_for_and_the_wait_is_said(tmp_path, monkeypatch, caplog):
     kept = open_folder(tmp_path, "a")
     (kept.path / ".lock").write_text("host elsewhere, pid 7\n")
-    monkeypatch.setattr(lock_module, "LEASE", 0.1)
-    monkeypatch.setattr(lock_module, "PATIENCE", 600.0)  # of this machine's own: not what is waited for here
+    monkeypatch.setattr(lock_module, "LEASE_SECONDS", 0.1)
+    monkeypatch.setattr(lock_module, "WAIT_SECONDS", 600.0)  # of this machine's own: not what is waited for here
     with pytest.raises(Refusal, match=r"in use by another run \(host elsewhere, pid 7\)"):
         open_folder(tmp_path, "a")
     assert caplog.text.count("in use on another machine (host elsewhere, pid 7); waiting up to 0.1 s") == 1
-    monkeypatch.setattr(lock_module, "LEASE", 600.0)
+    monkeypatch.setattr(lock_module, "LEASE_SECONDS", 600.0)
     said = threading.Event()
     monkeypatch.setattr(logging.getLogger(lock_module.__name__), "warning", lambda *_: said.set())
     with ThreadPoolExecutor(1) as pool:
@@ -182,16 +182,16 @@ def test_the_lock_of_another_machine_is_waited_for_and_the_wait_is_said(tmp_path
 
 def outcomes(root, monkeypatch, *ways):
     """Starts that wait for the folder `a` until who has it lets go: a folder of each that got in, else the refusal."""
-    monkeypatch.setattr(lock_module, "PATIENCE", 1.0)
+    monkeypatch.setattr(lock_module, "WAIT_SECONDS", 1.0)
     kept, waiting = open_folder(root, "a"), set()
-    kept.write_start("n: 1\n", [], {})
-    asked = lock_module.holder
+    kept.write_start_files("n: 1\n", [], {})
+    asked = lock_module.lock_holder
 
     def noted(path):
         waiting.add(threading.get_ident())
         return asked(path)
 
-    monkeypatch.setattr(lock_module, "holder", noted)
+    monkeypatch.setattr(lock_module, "lock_holder", noted)
 
     def enter(resume):
         try:
@@ -216,34 +216,34 @@ def test_of_those_that_wait_for_a_folder_one_enters_also_where_it_is_moved_aside
 
 
 def test_who_waits_for_a_folder_that_is_taken_back_makes_it_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock_module, "PATIENCE", 60.0)
+    monkeypatch.setattr(lock_module, "WAIT_SECONDS", 60.0)
     first, waiting = open_folder(tmp_path, "a"), threading.Event()
-    asked = lock_module.holder
+    asked = lock_module.lock_holder
 
     def noted(path):
         waiting.set()
         return asked(path)
 
-    monkeypatch.setattr(lock_module, "holder", noted)
+    monkeypatch.setattr(lock_module, "lock_holder", noted)
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(open_folder, tmp_path, "a")
         assert waiting.wait(60)
-        first.take_back(0, "refused")
+        first.undo_start(0, "refused")
         assert (second.result().path / "checkpoints").is_dir()
-    monkeypatch.setattr(lock_module, "PATIENCE", 0.1)
+    monkeypatch.setattr(lock_module, "WAIT_SECONDS", 0.1)
     with pytest.raises(Refusal, match="in use"):
         open_folder(tmp_path, "a")
 
 
 def test_a_folder_that_is_emptied_is_taken_first(tmp_path):
-    kept = RunFolder.anew(tmp_path / "a", Launch(), lambda _: None)
+    kept = RunFolder.open_empty(tmp_path / "a", Launch(), lambda _: None)
     (kept.path / "mine").touch()
     (kept.path / "elsewhere").symlink_to(tmp_path)
     with pytest.raises(Refusal, match="in use"):
-        RunFolder.anew(tmp_path / "a", Launch(), lambda _: None)
+        RunFolder.open_empty(tmp_path / "a", Launch(), lambda _: None)
     assert (kept.path / "mine").exists()
     kept.close()
-    again = RunFolder.anew(tmp_path / "a", Launch(), lambda _: None)
+    again = RunFolder.open_empty(tmp_path / "a", Launch(), lambda _: None)
     assert sorted(path.name for path in again.path.iterdir()) == [".lock", "checkpoints", "logs"]
 
 
@@ -269,9 +269,9 @@ def test_a_child_does_not_keep_the_lock(tmp_path):
 def test_earlier_configurations_stay_one_an_attempt(tmp_path):
     for number in (1, 2, 3):
         folder = open_folder(tmp_path, "a")
-        assert folder.last("config.yaml") == ({"n": number - 1} if number > 1 else None)
-        assert folder.last("environment.json") == ({"attempt": number - 1} if number > 1 else None)
-        folder.write_start(f"n: {number}\n", ["a=1", 'b="x: y"'], {"attempt": number})
+        assert folder.read_previous("config.yaml") == ({"n": number - 1} if number > 1 else None)
+        assert folder.read_previous("environment.json") == ({"attempt": number - 1} if number > 1 else None)
+        folder.write_start_files(f"n: {number}\n", ["a=1", 'b="x: y"'], {"attempt": number})
         folder.close()
     texts = {path.name: path.read_text() for path in (tmp_path / "a").glob("config*.yaml")}
     assert texts == {"config.1.yaml": "n: 1\n", "config.2.yaml": "n: 2\n", "config.yaml": "n: 3\n"}
@@ -282,7 +282,7 @@ def test_fresh_moves_the_old_folder_aside_but_not_on_a_restart(tmp_path):
     for number in (1, 2, 3):
         store = dist.HashStore()
         folder = open_folder(tmp_path, "a", resume="fresh", launch=Stored(kept=store))
-        folder.write_start(f"n: {number}\n", [], {})
+        folder.write_start_files(f"n: {number}\n", [], {})
         folder.close()
         again = open_folder(tmp_path, "a", resume="fresh", launch=Stored(attempt=1, kept=store))
         assert (again.path / "config.yaml").read_text() == f"n: {number}\n"
@@ -307,12 +307,12 @@ def test_a_launcher_that_remembers_nothing_needs_a_name(tmp_path):
 
 
 def test_a_folder_that_another_machine_does_not_see_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_module, "_SIGHT", 0.1)
+    monkeypatch.setattr(folder_module, "_VISIBLE_AFTER", 0.1)
     folder = open_folder(tmp_path, "a")
-    folder_module._see(folder.path, holder(folder.path))
+    folder_module._wait_until_visible(folder.path, lock_holder(folder.path))
     for there in ("a", "b"):  # a folder of that name that another run has used; none
         with pytest.raises(Refusal, match="these machines share no such folder"):
-            folder_module._see(tmp_path / there, "host elsewhere, pid 7")
+            folder_module._wait_until_visible(tmp_path / there, "host elsewhere, pid 7")
 
 
 def test_fresh_in_a_folder_in_use_moves_nothing(tmp_path):
@@ -325,11 +325,11 @@ def test_fresh_in_a_folder_in_use_moves_nothing(tmp_path):
 
 
 def test_what_resume_may_name(tmp_path):
-    assert start_path("auto") is None
-    assert start_path("fresh") is None
+    assert resolve_resume_path("auto") is None
+    assert resolve_resume_path("fresh") is None
     commit(tmp_path / "old")
-    assert start_path(str(tmp_path / "old")) == tmp_path / "old"
-    assert start_path(str(tmp_path / "old/checkpoints/step-00000001")).name == "step-00000001"
+    assert resolve_resume_path(str(tmp_path / "old")) == tmp_path / "old"
+    assert resolve_resume_path(str(tmp_path / "old/checkpoints/step-00000001")).name == "step-00000001"
     for path in ("none", "old/checkpoints"):
         with pytest.raises(Refusal, match=r"run\.resume"):
             open_folder(tmp_path, "a", resume=str(tmp_path / path))
@@ -431,7 +431,7 @@ def test_another_rank_may_say_that_the_run_failed(tmp_path):
 
 def test_other_ranks_write_nothing(tmp_path):
     folder = RunFolder(tmp_path)
-    folder.write_start("a: 1\n", [], {})
+    folder.write_start_files("a: 1\n", [], {})
     folder.begin(0, 2, "ddp")
     folder.close()
     assert list(tmp_path.iterdir()) == []
@@ -451,12 +451,12 @@ def test_a_file_is_replaced_whole(tmp_path):
 
 def test_a_completed_run_says_what_extends_it():
     done = {"state": "completed", "step": 100}
-    assert "loop.epochs" in completed(done, 100)
-    assert "loop.steps" in completed(done, 50)
-    assert "accept_changes" in completed(done, 50, needs_horizon=True)
-    assert completed(done, 101) is None
-    assert completed({"state": "preempted", "step": 100}, 100) is None
-    assert completed(None, 100) is None
+    assert "loop.epochs" in completed_message(done, 100)
+    assert "loop.steps" in completed_message(done, 50)
+    assert "accept_changes" in completed_message(done, 50, needs_horizon=True)
+    assert completed_message(done, 101) is None
+    assert completed_message({"state": "preempted", "step": 100}, 100) is None
+    assert completed_message(None, 100) is None
 
 
 CONFIG = {
@@ -486,20 +486,20 @@ def altered(**keys):
 
 def test_what_differs_is_listed_by_key():
     new = altered(optimizer__lr=0.5, optimizer__betas=[0.9, 0.999], model__depth=2, run__name="b", seed=0.0)
-    assert [str(one) for one in changes(CONFIG, new)] == [
+    assert [str(one) for one in find_changes(CONFIG, new)] == [
         "model.depth: absent → 2",
         "optimizer.betas: [0.9, 0.99] → [0.9, 0.999]",
         "optimizer.lr: 1 → 0.5",
     ]
-    assert changes(CONFIG, altered()) == []
+    assert find_changes(CONFIG, altered()) == []
     moved = [{"schedule": {"_target_": f"trainer.{place}.Cosine"}} for place in ("schedule", "learning.schedule")]
-    assert changes(*moved) == []  # the framework's own files move between versions
+    assert find_changes(*moved) == []  # the framework's own files move between versions
 
 
 def test_another_strategy_is_one_change():
     old = altered(strategy={"_target_": "a.DDP", "bucket_mb": 25})
     new = altered(strategy={"_target_": "a.FSDP", "shard": 2, "bucket_mb": 30})
-    assert [str(one) for one in changes(old, new)] == ['strategy: "a.DDP" → "a.FSDP"']
+    assert [str(one) for one in find_changes(old, new)] == ['strategy: "a.DDP" → "a.FSDP"']
 
 
 @pytest.mark.parametrize(
@@ -516,7 +516,7 @@ def test_another_strategy_is_one_change():
     ],
 )
 def test_what_changes_the_learning_is_refused_with_the_way_out(tmp_path, new):
-    found = learning_changes(changes(CONFIG, altered(**new)))
+    found = select_learning_changes(find_changes(CONFIG, altered(**new)))
     assert len(found) == 1
     with pytest.raises(Refusal, match="accept_changes=true") as caught:
         refuse_changes(found, tmp_path)
@@ -534,22 +534,22 @@ def test_what_changes_the_learning_is_refused_with_the_way_out(tmp_path, new):
     ],
 )
 def test_what_does_not_is_free(tmp_path, new):
-    refuse_changes(learning_changes(changes(CONFIG, altered(**new))), tmp_path)
+    refuse_changes(select_learning_changes(find_changes(CONFIG, altered(**new))), tmp_path)
 
 
 def test_resolved_precision_and_horizon_decide_not_the_words():
-    words = changes(CONFIG, altered(precision="fp32"))
-    assert learning_changes(words, precision=("fp32", "fp32")) == []
-    assert [str(one) for one in learning_changes([], precision=("bf16", "fp32"))] == ["precision: bf16 → fp32"]
-    assert len(learning_changes([], horizon=(100, 200), needs_horizon=True)) == 1
-    assert learning_changes([], horizon=(100, 200), needs_horizon=False) == []
-    assert learning_changes([], horizon=(200, 100), needs_horizon=True) == []
+    words = find_changes(CONFIG, altered(precision="fp32"))
+    assert select_learning_changes(words, precision=("fp32", "fp32")) == []
+    assert [str(one) for one in select_learning_changes([], precision=("bf16", "fp32"))] == ["precision: bf16 → fp32"]
+    assert len(select_learning_changes([], horizon=(100, 200), needs_horizon=True)) == 1
+    assert select_learning_changes([], horizon=(100, 200), needs_horizon=False) == []
+    assert select_learning_changes([], horizon=(200, 100), needs_horizon=True) == []
 
 
 def test_config_yaml_is_data():
-    assert read_config("a: {b: [1, x]}\n") == {"a": {"b": [1, "x"]}}
+    assert parse_config("a: {b: [1, x]}\n") == {"a": {"b": [1, "x"]}}
     with pytest.raises(yaml.YAMLError):
-        read_config("a: !!python/object/apply:os.system [true]")
+        parse_config("a: !!python/object/apply:os.system [true]")
 
 
 @pytest.mark.parametrize("words", [("run.dir=/proc/none/x",), ("run.root=file/x",), ("run.root=file", "run.name=x")])

@@ -23,9 +23,9 @@ from trainer.launch.devices import available_host_memory
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.ranks import Group, Ranks
 from trainer.records.checkpoint import tensor_files, writer
-from trainer.records.checkpoint.manager import Checkpoints, FailedSave
+from trainer.records.checkpoint.manager import CheckpointManager, FailedSave
 from trainer.records.checkpoint.manifest import read_manifest
-from trainer.records.checkpoint.store import look_into
+from trainer.records.checkpoint.store import inspect_checkpoint
 from trainer.records.checkpoint.writer import AsyncSaver
 from trainer.strategies.parallel_model import ParallelModel
 
@@ -127,40 +127,40 @@ def test_memory_is_kept_and_nothing_reaches_into_it(tmp_path: Path) -> None:
         AsyncSaver(Ranks(), timedelta(seconds=60)),
         torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
     )
-    copies = [saver.copied({"weight": weight.mul_(2), "step": torch.tensor(1.0)}) for _ in range(2)]
+    copies = [saver.snapshot({"weight": weight.mul_(2), "step": torch.tensor(1.0)}) for _ in range(2)]
     weight.zero_()
     assert copies[0]["weight"].data_ptr() == copies[1]["weight"].data_ptr()
     assert copies[1]["weight"].eq(4).all()
     assert copies[1]["weight"].stride() == weight.stride()  # a copy that turns a tensor around takes far longer
-    assert saver.copied({"step": torch.tensor(1.0)}).keys() == {"step"}
+    assert saver.snapshot({"step": torch.tensor(1.0)}).keys() == {"step"}
 
 
 def test_what_goes_wrong_is_heard_afterwards_and_has_beaten_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, before = threading.Event(), writer._begin
+    go, before = threading.Event(), writer._make_draft
 
     def full(*args: Any) -> None:
         assert go.wait(60)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer, "_begin", full)
-    store = Checkpoints(tmp_path, Ranks(), saver=AsyncSaver(Ranks(), timedelta(seconds=60)))
+    monkeypatch.setattr(writer, "_make_draft", full)
+    store = CheckpointManager(tmp_path, Ranks(), saver=AsyncSaver(Ranks(), timedelta(seconds=60)))
     assert store.save(1, {"weight": torch.ones(3)}, {}, {"loss": 1.0}) == (0, ())
     assert not store.failed()
     assert not store.is_best({"loss": 2.0})  # what is under way counts
     go.set()
     with pytest.raises(FailedSave, match=r"step 1 .*No space left on device"):
-        store.settle()
+        store.finish_save()
     assert store.is_best({"loss": 2.0})
     # what is not finite is found in the copy, and is not written
-    monkeypatch.setattr(writer, "_begin", before)
+    monkeypatch.setattr(writer, "_make_draft", before)
     assert store.save(
         2, {"weight": torch.tensor([1.0, torch.nan]), "mask": torch.tensor(torch.inf)}, {}, None, ["weight"]
     ) == (0, ())
     while not store.failed():
         pass
-    assert store.settle() == (2, ["weight on rank 0"])
+    assert store.finish_save() == (2, ["weight on rank 0"])
     assert list(tmp_path.iterdir()) == []
     store.save(3, {"weight": torch.ones(3)}, {})
     store.finish()
@@ -201,7 +201,7 @@ def test_a_save_tells_the_others_a_hash_of_how_its_tensors_are_spread(
     # whatever was written by whom: all of it is there, each shard once
     assert here("job=evaluate", f"run.dir={tmp_path / 'told'}", "strategy=single") == 0
     for checkpoint in (tmp_path / "told" / "checkpoints").iterdir():
-        look_into(read_manifest(checkpoint))
+        inspect_checkpoint(read_manifest(checkpoint))
 
 
 # --------------------------------------------------------------------------------------------------------- its thread
@@ -229,7 +229,7 @@ def test_without_room_for_a_copy_the_loop_waits(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("trainer.records.checkpoint.writer.available_host_memory", partial(float, spare))
         if not copied:
             saver._kept.clear()  # memory that it has already is no question
-        held = saver.copied({"weight": weight})["weight"]
+        held = saver.snapshot({"weight": weight})["weight"]
         assert (held is not weight) == copied
         saver.start(lambda held=held: written.append(held.sum().item()))  # type: ignore[misc]
         if not copied:  # what the step after it changes has been written by then

@@ -23,9 +23,9 @@ from tests.inside import here
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal
 from trainer.records import sinks
-from trainer.records.metrics_files import CSV, Figures
-from trainer.records.metrics_reader import backwards
-from trainer.records.sinks import Log, Service, Sink
+from trainer.records.metrics_files import CSV, MetricsFile
+from trainer.records.metrics_reader import read_lines_backwards
+from trainer.records.sinks import Log, ServiceSink, Sink
 
 WORDS = (*SMALL, "schedule=constant", "loop.global_batch=120", "loop.eval_every=2", "loop.save_every=2")
 SECRET = "+data.vocab_size=${oc.env:TRAINER_TEST_SECRET}"
@@ -94,8 +94,8 @@ def test_a_start_reads_the_ends_of_its_files_alone(tmp_path: Path, capsys: pytes
     capsys.readouterr()
     assert here(*words, "loop.steps=8") == 0
     assert re.search(r"after step +8", capsys.readouterr().out)  # the table at the end has its figures from there, too
-    lined = [json.loads(line) for _, line in islice(backwards(tmp_path / "metrics.jsonl"), 10)]
-    rows = [row.decode().split(",") for _, row in islice(backwards(tmp_path / "metrics.csv"), 10)]
+    lined = [json.loads(line) for _, line in islice(read_lines_backwards(tmp_path / "metrics.jsonl"), 10)]
+    rows = [row.decode().split(",") for _, row in islice(read_lines_backwards(tmp_path / "metrics.csv"), 10)]
     wanted = [each for step in (8, 6, 4) for each in (("eval", step), ("train", step), ("train", step - 1))]
     assert [(line["kind"], line["step"]) for line in lined] == [*wanted, ("eval", 2)]
     assert [(kind, int(step)) for kind, step, *_ in rows] == [*wanted, ("eval", 2)]
@@ -103,7 +103,7 @@ def test_a_start_reads_the_ends_of_its_files_alone(tmp_path: Path, capsys: pytes
 
 def test_what_a_dead_start_wrote_goes_but_for_its_columns(tmp_path: Path) -> None:
     def begun(step: int) -> Log:
-        log = Log([Figures(), CSV()])
+        log = Log([MetricsFile(), CSV()])
         log.open(tmp_path, step, None, None)
         return log
 
@@ -168,15 +168,15 @@ def test_a_service_that_fails_is_told_once_and_one_that_hangs_is_left(
         raise ConnectionError("no route to it\nand more")
 
     with caplog.at_level(logging.WARNING):
-        one = Service("json")
+        one = ServiceSink("json")
         for call in (lambda: done.append(1), fails, lambda: done.append(2), fails, lambda: done.append(3)):
             one.later(call)
         one.close()
-        other = Service("json")
+        other = ServiceSink("json")
         other.later(lambda: hanging.wait(60))
         other.close()
     hanging.set()
-    Service("json").close()  # one that was never opened
+    ServiceSink("json").close()  # one that was never opened
     assert done == [1, 2, 3]
     told = [record.getMessage() for record in caplog.records]
     assert told[0] == "note        json: no route to it; the run continues, and its metrics are in metrics.jsonl"
@@ -198,7 +198,7 @@ def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "nowhere_installed").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(Refusal, match="needs the package nowhere_installed"):
-        Service("nowhere_installed")
+        ServiceSink("nowhere_installed")
 
 
 # ------------------------------------------------------------------------------------------------ Weights & Biases

@@ -19,7 +19,7 @@ from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.loop.evaluation import evaluate
 from trainer.loop.trainer import Trainer
-from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.strategies import rank_context
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
@@ -101,7 +101,7 @@ def test_time_that_is_over_at_once_still_gets_further_at_each_start(whole, tmp_p
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_request_during_a_save_is_heard_when_it_is_done(tmp_path, monkeypatch, times):
-    asked_during(monkeypatch, Checkpoints, "save", 1, times)
+    asked_during(monkeypatch, CheckpointManager, "save", 1, times)
     assert here(*WORDS, f"run.dir={tmp_path}") == 75
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("preempted", 2)  # no step more, no second save
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]

@@ -163,8 +163,8 @@ def test_ctrl_c_twice_ends_all_at_once(place: Path, capfd: pytest.CaptureFixture
 
 
 def test_two_sweeps_in_one_folder_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.records.folder_lock.PATIENCE", 0.0)
-    sweep.lock(place / "runs" / "mine")
+    monkeypatch.setattr("trainer.records.folder_lock.WAIT_SECONDS", 0.0)
+    sweep.lock_folder(place / "runs" / "mine")
     with pytest.raises(Refusal, match="in use by another run"):
         here("-m", "seed=1,2", "run.name=mine")
 

@@ -19,9 +19,9 @@ from trainer.launch.run_status import read_status
 from trainer.launch.validation import refuse_unreadable
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint.manifest import TO_RESUME, CorruptCheckpoint, manifest_bytes, read_manifest
-from trainer.records.checkpoint.store import newest_in
-from trainer.records.checkpoint.writer import _sealed
+from trainer.records.checkpoint.manifest import RESUME_KEYS, CorruptCheckpoint, encode_manifest, read_manifest
+from trainer.records.checkpoint.store import open_newest
+from trainer.records.checkpoint.writer import _sync_and_hash
 
 WORDS = (*SMALL, "strategy=single", "schedule=constant", "loop.global_batch=120", "loop.save_every=2")
 
@@ -46,8 +46,8 @@ def forge(folder: Path, change: Callable[[Any], Any]) -> None:
     said = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(change(said) or said))
     manifest = read_manifest(path)
-    manifest.files["state.json"] = _sealed(path / "state.json")
-    (path / "manifest.json").write_bytes(manifest_bytes(manifest))
+    manifest.files["state.json"] = _sync_and_hash(path / "state.json")
+    (path / "manifest.json").write_bytes(encode_manifest(manifest))
 
 
 def progress(**values: Any) -> Callable[[Any], None]:
@@ -85,7 +85,7 @@ STATES = {
 def test_a_state_that_cannot_be_true_is_passed_over_in_words(folder: Path, caplog: Any, name: str) -> None:
     change, said = STATES[name]
     forge(folder, change)
-    found, rejected = newest_in(folder / "checkpoints", Ranks(), TO_RESUME)
+    found, rejected = open_newest(folder / "checkpoints", Ranks(), RESUME_KEYS)
     assert found is not None
     assert (found.step, [path.name for path in rejected]) == (2, ["step-00000004"])
     (record,) = caplog.records
@@ -135,12 +135,12 @@ def test_a_manifest_is_read_up_to_a_size_and_names_no_file_elsewhere(folder: Pat
     path = folder / "checkpoints" / "step-00000004"
     manifest = read_manifest(path)
     manifest.files["../../config.yaml"] = {"size": 1, "sha256": "0" * 64}
-    (path / "manifest.json").write_bytes(manifest_bytes(manifest))
+    (path / "manifest.json").write_bytes(encode_manifest(manifest))
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json: files has the name '\.\./\.\./config\.yaml'"):
         read_manifest(path)
     del manifest.files["../../config.yaml"]
-    manifest.figures["accuracy"] = "high"  # type: ignore[assignment]
-    (path / "manifest.json").write_bytes(manifest_bytes(manifest))
+    manifest.metrics["accuracy"] = "high"  # type: ignore[assignment]
+    (path / "manifest.json").write_bytes(encode_manifest(manifest))
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json: figures\.accuracy is 'high', not a number"):
         read_manifest(path)
     (path / "manifest.json").write_text("[" + "{}," * (26 * 2**20 // 3) + "{}]")

@@ -30,8 +30,8 @@ from trainer.loop import trainer as trainer_module
 from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal
-from trainer.records.checkpoint.manager import Checkpoints
-from trainer.records.metrics_files import Figures
+from trainer.records.checkpoint.manager import CheckpointManager
+from trainer.records.metrics_files import MetricsFile
 from trainer.records.sinks import Log
 from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single
@@ -65,7 +65,7 @@ class Made:
 def made(folder: Path, task: Task | None = None, device: str = "cpu", keep: int = 99, **changes: Any) -> Iterator[Made]:
     torch.manual_seed(0)
     task, data = task or Plain(), ToyData()
-    log = Log([Figures()])
+    log = Log([MetricsFile()])
     log.open(folder, 0, None, None)
     with Single(machine=Machine(launch=Launch(), device=device, precision="fp32")) as strategy:
         micro_batches = changes.pop("micro_batches", 1)
@@ -93,7 +93,7 @@ def made(folder: Path, task: Task | None = None, device: str = "cpu", keep: int 
                 optimizer=optimizer,
                 schedule=words.pop("schedule", Cosine()),
                 stream=stream,
-                checkpoints=Checkpoints(folder / "checkpoints", strategy.world, keep, words.pop("best", "-loss")),
+                checkpoints=CheckpointManager(folder / "checkpoints", strategy.world, keep, words.pop("best", "-loss")),
                 log=log,
                 report=lambda state, step: states.append((state, step)),
                 progress=Progress(),

@@ -17,7 +17,7 @@ from trainer.jobs.run_parts import assemble
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Group, join_group, leave_group, set_timeouts
-from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 from trainer.strategies.parallel_model import ParallelModel
@@ -138,7 +138,7 @@ def test_an_evaluation_and_a_save_have_the_time_of_the_first_step(tmp_path, monk
 
     note(ParallelModel, "forward_backward")
     note(ParallelModel, "evaluate")
-    note(Checkpoints, "save")
+    note(CheckpointManager, "save")
     words = ("strategy=ddp", f"run.dir={tmp_path}", "loop.steps=5", "loop.eval_every=3")
     assert here(*SMALL, *words, "distributed.timeout=7min", "distributed.step_timeout=40s") == 0
     long, short = timedelta(minutes=7) + WATCHDOG_MARGIN, timedelta(seconds=40) + WATCHDOG_MARGIN

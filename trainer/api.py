@@ -183,12 +183,12 @@ def print_report(cfg: DictConfig, launch: Launch) -> int:
 def choose_run_folder(cfg: DictConfig, launch: Launch) -> Path:
     """The folder that the configuration names, or one that is named now, on all ranks the same."""
     from trainer.launch.store_collectives import broadcast_from_main
-    from trainer.records.run_folder import choose
+    from trainer.records.run_folder import choose_path
 
     label, own = str(cfg.model.get("_target_")).rsplit(".", 1)[-1].lower(), parse_settings(cfg).run
 
     def decide() -> str:
-        return str(choose(expand_home(own.root), own.name, own.dir, label, launch)[0])
+        return str(choose_path(expand_home(own.root), own.name, own.dir, label, launch)[0])
 
     return resolve_links(broadcast_from_main(launch, "door", decide))
 
@@ -205,7 +205,7 @@ def _run_as_guest(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
     from torch import distributed
 
     from trainer.launch.run_status import mark_failed
-    from trainer.records.folder_lock import unlock_all
+    from trainer.records.folder_lock import unlock_all_folders
 
     joined = distributed.is_available() and distributed.is_initialized()  # the caller's own group stays
     # what the command line leaves to the end of its process is put back here, whatever happens
@@ -222,7 +222,7 @@ def _run_as_guest(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
         # after an error, or an interrupt, nobody has waited to leave it
         if distributed.is_available() and distributed.is_initialized() and not joined:
             distributed.destroy_process_group()
-        unlock_all()
+        unlock_all_folders()
 
 
 def run_in_processes(
@@ -271,7 +271,7 @@ def _run_in_children(words: Sequence[str], cfg: DictConfig, count: int) -> int:
 def _read_result(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[str, float]]:
     """What the files say: the state of the run, and its last figures."""
     from trainer.launch.run_status import read_status
-    from trainer.records.metrics_reader import figures, last_of
+    from trainer.records.metrics_reader import metrics_of, read_last_lines
 
     # a job that opens a run leaves the run's own files as they were, and so does `verify`
     own = "evaluate" if opens_trained_run(cfg) else "verify" if is_verification(cfg) else ""
@@ -279,4 +279,4 @@ def _read_result(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[st
     if code == failure.STOPPED and status is None:
         raise KeyboardInterrupt("interrupted before the run began")
     state = "preempted" if code == failure.STOPPED else "completed" if own or not status else status["state"]
-    return state, figures(last_of(folder / own / "metrics.jsonl", ["eval"]).get("eval", {}))
+    return state, metrics_of(read_last_lines(folder / own / "metrics.jsonl", ["eval"]).get("eval", {}))

@@ -126,7 +126,7 @@ PLANTS = {
         ("strategy=fsdp_pp", MICRO),
         ("at step 1, resume, ",),
         RESUME,
-        {"trainer.records.checkpoint.tensor_files.read_into": first_shards},
+        {"trainer.records.checkpoint.tensor_files.load_tensors": first_shards},
         FOUR,
     ),
     "kept_buffers": Plant(

@@ -26,7 +26,7 @@ from trainer.data.sampler import EpochOrder
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.strategies.parallel_model import ParallelModel
 
 transformers = pytest.importorskip("transformers", reason="the package transformers is not installed: '.[hf]'")
@@ -217,7 +217,7 @@ def test_what_is_frozen_is_the_same_in_every_step_and_costs_no_memory_of_an_opti
     for name, value in begun.items():
         if not name.startswith("pooler"):
             assert torch.equal(state[f"body.{name}"], value.double()), name
-    found = Checkpoints(run / "checkpoints", Ranks()).newest()
+    found = CheckpointManager(run / "checkpoints", Ranks()).newest()
     remembered = {name.split("/")[1] for name in found.tensors if name.startswith("optimizer/")}
     assert remembered == {name for name in state if "lora_" in name or name.startswith("head.")}
     # dropout of 0.1 in its configuration, and none here

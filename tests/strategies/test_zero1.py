@@ -20,7 +20,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.parameter_owners import GradientReducer
 from trainer.records.checkpoint.manifest import read_manifest
-from trainer.records.checkpoint.store import look_into
+from trainer.records.checkpoint.store import inspect_checkpoint
 from trainer.strategies.machine import Machine
 from trainer.strategies.zero1 import Zero1
 
@@ -290,7 +290,7 @@ def test_a_checkpoint_has_the_names_that_one_process_gives_it(processes: Process
         processes.run(size, trained, Case(strategy, folder=str(folder), save=2, steps=2))
         stored[strategy] = {
             name: (fact.dtype, fact.shape)
-            for name, fact in look_into(read_manifest(next(folder.rglob("step-*")))).tensors.items()
+            for name, fact in inspect_checkpoint(read_manifest(next(folder.rglob("step-*")))).tensors.items()
         }
     assert stored["zero1"] == stored["single"]
 

@@ -20,7 +20,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.learning.freezing import freeze
 from trainer.loop.evaluation import evaluate
 from trainer.parallel.device_mesh import to_local
-from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.strategies.auto import mesh
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDP
@@ -442,7 +442,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
         optimizer = placed.optimizer(make_optimizer(case.optimizer), [{"params": list(placed.network.parameters())}])
         placed.keep_average(case.average, every=2)
         seen["initial"] = {name: whole(value) for name, value in placed.network.state_dict().items()}
-        checkpoints = Checkpoints(Path(case.folder), strategy.world, keep=3) if case.folder else None
+        checkpoints = CheckpointManager(Path(case.folder), strategy.world, keep=3) if case.folder else None
         if case.start:
             found = checkpoints.newest()
             assert found is not None

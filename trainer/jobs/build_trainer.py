@@ -23,29 +23,31 @@ from trainer.loop.progress import NONFINITE_POLICIES, Progress
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint.manager import Checkpoints
-from trainer.records.checkpoint.manifest import FINITE, TO_RESUME
+from trainer.records.checkpoint.manager import CheckpointManager
+from trainer.records.checkpoint.manifest import FINITE_FACT, RESUME_KEYS
 from trainer.records.checkpoint.writer import AsyncSaver, SyncSaver
-from trainer.records.profiler import NoProfile, Profile
-from trainer.records.resume_rules import read_config
-from trainer.records.sinks import Log, shows
+from trainer.records.profiler import NoProfiler, StepProfiler
+from trainer.records.resume_rules import parse_config
+from trainer.records.sinks import Log, implements
 from trainer.strategies.parallel_model import ParallelModel
 
 FORGIVEN = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed saves in a row after which a run goes on
 
 
-def make_checkpoints(run: PreparedRun, beside: Callable[[Ranks, timedelta], AsyncSaver] = AsyncSaver) -> Checkpoints:
+def make_checkpoints(
+    run: PreparedRun, beside: Callable[[Ranks, timedelta], AsyncSaver] = AsyncSaver
+) -> CheckpointManager:
     """Those of the run's folder. beside: what writes them where training goes on meanwhile."""
     best, strategy = run.best_metric, run.strategy
     # the loop saves nothing else; those of versions before it did are looked through when they are read
-    facts = {"strategy": strategy.name, "precision": run.machine.resolved_precision, FINITE: True}
+    facts = {"strategy": strategy.name, "precision": run.machine.resolved_precision, FINITE_FACT: True}
     path, world, chosen = run.folder.path / "checkpoints", strategy.world, run.settings.checkpoint
     saver = beside(world, strategy.machine.timeout) if chosen.asynchronous else SyncSaver(world)
-    return Checkpoints(path, world, chosen.keep, best, facts, TO_RESUME, FORGIVEN[chosen.on_error], saver)
+    return CheckpointManager(path, world, chosen.keep, best, facts, RESUME_KEYS, FORGIVEN[chosen.on_error], saver)
 
 
 def make_trainer(
-    run: PreparedRun, checkpoints: Checkpoints, log: Log, stop: StopRequest, progress: Progress
+    run: PreparedRun, checkpoints: CheckpointManager, log: Log, stop: StopRequest, progress: Progress
 ) -> Trainer:
     """Collective: everything in its place."""
     settings, strategy, loop = run.settings, run.strategy, run.settings.loop
@@ -81,7 +83,7 @@ def make_trainer(
         eval_due=Trigger(loop.eval_every),
         save_due=Trigger(loop.save_every),
         facts={
-            "configuration": read_config(run.configuration),
+            "configuration": parse_config(run.configuration),
             "precision": run.machine.resolved_precision,
             "data": run.data_identity,  # the main rank's, which writes them
         },
@@ -124,17 +126,17 @@ def make_evaluation(run: PreparedRun) -> EvalLoader | None:
     return EvalLoader(run.data, run.evaluation, run.strategy.slice, width, micro_batches, loading)
 
 
-def make_profile(run: PreparedRun) -> NoProfile:
+def make_profile(run: PreparedRun) -> NoProfiler:
     """What traces the steps that were asked for."""
     window, strategy = run.settings.profile, run.strategy
     if window is None:
-        return NoProfile()
-    return Profile(*window, run.folder.path / "profile" / f"rank-{strategy.world.rank}.json", strategy.device)
+        return NoProfiler()
+    return StepProfiler(*window, run.folder.path / "profile" / f"rank-{strategy.world.rank}.json", strategy.device)
 
 
 def make_media_logger(run: PreparedRun, evaluation: EvalLoader | None, log: Log) -> NoMediaLogger:
     """What prepares pictures and histograms, where a sink shows any; all ranks know the sinks."""
-    if not any(shows(sink, "images", "confusion", "histograms") for sink in run.sinks):
+    if not any(implements(sink, "images", "confusion", "histograms") for sink in run.sinks):
         return NoMediaLogger()
     sample = NoTextSample() if run.sample is None else TextSample(run.sample, run.data, log)
     return MediaLogger(

@@ -266,10 +266,10 @@ def _move_into_place(draft: Path, path: Path) -> int:
 
 
 def _safetensors(network: nn.Module, path: Path) -> None:
-    from trainer.records.checkpoint.tensor_files import write_file
+    from trainer.records.checkpoint.tensor_files import write_safetensors
 
     # every name has its values: load_state_dict wants those of tied weights, too, which the format keeps apart
-    write_file(path, network.state_dict())
+    write_safetensors(path, network.state_dict())
 
 
 def _pt(network: nn.Module, path: Path) -> None:

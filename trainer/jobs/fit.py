@@ -43,9 +43,9 @@ from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal, format_count
 from trainer.parallel.meta_model import is_meta_model
-from trainer.records.checkpoint.manifest import Found
+from trainer.records.checkpoint.manifest import CheckpointInfo
 from trainer.records.console import LogFile
-from trainer.records.metrics_files import Figures
+from trainer.records.metrics_files import MetricsFile
 from trainer.records.sinks import Log
 
 _PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "rich")
@@ -73,7 +73,7 @@ class Fit(Job):
             return 0
         run.machine = run.strategy.machine = replace(run.machine, precision=decision.precision)
         rank_output.redirect_output(launch.rank, folder)
-        log = Log([Figures(), LogFile(), *run.sinks] if launch.is_main else [])
+        log = Log([MetricsFile(), LogFile(), *run.sinks] if launch.is_main else [])
         # join: from now on ranks wait for each other, so one that fails ends all, with one account of why; and a
         # request to stop must be kept until the loop can hear it
         with (
@@ -105,7 +105,7 @@ def failures_reported(run: PreparedRun, progress: Progress, log: Log) -> Iterato
             with suppress(Exception):  # a full disk must not hide the cause
                 finish()
         if isinstance(error, Refusal):  # a sentence and exit 2, as before the group
-            folder.take_back(progress.step, str(error))
+            folder.undo_start(progress.step, str(error))
             raise
         advice = memory_advice(error, run) or determinism_advice(error)
         raise failure.RunFailed(folder.path, progress.step or None, advice) from error
@@ -146,12 +146,12 @@ def git_revision() -> str | None:
         return None
 
 
-def begin(run: PreparedRun, start: Found | None, changed: Sequence[str], log: Log) -> None:
+def begin(run: PreparedRun, start: CheckpointInfo | None, changed: Sequence[str], log: Log) -> None:
     """Collective: write what this start is, and take back what an earlier one logged after the step to go on from."""
     strategy, folder, length = run.strategy, run.folder, run.length
     step = start.step if start else 0
     # what runs, then that it runs: whoever sees `running` finds the rest
-    folder.write_start(run.configuration, run.arguments, describe_environment(run))
+    folder.write_start_files(run.configuration, run.arguments, describe_environment(run))
     folder.begin(step, strategy.world.size, strategy.name, process_age() if run.machine.launch.owns_process else 0.0)
     # what was logged after the step to go on from will be logged again
     log.open(folder.path, step, length.steps, -(-length.steps // length.per_epoch))

@@ -11,7 +11,7 @@ from torch import nn
 from trainer.launch.safe_files import resolve_links
 from trainer.messages import Refusal, expand_home, format_count, format_names
 from trainer.parallel.meta_model import named_tensors
-from trainer.records.weight_files import Weights, open_weights
+from trainer.records.weight_files import WeightSource, open_weights
 
 _SHOWN = 4  # names of a kind in a line
 
@@ -28,7 +28,7 @@ class InitialWeights:
         self.is_complete = False  # do they give every value of the network? Then nobody needs to build any
         self._source, self._best = source, best
         self._names: dict[str, str] = {}  # a name in the network → the name of the same tensor in the file
-        self._weights: Weights | None = None
+        self._weights: WeightSource | None = None
 
     def find(self, network: nn.Module) -> None:
         """Find the weights and compare names and shapes; Refusal where none fits. The network may be an outline."""
@@ -46,10 +46,10 @@ class InitialWeights:
         if self._weights is None:
             return
         tensors = dict(named_tensors(network))
-        self._weights.read_into({stored_name: tensors[name] for name, stored_name in self._names.items()})
+        self._weights.load_into({stored_name: tensors[name] for name, stored_name in self._names.items()})
         self._weights = None
 
-    def _compare(self, weights: Weights, network: nn.Module) -> None:
+    def _compare(self, weights: WeightSource, network: nn.Module) -> None:
         expected, saved_names = dict(named_tensors(network)), set(network.state_dict())
         stored_names, how = match_names(weights.tensors, expected.keys())
         shapes = {name: weights.tensors[stored].shape for name, stored in stored_names.items()}
@@ -85,7 +85,7 @@ def _random_note(network: nn.Module) -> list[str]:
     ]
 
 
-def _translate(weights: Weights, network: nn.Module) -> Weights:
+def _translate(weights: WeightSource, network: nn.Module) -> WeightSource:
     """Weights under the names of another library, where the network knows these and has a method `translated`."""
     known = getattr(network, "translated", None)
     tensors = known(weights.tensors, weights.settings) if callable(known) else None

@@ -58,7 +58,7 @@ def memory_advice(error: BaseException, run: PreparedRun) -> str:
     # the error that arrives may have followed from the one that counts
     if not any(_is_out_of_memory(cause) for cause in error_chain(error)):
         return ""
-    if _happened_in(error, AsyncSaver.copied):
+    if _happened_in(error, AsyncSaver.snapshot):
         return "The host's memory ran out for a copy of the state. checkpoint.asynchronous=false saves without one."
     if _happened_in(error, trial_evaluation, evaluate):
         return _evaluation_advice(run)

@@ -27,7 +27,7 @@ from trainer.jobs.trained_run import (
 from trainer.launch import failure
 from trainer.learning.task import Task
 from trainer.messages import BadData, Refusal, expand_home, format_count
-from trainer.records.prediction_files import Table, Tensors, drafts, json_line
+from trainer.records.prediction_files import CSVWriter, SafetensorsWriter, open_drafts, write_json_line
 
 _BEST = 5  # classes of an input whose probabilities are written
 _SHOWN = 20  # inputs, or damaged ones, on the screen
@@ -63,7 +63,7 @@ class ClassTable:
     """
 
     def __init__(self, table: IO[bytes], lines: IO[bytes], samples: Any, names: Sequence[str]) -> None:
-        self._table, self._lines = Table(table, ("file", "class", "probability")), lines
+        self._table, self._lines = CSVWriter(table, ("file", "class", "probability")), lines
         self._samples, self._names = samples, names
         self._count = self._bad = 0  # inputs, and those that gave no answer
         self._shown: list[str] = []  # lines for the screen
@@ -84,7 +84,7 @@ class ClassTable:
         # the best class first
         word, probability = next(iter(named.items()), (None, None))
         self._table.add((file, "" if word is None else word, "" if probability is None else f"{probability:g}"))
-        json_line(self._lines, {"file": file, "class": word, "probabilities": named, "error": error})
+        write_json_line(self._lines, {"file": file, "class": word, "probabilities": named, "error": error})
         self._count += 1
         self._bad += error is not None
         if error and self._bad <= _SHOWN:
@@ -176,9 +176,9 @@ class Predict(Job):
         if not run.machine.launch.is_main:
             return _take_part(pieces)
         table = path.with_suffix(".csv")
-        with drafts(path, table) as (file, rows):
-            tensors = Tensors(file, loaded.stream.size)
-            names = ClassNameTable(Table(rows, ("index", "name", "class")), run.data)
+        with open_drafts(path, table) as (file, rows):
+            tensors = SafetensorsWriter(file, loaded.stream.size)
+            names = ClassNameTable(CSVWriter(rows, ("index", "name", "class")), run.data)
             for first, piece in pieces:
                 tensors.add(first, piece)
                 names.add(first, piece, loaded.samples)
@@ -196,7 +196,7 @@ class Predict(Job):
         if not run.machine.launch.is_main:
             return _take_part(pieces)
         lines = path.with_suffix(".jsonl")
-        with drafts(path, lines) as (table, rows):
+        with open_drafts(path, lines) as (table, rows):
             classified = ClassTable(table, rows, loaded.samples, loaded.classes or data_classes(run.data))
             for first, piece in pieces:
                 classified.add(first, piece)
@@ -216,7 +216,7 @@ class Predict(Job):
 class ClassNameTable:
     """The class of each sample, where the data names its classes and each answer has one number for each of them."""
 
-    def __init__(self, table: Table, data: Data) -> None:
+    def __init__(self, table: CSVWriter, data: Data) -> None:
         self._table, self._data = table, data
         self.is_complete = bool(data.class_names)  # has every row so far had a class?
 

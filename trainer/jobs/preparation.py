@@ -31,8 +31,8 @@ from trainer.learning.parameter_groups import Rule, resolve_rules
 from trainer.learning.task import Task, gathers_samples, is_recurrent, refuse_metric_objects
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_in_state_dict, allocate_empty, is_meta_model
-from trainer.records.profiler import refuse_window
-from trainer.records.sinks import shows
+from trainer.records.profiler import refuse_profile_window
+from trainer.records.sinks import implements
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def prepare(run: RunParts) -> PreparedRun:
     order = EpochOrder(run.data, training, settings.seed)
     unit = ranks if loop.uneven else ranks * (loop.micro_batch or loop.micro_batches)
     length = compute_length(order.length, loop.global_batch, loop.epochs, loop.steps, unit)
-    refuse_window(settings.profile, length.steps)
+    refuse_profile_window(settings.profile, length.steps)
     run.schedule.check(length.steps, length.per_epoch)
     refuse_missing_evaluation(run, evaluation)
     refuse_missing_sinks(run, evaluation)
@@ -190,11 +190,11 @@ def refuse_sample(run: RunParts, network: nn.Module) -> None:
 
 def refuse_missing_sinks(run: RunParts, evaluation: Any) -> None:
     """Refuse histograms and samples that nobody would show."""
-    if run.sample is not None and not any(shows(sink, "sample") for sink in run.sinks):
+    if run.sample is not None and not any(implements(sink, "sample") for sink in run.sinks):
         raise Refusal("sample.prompt: none of the run's sinks shows texts; log=[console,tensorboard] does")
     if run.sample is not None and evaluation is None:
         raise Refusal("sample.prompt: a sample is written after each evaluation, and the data has no evaluation set")
-    if run.settings.loop.histograms_every and not any(shows(sink, "histograms") for sink in run.sinks):
+    if run.settings.loop.histograms_every and not any(implements(sink, "histograms") for sink in run.sinks):
         raise Refusal("loop.histograms_every: none of the run's sinks shows histograms; log=[console,tensorboard] does")
 
 

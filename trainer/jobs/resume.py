@@ -21,20 +21,26 @@ from trainer.jobs.run_parts import PreparedRun, RunParts
 from trainer.launch.run_status import read_status
 from trainer.messages import Refusal
 from trainer.parallel.optimizer_state import network_differences
-from trainer.records.checkpoint.manifest import TO_RESUME, CorruptCheckpoint, Found, check_sizes, read_manifest
-from trainer.records.checkpoint.store import candidates, look_into, newest_in, open_checkpoint
+from trainer.records.checkpoint.manifest import (
+    RESUME_KEYS,
+    CheckpointInfo,
+    CorruptCheckpoint,
+    check_sizes,
+    read_manifest,
+)
+from trainer.records.checkpoint.store import inspect_checkpoint, list_candidates, open_checkpoint, open_newest
 from trainer.records.resume_rules import (
     ABSENT,
     Change,
-    changes,
-    completed,
+    completed_message,
+    early_stop_message,
+    find_changes,
     has_checkpoint,
     is_checkpoint,
-    learning_changes,
-    read_config,
+    parse_config,
     refuse_changes,
-    start_path,
-    stopped_early,
+    resolve_resume_path,
+    select_learning_changes,
 )
 from trainer.records.run_folder import RunFolder
 
@@ -58,39 +64,39 @@ def decide_resume(run: PreparedRun) -> ResumeDecision:
     checkpoint = peek_checkpoint(folder.path)
     if not has_checkpoint(folder.path) or (before := last_configuration(folder, checkpoint)) is None:
         return ResumeDecision(precision)
-    environment = folder.last("environment.json") or {}
+    environment = folder.read_previous("environment.json") or {}
     # weights that do not fit first: run.accept_changes=true, which the rest may suggest, could not help there
     refuse_other_network(folder.path, checkpoint, run.network, run.configuration)
     # runs from before there was the key began without
-    changed = changes({"tf32": False} | before, read_config(run.configuration))
+    changed = find_changes({"tf32": False} | before, parse_config(run.configuration))
     changed = [change for change in changed if change.old != ABSENT or change.key not in run.unused_keys]
     if run.settings.precision == "auto":
         # what auto meant is kept, whatever devices there are now
         precision = environment.get("precision", precision)
     precisions = (str(environment["precision"]), precision) if "precision" in environment else None
     horizons = (int(environment["horizon"]), horizon) if "horizon" in environment else None
-    learning = learning_changes(changed, precisions, horizons, run.schedule.needs_horizon)
+    learning = select_learning_changes(changed, precisions, horizons, run.schedule.needs_horizon)
     # other training samples teach something else; an evaluation on others is only told
     training, evaluation = (compare_sets(checkpoint, run.data_identity, part) for part in ("training", "evaluation"))
     training = [*compare_classes(checkpoint, run.data_identity), *training]
     if not run.settings.run.accept_changes:
         refuse_changes([*learning, *training], folder.path)
     status, patience = read_status(folder.path), run.settings.loop.patience
-    complete = completed(status, horizon, run.schedule.needs_horizon)
-    complete = complete or stopped_early(status, stale_evaluations(checkpoint), patience)
+    complete = completed_message(status, horizon, run.schedule.needs_horizon)
+    complete = complete or early_stop_message(status, stale_evaluations(checkpoint), patience)
     return ResumeDecision(precision, complete, [str(change) for change in (*changed, *training, *evaluation)])
 
 
-def open_start(run: PreparedRun) -> Found | None:
+def open_start(run: PreparedRun) -> CheckpointInfo | None:
     """Collective: the checkpoint that `run.resume` names, or the newest of the run folder that it names."""
-    path, ranks = start_path(run.settings.run.resume), run.strategy.world
+    path, ranks = resolve_resume_path(run.settings.run.resume), run.strategy.world
     if path is None:
         return None
-    checkpoint: Found | None
+    checkpoint: CheckpointInfo | None
     if is_checkpoint(path):
-        checkpoint = open_checkpoint(path, ranks, TO_RESUME)
+        checkpoint = open_checkpoint(path, ranks, RESUME_KEYS)
     else:
-        checkpoint, _ = newest_in(path / "checkpoints", ranks, TO_RESUME)
+        checkpoint, _ = open_newest(path / "checkpoints", ranks, RESUME_KEYS)
     if checkpoint is None:
         return None
     # the best of another folder is not to be beaten here, so what was counted since is no matter
@@ -98,27 +104,27 @@ def open_start(run: PreparedRun) -> Found | None:
     return replace(checkpoint, state={**checkpoint.state, "progress": progress})
 
 
-def peek_checkpoint(path: Path) -> Found | None:
+def peek_checkpoint(path: Path) -> CheckpointInfo | None:
     """The checkpoint of this path, or the newest of a run folder, unverified; None where its headers are damaged.
 
     Whoever reads it later verifies it, and says then what is wrong with it.
     """
     # of a checkpoint that was named only itself; of a run the next, where the newest is damaged
-    for folder in [path] if is_checkpoint(path) else candidates(path / "checkpoints"):
+    for folder in [path] if is_checkpoint(path) else list_candidates(path / "checkpoints"):
         with suppress(CorruptCheckpoint):
             manifest = read_manifest(folder)
             check_sizes(manifest)
-            return look_into(manifest, TO_RESUME)
+            return inspect_checkpoint(manifest, RESUME_KEYS)
     return None
 
 
-def last_configuration(folder: RunFolder, checkpoint: Found | None) -> dict[str, Any] | None:
+def last_configuration(folder: RunFolder, checkpoint: CheckpointInfo | None) -> dict[str, Any] | None:
     """What the run was configured with: by its config.yaml, or where that is damaged by its checkpoint."""
-    config = folder.last("config.yaml")
+    config = folder.read_previous("config.yaml")
     return config if config is not None or checkpoint is None else checkpoint.state.get("configuration")
 
 
-def stale_evaluations(checkpoint: Found | None) -> int:
+def stale_evaluations(checkpoint: CheckpointInfo | None) -> int:
     """How many evaluations came after the best one, up to this checkpoint."""
     return checkpoint.state["progress"].get("stale", 0) if checkpoint else 0
 
@@ -141,7 +147,7 @@ def identify_data(data: Data, training: Any, length: int, evaluation: Any) -> di
     }
 
 
-def compare_sets(checkpoint: Found | None, identity: Mapping[str, Any], part: str) -> list[Change]:
+def compare_sets(checkpoint: CheckpointInfo | None, identity: Mapping[str, Any], part: str) -> list[Change]:
     """How the set of this part (training, evaluation) differs from that of a checkpoint, in one change or none.
 
     None where the checkpoint says nothing about it (an older version wrote it), or where there are as many samples
@@ -157,7 +163,7 @@ def compare_sets(checkpoint: Found | None, identity: Mapping[str, Any], part: st
     return []
 
 
-def compare_classes(checkpoint: Found | None, identity: Mapping[str, Any]) -> list[Change]:
+def compare_classes(checkpoint: CheckpointInfo | None, identity: Mapping[str, Any]) -> list[Change]:
     """How the names of the classes differ from those of a checkpoint; none where one of the two has no names."""
     old, new = trained_classes(checkpoint.state if checkpoint else {}), identity["classes"]
     return [Change("classes", format_class_names(old), format_class_names(new))] if old and new and old != new else []
@@ -201,7 +207,9 @@ def refuse_resume_from(
         )
 
 
-def refuse_other_network(folder: Path, checkpoint: Found | None, network: nn.Module, configuration: str) -> None:
+def refuse_other_network(
+    folder: Path, checkpoint: CheckpointInfo | None, network: nn.Module, configuration: str
+) -> None:
     """Refuse to go on in a run folder whose newest checkpoint is of another network; no key could make that fit."""
     out = "start over with run.resume=fresh or another run.name"
     if checkpoint is not None:
@@ -209,13 +217,13 @@ def refuse_other_network(folder: Path, checkpoint: Found | None, network: nn.Mod
         _refuse_network(what, checkpoint, network, configuration, out)
 
 
-def _refuse_network(what: str, checkpoint: Found, network: nn.Module, configuration: str, out: str) -> None:
+def _refuse_network(what: str, checkpoint: CheckpointInfo, network: nn.Module, configuration: str, out: str) -> None:
     shapes = {name: value.shape for name, value in network.state_dict().items() if isinstance(value, Tensor)}
     wrong = network_differences(shapes, checkpoint.tensors)
     if not wrong:
         return
     # why it is another one: keys of the model that differ, or else its code
-    changed = changes(checkpoint.state.get("configuration", {}), read_config(configuration))
+    changed = find_changes(checkpoint.state.get("configuration", {}), parse_config(configuration))
     changed = [change for change in changed if change.key.startswith("model")]
     why = f"changed since then:{_bullets(changed)}\n" if changed else "No key of model changed since: its code did.\n"
     back = "take the old values back" if changed else "take the old code"

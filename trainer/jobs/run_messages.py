@@ -25,11 +25,11 @@ from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
 from trainer.messages import format_count, format_names, format_number
 from trainer.parallel.optimizer_state import EMA_PREFIX
-from trainer.records.checkpoint.manager import Checkpoints
-from trainer.records.checkpoint.manifest import Found
-from trainer.records.checkpoint.store import committed, winner
-from trainer.records.console import figure
-from trainer.records.metrics_reader import figures, last_of
+from trainer.records.checkpoint.manager import CheckpointManager
+from trainer.records.checkpoint.manifest import CheckpointInfo
+from trainer.records.checkpoint.store import list_complete, select_best
+from trainer.records.console import format_metric
+from trainer.records.metrics_reader import metrics_of, read_last_lines
 from trainer.strategies.machine import Machine
 from trainer.strategies.step_timing import STEP_PHASES, StepTimer
 
@@ -43,7 +43,7 @@ _LIGHTNING = {
 }
 
 
-def start_lines(run: PreparedRun, start: Found | None) -> list[str]:
+def start_lines(run: PreparedRun, start: CheckpointInfo | None) -> list[str]:
     """What the run is: data, network, devices and sizes as they were resolved, and notes."""
     strategy, machine = run.strategy, run.machine
     count, learn = sum(parameter.numel() for parameter in run.network.parameters()), count_trainable(run.network)
@@ -94,7 +94,7 @@ def lightning_notes(network: nn.Module) -> list[str]:
     ]
 
 
-def average_notes(decay: float | None, start: Found | None) -> list[str]:
+def average_notes(decay: float | None, start: CheckpointInfo | None) -> list[str]:
     """What becomes of the weights' moving average where only the checkpoint or only this run has one."""
     # both have an average, or none has
     if start is None or (decay is None) == (not any(name.startswith(EMA_PREFIX) for name in start.tensors)):
@@ -149,14 +149,14 @@ def left_out_lines(skipped: int, progress: Progress) -> list[str]:
 
 
 def end_lines(
-    run: PreparedRun, figures: dict[str, float] | None, step: int, done: bool, early: str | None = None
+    run: PreparedRun, metrics_of: dict[str, float] | None, step: int, done: bool, early: str | None = None
 ) -> list[str]:
     """How it ended, and what to do next. early: why it ended before the last step that was asked for."""
     folder = shlex.quote(str(run.folder.path))
     if not done:
         return [f"stopped and saved at step {step}; to go on:", f"  {resume_command(run)}"]
     # the loss stands in the table above
-    words = [f"{name} {value:.4f}" for name, value in (figures or {}).items() if name not in ("loss", "ema_loss")]
+    words = [f"{name} {value:.4f}" for name, value in (metrics_of or {}).items() if name not in ("loss", "ema_loss")]
     return [
         *([f"ended early: {early}"] if early else []),
         f"completed   step {step}" + (f", {', '.join(words)}" if words else ""),
@@ -186,12 +186,15 @@ def jobs_command(run: PreparedRun) -> str:
     return f"python -m trainer {arguments} job=evaluate   (or job=predict, job=export)"
 
 
-def best_lines(checkpoints: Checkpoints) -> list[str]:
+def best_lines(checkpoints: CheckpointManager) -> list[str]:
     """Which checkpoint is the best, and by which metric; nothing where no checkpoint has that metric."""
-    chosen, metric = winner(committed(checkpoints.folder), checkpoints.best), checkpoints.best.removeprefix("-")
+    chosen, metric = (
+        select_best(list_complete(checkpoints.folder), checkpoints.best),
+        checkpoints.best.removeprefix("-"),
+    )
     if chosen is None:
         return []
-    return [f"best        {metric} {chosen.figures[metric]:.4f} at step {chosen.step}: {shlex.quote(str(chosen.path))}"]
+    return [f"best        {metric} {chosen.metrics[metric]:.4f} at step {chosen.step}: {shlex.quote(str(chosen.path))}"]
 
 
 def resume_command(run: PreparedRun) -> str:
@@ -242,16 +245,19 @@ def summary_lines(run: PreparedRun, trainer: Trainer, whole: float) -> list[str]
     ]
 
 
-def metric_lines(path: Path, checkpoints: Checkpoints) -> list[str]:
+def metric_lines(path: Path, checkpoints: CheckpointManager) -> list[str]:
     """The figures of the last evaluation, beside them those of the best checkpoint; and the last training loss."""
-    last, best = last_of(path, ["train", "eval"]), winner(committed(checkpoints.folder), checkpoints.best)
-    evaluated, chosen = last.get("eval", {}), best.figures if best else {}
+    last, best = (
+        read_last_lines(path, ["train", "eval"]),
+        select_best(list_complete(checkpoints.folder), checkpoints.best),
+    )
+    evaluated, chosen = last.get("eval", {}), best.metrics if best else {}
     rows: list[Sequence[str]] = []
     if evaluated:
         rows.append(("  after step", str(evaluated["step"]), *([str(best.step)] if best else [])))
-    names = list(figures(evaluated))
+    names = list(metrics_of(evaluated))
     for name in names[:_METRICS]:
-        rows.append((f"  {name}", *(figure(name, of[name]) for of in (evaluated, chosen) if name in of)))
+        rows.append((f"  {name}", *(format_metric(name, of[name]) for of in (evaluated, chosen) if name in of)))
     if len(names) > _METRICS:
         rows.append((f"  and {len(names) - _METRICS} more in metrics.jsonl",))
     if "train" in last:

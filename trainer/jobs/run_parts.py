@@ -42,7 +42,7 @@ from trainer.learning.task import Task
 from trainer.learning.text_generation import GenerationRequest
 from trainer.messages import Refusal, expand_home
 from trainer.parallel.meta_model import is_meta_model
-from trainer.records.run_folder import ConfigFields, RunFolder, refuse_place
+from trainer.records.run_folder import ConfigFields, RunFolder, refuse_unwritable
 from trainer.records.sinks import Sink
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
@@ -142,7 +142,7 @@ def assemble(
     make_optimizer, spare_vectors = optimizer_maker(cfg.optimizer, chosen, names)
     strategy = make_strategy(cfg.strategy, chosen, names, machine)
     if not opens_trained_run(cfg):  # a trained run is only read, and may lie where nobody writes
-        refuse_place(run.root, run.name, run.dir, machine.launch)
+        refuse_unwritable(run.root, run.name, run.dir, machine.launch)
     # the data before all that is told its facts
     data = instantiate(cfg.data, Data, "data", names)
     cfg = fill_data_facts(cfg, {name: getattr(data, name, None) for name in DATA_FACTS})

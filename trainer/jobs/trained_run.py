@@ -36,9 +36,9 @@ from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_in_state_dict, is_meta_model
 from trainer.parallel.optimizer_state import refuse_other_network
 from trainer.parallel.ranks import all_or_none
-from trainer.records.checkpoint.manifest import TO_RESUME, CorruptCheckpoint, Found, Manifest, read_state
-from trainer.records.checkpoint.store import committed, damage, open_checkpoint, winner
-from trainer.records.weight_files import of_checkpoint
+from trainer.records.checkpoint.manifest import RESUME_KEYS, CheckpointInfo, CorruptCheckpoint, Manifest, read_state
+from trainer.records.checkpoint.store import describe_damage, list_complete, open_checkpoint, select_best
+from trainer.records.weight_files import open_checkpoint_weights
 from trainer.strategies.parallel_model import ParallelModel
 
 Split = Literal["evaluation", "train"]
@@ -56,7 +56,7 @@ class LoadedRun:
     model: ParallelModel
     samples: Any  # the data set that the stream reads
     stream: EvalLoader
-    checkpoint: Found
+    checkpoint: CheckpointInfo
     folder: Path  # the job's own
     stop: StopRequest
     classes: list[str]  # their names, as the checkpoint has them; none where it does not
@@ -164,11 +164,11 @@ def evaluation_stream(run: RunParts, samples: Any) -> EvalLoader:
 def select_checkpoint(run: RunParts, which: Which) -> Manifest:
     """The checkpoint that is meant: the best, the last, or that of a step. Refusal with those that there are."""
     path = run_folder(run) / "checkpoints"
-    manifests = committed(path)  # the newest first
+    manifests = list_complete(path)  # the newest first
     if not manifests:
-        raise Refusal("\n  ".join([f"{path} holds no checkpoint that is whole", *damage(path)]))
+        raise Refusal("\n  ".join([f"{path} holds no checkpoint that is whole", *describe_damage(path)]))
     if which == "best":
-        return winner(manifests, run.best_metric) or manifests[0]
+        return select_best(manifests, run.best_metric) or manifests[0]
     steps = {manifest.step: manifest for manifest in manifests}
     if which != "last" and which not in steps:
         raise Refusal(
@@ -197,18 +197,18 @@ def data_classes(data: Data) -> list[str]:
         return []
 
 
-def load_weights(run: RunParts, model: ParallelModel, which: Which) -> Found:
+def load_weights(run: RunParts, model: ParallelModel, which: Which) -> CheckpointInfo:
     """Collective: read the network's values, and their average; returns the checkpoint that they are of."""
-    from trainer.records.checkpoint.tensor_files import read_into
+    from trainer.records.checkpoint.tensor_files import load_tensors
 
     ranks = run.strategy.world
     for left in reversed(range(_TRIES)):
         # all ranks: the path that the main rank has chosen goes to everybody; each try looks anew
         path = Path(ranks.all_gather_values(str(select_checkpoint(run, which).path) if ranks.is_main else "")[0])
         try:
-            checkpoint = open_checkpoint(path, ranks, TO_RESUME)
+            checkpoint = open_checkpoint(path, ranks, RESUME_KEYS)
             tensors = model.empty_weights(checkpoint.tensors)
-            all_or_none(ranks, partial(read_into, tensors, checkpoint), CorruptCheckpoint)
+            all_or_none(ranks, partial(load_tensors, tensors, checkpoint), CorruptCheckpoint)
         except CorruptCheckpoint:
             there = ranks.all_gather_values(path.exists())[0]  # all ranks; whether it is gone, as the main one sees it
             if there or not left:
@@ -228,9 +228,9 @@ def load_network(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
     network = network.double() if run.machine.resolved_precision == "fp64" else network
     values = network.state_dict()
     # verified byte by byte; nothing is matched by guesses here, every name and shape must be the network's own
-    weights = of_checkpoint(checkpoint, average=average)
+    weights = open_checkpoint_weights(checkpoint, average=average)
     refuse_other_network({name: value.shape for name, value in values.items()}, weights.tensors)
-    weights.read_into(values)
+    weights.load_into(values)
     merged = getattr(network, "merged", None)
     return (merged() if callable(merged) else network).eval()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from trainer.messages import NotFinite
-from trainer.records.checkpoint.manifest import Found
+from trainer.records.checkpoint.manifest import CheckpointInfo
 
 
 @dataclass
@@ -56,7 +56,7 @@ MAX_TRIES = 3  # times that one checkpoint is gone back to
 class StopOnNonFinite:
     """The run ends."""
 
-    def target(self, error: NotFinite, newest: Callable[[], Found | None]) -> Found:
+    def target(self, error: NotFinite, newest: Callable[[], CheckpointInfo | None]) -> CheckpointInfo:
         """Collective if `newest` is: the checkpoint to go on from; the error where there is none, the same on all."""
         raise error
 
@@ -67,7 +67,7 @@ class RollBackOnNonFinite(StopOnNonFinite):
     def __init__(self) -> None:
         self._step, self._times = -1, 0  # of the checkpoint that was gone back to last; how often
 
-    def target(self, error: NotFinite, newest: Callable[[], Found | None]) -> Found:
+    def target(self, error: NotFinite, newest: Callable[[], CheckpointInfo | None]) -> CheckpointInfo:
         """Collective: the newest checkpoint of the run; the error where it has none, or was gone back to too often."""
         found = newest()
         if found is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.data.loader import Batch, digest_indices
 from trainer.parallel.buckets import PendingSums, to_accumulator
-from trainer.records.checkpoint.manager import Broken, Checkpoints
+from trainer.records.checkpoint.manager import CheckpointManager, NonFiniteSave
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
@@ -101,7 +101,7 @@ class StepMonitor:
         strategy: Strategy,
         placed: ParallelModel,
         global_batch: int,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointManager,
         log: Log,
         report: Callable[..., None],
     ) -> None:
@@ -130,7 +130,7 @@ class StepMonitor:
         failed: the save under way is over, or is to be waited for; NotFinite or FailedSave where it was not to be.
         """
         # the save first: what broke it is older than what any step has seen since
-        self.refuse_saved(self._checkpoints.settle(broken or failed))
+        self.refuse_saved(self._checkpoints.finish_save(broken or failed))
         self._lookout.refuse(broken)
 
     def begin(self, step: int, batches: list[Batch], norm: Tensor | None, known: Mapping[str, Any]) -> None:
@@ -157,7 +157,7 @@ class StepMonitor:
         self._lookout.refuse_save()
         self._copies.refuse_save(step, state)
 
-    def refuse_saved(self, broken: Broken) -> None:
+    def refuse_saved(self, broken: NonFiniteSave) -> None:
         """Collective where a state that was to be saved is not finite: NotFinite."""
         self._lookout.refuse_state(*broken)
 

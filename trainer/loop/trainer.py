@@ -23,9 +23,9 @@ from trainer.loop.progress import Progress, StopOnNonFinite
 from trainer.loop.train_metrics import StepMonitor
 from trainer.messages import NotFinite
 from trainer.parallel.tensor_statistics import trained_tensors
-from trainer.records.checkpoint.manager import Checkpoints
-from trainer.records.checkpoint.manifest import Found
-from trainer.records.profiler import NoProfile
+from trainer.records.checkpoint.manager import CheckpointManager
+from trainer.records.checkpoint.manifest import CheckpointInfo
+from trainer.records.profiler import NoProfiler
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
@@ -41,7 +41,7 @@ class Trainer:
     optimizer: Optimizer
     schedule: Schedule
     stream: TrainLoader
-    checkpoints: Checkpoints
+    checkpoints: CheckpointManager
     steps: int  # where training ends
     horizon: int  # where the schedule ends
     evaluation: EvalLoader | None = None
@@ -57,13 +57,13 @@ class Trainer:
     stop_after: float | None = None  # seconds; then as if somebody had asked to stop
     progress: Progress = field(default_factory=Progress)
     figures: dict[str, float] | None = None  # of the last evaluation
-    profile: NoProfile = field(default_factory=NoProfile)
+    profile: NoProfiler = field(default_factory=NoProfiler)
     show: NoMediaLogger = field(default_factory=NoMediaLogger)
     on_nonfinite: StopOnNonFinite = field(
         default_factory=StopOnNonFinite
     )  # what follows where a loss or a weight is not finite
 
-    def fit(self, start: Found | None) -> bool:
+    def fit(self, start: CheckpointInfo | None) -> bool:
         """Train to the end, from a checkpoint where there is one; False: stopped as asked, and saved."""
         self.begin(start)
         while not self._over():  # once an epoch, and after each time that it goes back
@@ -83,7 +83,7 @@ class Trainer:
     def _over(self) -> bool:
         return self.finished or self._stopped
 
-    def begin(self, start: Found | None) -> None:
+    def begin(self, start: CheckpointInfo | None) -> None:
         """Collective: be ready for the next step."""
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         began, self._deadline = monotonic(), math.inf
@@ -111,7 +111,7 @@ class Trainer:
         """Has the last step been done, or has nothing become better for so long that it was the last?"""
         return self.progress.step >= self.steps or self.progress.stale >= self.patience
 
-    def resume(self, found: Found) -> None:
+    def resume(self, found: CheckpointInfo) -> None:
         """Collective: take over a checkpoint, whoever wrote it."""
         tensors = self.placed.empty_state(self.optimizer, found.tensors)
         self.checkpoints.read(found, tensors)

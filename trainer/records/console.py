@@ -9,7 +9,7 @@ from time import monotonic
 from trainer.launch.rank_output import append_to_log, log_path
 from trainer.launch.safe_files import disk_full_error
 from trainer.messages import format_duration, format_number
-from trainer.records.sinks import NO_FIGURES, Line, Sink
+from trainer.records.sinks import NOT_METRICS, Line, Sink
 
 _CLEAR = "\r\x1b[2K"  # back to the start of the line, and empty it
 
@@ -33,7 +33,7 @@ class Console(Sink):
 
     def train(self, line: Line) -> None:
         """Print where training is, or redraw it on a terminal."""
-        words = training_words(line, self._steps, self._epochs, self._left(line))
+        words = format_training_line(line, self._steps, self._epochs, self._left(line))
         if not _is_terminal():
             self.say(words)
         # more often than the eye can follow is waste; but what an evaluation took away comes back with the next line
@@ -42,7 +42,7 @@ class Console(Sink):
 
     def eval(self, line: Line) -> None:
         """Print the figures of an evaluation."""
-        self.say(evaluation_words(line))
+        self.say(format_evaluation_line(line))
 
     def close(self) -> None:
         """Take the progress line away; what it said last, the last words of the run say better."""
@@ -93,16 +93,18 @@ class LogFile(Sink):
 
     def train(self, line: Line) -> None:
         """Write where training is."""
-        self.say(training_words(line))
+        self.say(format_training_line(line))
 
     def eval(self, line: Line) -> None:
         """Write the figures of an evaluation."""
-        self.say(evaluation_words(line))
+        self.say(format_evaluation_line(line))
 
 
-def training_words(line: Line, steps: int | None = None, epochs: int | None = None, left: float | None = None) -> str:
+def format_training_line(
+    line: Line, steps: int | None = None, epochs: int | None = None, left: float | None = None
+) -> str:
     """A training line in words: `epoch  3/30  step  360/4200  loss 0.2134  12,345 samples/s  0:41 left`."""
-    words = [f"epoch {_of(line['epoch'] + 1, epochs)}", f"step {_of(line['step'], steps)}"]
+    words = [f"epoch {_format_progress(line['epoch'] + 1, epochs)}", f"step {_format_progress(line['step'], steps)}"]
     words += [f"loss {format_number(line['loss'])}", f"{line['samples_per_s']:>9,.0f} samples/s"]
     # of what only some runs have
     words += [f"{line['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in line else []
@@ -112,22 +114,22 @@ def training_words(line: Line, steps: int | None = None, epochs: int | None = No
     return "  ".join(words)
 
 
-def evaluation_words(line: Line) -> str:
+def format_evaluation_line(line: Line) -> str:
     """An evaluation line in words: `eval  step 360  loss 0.2134  accuracy  97.8 %`."""
     words = ["eval", f"step {line['step']}"]
     for name, value in line.items():
-        if name not in NO_FIGURES and isinstance(value, (int, float)):
-            words.append(f"{name} {figure(name, value)}")
+        if name not in NOT_METRICS and isinstance(value, (int, float)):
+            words.append(f"{name} {format_metric(name, value)}")
     return "  ".join(words)
 
 
-def figure(name: str, value: float) -> str:
+def format_metric(name: str, value: float) -> str:
     """A figure as people read it: accuracies in percent."""
     share = name == "accuracy" or name.endswith("_accuracy")
     return f"{value * 100:5.1f} %" if share else format_number(value)
 
 
-def _of(count: int, total: int | None) -> str:
+def _format_progress(count: int, total: int | None) -> str:
     return str(count) if total is None else f"{count:>{len(str(total))}}/{total}"
 
 

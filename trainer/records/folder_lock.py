@@ -11,22 +11,22 @@ from pathlib import Path
 
 from trainer.messages import Refusal
 
-PATIENCE = 2.0  # seconds; a run that was just stopped may still be leaving
-LEASE = 100.0  # seconds; a file server keeps the locks of a machine that died for 90 (NFS 4's lease)
+WAIT_SECONDS = 2.0  # seconds; a run that was just stopped may still be leaving
+LEASE_SECONDS = 100.0  # seconds; a file server keeps the locks of a machine that died for 90 (NFS 4's lease)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _held: set[int] = set()  # descriptors with a lock
 log = logging.getLogger(__name__)
 
 
-def lock(folder: Path) -> int:
+def lock_folder(folder: Path) -> int:
     """Make a folder and take it for this process; what is returned goes to `unlock`. Refusal names who has it."""
-    descriptor = _open(folder)
-    _wait(descriptor, folder)
+    descriptor = _open_lock_file(folder)
+    _wait_for_lock(descriptor, folder)
     # whoever had it may have moved it aside, or removed it, and the lock that was waited for with it
-    while not _there(descriptor, folder):
-        unlock(descriptor)
-        descriptor = _open(folder)
-        _wait(descriptor, folder)
+    while not _is_current(descriptor, folder):
+        unlock_folder(descriptor)
+        descriptor = _open_lock_file(folder)
+        _wait_for_lock(descriptor, folder)
     # only now, when it is ours: until then the file says who else has it
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
@@ -34,7 +34,7 @@ def lock(folder: Path) -> int:
     return descriptor
 
 
-def _open(folder: Path) -> int:
+def _open_lock_file(folder: Path) -> int:
     """The file that is locked, in a folder that is made where there is none."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def _open(folder: Path) -> int:
             return descriptor
 
 
-def _there(descriptor: int, folder: Path) -> bool:
+def _is_current(descriptor: int, folder: Path) -> bool:
     """Is the file that was opened still the one in the folder?"""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(folder / ".lock", follow_symlinks=False))
@@ -52,25 +52,25 @@ def _there(descriptor: int, folder: Path) -> bool:
         return False
 
 
-def _wait(descriptor: int, folder: Path) -> None:
+def _wait_for_lock(descriptor: int, folder: Path) -> None:
     """Wait until the folder is free: a little, or as long as a dead machine's lock lasts. Refusal then."""
     began, said = time.monotonic(), False
     # asked again and again, as flock itself knows no time after which it gives up
-    while not _taken(descriptor):
-        who = holder(folder)
+    while not _try_lock(descriptor):
+        who = lock_holder(folder)
         # on this machine a dead process's lock is gone; a file server cannot know yet that another machine is dead
         elsewhere = who.startswith("host ") and not who.startswith(f"host {socket.gethostname()},")
-        if time.monotonic() - began > (LEASE if elsewhere else PATIENCE):
-            unlock(descriptor)
+        if time.monotonic() - began > (LEASE_SECONDS if elsewhere else WAIT_SECONDS):
+            unlock_folder(descriptor)
             raise Refusal(f"{folder} is in use by another run ({who}); stop that one or give another run.name")
         if elsewhere and not said:
             why = "because the lock of a machine that died lasts so long"
-            log.warning("%s is in use on another machine (%s); waiting up to %g s, %s", folder, who, LEASE, why)
+            log.warning("%s is in use on another machine (%s); waiting up to %g s, %s", folder, who, LEASE_SECONDS, why)
             said = True
         time.sleep(0.05)
 
 
-def holder(folder: Path) -> str:
+def lock_holder(folder: Path) -> str:
     """Who took a folder last, in words; empty where nobody did, or where it is not to be seen."""
     try:
         return (folder / ".lock").read_text(encoding="utf-8", errors="replace").strip()[:200]
@@ -78,19 +78,19 @@ def holder(folder: Path) -> str:
         return ""
 
 
-def unlock(descriptor: int) -> None:
+def unlock_folder(descriptor: int) -> None:
     """Give the folder back."""
     _held.discard(descriptor)
     os.close(descriptor)
 
 
-def unlock_all() -> None:
+def unlock_all_folders() -> None:
     """Give back every folder that this process has."""
     for descriptor in list(_held):
-        unlock(descriptor)
+        unlock_folder(descriptor)
 
 
-def _taken(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -102,9 +102,9 @@ def _taken(descriptor: int) -> bool:
     return True
 
 
-def _forget() -> None:
+def _unlock_in_child() -> None:
     """In a forked child: a decoding process that outlives its parent must not keep the lock."""
-    unlock_all()
+    unlock_all_folders()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_unlock_in_child)

@@ -23,7 +23,7 @@ _PAPER, _INK, _FAINT = (255, 255, 255), (30, 36, 46), (226, 230, 236)  # red, gr
 _RIGHT, _WRONG = (31, 111, 178), (200, 48, 44)  # the darkest cell of each kind
 
 
-def grid(pictures: Tensor, words: Sequence[str]) -> Any:
+def plot_image_grid(pictures: Tensor, words: Sequence[str]) -> Any:
     """Pictures (B, C, H, W) from 0 to 1 beside each other, each with its words below: (height, width, 3) of uint8.
 
     words: one text for each, of one line or several; or none at all. Colours are the first three channels, or grey.
@@ -31,11 +31,11 @@ def grid(pictures: Tensor, words: Sequence[str]) -> Any:
     import numpy
     from PIL import Image, ImageDraw
 
-    tiles = _tiles(pictures)  # (B, height, width, 3)
+    tiles = _scale_images(pictures)  # (B, height, width, 3)
     _, height, width, _ = tiles.shape
     lines = max((text.count("\n") + 1 for text in words), default=0)
     # a cell is as wide as its words need, within reason
-    font = _font()
+    font = _load_font()
     widest = max((font.getlength(line) for text in words for line in text.splitlines()), default=0)
     across, down = max(width, min(int(widest) + 1, 2 * _SIDE)) + _GAP, height + lines * _LINE + _GAP
     columns = min(_ROW, len(tiles))
@@ -49,7 +49,7 @@ def grid(pictures: Tensor, words: Sequence[str]) -> Any:
         for number, line in enumerate(words[at].splitlines() if at < len(words) else ()):
             draw.text(
                 (middle, top + height + 2 + number * _LINE),
-                _cut(line, across - _GAP // 2),
+                _truncate(line, across - _GAP // 2),
                 _INK,
                 font,
                 anchor="ma",
@@ -57,7 +57,7 @@ def grid(pictures: Tensor, words: Sequence[str]) -> Any:
     return numpy.asarray(paper)
 
 
-def _tiles(pictures: Tensor) -> Any:
+def _scale_images(pictures: Tensor) -> Any:
     """Pictures of a size that people can see, (B, height, width, 3) of uint8 as numpy has them."""
     shown = pictures.detach().float().cpu()
     # as RGB or grey, whatever a data set has for channels
@@ -72,7 +72,7 @@ def _tiles(pictures: Tensor) -> Any:
     return (shown * 255).round().byte().permute(0, 2, 3, 1).contiguous().numpy()
 
 
-def confusion(counts: Tensor, names: Sequence[str]) -> Any:
+def plot_confusion_matrix(counts: Tensor, names: Sequence[str]) -> Any:
     """A confusion matrix, row = true class, column = class said, as a picture: (height, width, 3) of uint8.
 
     A cell is the darker, the more of its row are in it: blue where it is right, red where not. The root of that share,
@@ -87,25 +87,25 @@ def confusion(counts: Tensor, names: Sequence[str]) -> Any:
     least, most = _CELL if classes <= _NUMBERED else (1, _WIDEST)
     cell = max(least, min(most, _WIDEST // classes))
     names = names if len(names) == classes else [str(number) for number in range(classes)]
-    font = _font()
+    font = _load_font()
     # names stand beside the rows and, turned, below the columns; where cells are lower than a line there is no room
     margin = int(max(map(font.getlength, names))) + _GAP if cell >= _TEXT else 0
     left, top, side = _GAP + _LINE + margin, _GAP, cell * classes
     paper = Image.new("RGB", (left + side + _GAP, top + side + margin + _LINE + _GAP), _PAPER)
     draw = ImageDraw.Draw(paper)
-    paper.paste(Image.fromarray(_coloured(shades, cell)), (left, top))
+    paper.paste(Image.fromarray(_color_cells(shades, cell)), (left, top))
     for number, name in enumerate(names if margin else ()):
         middle = top + number * cell + cell // 2
         draw.text((left - _GAP // 2, middle), name, _INK, font, anchor="rm")
-        _upright(paper, name, (left + number * cell + cell // 2, top + side + _GAP // 2))
+        _draw_rotated_text(paper, name, (left + number * cell + cell // 2, top + side + _GAP // 2))
     if classes <= _NUMBERED:
-        _numbers(draw, counts, shades, (left, top, cell))
+        _write_counts(draw, counts, shades, (left, top, cell))
     draw.text((left + side // 2, top + side + margin + _LINE), "said", _INK, font, anchor="ms")
-    _upright(paper, "true", (_GAP, top + side // 2), centred=True)
+    _draw_rotated_text(paper, "true", (_GAP, top + side // 2), centred=True)
     return numpy.asarray(paper)
 
 
-def _coloured(shades: Tensor, cell: int) -> Any:
+def _color_cells(shades: Tensor, cell: int) -> Any:
     """Cells of these shades (classes, classes), each so many pixels wide, with a thin line between large ones."""
     import numpy
 
@@ -118,22 +118,22 @@ def _coloured(shades: Tensor, cell: int) -> Any:
     return picture
 
 
-def _numbers(draw: ImageDraw.ImageDraw, counts: Tensor, shades: Tensor, place: tuple[int, int, int]) -> None:
+def _write_counts(draw: ImageDraw.ImageDraw, counts: Tensor, shades: Tensor, place: tuple[int, int, int]) -> None:
     """In each cell how many samples it stands for, if any."""
     left, top, cell = place
     for row, column in counts.nonzero().tolist():
         text = f"{int(counts[row, column])}"
         # five digits must fit as two do
-        font = _font(min(_TEXT, int(1.6 * (cell - 4) / max(len(text), 2))))
+        font = _load_font(min(_TEXT, int(1.6 * (cell - 4) / max(len(text), 2))))
         colour = _PAPER if shades[row, column] > 0.6 else _INK
         draw.text((left + (column + 0.5) * cell, top + (row + 0.5) * cell), text, colour, font, anchor="mm")
 
 
-def _upright(paper: Image.Image, text: str, at: tuple[int, int], centred: bool = False) -> None:
+def _draw_rotated_text(paper: Image.Image, text: str, at: tuple[int, int], centred: bool = False) -> None:
     """A text that reads upwards: its end at the top, in the middle of `at` across; or `at` the middle of it."""
     from PIL import Image, ImageDraw
 
-    font = _font()
+    font = _load_font()
     strip = Image.new("RGB", (int(font.getlength(text)) + 1, _LINE), _PAPER)
     ImageDraw.Draw(strip).text((0, _LINE // 2), text, _INK, font, anchor="lm")
     turned = strip.rotate(90, expand=True)
@@ -142,16 +142,16 @@ def _upright(paper: Image.Image, text: str, at: tuple[int, int], centred: bool =
 
 
 @cache
-def _font(size: int = _TEXT) -> Any:
+def _load_font(size: int = _TEXT) -> Any:
     """The font that Pillow brings, so that pictures look the same everywhere."""
     from PIL import ImageFont
 
     return ImageFont.load_default(max(size, 6))
 
 
-def _cut(line: str, width: int) -> str:
+def _truncate(line: str, width: int) -> str:
     """As much of a line as fits."""
-    font = _font()
+    font = _load_font()
     if font.getlength(line) <= width:
         return line
     while line and font.getlength(line + "…") > width:

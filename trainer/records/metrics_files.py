@@ -17,13 +17,13 @@ from typing import Any
 
 from trainer.launch.safe_files import disk_full_error, make_folder, open_descriptor, open_file, replace_file
 from trainer.messages import format_count
-from trainer.records.metrics_reader import backwards, forwards, parsed
-from trainer.records.sinks import Line, Sink, Waiting
+from trainer.records.metrics_reader import parse_line, read_lines, read_lines_backwards
+from trainer.records.sinks import Line, Sink, WriteDeferred
 
-_MOST = 50_000  # lines that wait for room on the disk; some 20 MB
+_MAX_WAITING = 50_000  # lines that wait for room on the disk; some 20 MB
 
 
-class Figures(Sink):
+class MetricsFile(Sink):
     """metrics.jsonl: a JSON object a line; no step stands there twice, and a kill tears the last line at most.
 
     Lines for which the disk has no room wait in memory, in their order.
@@ -32,7 +32,7 @@ class Figures(Sink):
     def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
         """Take back what an earlier attempt logged after this step."""
         self._path, self._start = folder / "metrics.jsonl", step
-        self._waiting: deque[bytes] = deque(maxlen=_MOST)
+        self._waiting: deque[bytes] = deque(maxlen=_MAX_WAITING)
         self._wanted: dict[str, int] = {}  # how far the file is to be cut back, where that failed
         self._dropped = 0
         make_folder(folder)
@@ -53,7 +53,7 @@ class Figures(Sink):
     def rewind(self, step: int) -> None:
         """Take back the lines of steps after this one, also those that wait."""
         last = {"train": step, "eval": step}
-        self._waiting = deque((line for line in self._waiting if _stays(parsed(line), last)), maxlen=_MOST)
+        self._waiting = deque((line for line in self._waiting if _is_kept(parse_line(line), last)), maxlen=_MAX_WAITING)
         self._wanted = {kind: min(step, self._wanted.get(kind, step)) for kind in last}
         self.flush()
 
@@ -69,7 +69,7 @@ class Figures(Sink):
             with contextlib.suppress(OSError), open_file(self._path, "r+b", buffering=0) as file:
                 file.truncate(self._size)
             waiting = format_count(len(self._waiting), "line")
-            raise Waiting(f"{self._path}: {error.strerror or error}; waiting for room: {waiting}") from error
+            raise WriteDeferred(f"{self._path}: {error.strerror or error}; waiting for room: {waiting}") from error
 
     def close(self) -> None:
         """Write what waits; OSError that says how many lines found no room to the end."""
@@ -81,7 +81,7 @@ class Figures(Sink):
     def _append(self, kind: str, line: Line) -> None:
         """Numbers that are none stand there as Python writes them: NaN, Infinity."""
         ordered = {"kind": kind, **{key: line[key] for key in ("step", "epoch") if key in line}, **line}
-        self._dropped += len(self._waiting) == _MOST  # the oldest goes
+        self._dropped += len(self._waiting) == _MAX_WAITING  # the oldest goes
         self._waiting.append(json.dumps(ordered).encode() + b"\n")
         self.flush()
 
@@ -105,9 +105,9 @@ class Figures(Sink):
         with open_file(self._path, "r+b", buffering=0) as file:
             end, behind = file.seek(0, os.SEEK_END), b""
             self._size, kept = end, b""
-            for place, line in backwards(self._path):
-                said = parsed(line)
-                if not _stays(said, last):
+            for place, line in read_lines_backwards(self._path):
+                said = parse_line(line)
+                if not _is_kept(said, last):
                     self._size, kept = place, behind
                 elif said is not None and said["step"] <= min(last.values()):
                     break  # lines stand in the order of their steps
@@ -121,7 +121,7 @@ class Figures(Sink):
                 os.fsync(file.fileno())
 
 
-def _stays(said: Mapping[str, Any] | None, last: Mapping[str, int]) -> bool:
+def _is_kept(said: Mapping[str, Any] | None, last: Mapping[str, int]) -> bool:
     """Is this a line up to the last step of its kind? What a crash tore is no line."""
     if said is None or not isinstance(said.get("step"), int):
         return False
@@ -139,7 +139,7 @@ class CSV(Sink):
         self._source, self._path, self._start = folder / "metrics.jsonl", folder / "metrics.csv", step
         self._behind = False  # are there rows for which the disk had no room?
         # a column stays where programs have found it, also after a resume
-        self._columns = dict.fromkeys(("kind", "step", "epoch")) | _header(self._path)
+        self._columns = dict.fromkeys(("kind", "step", "epoch")) | _read_columns(self._path)
         self._catch_up()
 
     def train(self, line: Line) -> None:
@@ -167,35 +167,39 @@ class CSV(Sink):
         try:
             if anew:
                 last = self._catch_up()
-                self._behind = last != _place(row)  # it waits there, too
+                self._behind = last != _row_order(row)  # it waits there, too
             else:
                 self._append([row])
                 self._behind = False
         except OSError as error:
-            raise Waiting(f"{self._path}: {error.strerror or error}; made anew as soon as there is room") from error
+            raise WriteDeferred(
+                f"{self._path}: {error.strerror or error}; made anew as soon as there is room"
+            ) from error
         if self._behind:
-            raise Waiting(f"{self._path}: {self._source.name} waits for room, and this with it")
+            raise WriteDeferred(f"{self._path}: {self._source.name} waits for room, and this with it")
 
     def _append(self, rows: Iterable[Line]) -> None:
         with open_file(self._path, "ab", buffering=0) as file:
-            for data in _rows(self._columns, rows):
+            for data in _format_rows(self._columns, rows):
                 if file.write(data) < len(data):  # a row in one call: other programs read this file while it grows
                     raise disk_full_error(self._path)
 
     def _catch_up(self) -> tuple[int, bool] | None:
         """Make the table that of its source; the place of the last row. Where only ends differ, only those are read."""
         # this start has cut that file already: what is there counts, up to where it is being written
-        common = self._common() if list(_header(self._path)) == list(self._columns) else None
-        if common and all(line.keys() <= self._columns.keys() for line in forwards(self._source, common[1])):
+        common = self._common() if list(_read_columns(self._path)) == list(self._columns) else None
+        if common and all(line.keys() <= self._columns.keys() for line in read_lines(self._source, common[1])):
             with open_file(self._path, "r+b", buffering=0) as file:
                 file.truncate(common[0])
-            self._append(forwards(self._source, common[1]))
+            self._append(read_lines(self._source, common[1]))
         else:
-            for line in forwards(self._source):
+            for line in read_lines(self._source):
                 self._columns |= dict.fromkeys(line)
             header = dict(zip(self._columns, self._columns, strict=True))
-            replace_file(self._path, _rows(self._columns, chain([header], forwards(self._source))))
-        return next((_place(said) for _, line in backwards(self._source) if (said := parsed(line))), None)
+            replace_file(self._path, _format_rows(self._columns, chain([header], read_lines(self._source))))
+        return next(
+            (_row_order(said) for _, line in read_lines_backwards(self._source) if (said := parse_line(line))), None
+        )
 
     def _common(self) -> tuple[int, int] | None:
         """The bytes at which the last row ends, in table and source, that both have; None: there is none."""
@@ -211,19 +215,19 @@ class CSV(Sink):
 
     def _rows_back(self) -> Iterator[_Row]:
         """The table's rows, the last first; the header is none, nor what a full disk has left of one."""
-        for start, row in backwards(self._path):
+        for start, row in read_lines_backwards(self._path):
             with suppress(ValueError, csv.Error):
                 (cells,) = csv.reader([row.decode()])
                 said = dict(zip(self._columns, cells, strict=True))
-                yield _Row(_place({**said, "step": int(said["step"])}), row, start + len(row))
+                yield _Row(_row_order({**said, "step": int(said["step"])}), row, start + len(row))
 
     def _lines_back(self) -> Iterator[_Row]:
         """The source's lines as rows, the last first."""
-        for start, line in backwards(self._source):
-            said = parsed(line)
+        for start, line in read_lines_backwards(self._source):
+            said = parse_line(line)
             if said is not None:
-                (row,) = _rows(self._columns, [said])
-                yield _Row(_place(said), row, start + len(line))
+                (row,) = _format_rows(self._columns, [said])
+                yield _Row(_row_order(said), row, start + len(line))
 
 
 @dataclass(frozen=True)
@@ -235,12 +239,12 @@ class _Row:
     end: int = field(compare=False)
 
 
-def _place(line: Mapping[str, Any]) -> tuple[int, bool]:
+def _row_order(line: Mapping[str, Any]) -> tuple[int, bool]:
     """What rows are ordered by: a step, then its evaluation."""
     return line["step"], line["kind"] == "eval"
 
 
-def _header(path: Path) -> dict[str, None]:
+def _read_columns(path: Path) -> dict[str, None]:
     """The names of the columns that are there, in their order."""
     if not path.is_file():
         return {}
@@ -248,7 +252,7 @@ def _header(path: Path) -> dict[str, None]:
         return dict.fromkeys(next(csv.reader(file), []))
 
 
-def _rows(columns: Mapping[str, None], lines: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
+def _format_rows(columns: Mapping[str, None], lines: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
     """Lines as rows; what a line does not say stays empty, and what has no column is left out."""
     text, names = StringIO(), list(columns)
     writer = csv.writer(text, lineterminator="\n")

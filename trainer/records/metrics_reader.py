@@ -16,7 +16,7 @@ from trainer.launch.safe_files import open_file
 _BLOCK = 2**16  # bytes that are read at a time
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
     """What a line says; None for what is no whole line: a crash tore it, or a run is writing it just now."""
     with contextlib.suppress(ValueError, RecursionError):
         said = json.loads(line) if line.endswith(b"\n") else None
@@ -24,15 +24,15 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def forwards(path: Path, start: int = 0, word: bytes = b"") -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, start: int = 0, word: bytes = b"") -> Iterator[dict[str, Any]]:
     """What the whole lines say that have this word in them, in their order, from this byte on; of no file nothing."""
     if path.is_file():
         with open_file(path, "rb") as file:
             file.seek(start)
-            yield from (said for line in file if word in line and (said := parsed(line)) is not None)
+            yield from (said for line in file if word in line and (said := parse_line(line)) is not None)
 
 
-def backwards(path: Path) -> Iterator[tuple[int, bytes]]:
+def read_lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines from the last one to the first, each with the byte at which it begins."""
     with open_file(path, "rb") as file:
         start, rest, block = file.seek(0, os.SEEK_END), b"", _BLOCK
@@ -51,13 +51,13 @@ def backwards(path: Path) -> Iterator[tuple[int, bytes]]:
             yield 0, rest
 
 
-def last_of(path: Path, kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
+def read_last_lines(path: Path, kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
     """The last line of each of these kinds in a metrics.jsonl; of some, or of a file, there may be none."""
     last: dict[str, dict[str, Any]] = {}
     wanted = {kind: json.dumps(kind).encode() for kind in kinds}
-    for _, line in backwards(path) if path.is_file() else ():
+    for _, line in read_lines_backwards(path) if path.is_file() else ():
         # a look at the bytes first: a kind that there is not is looked for in the whole file
-        if any(word in line for word in wanted.values()) and (said := parsed(line)) and said.get("kind") in wanted:
+        if any(word in line for word in wanted.values()) and (said := parse_line(line)) and said.get("kind") in wanted:
             last[said["kind"]] = said
             del wanted[said["kind"]]
         if not wanted:
@@ -65,25 +65,25 @@ def last_of(path: Path, kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
     return last
 
 
-def figures(line: Mapping[str, Any]) -> dict[str, float]:
+def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
     """What was measured, of a line of kind eval: not the step, nor the number of samples."""
     return {name: value for name, value in line.items() if isinstance(value, float)}
 
 
-def score(figures: Mapping[str, Any] | None, best: str) -> float:
+def metric_score(metrics: Mapping[str, Any] | None, best: str) -> float:
     """Larger is better: "accuracy" as it is, "-loss" negated; minus infinity where it is missing or not a number."""
-    value = (figures or {}).get(best.removeprefix("-"))
+    value = (metrics or {}).get(best.removeprefix("-"))
     if not isinstance(value, (int, float)) or math.isnan(value):
         return -math.inf
     return -value if best.startswith("-") else value
 
 
-def beside(best: str) -> str:
+def tie_break_loss(best: str) -> str:
     """The loss of the network that a figure is of: of the weights, or of their moving average."""
     return "ema_loss" if best.removeprefix("-").startswith("ema_") else "loss"
 
 
-def rank(figures: Mapping[str, Any] | None, best: str) -> tuple[float, float]:
+def metric_rank(metrics: Mapping[str, Any] | None, best: str) -> tuple[float, float]:
     """What decides which of two evaluations is better, larger first: the figure, and where that is equal the loss."""
-    first = score(figures, best)
-    return first, score(figures, f"-{beside(best)}") if first > -math.inf else first
+    first = metric_score(metrics, best)
+    return first, metric_score(metrics, f"-{tie_break_loss(best)}") if first > -math.inf else first

@@ -10,36 +10,36 @@ from time import time
 from typing import TYPE_CHECKING, Any
 
 from trainer.launch.safe_files import open_file, replace_file
-from trainer.records.resume_rules import read_config
-from trainer.records.sinks import NO_FIGURES, Line, Service
+from trainer.records.resume_rules import parse_config
+from trainer.records.sinks import NOT_METRICS, Line, ServiceSink
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _STATES = {"completed": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
-_KEPT = 10_000  # lines that wait for a server which does not answer; older ones are left out
+_MAX_WAITING = 10_000  # lines that wait for a server which does not answer; older ones are left out
 
 
-class MLflow(Service):
+class MLflow(ServiceSink):
     """Figures as `train/loss`, `eval/accuracy` …; at which server, MLFLOW_TRACKING_URI says."""
 
     def __init__(self, experiment: str | None = None) -> None:
         """`experiment`: the name of the one that the run belongs to; None: as MLflow's own variables say."""
         super().__init__("mlflow")
         self._experiment = experiment
-        self._there: _There | None = None
+        self._there: _RemoteRun | None = None
 
     def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
         """Be ready for the run in this folder."""
         # here, in the main thread: a process that is forked while another one imports may wait for ever
         import mlflow
 
-        self._there = _There(mlflow.MlflowClient(), self._experiment, folder, self.idle)
+        self._there = _RemoteRun(mlflow.MlflowClient(), self._experiment, folder, self.idle)
 
     def text(self, tag: str, text: str) -> None:
         """Keep the configuration, as parameters."""
         if tag == "configuration" and self._there is not None:
-            self.later(partial(self._there.configure, read_config(text)))
+            self.later(partial(self._there.configure, parse_config(text)))
 
     def train(self, line: Line) -> None:
         """Add a point to every training curve."""
@@ -57,7 +57,7 @@ class MLflow(Service):
             self.later(partial(self._there.end, state))
 
 
-class _There:
+class _RemoteRun:
     """The run at the server, and what that does not have yet. Only the service's own thread works with it."""
 
     def __init__(self, client: MlflowClient, experiment: str | None, folder: Path, idle: Callable[[], bool]) -> None:
@@ -69,12 +69,12 @@ class _There:
 
     def configure(self, configuration: Mapping[str, Any]) -> None:
         """Send the configuration."""
-        self._parameters = _flat(configuration)
+        self._parameters = _flatten(configuration)
         self._send()
 
     def add(self, kind: str, when: float, line: Line) -> None:
         """Send a line; where others are waiting behind it, with them in one request."""
-        self._lines = [*self._lines[1 - _KEPT :], (kind, int(1000 * when), line)]
+        self._lines = [*self._lines[1 - _MAX_WAITING :], (kind, int(1000 * when), line)]
         if self._idle():
             self._send()
 
@@ -97,7 +97,7 @@ class _There:
             for kind, when, line in self._lines
             if line["step"] > self._last[kind]
             for name, value in line.items()
-            if name not in NO_FIGURES and isinstance(value, (int, float))
+            if name not in NOT_METRICS and isinstance(value, (int, float))
         ]
         self._client.log_batch(self._id, metrics, parameters)
         for kind, _, line in self._lines:
@@ -137,8 +137,8 @@ class _There:
         return run.info.run_id
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
+def _flatten(tree: Any, prefix: str = "") -> dict[str, str]:
     """Dotted keys to values as text; a list is one value."""
     if isinstance(tree, Mapping) and tree:
-        return {key: value for name, item in tree.items() for key, value in _flat(item, f"{prefix}{name}.").items()}
+        return {key: value for name, item in tree.items() for key, value in _flatten(item, f"{prefix}{name}.").items()}
     return {prefix.removesuffix("."): str(tree)}

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from trainer.launch.safe_files import fsync_path, make_folder, open_file
 from trainer.messages import BadData
 
-Piece = Mapping[str, NDArray[Any]]  # named rows (n, …) of neighbouring samples
+Rows = Mapping[str, NDArray[Any]]  # named rows (n, …) of neighbouring samples
 
 # numpy's names of types, and those of the format
 _TYPES = {
@@ -29,7 +29,7 @@ _TYPES = {
 
 
 @contextmanager
-def drafts(*paths: Path) -> Iterator[list[IO[bytes]]]:
+def open_drafts(*paths: Path) -> Iterator[list[IO[bytes]]]:
     """Open files that get their names together, at the end; one that is empty gets none.
 
     Nothing is left of them where something fails inside.
@@ -54,7 +54,7 @@ def drafts(*paths: Path) -> Iterator[list[IO[bytes]]]:
             place.unlink(missing_ok=True)
 
 
-class Tensors:
+class SafetensorsWriter:
     """A safetensors file of so many samples: `index` (N,), and the named rows, each (N, …)."""
 
     def __init__(self, file: IO[bytes], samples: int) -> None:
@@ -62,7 +62,7 @@ class Tensors:
         self._starts: dict[str, int] = {}  # of each tensor, in the file
         self.rows: dict[str, tuple[str, tuple[int, ...]]] = {}  # of each: its type, and the shape of a sample's row
 
-    def add(self, first: int, piece: Piece) -> None:
+    def add(self, first: int, piece: Rows) -> None:
         """The rows of the samples from this one on. BadData where they are not like those before."""
         count = len(next(iter(piece.values())))
         piece = {"index": numpy.arange(first, first + count, dtype=numpy.int64), **piece}
@@ -72,9 +72,10 @@ class Tensors:
             self._begin()
         for name in rows | self.rows:
             if rows.get(name) != self.rows.get(name):
+                before, now = _format_row(self.rows.get(name)), _format_row(rows.get(name))
                 raise BadData(
-                    f"Task.predict gave {name} as {_shown(self.rows.get(name))} for the first samples and as"
-                    f" {_shown(rows.get(name))} for sample {first}: in one file they must be alike. Give a fixed shape"
+                    f"Task.predict gave {name} as {before} for the first samples and as {now} for sample {first}:"
+                    " in one file they must be alike. Give a fixed shape"
                 )
         for name, values in piece.items():
             self._file.seek(self._starts[name] + first * values[:1].nbytes)
@@ -98,15 +99,15 @@ class Tensors:
         self._file.truncate(8 + len(text) + at)
 
 
-def _shown(row: tuple[str, tuple[int, ...]] | None) -> str:
+def _format_row(row: tuple[str, tuple[int, ...]] | None) -> str:
     return f"{row[0]} {row[1]}" if row else "nothing"
 
 
-class Table:
+class CSVWriter:
     """A CSV file, row by row; without a row it is empty."""
 
     def __init__(self, file: IO[bytes], head: Sequence[str]) -> None:
-        self._write = csv.writer(_Text(file.write), lineterminator="\n").writerow
+        self._write = csv.writer(_EncodedFile(file.write), lineterminator="\n").writerow
         self._head: Sequence[str] = head
 
     def add(self, row: Sequence[Any]) -> None:
@@ -117,12 +118,12 @@ class Table:
         self._write(row)
 
 
-def json_line(file: IO[bytes], row: Mapping[str, Any]) -> None:
+def write_json_line(file: IO[bytes], row: Mapping[str, Any]) -> None:
     """One more line of JSON. A byte of a name that is no text becomes an escape, which JSON knows."""
     file.write(json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
 
 
-class _Text:
+class _EncodedFile:
     """What csv writes to: text goes on as bytes; of a name's bytes that are no text the escapes."""
 
     def __init__(self, write: Callable[[bytes], Any]) -> None:

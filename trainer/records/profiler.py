@@ -13,7 +13,7 @@ from trainer.launch.safe_files import make_folder
 from trainer.messages import Refusal
 
 
-class NoProfile:
+class NoProfiler:
     """No step is traced, and nothing is paid for it."""
 
     def step(self) -> None:
@@ -24,7 +24,7 @@ class NoProfile:
         return []
 
 
-class Profile(NoProfile):
+class StepProfiler(NoProfiler):
     """One trace of the steps `first` to `last`, counted from 1 at this start; the step before warms the profiler up."""
 
     def __init__(self, first: int, last: int, path: Path, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class Profile(NoProfile):
         self._written = True
 
 
-def refuse_window(window: tuple[int, int] | None, steps: int) -> None:
+def refuse_profile_window(window: tuple[int, int] | None, steps: int) -> None:
     """Refuse steps to trace that the run will not reach."""
     if window is not None and window[1] > steps:
         nearest = f"; profile=[2,{min(4, steps)}] would fit" if steps > 1 else ""

@@ -10,7 +10,7 @@ from trainer.messages import Refusal, expand_home, format_count
 
 # A change under these keys changes what is learned. data.root is among them: for an image folder it is the data, and
 # nobody here can tell such a set from one that only moved.
-LEARNING = ("model", "task", "data", "seed", "optimizer", "schedule", "loop.global_batch", "precision", "tf32")
+LEARNING_KEYS = ("model", "task", "data", "seed", "optimizer", "schedule", "loop.global_batch", "precision", "tf32")
 
 ABSENT = "absent"  # where a key has no value
 
@@ -26,7 +26,7 @@ class Change(NamedTuple):
         return f"{self.key}: {self.old} → {self.new}"
 
 
-def start_path(resume: str) -> Path | None:
+def resolve_resume_path(resume: str) -> Path | None:
     """The run folder or checkpoint that `run.resume` names, None for `auto` and `fresh`; Refusal where it has none."""
     if resume in ("auto", "fresh"):
         return None
@@ -51,7 +51,7 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "manifest.json").is_file()
 
 
-def completed(status: Mapping[str, Any] | None, horizon: int, needs_horizon: bool = False) -> str | None:
+def completed_message(status: Mapping[str, Any] | None, horizon: int, needs_horizon: bool = False) -> str | None:
     """One line for a run that has nothing left to do, with the keys that extend it; None where there is work."""
     step = int(status["step"]) if status and status["state"] == "completed" else -1
     if step < horizon:
@@ -60,7 +60,7 @@ def completed(status: Mapping[str, Any] | None, horizon: int, needs_horizon: boo
     return f"this run is complete at step {step:,}; a larger loop.epochs or loop.steps extends it{accepted}"
 
 
-def stopped_early(status: Mapping[str, Any] | None, stale: int, patience: int | None) -> str | None:
+def early_stop_message(status: Mapping[str, Any] | None, stale: int, patience: int | None) -> str | None:
     """One line for a run that ended because `stale` evaluations brought nothing better; None where it may go on."""
     if not status or status["state"] != "completed" or patience is None or stale < patience:
         return None
@@ -70,40 +70,40 @@ def stopped_early(status: Mapping[str, Any] | None, stale: int, patience: int | 
     )
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+def find_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Every key whose value differs between two configurations, in the order of the keys.
 
     A group that builds something else now is one change: the keys below it belong to what it built before.
     """
     # so only the two names are compared then
     for group in old.keys() & new.keys():
-        one, other = _target(old[group]), _target(new[group])
+        one, other = _target_class(old[group]), _target_class(new[group])
         if one and other and one != other:
             old, new = {**old, group: one}, {**new, group: other}
-    before, now = _flat(old), _flat(new)
+    before, now = _flatten(old), _flatten(new)
     keys = sorted(before.keys() | now.keys())
     every = (Change(key, before.get(key, ABSENT), now.get(key, ABSENT)) for key in keys)
     # where a run lies, and what is done with it, is no part of what it is
     return [one for one in every if one.old != one.new and not f"{one.key}.".startswith(("run.", "job.", "processes."))]
 
 
-def _target(section: Any) -> str | None:
-    return _name(section.get("_target_")) if isinstance(section, Mapping) else None
+def _target_class(section: Any) -> str | None:
+    return _class_name(section.get("_target_")) if isinstance(section, Mapping) else None
 
 
-def _name(value: Any) -> Any:
+def _class_name(value: Any) -> Any:
     """A value; of one of the framework's own names the last word, for its files move between versions."""
     return value.rsplit(".", 1)[-1] if isinstance(value, str) and value.startswith(("trainer.", "recipes.")) else value
 
 
-def learning_changes(
+def select_learning_changes(
     changed: list[Change],
     precision: tuple[str, str] | None = None,
     horizon: tuple[int, int] | None = None,
     needs_horizon: bool = False,
 ) -> list[Change]:
     """Those changes that change the learning. `precision` and `horizon` (in steps): the resolved ones, old and new."""
-    groups = tuple(f"{name}." for name in LEARNING)
+    groups = tuple(f"{name}." for name in LEARNING_KEYS)
     # `precision=auto` says nothing: what it came to is compared, where that is known
     found = [one for one in changed if f"{one.key}.".startswith(groups) and not (one.key == "precision" and precision)]
     if precision and precision[0] != precision[1]:
@@ -127,18 +127,18 @@ def refuse_changes(found: list[Change], folder: Path) -> None:
         )
 
 
-def read_config(text: str) -> dict[str, Any]:
+def parse_config(text: str) -> dict[str, Any]:
     """The configuration in a config.yaml; plain data, whatever it says."""
     import yaml
 
     return yaml.safe_load(text)
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
+def _flatten(tree: Any, prefix: str = "") -> dict[str, str]:
     """Dotted keys to values as text; lists count as one value."""
     if isinstance(tree, Mapping) and tree:
-        return {key: value for name, item in tree.items() for key, value in _flat(item, f"{prefix}.{name}").items()}
-    tree = _name(tree)
+        return {key: value for name, item in tree.items() for key, value in _flatten(item, f"{prefix}.{name}").items()}
+    tree = _class_name(tree)
     if isinstance(tree, float) and tree.is_integer() and abs(tree) < 2**53:
         tree = int(tree)  # 1 and 1.0 are one rate
     return {prefix.removeprefix("."): json.dumps(tree, default=str, ensure_ascii=False, sort_keys=True)}

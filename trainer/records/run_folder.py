@@ -31,10 +31,10 @@ from trainer.launch.safe_files import (
 from trainer.launch.store_collectives import broadcast_from_main, run_on_all_ranks
 from trainer.launch.validation import DamagedFile, Text, Whole, read_yaml
 from trainer.messages import Refusal, expand_home
-from trainer.records.folder_lock import holder, lock, unlock
-from trainer.records.resume_rules import has_checkpoint, start_path
+from trainer.records.folder_lock import lock_folder, lock_holder, unlock_folder
+from trainer.records.resume_rules import has_checkpoint, resolve_resume_path
 
-_SIGHT = 10.0  # seconds until a network file system shows one machine what another has written
+_VISIBLE_AFTER = 10.0  # seconds until a network file system shows one machine what another has written
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 log = logging.getLogger(__name__)
@@ -98,25 +98,25 @@ class RunFolder:
                 )
             # what is to be continued is looked at before anything is made
             try:
-                start = start_path(resume)
-                path, restarted = choose(expand_home(root), name, dir, label, launch)
+                start = resolve_resume_path(resume)
+                path, restarted = choose_path(expand_home(root), name, dir, label, launch)
                 # who was started again re-enters the folder that it has made itself
                 fresh = resume == "fresh" and not restarted and not launch.requeued
                 if fresh or not has_checkpoint(path):
                     check(start)
             except OSError as error:  # a name longer than the file system takes, a folder that may not be looked into
                 raise Refusal(f"the run's folder cannot be: {error.strerror}: {str(error.filename)[:200]}") from error
-            return _enter(path, _take_fresh if fresh else lock)
+            return _open_locked(path, _lock_fresh if fresh else lock_folder)
 
         return cls._decided(launch, decide)
 
     @classmethod
-    def anew(cls, path: Path, launch: Launch, check: Callable[[Path | None], None]) -> RunFolder:
+    def open_empty(cls, path: Path, launch: Launch, check: Callable[[Path | None], None]) -> RunFolder:
         """Make and lock a folder that no later start goes on with; what lay there is gone. Every rank calls it."""
 
         def decide() -> RunFolder:
             check(None)
-            return _enter(path, _take_empty)
+            return _open_locked(path, _lock_emptied)
 
         return cls._decided(launch, decide)
 
@@ -126,15 +126,17 @@ class RunFolder:
 
         def told() -> dict[str, Any]:
             kept.append(decide())
-            return {"path": str(kept[0].named), "holder": holder(kept[0].path)}
+            return {"path": str(kept[0].named), "holder": lock_holder(kept[0].path)}
 
         # the main rank decides for all, and what it refuses is refused everywhere
         verdict = broadcast_from_main(launch, "folder", told)
         # all look for its lock there: machines that share no folder would notice at the first checkpoint
-        run_on_all_ranks(launch, "folder-seen", lambda: _see(resolve_links(verdict["path"]), verdict["holder"]))
+        run_on_all_ranks(
+            launch, "folder-seen", lambda: _wait_until_visible(resolve_links(verdict["path"]), verdict["holder"])
+        )
         return kept[0] if kept else cls(Path(verdict["path"]))
 
-    def last(self, name: str) -> dict[str, Any] | None:
+    def read_previous(self, name: str) -> dict[str, Any] | None:
         """What the attempt before left in config.yaml or environment.json; None where nothing can be used."""
         path = self.path / name
         try:
@@ -143,7 +145,7 @@ class RunFolder:
             log.warning("damaged, and not used: %s", error)
             return None
 
-    def write_start(self, config: str, overrides: list[str], environment: dict[str, Any]) -> None:
+    def write_start_files(self, config: str, overrides: list[str], environment: dict[str, Any]) -> None:
         """Leave what was asked for: config.yaml as text (earlier ones move to config.1.yaml …), words, surroundings."""
         if self._held is None:
             return
@@ -151,7 +153,7 @@ class RunFolder:
         # a copy, not a rename: a crash in between must leave a config.yaml, without which nothing could be continued
         if path.exists():
             with open_file(path, "rb") as file:
-                replace_file(_unused(self.path / f"config.{number}.yaml" for number in count(1)), file.read())
+                replace_file(_first_unused(self.path / f"config.{number}.yaml" for number in count(1)), file.read())
         replace_file(path, config)
         words = "".join(f"- {json.dumps(word, ensure_ascii=False)}\n" for word in overrides) or "[]\n"
         replace_file(self.path / "overrides.yaml", words)
@@ -173,7 +175,7 @@ class RunFolder:
         if self._status is not None:
             self._status.write(state, step, reason, spent)
 
-    def take_back(self, step: int, reason: str) -> None:
+    def undo_start(self, step: int, reason: str) -> None:
         """A start was refused: nothing stays of a folder that it made itself, another one says `failed`."""
         if self._made and not has_checkpoint(self.path):
             shutil.rmtree(self.path, ignore_errors=True)
@@ -186,11 +188,11 @@ class RunFolder:
     def close(self) -> None:
         """Release the lock. A process that is killed releases it as well."""
         if self._held is not None:
-            unlock(self._held)
+            unlock_folder(self._held)
             self._held = None
 
 
-def refuse_place(root: str, name: str | None, dir: str | None, launch: Launch) -> None:
+def refuse_unwritable(root: str, name: str | None, dir: str | None, launch: Launch) -> None:
     """Collective: refuse a run folder that could not be made, before anything is read or built for it."""
     word = f"run.root={root}" if dir is None else f"run.dir={dir}"
     new = name if name and _NAME.fullmatch(name) else ".a-run"  # what is no name is refused with its own words
@@ -212,28 +214,28 @@ def refuse_place(root: str, name: str | None, dir: str | None, launch: Launch) -
     broadcast_from_main(launch, "place", look)
 
 
-def generated_name(label: str, now: float) -> str:
+def generate_name(label: str, now: float) -> str:
     """The name of a run that was given none: when, and what."""
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S', time.localtime(now))}_{re.sub(r'[^A-Za-z0-9.-]+', '_', label)}"[:120]
 
 
-def choose(root: Path, name: str | None, dir: str | None, label: str, launch: Launch) -> tuple[Path, bool]:
+def choose_path(root: Path, name: str | None, dir: str | None, label: str, launch: Launch) -> tuple[Path, bool]:
     """The path of a run, and whether an attempt before this one under the same launcher has chosen it already."""
     if dir is not None:
         path = expand_home(dir).absolute()
     elif name is not None:
-        path = _inside(root, name)
+        path = _path_in_root(root, name)
     else:
-        path = _inside(root, generated_name(label, time.time()))
+        path = _path_in_root(root, generate_name(label, time.time()))
         # with a number behind it where another run began in the same second
-        path = _unused(chain([path], (path.with_name(f"{path.name}_{number}") for number in count(2))))
+        path = _first_unused(chain([path], (path.with_name(f"{path.name}_{number}") for number in count(2))))
     # what was put there first over all restarts of one launch counts: an earlier attempt's choice, or this one
     mine, store = f"{secrets.token_hex(8)} {path}", launch.launcher_store()
     agreed = store.compare_set(f"trainer/{launch.run_id}/folder", "", mine).decode() if store else mine
     return Path(agreed.split(" ", 1)[1]), agreed != mine
 
 
-def _inside(root: Path, name: str) -> Path:
+def _path_in_root(root: Path, name: str) -> Path:
     """root/name, where the name can be one."""
     if not _NAME.fullmatch(name) or set(name) == {"."}:
         raise Refusal(
@@ -242,26 +244,26 @@ def _inside(root: Path, name: str) -> Path:
     return root.absolute() / name
 
 
-def _unused(paths: Iterable[Path]) -> Path:
+def _first_unused(paths: Iterable[Path]) -> Path:
     """The first of these that does not exist."""
     return next(path for path in paths if not os.path.lexists(path))
 
 
-def _take_fresh(path: Path) -> int:
+def _lock_fresh(path: Path) -> int:
     """Lock the folder, after what lies there has moved aside."""
-    held = lock(path)
+    held = lock_folder(path)
     if not any(entry != ".lock" for entry in os.listdir(path)):
         return held
     try:
-        os.rename(path, _unused(path.with_name(f"{path.name}.{number}") for number in count(1)))
-        return lock(path)
+        os.rename(path, _first_unused(path.with_name(f"{path.name}.{number}") for number in count(1)))
+        return lock_folder(path)
     finally:  # the old lock moved with its folder; it goes only when the new one is held
-        unlock(held)
+        unlock_folder(held)
 
 
-def _take_empty(path: Path) -> int:
+def _lock_emptied(path: Path) -> int:
     """Lock the folder, and remove what lies there."""
-    held = lock(path)
+    held = lock_folder(path)
     for entry in path.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -270,7 +272,7 @@ def _take_empty(path: Path) -> int:
     return held
 
 
-def _enter(path: Path, take: Callable[[Path], int]) -> RunFolder:
+def _open_locked(path: Path, take: Callable[[Path], int]) -> RunFolder:
     """Make, lock and probe the folder; `take` locks it, and does with what lies there what is to be done."""
     named, path = path, resolve_links(path)
     made = not path.exists()
@@ -292,10 +294,10 @@ def _enter(path: Path, take: Callable[[Path], int]) -> RunFolder:
     return RunFolder(named, held, made)
 
 
-def _see(path: Path, wanted: str) -> None:
+def _wait_until_visible(path: Path, wanted: str) -> None:
     """Refuse a folder that is another one here than on the main rank's machine: the first checkpoint would fail."""
-    until = time.monotonic() + _SIGHT
-    while holder(path) != wanted:
+    until = time.monotonic() + _VISIBLE_AFTER
+    while lock_holder(path) != wanted:
         if time.monotonic() > until:
             raise Refusal(
                 f"the run folder {path} is not the main rank's: these machines share no such folder; give a run.dir or "

@@ -25,7 +25,7 @@ _FAR = 8.0  # robust standard deviations
 _SIGMA = 1.4826  # of a normal distribution, per median absolute deviation
 
 
-class Spikes:
+class LossSpikeDetector:
     """Tells a jump of the loss, once: above all of the last 50 lines, by a step far larger than theirs.
 
     Steps from line to line are compared, and not losses: those fall, and lie wide apart while a run learns fast.
@@ -45,7 +45,11 @@ class Spikes:
             return []
         # small losses differ by factors, so their logarithms must have jumped as well: one hard sample is no spike
         losses = [*before, loss]
-        far = _jump(losses) if min(losses) <= 0 else min(_jump(losses), _jump([math.log(each) for each in losses]))
+        far = (
+            _jump_size(losses)
+            if min(losses) <= 0
+            else min(_jump_size(losses), _jump_size([math.log(each) for each in losses]))
+        )
         if far <= _FAR:
             return []
         return [
@@ -54,7 +58,7 @@ class Spikes:
         ]
 
 
-def _jump(values: Sequence[float]) -> float:
+def _jump_size(values: Sequence[float]) -> float:
     """How far the last step from value to value is above the others, in robust standard deviations."""
     *steps, last = [after - before for before, after in pairwise(values)]
     middle = median(steps)
@@ -63,11 +67,11 @@ def _jump(values: Sequence[float]) -> float:
 
 
 Line = Mapping[str, Any]
-NO_FIGURES = ("kind", "step", "epoch", "samples", "time")  # keys of a line that say what it is about
+NOT_METRICS = ("kind", "step", "epoch", "samples", "time")  # keys of a line that say what it is about
 _console = logging.getLogger(__name__)  # the screen and the log file
 
 
-class Waiting(OSError):
+class WriteDeferred(OSError):
     """A sink cannot write now. Nothing is lost: it tries again at the next call."""
 
 
@@ -117,7 +121,7 @@ class Sink:
         """The last call."""
 
 
-def shows(sink: Sink, *verbs: str) -> bool:
+def implements(sink: Sink, *verbs: str) -> bool:
     """Does the sink do anything when one of these verbs is called?"""
     return any(getattr(type(sink), verb) is not getattr(Sink, verb) for verb in verbs)
 
@@ -129,7 +133,7 @@ class Log(Sink):
     """
 
     def __init__(self, sinks: Iterable[Sink]):
-        self.sinks, self._spikes = list(sinks), Spikes()
+        self.sinks, self._spikes = list(sinks), LossSpikeDetector()
         self._lost: dict[int, int] = {}  # sinks (by id) that could not write when last called → calls that are lost
 
     def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
@@ -153,7 +157,7 @@ class Log(Sink):
 
     def rewind(self, step: int) -> None:
         """Take back what was logged of steps after this one."""
-        self._spikes = Spikes()
+        self._spikes = LossSpikeDetector()
         self.each_sink("rewind", step)
 
     def close(self) -> None:
@@ -171,10 +175,10 @@ class Log(Sink):
                 if id(sink) not in self._lost:
                     name = type(sink).__name__
                     _console.warning("note        %s cannot write, and the run continues: %s", name, first_line(error))
-                self._lost[id(sink)] = self._lost.get(id(sink), 0) + (not isinstance(error, Waiting))
+                self._lost[id(sink)] = self._lost.get(id(sink), 0) + (not isinstance(error, WriteDeferred))
             else:
                 # a call that does nothing has shown nothing
-                if id(sink) in self._lost and shows(sink, verb):
+                if id(sink) in self._lost and implements(sink, verb):
                     lost = self._lost.pop(id(sink))
                     what = f"{format_count(lost, 'call')} meanwhile were lost" if lost else "nothing was lost"
                     _console.warning("note        %s writes again; %s", type(sink).__name__, what)
@@ -186,10 +190,10 @@ for _verb in ("eval", "confusion", "histograms", "text", "sample", "flush", "end
 
 
 _PATIENCE = 30.0  # seconds that the end of a run waits for a service
-_SAID = 150  # letters of an error: some packages put a whole conversation into one line
+_MAX_LETTERS = 150  # letters of an error: some packages put a whole conversation into one line
 
 
-class Service(Sink):
+class ServiceSink(Sink):
     """Calls to a service, one after the other in a thread of their own; of those that fail the first is told."""
 
     def __init__(self, name: str) -> None:
@@ -223,7 +227,7 @@ class Service(Sink):
             call()
         except Exception as error:  # whatever a package makes of a network that is gone, or of a key that is wrong
             if not self._told:
-                why = first_line(error).rstrip(".")[:_SAID]
+                why = first_line(error).rstrip(".")[:_MAX_LETTERS]
                 self.tell(f"{why}; the run continues, and its metrics are in metrics.jsonl")
             self._told = True
             return False

@@ -13,9 +13,9 @@ from trainer.launch.devices import memory_usage
 from trainer.launch.safe_files import make_folder, refuse_full_disk
 from trainer.messages import format_count
 from trainer.parallel.tensor_statistics import Histogram
-from trainer.records.image_plots import confusion, grid
-from trainer.records.resume_rules import read_config
-from trainer.records.sinks import NO_FIGURES, Line, Sink, Waiting
+from trainer.records.image_plots import plot_confusion_matrix, plot_image_grid
+from trainer.records.resume_rules import parse_config
+from trainer.records.sinks import NOT_METRICS, Line, Sink, WriteDeferred
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SPEED = dict.fromkeys(("samples_per_s", "tokens_per_s", "step_s", "utilisation"), "speed")
 _GROUPS = {"lr": "optimizer", "grad_norm": "optimizer", **_SPEED}
 # What runs are compared by; the rest of a configuration says where things go and how they are read.
-_SETTINGS = (
+_COMPARED_KEYS = (
     "model",
     "task",
     "data",
@@ -38,8 +38,8 @@ _SETTINGS = (
     "init_from",
 )
 _GIB = 2**30
-_SHARE = 0.05  # of the time, at most, goes into drawing
-_MOST = 50_000  # lines that wait for room on the disk
+_MAX_SHARE = 0.05  # of the time, at most, goes into drawing
+_MAX_WAITING = 50_000  # lines that wait for room on the disk
 
 
 class TensorBoard(Sink):
@@ -50,23 +50,23 @@ class TensorBoard(Sink):
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder, self._step, self._name = folder, step, f"{folder.parent.name}/{folder.name}"
-        self._waiting: deque[tuple[SummaryWriter, dict[str, float], Line]] = deque(maxlen=_MOST)
+        self._waiting: deque[tuple[SummaryWriter, dict[str, float], Line]] = deque(maxlen=_MAX_WAITING)
         # readers then forget what a dead attempt wrote of later steps: event files cannot be cut
         purge = step + 1 if step else 0
         make_folder(folder / "tensorboard" / "eval")  # its writers would follow a link
         self._train = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
         self._eval = SummaryWriter(str(folder / "tensorboard" / "eval"), purge_step=purge)
-        self._pictures = _Pictures(self._train)
+        self._pictures = _ImageQueue(self._train)
 
     def train(self, line: Line) -> None:
         """Add a point to every training curve, and to those of the main rank's memory."""
-        figures = {_tag(_GROUPS.get(name, "loss"), name): value for name, value in _figures(line)}
+        figures = {_chart_name(_GROUPS.get(name, "loss"), name): value for name, value in _iterate_metrics(line)}
         figures |= {f"memory/{place}_gib": size / _GIB for place, size in memory_usage().items()}
         self._add(self._train, figures, line)
 
     def eval(self, line: Line) -> None:
         """Add a point to every evaluation curve; the last word of a figure is its group: ema_accuracy by accuracy."""
-        figures = {_tag(name.rsplit("_", 1)[-1], name): value for name, value in _figures(line)}
+        figures = {_chart_name(name.rsplit("_", 1)[-1], name): value for name, value in _iterate_metrics(line)}
         self._add(self._eval, figures, line)
 
     def _add(self, writer: "SummaryWriter", figures: dict[str, float], line: Line) -> None:
@@ -81,7 +81,9 @@ class TensorBoard(Sink):
             refuse_full_disk(self._folder)
         except OSError as error:
             waiting = format_count(len(self._waiting), "line")
-            raise Waiting(f"{self._folder / 'tensorboard'}: {error.strerror}; waiting for room: {waiting}") from error
+            raise WriteDeferred(
+                f"{self._folder / 'tensorboard'}: {error.strerror}; waiting for room: {waiting}"
+            ) from error
         while self._waiting:
             writer, figures, line = self._waiting.popleft()
             for tag, value in figures.items():
@@ -92,7 +94,7 @@ class TensorBoard(Sink):
         """Let readers forget the points after this step: event files cannot be cut."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        self._waiting = deque((one for one in self._waiting if one[-1]["step"] <= step), maxlen=_MOST)
+        self._waiting = deque((one for one in self._waiting if one[-1]["step"] <= step), maxlen=_MAX_WAITING)
         self._pictures.forget(step)
         refuse_full_disk(self._folder)
         for writer in (self._train, self._eval):
@@ -103,12 +105,12 @@ class TensorBoard(Sink):
     def images(self, tag: str, images: Tensor, step: int, words: Sequence[str] = ()) -> None:
         """Show images (B, C, H, W) in a grid, with words below them."""
         refuse_full_disk(self._folder)
-        self._pictures.show(_tag("pictures", tag), partial(grid, images, words), step)
+        self._pictures.show(_chart_name("pictures", tag), partial(plot_image_grid, images, words), step)
 
-    def confusion(self, tag: str, counts: Tensor, step: int, names: Sequence[str] = ()) -> None:
+    def plot_confusion_matrix(self, tag: str, counts: Tensor, step: int, names: Sequence[str] = ()) -> None:
         """Show a confusion matrix as a picture."""
         refuse_full_disk(self._folder)
-        self._pictures.show(_tag("pictures", tag), partial(confusion, counts, names), step)
+        self._pictures.show(_chart_name("pictures", tag), partial(plot_confusion_matrix, counts, names), step)
 
     def histograms(self, kind: str, histograms: Mapping[str, Histogram], step: int) -> None:
         """Show how numbers are distributed, by parameter."""
@@ -116,7 +118,7 @@ class TensorBoard(Sink):
         for name, one in histograms.items():
             width = (one.high - one.low) / len(one.counts) or 1e-12
             self._train.add_histogram_raw(
-                _tag(kind, name),
+                _chart_name(kind, name),
                 min=one.low,
                 max=one.high,
                 num=sum(one.counts),
@@ -133,16 +135,16 @@ class TensorBoard(Sink):
         refuse_full_disk(self._folder)
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
-        self._train.add_text(tag, _as_it_is(text), self._step)
+        self._train.add_text(tag, _as_code_block(text), self._step)
         if tag == "configuration":
             # their figures the reader takes from the curves: the last point of each
             writer: Any = self._train.file_writer  # torch calls it None, which it is after the last call alone
-            writer.add_summary(hparams_pb(dict(_settings(read_config(text), _SETTINGS)), self._name))
+            writer.add_summary(hparams_pb(dict(_compared_values(parse_config(text), _COMPARED_KEYS)), self._name))
 
     def sample(self, text: str, step: int) -> None:
         """Keep what a language model has written."""
         refuse_full_disk(self._folder)
-        self._eval.add_text("sample", _as_it_is(text), step)
+        self._eval.add_text("sample", _as_code_block(text), step)
         self._eval.flush()
 
     def flush(self) -> None:
@@ -162,7 +164,7 @@ class TensorBoard(Sink):
                 self._eval.close()
 
 
-class _Pictures:
+class _ImageQueue:
     """Draws pictures of steps, unless those before have just cost too much: then the last ones wait for the end.
 
     So short evaluations that follow each other at once are not held up; of long ones every one has its pictures.
@@ -195,29 +197,29 @@ class _Pictures:
         began, (draw, step) = monotonic(), self._waiting.pop(tag)
         self._writer.add_image(tag, draw(), step, dataformats="HWC")
         self._writer.flush()
-        self._ready = max(self._ready, began) + (monotonic() - began) / _SHARE
+        self._ready = max(self._ready, began) + (monotonic() - began) / _MAX_SHARE
 
 
-def _as_it_is(text: str) -> str:
+def _as_code_block(text: str) -> str:
     """A text as Markdown that changes nothing of it: four spaces before each line."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _figures(line: Line) -> Iterator[tuple[str, float]]:
-    return ((name, value) for name, value in line.items() if name not in NO_FIGURES and isinstance(value, int | float))
+def _iterate_metrics(line: Line) -> Iterator[tuple[str, float]]:
+    return ((name, value) for name, value in line.items() if name not in NOT_METRICS and isinstance(value, int | float))
 
 
-def _tag(group: str, name: str) -> str:
+def _chart_name(group: str, name: str) -> str:
     """The name of a chart; one that comes with a group keeps it."""
     return name if "/" in name else f"{group}/{name}"
 
 
-def _settings(tree: Mapping[str, Any], keys: Iterable[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _compared_values(tree: Mapping[str, Any], keys: Iterable[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and their values; a group's option as the name of its class."""
     for key in keys:
         value = tree.get(key)
         if isinstance(value, Mapping):
-            yield from _settings(value, value, f"{prefix}{key}.")
+            yield from _compared_values(value, value, f"{prefix}{key}.")
         elif key == "_target_":
             if prefix.count(".") == 1:  # what a group's own parts are made of is no setting
                 yield prefix.removesuffix("."), str(value).rsplit(".", 1)[-1]

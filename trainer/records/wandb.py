@@ -12,15 +12,15 @@ from torch import Tensor
 
 from trainer.launch.safe_files import make_folder, open_file, replace_file
 from trainer.parallel.tensor_statistics import Histogram
-from trainer.records.image_plots import confusion, grid
-from trainer.records.resume_rules import read_config
-from trainer.records.sinks import NO_FIGURES, Line, Service
+from trainer.records.image_plots import plot_confusion_matrix, plot_image_grid
+from trainer.records.resume_rules import parse_config
+from trainer.records.sinks import NOT_METRICS, Line, ServiceSink
 
 if TYPE_CHECKING:
     from wandb import Run
 
 
-class WandB(Service):
+class WandB(ServiceSink):
     """Figures as `train/loss`, `eval/accuracy` …; whether they are sent at once, WANDB_MODE says."""
 
     def __init__(self, project: str | None = None, entity: str | None = None) -> None:
@@ -37,11 +37,11 @@ class WandB(Service):
 
     def images(self, tag: str, images: Tensor, step: int, words: Sequence[str] = ()) -> None:
         """Show images (B, C, H, W) in a grid, with words below them."""
-        self._show(tag, grid(images, words), step)
+        self._show(tag, plot_image_grid(images, words), step)
 
-    def confusion(self, tag: str, counts: Tensor, step: int, names: Sequence[str] = ()) -> None:
+    def plot_confusion_matrix(self, tag: str, counts: Tensor, step: int, names: Sequence[str] = ()) -> None:
         """Show a confusion matrix as a picture."""
-        self._show(tag, confusion(counts, names), step)
+        self._show(tag, plot_confusion_matrix(counts, names), step)
 
     def histograms(self, kind: str, histograms: Mapping[str, Histogram], step: int) -> None:
         """Show how numbers are distributed, by parameter."""
@@ -56,7 +56,7 @@ class WandB(Service):
     def text(self, tag: str, text: str) -> None:
         """Keep the configuration; a start that goes on may have another one."""
         if tag == "configuration" and self._run is not None:
-            self.later(partial(self._run.config.update, read_config(text), allow_val_change=True))
+            self.later(partial(self._run.config.update, parse_config(text), allow_val_change=True))
 
     def train(self, line: Line) -> None:
         """Add a point to every training curve."""
@@ -69,7 +69,7 @@ class WandB(Service):
     def end(self, state: str) -> None:
         """Send what is left, and how the run ended."""
         if self._run is not None:
-            self.later(partial(_end, self._run, state))
+            self.later(partial(_finish_run, self._run, state))
 
     def _begin(self, folder: Path, mode: Literal["offline"] | None = None) -> None:
         import wandb
@@ -99,7 +99,7 @@ class WandB(Service):
         figures = {
             f"{kind}/{name}": value
             for name, value in line.items()
-            if name not in NO_FIGURES and isinstance(value, (int, float))
+            if name not in NOT_METRICS and isinstance(value, (int, float))
         }
         self._log(figures, line["step"])
 
@@ -114,7 +114,7 @@ class WandB(Service):
             self.later(partial(self._run.log, what, step=step))
 
 
-def _end(run: Run, state: str) -> None:
+def _finish_run(run: Run, state: str) -> None:
     run.summary["state"] = state
     # with an exit code that is not 0 this is no failure there: the run is to go on
     if state == "preempted":

@@ -20,15 +20,15 @@ from trainer.launch.validation import DamagedFile, read_yaml
 from trainer.messages import Refusal
 from trainer.parallel.optimizer_state import EMA_PREFIX, OTHER_PREFIXES
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint.manifest import CorruptCheckpoint, Found
-from trainer.records.checkpoint.store import committed, open_checkpoint, winner
+from trainer.records.checkpoint.manifest import CheckpointInfo, CorruptCheckpoint
+from trainer.records.checkpoint.store import list_complete, open_checkpoint, select_best
 from trainer.records.resume_rules import has_checkpoint, is_checkpoint
 from trainer.records.run_folder import ConfigFields
 
 # Under which of these a training script keeps the network's own tensors, beside its optimizer's and others.
-NESTED = ("state_dict", "model_state_dict", "model")
+NESTED_KEYS = ("state_dict", "model_state_dict", "model")
 # What a folder of Hugging Face holds, the first that is there; an index names the files of several.
-HUGGING_FACE = (
+HUGGING_FACE_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -37,7 +37,7 @@ HUGGING_FACE = (
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightSource:
     """Named tensors of files. They are mapped: their values are read when somebody looks at them."""
 
     path: Path
@@ -46,28 +46,28 @@ class Weights:
     settings: Mapping[str, Any] = field(default_factory=dict)  # what the config.json of their folder says
 
     @torch.no_grad()
-    def read_into(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill these in place; names are the files', types may be others."""
         for name, tensor in tensors.items():
             tensor.copy_(self.tensors[name])
 
 
 @dataclass(frozen=True)
-class CheckpointWeights(Weights):
+class CheckpointWeights(WeightSource):
     """Those of a checkpoint of our own, verified, whose files may each hold shards: only shapes are known before."""
 
-    found: Found = field(kw_only=True)
+    found: CheckpointInfo = field(kw_only=True)
     averaged: Collection[str] = ()  # names of which the moving average is meant
 
-    def read_into(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill these in place, whoever wrote which shard of them."""
-        from trainer.records.checkpoint.tensor_files import read_into
+        from trainer.records.checkpoint.tensor_files import load_tensors
 
         there = {EMA_PREFIX + name if name in self.averaged else name: tensor for name, tensor in tensors.items()}
-        read_into({name: tensor.detach() for name, tensor in there.items()}, self.found)
+        load_tensors({name: tensor.detach() for name, tensor in there.items()}, self.found)
 
 
-def open_weights(path: Path, best: str) -> Weights:
+def open_weights(path: Path, best: str) -> WeightSource:
     """The weights that lie there: in a run's folder, a checkpoint, a file, or a folder of Hugging Face.
 
     Of a run those of its best checkpoint, by the run's own `checkpoint.best`, else by the figure `best` ("accuracy",
@@ -76,34 +76,34 @@ def open_weights(path: Path, best: str) -> Weights:
     """
     try:
         if has_checkpoint(path):
-            return _of_run(path, best)
+            return _open_run_weights(path, best)
         if is_checkpoint(path):
-            return of_checkpoint(path)
+            return open_checkpoint_weights(path)
         if path.is_dir():
-            return Weights(path, _of_folder(path), settings=_settings(path / "config.json"))
-        return Weights(path, _of_file(path))
+            return WeightSource(path, _load_folder(path), settings=_read_settings(path / "config.json"))
+        return WeightSource(path, _load_file(path))
     except (CorruptCheckpoint, DamagedFile) as error:
         raise Refusal(str(error)) from error
     except OSError as error:
         raise Refusal(f"{path.absolute()}: {error.strerror or error}") from error
 
 
-def _of_run(path: Path, best: str) -> Weights:
+def _open_run_weights(path: Path, best: str) -> WeightSource:
     # what the run itself went by: this one may look for another figure
     config = path / "config.yaml"
     own = read_yaml(config, ConfigFields) if config.is_file() else {}
     best = own.get("checkpoint", {}).get("best") or best
-    found, figure = committed(path / "checkpoints"), best.removeprefix("-")
+    found, metric = list_complete(path / "checkpoints"), best.removeprefix("-")
     if not found:
         raise CorruptCheckpoint(f"none of the checkpoints in {path / 'checkpoints'} can be used")
-    chosen = winner(found, best)
+    chosen = select_best(found, best)
     if chosen is None:
-        return of_checkpoint(found[0].path, f" (the newest: none has {figure})")
-    why = f" (best {figure}: {chosen.figures[figure]:.4f})"
-    return of_checkpoint(chosen.path, why, average=figure.startswith("ema_"))
+        return open_checkpoint_weights(found[0].path, f" (the newest: none has {metric})")
+    why = f" (best {metric}: {chosen.metrics[metric]:.4f})"
+    return open_checkpoint_weights(chosen.path, why, average=metric.startswith("ema_"))
 
 
-def of_checkpoint(path: Path, why: str = "", average: bool = False) -> Weights:
+def open_checkpoint_weights(path: Path, why: str = "", average: bool = False) -> WeightSource:
     """The network's own tensors of one checkpoint; with `average` the moving averages of those that have one."""
     found = open_checkpoint(path, Ranks())  # this process alone: every byte is compared with its sha256
     own = {name: tensor for name, tensor in found.tensors.items() if not name.startswith(OTHER_PREFIXES)}
@@ -113,12 +113,12 @@ def of_checkpoint(path: Path, why: str = "", average: bool = False) -> Weights:
     return CheckpointWeights(path, own, why, found=found, averaged=averaged if average else ())
 
 
-def _of_folder(path: Path) -> dict[str, Tensor]:
-    name = next((name for name in HUGGING_FACE if (path / name).is_file()), None)
+def _load_folder(path: Path) -> dict[str, Tensor]:
+    name = next((name for name in HUGGING_FACE_FILES if (path / name).is_file()), None)
     if name is None:
-        raise Refusal(f"{path.absolute()} holds no checkpoint, and none of {', '.join(HUGGING_FACE)}")
+        raise Refusal(f"{path.absolute()} holds no checkpoint, and none of {', '.join(HUGGING_FACE_FILES)}")
     if not name.endswith(".json"):
-        return _of_file(path / name)
+        return _load_file(path / name)
     # the index says which file each tensor lies in; the files say themselves what they hold
     try:
         files = sorted(set(json.loads((path / name).read_bytes())["weight_map"].values()))
@@ -128,10 +128,10 @@ def _of_folder(path: Path) -> dict[str, Tensor]:
         # no path: it could lead to any file of this machine
         if not isinstance(file, str) or Path(file).name != file or not (path / file).is_file():
             raise Refusal(f"{path / name} names {file!r:.200}, which is no file beside it")
-    return {name: tensor for file in files for name, tensor in _of_file(path / file).items()}
+    return {name: tensor for file in files for name, tensor in _load_file(path / file).items()}
 
 
-def _settings(path: Path) -> Mapping[str, Any]:
+def _read_settings(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_bytes()) if path.is_file() else {}
     except (ValueError, RecursionError) as error:
@@ -139,11 +139,11 @@ def _settings(path: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _of_file(path: Path) -> dict[str, Tensor]:
+def _load_file(path: Path) -> dict[str, Tensor]:
     if path.exists() and not path.is_file():  # a pipe would keep its reader waiting for ever
         raise Refusal(f"{path.absolute()} is no regular file")
     if path.suffix != ".safetensors":
-        return _of_torch(path)
+        return _load_torch_file(path)
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -153,7 +153,7 @@ def _of_file(path: Path) -> dict[str, Tensor]:
         raise Refusal(f"{path}: {error}") from error
 
 
-def _of_torch(path: Path) -> dict[str, Tensor]:
+def _load_torch_file(path: Path) -> dict[str, Tensor]:
     """What torch.save has written: a state_dict, or one inside of what a training script keeps."""
     try:
         # only the newer of torch's two formats, a zip, can be mapped
@@ -166,12 +166,12 @@ def _of_torch(path: Path) -> dict[str, Tensor]:
         raise Refusal(
             f"{path}: {holds}; write its tensors alone: torch.save(network.state_dict(), 'weights.pt')"
         ) from error
-    return _named(state)
+    return _named_tensors(state)
 
 
-def _named(state: Any) -> dict[str, Tensor]:
+def _named_tensors(state: Any) -> dict[str, Tensor]:
     while isinstance(state, Mapping):
-        inner = next((state[key] for key in NESTED if isinstance(state.get(key), Mapping)), None)
+        inner = next((state[key] for key in NESTED_KEYS if isinstance(state.get(key), Mapping)), None)
         if inner is None:
             return {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
         state = inner

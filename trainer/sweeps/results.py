@@ -16,7 +16,7 @@ from trainer.launch.failure import STOPPED
 from trainer.launch.safe_files import replace_file
 from trainer.launch.validation import DamagedFile, read_json
 from trainer.messages import format_count, format_duration, format_number
-from trainer.records.metrics_reader import beside, figures, forwards, rank, score
+from trainer.records.metrics_reader import metric_rank, metric_score, metrics_of, read_lines, tie_break_loss
 from trainer.records.run_folder import EnvironmentFields
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Outcome:
     def rank(self) -> tuple[float, float]:
         """The same, and where it is equal the loss."""
         figure = self.figure or ""
-        return rank({beside(figure): self.best_loss, self.name: self.best}, figure)
+        return metric_rank({tie_break_loss(figure): self.best_loss, self.name: self.best}, figure)
 
 
 class SweepResults:
@@ -67,7 +67,7 @@ class SweepResults:
     def __init__(self, folder: Path) -> None:
         self.folder, self._path = folder, folder / RESULTS_FILE
         self._all: dict[str, Outcome] = {}
-        for line in forwards(self._path):
+        for line in read_lines(self._path):
             with contextlib.suppress(TypeError):  # written by hand, or by another version
                 outcome = Outcome(**line)
                 self._all[outcome.folder] = outcome
@@ -107,7 +107,7 @@ class SweepResults:
             last=last,
             seconds=round(seconds + (before.seconds if before else 0.0), 2),
             reason=reason,
-            best_loss=best.get(beside(name or "")),
+            best_loss=best.get(tie_break_loss(name or "")),
         )
         self._all.pop(trial.name, None)  # to the end: it has ended last
         self._all[trial.name] = outcome
@@ -127,12 +127,14 @@ def _read_metrics(run: Path) -> tuple[str | None, dict[str, Any], dict[str, floa
     figure = name or ""
     best: dict[str, Any] = {}
     last: dict[str, Any] = {}
-    for line in forwards(run / "metrics.jsonl", word=b'"eval"'):
+    for line in read_lines(run / "metrics.jsonl", word=b'"eval"'):
         if line.get("kind") == "eval":
             last = line
-            if score(line, figure) > -math.inf and rank(line, figure) >= rank(best, figure):  # of equals the newer
+            if metric_score(line, figure) > -math.inf and metric_rank(line, figure) >= metric_rank(
+                best, figure
+            ):  # of equals the newer
                 best = line
-    return name, best, figures(last)
+    return name, best, metrics_of(last)
 
 
 _MAX_ROWS = 30  # that are shown

@@ -12,8 +12,8 @@ from trainer.launch.namesake import refuse_namesake
 from trainer.launch.rendezvous import Launch
 from trainer.launch.safe_files import refuse_unsafe_files, resolve_links
 from trainer.messages import Refusal, expand_home, format_count
-from trainer.records.folder_lock import lock
-from trainer.records.run_folder import choose
+from trainer.records.folder_lock import lock_folder
+from trainer.records.run_folder import choose_path
 from trainer.sweeps.device_shares import divide_machine, visible_gpus
 from trainer.sweeps.parallel_runs import run_concurrently
 from trainer.sweeps.results import Outcome, SweepResults, format_best, format_table
@@ -69,11 +69,11 @@ def _refuse_launched(argv: Sequence[str], launch: Launch) -> None:
 def _open_folder(asked: Multirun, launch: Launch) -> tuple[SweepResults, list[str]]:
     """The folder, this command's until its process ends; and words that its runs get beside their own."""
     # a requeued job goes on in the same folder
-    folder, restarted = choose(expand_home(asked.root), asked.name, asked.dir, "multirun", launch)
+    folder, restarted = choose_path(expand_home(asked.root), asked.name, asked.dir, "multirun", launch)
     folder = resolve_links(folder)
     refuse_unsafe_files(folder)
     try:
-        lock(folder)
+        lock_folder(folder)
     except OSError as error:
         raise Refusal(f"{folder} cannot be written to: {error.strerror}; give another run.dir") from None
     tried = SweepResults(folder)

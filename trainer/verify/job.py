@@ -20,7 +20,7 @@ from trainer.launch.safe_files import make_folder, refuse_unsafe_files, replace_
 from trainer.launch.stop_signals import StopRequest
 from trainer.launch.store_collectives import broadcast_from_main
 from trainer.messages import Refusal, expand_home, format_count
-from trainer.records.run_folder import RunFolder, choose
+from trainer.records.run_folder import RunFolder, choose_path
 from trainer.verify.cause_experiments import Experiments
 from trainer.verify.causes import Circumstances, likely
 from trainer.verify.comparison import (
@@ -204,7 +204,7 @@ class Verify(Job):
         parts.machine = parts.strategy.machine = replace(parts.machine, compare_copies=False)
         replace(parts.machine, precision="fp64").check()
         # a run folder of its own, for what a resume needs: one that is there already is not touched
-        parts.open_folder = partial(RunFolder.anew, out, parts.machine.launch)
+        parts.open_folder = partial(RunFolder.open_empty, out, parts.machine.launch)
         run = prepare(parts)
         run.sinks = []
         return run, dropped()
@@ -234,7 +234,7 @@ def verify_folder(parts: RunParts) -> Path:
     run, launch = parts.settings.run, parts.machine.launch
 
     def decide() -> str:
-        folder, _ = choose(expand_home(run.root), run.name, run.dir, f"verify_{parts.strategy.name}", launch)
+        folder, _ = choose_path(expand_home(run.root), run.name, run.dir, f"verify_{parts.strategy.name}", launch)
         refuse_unsafe_files(make_folder(resolve_links(folder) / "verify"))
         (folder / "verify" / "verify.json").unlink(missing_ok=True)  # of an earlier one, should this one be killed
         return str(folder / "verify")

@@ -25,8 +25,8 @@ from trainer.learning.intervals import Interval, Trigger
 from trainer.loop.evaluation import evaluate_batches
 from trainer.loop.progress import Progress
 from trainer.parallel.ranks import Ranks
-from trainer.records.checkpoint.store import discard
-from trainer.records.checkpoint.writer import AsyncSaver, named
+from trainer.records.checkpoint.store import remove_checkpoint
+from trainer.records.checkpoint.writer import AsyncSaver, checkpoint_path
 from trainer.records.run_folder import RunFolder
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
@@ -130,7 +130,7 @@ def trial(
             if not trainer.fit(start):
                 return False
             if trainer.steps > end:
-                _discard(run, named(checkpoints.folder, trainer.steps))
+                _discard(run, checkpoint_path(checkpoints.folder, trainer.steps))
     if evaluation is not None and record.wants(EVALUATION):
         _evaluated(run, watched, evaluation, record, ends[-1])
     return True
@@ -147,7 +147,7 @@ def _apart(run: PreparedRun, name: str) -> PreparedRun:
 def _discard(run: PreparedRun, checkpoint: Path) -> None:
     """Remove a checkpoint that is not to be read, if it was written: without a thread each is."""
     if run.strategy.world.is_main and checkpoint.is_dir():
-        discard(checkpoint)
+        remove_checkpoint(checkpoint)
 
 
 def _scale_down(placed: ParallelModel) -> None:

@@ -19,34 +19,41 @@ from torch import Tensor
 
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.tensor_statistics import fingerprints
-from trainer.records.checkpoint.manifest import CorruptCheckpoint, Found
-from trainer.records.checkpoint.save_plan import Writers
+from trainer.records.checkpoint.manifest import CheckpointInfo, CorruptCheckpoint
+from trainer.records.checkpoint.save_plan import SavePlanner
 from trainer.records.checkpoint.store import (
-    NONE,
-    UNLINKED,
-    Kept,
-    as_read,
-    committed,
-    discard,
-    linked,
-    newest_in,
-    surplus,
-    sweep,
+    NO_LINKS,
+    NO_SOURCE,
+    FrozenSource,
+    clean_leftovers,
+    frozen_source_of,
+    link_frozen_files,
+    list_complete,
+    open_newest,
+    remove_checkpoint,
+    select_surplus,
 )
-from trainer.records.checkpoint.writer import BrokenState, Contents, FailedSave, SyncSaver, named, write
-from trainer.records.metrics_reader import rank
+from trainer.records.checkpoint.writer import (
+    CheckpointContents,
+    FailedSave,
+    NonFiniteState,
+    SyncSaver,
+    checkpoint_path,
+    write_checkpoint,
+)
+from trainer.records.metrics_reader import metric_rank
 
 log = logging.getLogger(__name__)
 
 
-class Broken(NamedTuple):
+class NonFiniteSave(NamedTuple):
     """A step whose state was not saved because it is not finite, and which tensors; none: all is well."""
 
     step: int = 0
     tensors: Collection[str] = ()
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints/ folder of a run, which this run alone writes to."""
 
     def __init__(
@@ -64,106 +71,108 @@ class Checkpoints:
         self._forgiven = forgiven  # failed saves in a row that a run goes on after
         self._failures: list[str] = []  # of the last saves, since one succeeded
         self.folder, self.ranks, self.keep, self.best = folder, ranks, keep, best
-        self._saver, self._writers = saver or SyncSaver(ranks), Writers(ranks)
+        self._saver, self._writers = saver or SyncSaver(ranks), SavePlanner(ranks)
         self.facts = {"world_size": ranks.size, **(facts or {})}  # of every manifest: strategy, …
-        self._kept = self._next = NONE  # where the frozen tensors lie already; where they will, with the save under way
+        self._kept = self._next = (
+            NO_SOURCE  # where the frozen tensors lie already; where they will, with the save under way
+        )
         self._rejected: set[Path] = set()  # found corrupt; they count for nothing when others are removed
         self._record = (-math.inf, -math.inf)  # the best rank so far, with that of the save under way
         self._before: tuple[float, float] | None = None  # the same without it; None: none is under way
         if ranks.is_main:
-            sweep(folder)
+            clean_leftovers(folder)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._saver.part()
+        self._saver.close()
 
     def save(
         self,
         step: int,
         tensors: dict[str, Tensor],
         state: dict[str, Any],
-        figures: dict[str, float] | None = None,
+        metrics: dict[str, float] | None = None,
         finite: Collection[str] = (),
         frozen: Collection[str] = (),
-    ) -> Broken:
+    ) -> NonFiniteSave:
         """Write one checkpoint, or begin to; it has its name once it is whole. Collective.
 
         tensors: what this rank holds. Those that are whole are equal on every rank that has them; not all ranks need
         have the same. finite: the names of those whose numbers must be; frozen: of those that nothing trains, which are
-        written again only where they have changed. FailedSave and what is returned: as `settle`.
+        written again only where they have changed. FailedSave and what is returned: as `finish_save`.
         """
-        broken = self.settle()  # one at a time
+        broken = self.finish_save()  # one at a time
         if broken.tensors:
             return broken
-        contents = self._contents(step, tensors, state, figures or {}, finite, frozen)
+        contents = self._contents(step, tensors, state, metrics or {}, finite, frozen)
         # counted from here on: whether the next figures are better must be known before this one is on the disk
-        self._before, self._record = self._record, max(self._record, rank(figures, self.best))
-        return self.settle(self._saver.start(partial(self._write, contents)))
+        self._before, self._record = self._record, max(self._record, metric_rank(metrics, self.best))
+        return self.finish_save(self._saver.start(partial(self._write, contents)))
 
     def _contents(
         self,
         step: int,
         tensors: dict[str, Tensor],
         state: dict[str, Any],
-        figures: dict[str, float],
+        metrics: dict[str, float],
         finite: Collection[str],
         frozen: Collection[str],
-    ) -> Contents:
+    ) -> CheckpointContents:
         """Collective: what is to be written, as it is now."""
         seen = fingerprints({name: one for name, one in tensors.items() if name in frozen})
-        self._next = Kept(named(self.folder, step), seen)  # once it is written
-        links = linked(self.folder, self._kept) if self.ranks.is_main else UNLINKED
+        self._next = FrozenSource(checkpoint_path(self.folder, step), seen)  # once it is written
+        links = link_frozen_files(self.folder, self._kept) if self.ranks.is_main else NO_LINKS
         share, there = self._writers.agree(tensors, frozen, seen == self._kept.prints, links.tensors)
         if not there:
             links.remove()
-            links = UNLINKED
-        return Contents(
+            links = NO_LINKS
+        return CheckpointContents(
             step,
-            held=self._saver.copied({name: tensors[name] for name in share.names}),
+            held=self._saver.snapshot({name: tensors[name] for name in share.names}),
             share=share,
             state=deepcopy(state),
-            figures=figures,
+            metrics=metrics,
             finite=finite,
             frozen=frozen,
             links=links,
         )
 
-    def _write(self, contents: Contents) -> None:
+    def _write(self, contents: CheckpointContents) -> None:
         """Collective over the saver's ranks, perhaps in a thread of its own: write it; then the surplus goes."""
-        write(self.folder, self._saver.ranks, contents, self.facts)
+        write_checkpoint(self.folder, self._saver.ranks, contents, self.facts)
         if self.ranks.is_main:
-            new = named(self.folder, contents.step)
+            new = checkpoint_path(self.folder, contents.step)
             self._rejected.discard(new)
             # only after the new one stands: never is there a moment with fewer than were asked for
             with suppress(OSError):  # what cannot be removed now goes after the next save
-                for path in surplus(committed(self.folder, self._rejected), self.keep, self.best):
+                for path in select_surplus(list_complete(self.folder, self._rejected), self.keep, self.best):
                     if path != new:
-                        discard(path)
+                        remove_checkpoint(path)
 
     def failed(self) -> bool:
-        """Has the save under way failed, as this rank knows? Then all ranks must hear of it, and `settle` together."""
+        """Has the save under way failed, as this rank knows? Then all must hear of it, and call `finish_save`."""
         return self._saver.failed()
 
-    def settle(self, wanted: bool = True) -> Broken:
+    def finish_save(self, wanted: bool = True) -> NonFiniteSave:
         """Collective where it is wanted: wait for the save under way, if there is one; what was not finite in it.
 
         FailedSave where more saves in a row have failed than are forgiven.
         """
         if not wanted or self._before is None:
-            return Broken()
+            return NonFiniteSave()
         before, self._before = self._before, None
         try:
             self._saver.wait()
-        except (FailedSave, BrokenState) as error:
+        except (FailedSave, NonFiniteState) as error:
             self._record = before  # it has beaten nobody
-            if isinstance(error, BrokenState):
-                return Broken(error.step, error.tensors)
+            if isinstance(error, NonFiniteState):
+                return NonFiniteSave(error.step, error.tensors)
             self._forgive(error)
         else:
             self._failures, self._kept = [], self._next
-        return Broken()
+        return NonFiniteSave()
 
     def _forgive(self, error: FailedSave) -> None:
         """Say that a save has failed; FailedSave where it is one too many in a row. All ranks do the same."""
@@ -180,39 +189,39 @@ class Checkpoints:
 
         Nothing comes after it that could make up for it, so the run has not done what it was to do.
         """
-        self.settle()
+        self.finish_save()
         if self._failures:
             raise FailedSave(
                 f"{self._failures[-1]}. No save follows, so the run has failed: once there is space, the same command"
                 " goes on from the newest checkpoint"
             )
 
-    def newest(self) -> Found | None:
+    def newest(self) -> CheckpointInfo | None:
         """The newest checkpoint that is valid, None where there is none at all. Collective."""
-        self.settle()
-        found, rejected = newest_in(self.folder, self.ranks, self.needed)
+        self.finish_save()
+        found, rejected = open_newest(self.folder, self.ranks, self.needed)
         self._rejected = set(rejected)
         # the main rank reads what is to be beaten and tells all: they must agree on whether a checkpoint is the best
-        others = committed(self.folder, self._rejected) if self.ranks.is_main else []
-        record = max((rank(one.figures, self.best) for one in others), default=(-math.inf, -math.inf))
+        others = list_complete(self.folder, self._rejected) if self.ranks.is_main else []
+        record = max((metric_rank(one.metrics, self.best) for one in others), default=(-math.inf, -math.inf))
         self._record = self.ranks.all_gather_values(record)[0]
         return found
 
-    def is_best(self, figures: dict[str, float] | None) -> bool:
+    def is_best(self, metrics: dict[str, float] | None) -> bool:
         """Are these figures better than those of every checkpoint so far? The same answer on every rank."""
-        return rank(figures, self.best) > self._record
+        return metric_rank(metrics, self.best) > self._record
 
-    def improves(self, figures: dict[str, float]) -> bool:
+    def improves(self, metrics: dict[str, float]) -> bool:
         """The same by the figure alone: where it stays equal, a loss that goes on falling improves nothing."""
-        return rank(figures, self.best)[0] > self._record[0]
+        return metric_rank(metrics, self.best)[0] > self._record[0]
 
-    def read(self, found: Found, tensors: dict[str, Tensor]) -> None:
+    def read(self, found: CheckpointInfo, tensors: dict[str, Tensor]) -> None:
         """Fill the given tensors in place, of DTensors the shard this rank holds. Collective.
 
         Ranks may ask for different ones. CorruptCheckpoint, before any is touched, where one is missing or has another
         shape there.
         """
-        from trainer.records.checkpoint.tensor_files import read_into
+        from trainer.records.checkpoint.tensor_files import load_tensors
 
-        all_or_none(self.ranks, lambda: read_into(tensors, found), CorruptCheckpoint)
-        self._kept = as_read(found, tensors)
+        all_or_none(self.ranks, lambda: load_tensors(tensors, found), CorruptCheckpoint)
+        self._kept = frozen_source_of(found, tensors)

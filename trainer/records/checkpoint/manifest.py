@@ -35,13 +35,13 @@ from trainer.launch.validation import (
 )
 from trainer.messages import escape_line
 
-MANIFEST = "manifest.json"
-STATE = "state.json"
-TENSORS = ".safetensors"  # ends the names of files with tensors
-FROZEN = "frozen-"  # begins the names of files whose tensors nothing trains, which several checkpoints share
-FORMAT = 1  # of manifest.json
-FINITE = "finite"  # a fact of those whose tensors were found finite before they were saved
-TO_RESUME = ("progress",)  # what state.json must say for a run to go on from there
+MANIFEST_FILE = "manifest.json"
+STATE_FILE = "state.json"
+TENSOR_SUFFIX = ".safetensors"  # ends the names of files with tensors
+FROZEN_PREFIX = "frozen-"  # begins the names of files whose tensors nothing trains, which several checkpoints share
+FORMAT_VERSION = 1  # of manifest.json
+FINITE_FACT = "finite"  # a fact of those whose tensors were found finite before they were saved
+RESUME_KEYS = ("progress",)  # what state.json must say for a run to go on from there
 
 
 class FileFields(TypedDict):
@@ -80,7 +80,7 @@ class ProgressFields(TypedDict):
     left_out: NotRequired[Whole]
 
 
-def _possible_progress(value: Any) -> dict[str, Any]:
+def _check_progress(value: Any) -> dict[str, Any]:
     """Counts that can be true together: each step is of a sample or more, each epoch of a step or more."""
     counts: dict[str, Any] = convert(value, ProgressFields)
     for small, large in (("epoch", "step"), ("step", "samples"), ("position", "samples")):
@@ -90,7 +90,7 @@ def _possible_progress(value: Any) -> dict[str, Any]:
     return counts
 
 
-class SetFields(TypedDict):
+class DataSetFields(TypedDict):
     """Tells one data set from another."""
 
     samples: Whole
@@ -100,15 +100,15 @@ class SetFields(TypedDict):
 class DataFields(TypedDict):
     """The data that a run has."""
 
-    training: SetFields
-    evaluation: SetFields
+    training: DataSetFields
+    evaluation: DataSetFields
     classes: NotRequired[Texts]
 
 
 class StateFields(TypedDict):
     """state.json, as far as it is read."""
 
-    progress: NotRequired[Annotated[ProgressFields, Validator(_possible_progress)]]
+    progress: NotRequired[Annotated[ProgressFields, Validator(_check_progress)]]
     data: NotRequired[DataFields]
     horizon: NotRequired[Whole]
     precision: NotRequired[Text]
@@ -130,11 +130,11 @@ class Manifest:
     path: Path
     step: int
     facts: dict[str, Any]  # world_size, strategy, …
-    figures: dict[str, float]  # of the last evaluation of these weights; empty where there was none
+    metrics: dict[str, float]  # of the last evaluation of these weights; empty where there was none
     files: dict[str, dict[str, Any]]  # name → its size in bytes, its sha256
 
 
-class Part(NamedTuple):
+class TensorShard(NamedTuple):
     """A tensor in a file, or a shard of one."""
 
     shape: tuple[int, ...]
@@ -142,11 +142,11 @@ class Part(NamedTuple):
     begin: tuple[int, ...]  # where in the whole tensor
 
 
-Headers = Mapping[str, Mapping[str, Part]]  # by file, then by tensor
+Headers = Mapping[str, Mapping[str, TensorShard]]  # by file, then by tensor
 
 
 @dataclass(frozen=True)
-class Found(Manifest):
+class CheckpointInfo(Manifest):
     """A checkpoint that was looked into; whether its bytes were verified, says who found it."""
 
     state: dict[str, Any]  # progress, configuration, …
@@ -154,25 +154,25 @@ class Found(Manifest):
     headers: Headers  # of all files: where the shards lie
 
 
-def encode(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     """Data as JSON that people can read, always the same for the same data."""
     return json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def manifest_bytes(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """manifest.json, with a SHA-256 over itself: a flipped bit in a figure must show too."""
     said = {
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
         "step": manifest.step,
         **manifest.facts,
-        "figures": manifest.figures,
+        "figures": manifest.metrics,
         "files": dict(sorted(manifest.files.items())),
     }
-    return encode({**said, "sha256": hashlib.sha256(encode(said)).hexdigest()})
+    return encode_json({**said, "sha256": hashlib.sha256(encode_json(said)).hexdigest()})
 
 
 @contextmanager
-def _as_corrupt(where: Path) -> Iterator[None]:
+def _corrupt_if_unreadable(where: Path) -> Iterator[None]:
     """Inside, a file that is missing, unreadable or damaged is a CorruptCheckpoint."""
     try:
         yield
@@ -184,24 +184,24 @@ def _as_corrupt(where: Path) -> Iterator[None]:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json alone, which is cheap. CorruptCheckpoint where it is missing or not as it was written."""
-    where = folder / MANIFEST
-    with _as_corrupt(where):
+    where = folder / MANIFEST_FILE
+    with _corrupt_if_unreadable(where):
         said, data = read_json(where, ManifestFields)
-        if said.pop("format") != FORMAT:
-            raise DamagedFile(f"{where}: a format other than {FORMAT}, which this version reads")
-        step, figures, files = said.pop("step"), said.pop("figures"), said.pop("files")
+        if said.pop("format") != FORMAT_VERSION:
+            raise DamagedFile(f"{where}: a format other than {FORMAT_VERSION}, which this version reads")
+        step, metrics, files = said.pop("step"), said.pop("figures"), said.pop("files")
         del said["sha256"]
-        manifest = Manifest(folder, step, said, figures, files)
+        manifest = Manifest(folder, step, said, metrics, files)
         # written once more it is the same bytes: its SHA-256 is right, and nothing changed that JSON would not notice
-        if manifest_bytes(manifest) != data:
+        if encode_manifest(manifest) != data:
             raise DamagedFile(f"{where}: not as it was written")
     return manifest
 
 
 def read_state(manifest: Manifest, needed: Collection[str] = ()) -> dict[str, Any]:
     """Read state.json, which must say what is needed. CorruptCheckpoint where it cannot be true."""
-    where = manifest.path / STATE
-    with _as_corrupt(where):
+    where = manifest.path / STATE_FILE
+    with _corrupt_if_unreadable(where):
         state, _ = read_json(where, StateFields)
         for name in sorted(set(needed) - state.keys()):
             raise DamagedFile(f"{where}: {name} is missing")
@@ -230,7 +230,7 @@ def check_sizes(manifest: Manifest) -> None:
         size = there.st_size
         if size != fact["size"]:
             raise CorruptCheckpoint(f"{folder / name}: {size} bytes instead of {fact['size']}")
-    extra = {path.name for path in folder.glob(f"*{TENSORS}")} - manifest.files.keys()
+    extra = {path.name for path in folder.glob(f"*{TENSOR_SUFFIX}")} - manifest.files.keys()
     if extra:
         raise CorruptCheckpoint(f"{folder / min(extra)}: not in the manifest")
 
@@ -238,11 +238,11 @@ def check_sizes(manifest: Manifest) -> None:
 def check_hashes(manifest: Manifest, names: Iterable[str]) -> None:
     """Read the named files whole and compare their SHA-256."""
     for name in names:
-        if sha256_of(manifest.path / name) != manifest.files[name]["sha256"]:
+        if file_sha256(manifest.path / name) != manifest.files[name]["sha256"]:
             raise CorruptCheckpoint(f"{manifest.path / name}: SHA-256 differs, the file was changed after it was saved")
 
 
-def sha256_of(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """SHA-256 of a file, as 64 hex digits."""
     with open_file(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -26,22 +26,22 @@ from trainer.messages import FatalRunError, escape_line
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.tensor_statistics import fingerprints
 from trainer.records.checkpoint.manifest import (
-    FINITE,
-    FROZEN,
+    FINITE_FACT,
+    FROZEN_PREFIX,
+    CheckpointInfo,
     CorruptCheckpoint,
-    Found,
     Headers,
     Manifest,
-    Part,
+    TensorShard,
     check_hashes,
     check_sizes,
     read_manifest,
     read_state,
 )
-from trainer.records.metrics_reader import rank, score
+from trainer.records.metrics_reader import metric_rank, metric_score
 
 
-class NoneUsable(CorruptCheckpoint, FatalRunError):
+class NoUsableCheckpoint(CorruptCheckpoint, FatalRunError):
     """Checkpoints that are all corrupt: the run neither goes on nor starts over by itself."""
 
     def __init__(self, said: str, reasons: Iterable[str]) -> None:
@@ -58,7 +58,7 @@ REPLACED = ".replaced-"  # an older save of the same step, until the new one sta
 log = logging.getLogger(__name__)
 
 
-def candidates(folder: Path) -> dict[Path, Manifest | None]:
+def list_candidates(folder: Path) -> dict[Path, Manifest | None]:
     """Every folder that offers itself as a checkpoint: those without a readable manifest, then the newest first.
 
     Whoever takes the first that is valid has then seen all that may be newer.
@@ -73,14 +73,14 @@ def candidates(folder: Path) -> dict[Path, Manifest | None]:
     return {path: found[path] for path in sorted(found, key=steps.__getitem__, reverse=True)}
 
 
-def newest_in(folder: Path, ranks: Ranks, needed: Collection[str] = ()) -> tuple[Found | None, list[Path]]:
+def open_newest(folder: Path, ranks: Ranks, needed: Collection[str] = ()) -> tuple[CheckpointInfo | None, list[Path]]:
     """The newest valid checkpoint of a folder, and the corrupt ones that were passed over. Collective.
 
     needed: what state.json must say. None where there is no checkpoint at all; where all are corrupt that is an error,
     not a fresh start.
     """
     # the main rank's list is everybody's: others may not see yet what was just renamed
-    names = ranks.all_gather_values([path.name for path in candidates(folder)] if ranks.is_main else [])[0]
+    names = ranks.all_gather_values([path.name for path in list_candidates(folder)] if ranks.is_main else [])[0]
     rejected: dict[Path, str] = {}
     # all ranks try the same one, and give it up together
     for path in (folder / name for name in names):
@@ -91,53 +91,55 @@ def newest_in(folder: Path, ranks: Ranks, needed: Collection[str] = ()) -> tuple
             if ranks.is_main:
                 log.warning("checkpoint %s is skipped: %s", escape_line(path.name), error)
     if rejected:
-        raise NoneUsable(
+        raise NoUsableCheckpoint(
             f"none of the {len(rejected)} checkpoints in {folder} can be used; run.resume=fresh starts over:",
             list(rejected.values())[:15],
         )
     return None, []
 
 
-def open_checkpoint(path: Path, ranks: Ranks, needed: Collection[str] = ()) -> Found:
+def open_checkpoint(path: Path, ranks: Ranks, needed: Collection[str] = ()) -> CheckpointInfo:
     """Verify one checkpoint, every byte of it. Collective; CorruptCheckpoint in words, on all ranks or none."""
-    from trainer.records.checkpoint.tensor_files import check_numbers, read_headers
+    from trainer.records.checkpoint.tensor_files import check_finite, read_headers
 
     known: list[tuple[Manifest, dict[str, Any]]] = []
 
-    def verify() -> dict[str, dict[str, Part]]:
+    def verify() -> dict[str, dict[str, TensorShard]]:
         manifest = read_manifest(path)
         check_sizes(manifest)
         # each rank reads a share of the bytes, for that takes time; the headers only then: they count where they are
         # what was written
         share = sorted(manifest.files)[ranks.rank :: ranks.size]
         check_hashes(manifest, share)
-        if not manifest.facts.get(FINITE):
-            check_numbers(path, share)
+        if not manifest.facts.get(FINITE_FACT):
+            check_finite(path, share)
         known.append((manifest, read_state(manifest, needed)))
         return read_headers(path, share)
 
     headers = all_or_none(ranks, verify, CorruptCheckpoint)
     # all ranks have the same headers before them, so what is wrong with them is so on all
-    return _found(*known[0], {file: held for share in headers for file, held in share.items()})
+    return _make_info(*known[0], {file: held for share in headers for file, held in share.items()})
 
 
-def look_into(manifest: Manifest, needed: Collection[str] = ()) -> Found:
+def inspect_checkpoint(manifest: Manifest, needed: Collection[str] = ()) -> CheckpointInfo:
     """What a checkpoint says about itself: its state, and the headers of its tensors."""
     from trainer.records.checkpoint.tensor_files import read_headers
 
-    return _found(manifest, read_state(manifest, needed), read_headers(manifest.path, sorted(manifest.files)))
+    return _make_info(manifest, read_state(manifest, needed), read_headers(manifest.path, sorted(manifest.files)))
 
 
-def _found(manifest: Manifest, state: dict[str, Any], headers: Headers) -> Found:
-    from trainer.records.checkpoint.tensor_files import whole
+def _make_info(manifest: Manifest, state: dict[str, Any], headers: Headers) -> CheckpointInfo:
+    from trainer.records.checkpoint.tensor_files import unsharded_tensors
 
-    return Found(**vars(manifest), state=state, tensors=whole(manifest.path, headers), headers=headers)
+    return CheckpointInfo(
+        **vars(manifest), state=state, tensors=unsharded_tensors(manifest.path, headers), headers=headers
+    )
 
 
-def committed(folder: Path, rejected: Collection[Path] = ()) -> list[Manifest]:
+def list_complete(folder: Path, rejected: Collection[Path] = ()) -> list[Manifest]:
     """The checkpoints that were written to the end and are still there, the newest first."""
     found = []
-    for path, manifest in candidates(folder).items():
+    for path, manifest in list_candidates(folder).items():
         with suppress(CorruptCheckpoint):
             if manifest and path not in rejected:
                 check_sizes(manifest)
@@ -145,10 +147,10 @@ def committed(folder: Path, rejected: Collection[Path] = ()) -> list[Manifest]:
     return found
 
 
-def damage(folder: Path) -> list[str]:
+def describe_damage(folder: Path) -> list[str]:
     """What is wrong with the checkpoints that are not whole, the newest first."""
     said = []
-    for path in candidates(folder):
+    for path in list_candidates(folder):
         try:
             check_sizes(read_manifest(path))
         except CorruptCheckpoint as error:
@@ -156,19 +158,19 @@ def damage(folder: Path) -> list[str]:
     return said
 
 
-def surplus(checkpoints: list[Manifest], keep: int, best: str) -> list[Path]:
+def select_surplus(checkpoints: list[Manifest], keep: int, best: str) -> list[Path]:
     """Those that may go, given the newest first: all but the newest `keep` and the best one."""
-    stays = winner(checkpoints, best)
+    stays = select_best(checkpoints, best)
     return [one.path for one in checkpoints[keep:] if one is not stays]
 
 
-def winner(checkpoints: list[Manifest], best: str) -> Manifest | None:
+def select_best(checkpoints: list[Manifest], best: str) -> Manifest | None:
     """The best of them, of those with equal figures the newest; None where none has that figure."""
-    measured = [one for one in checkpoints if score(one.figures, best) > -math.inf]
-    return max(measured, key=lambda one: (rank(one.figures, best), one.step), default=None)
+    measured = [one for one in checkpoints if metric_score(one.metrics, best) > -math.inf]
+    return max(measured, key=lambda one: (metric_rank(one.metrics, best), one.step), default=None)
 
 
-def put_in_place(draft: Path, target: Path) -> None:
+def move_into_place(draft: Path, target: Path) -> None:
     """Give a finished draft its name; what stood there goes."""
     aside = target.with_name(f"{REPLACED}{target.name}.{secrets.token_hex(4)}")
     # the old one moves aside and is removed last: no moment has neither, and `sweep` knows it by its name
@@ -177,17 +179,17 @@ def put_in_place(draft: Path, target: Path) -> None:
     os.rename(draft, target)
     fsync_path(target.parent)
     if os.path.lexists(aside):
-        discard(aside)
+        remove_checkpoint(aside)
 
 
-def discard(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Remove a folder: renamed first, so that a half-removed one is never taken for a checkpoint."""
     trash = path.with_name(f"{TRASH}{path.name.lstrip('.')}.{secrets.token_hex(4)}")
     os.rename(path, trash)
-    _remove(trash)
+    _remove_tree(trash)
 
 
-def sweep(folder: Path) -> None:
+def clean_leftovers(folder: Path) -> None:
     """Clear what dead attempts left behind; the run's lock must be held, nobody else may be writing here."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         original = folder / path.name.removeprefix(REPLACED).split(".")[0]
@@ -195,10 +197,10 @@ def sweep(folder: Path) -> None:
         if path.name.startswith(REPLACED) and not original.exists():
             os.rename(path, original)
         elif path.name.startswith((DRAFT, TRASH, REPLACED)):
-            _remove(path)
+            _remove_tree(path)
 
 
-def _remove(path: Path) -> None:
+def _remove_tree(path: Path) -> None:
     """A folder with all that is in it; of a link the link."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
@@ -206,14 +208,14 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-class Kept(NamedTuple):
+class FrozenSource(NamedTuple):
     """A checkpoint on the disk, and what this rank has seen of the frozen tensors in it."""
 
     path: Path
     prints: Mapping[str, int]  # of each tensor's bits
 
 
-class Links(NamedTuple):
+class FrozenLinks(NamedTuple):
     """Links to the files of an older checkpoint, in a folder of their own until the new one takes them."""
 
     folder: Path | None  # None: there are none
@@ -232,39 +234,39 @@ class Links(NamedTuple):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-NONE = Kept(Path(os.devnull), {})
-UNLINKED = Links(None, {}, ())
+NO_SOURCE = FrozenSource(Path(os.devnull), {})
+NO_LINKS = FrozenLinks(None, {}, ())
 
 
-def as_read(found: Found, tensors: Mapping[str, Tensor]) -> Kept:
+def frozen_source_of(found: CheckpointInfo, tensors: Mapping[str, Tensor]) -> FrozenSource:
     """What a checkpoint holds of frozen tensors, given all that was read from it."""
-    names = {name for file, held in found.headers.items() if file.startswith(FROZEN) for name in held}
-    return Kept(found.path, fingerprints({name: one for name, one in tensors.items() if name in names}))
+    names = {name for file, held in found.headers.items() if file.startswith(FROZEN_PREFIX) for name in held}
+    return FrozenSource(found.path, fingerprints({name: one for name, one in tensors.items() if name in names}))
 
 
-def linked(folder: Path, kept: Kept) -> Links:
+def link_frozen_files(folder: Path, kept: FrozenSource) -> FrozenLinks:
     """The main rank's: links to the files of frozen tensors in `kept`; none where there are no such files.
 
     None either where the file system has no links, or where the checkpoint is no longer there: all is written again.
     """
     draft = folder / f"{DRAFT}links-{secrets.token_hex(4)}"
     try:
-        files = {name: one for name, one in read_manifest(kept.path).files.items() if name.startswith(FROZEN)}
+        files = {name: one for name, one in read_manifest(kept.path).files.items() if name.startswith(FROZEN_PREFIX)}
         if not files:
-            return UNLINKED
+            return NO_LINKS
         make_folder(draft)
         for name, fact in files.items():
             os.link(kept.path / name, draft / name)
             there = (draft / name).lstat()
             if not stat.S_ISREG(there.st_mode) or there.st_size != fact["size"]:
                 raise CorruptCheckpoint(name)
-        return Links(draft, files, _held_by(draft, files))
+        return FrozenLinks(draft, files, _tensor_names(draft, files))
     except Exception:  # whatever it is, nothing is lost by writing all
         shutil.rmtree(draft, ignore_errors=True)
-        return UNLINKED
+        return NO_LINKS
 
 
-def _held_by(folder: Path, files: Collection[str]) -> set[str]:
+def _tensor_names(folder: Path, files: Collection[str]) -> set[str]:
     """The names of the tensors in these files; their headers alone are read."""
     if not files:
         return set()

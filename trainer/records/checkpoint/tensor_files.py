@@ -30,47 +30,56 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from trainer.parallel.optimizer_state import OTHER_PREFIXES
-from trainer.records.checkpoint.manifest import FROZEN, TENSORS, CorruptCheckpoint, Found, Headers, Part
-from trainer.records.checkpoint.save_plan import Share
+from trainer.records.checkpoint.manifest import (
+    FROZEN_PREFIX,
+    TENSOR_SUFFIX,
+    CheckpointInfo,
+    CorruptCheckpoint,
+    Headers,
+    TensorShard,
+)
+from trainer.records.checkpoint.save_plan import SavePlan
 
-SHARDS = "DCP_SHARDING_INFO"  # under which torch looks in a header for where its shards begin
+SHARDING_KEY = "DCP_SHARDING_INFO"  # under which torch looks in a header for where its shards begin
 
 
-def write_tensors(folder: Path, held: Mapping[str, Tensor], share: Share, frozen: Collection[str], rank: int) -> None:
+def write_tensors(
+    folder: Path, held: Mapping[str, Tensor], share: SavePlan, frozen: Collection[str], rank: int
+) -> None:
     """Write a rank's share of the tensors into a folder.
 
     held: what it writes of each; frozen: the names of those that have files of their own, which other checkpoints will
     share.
     """
     for number in (0, 1, 2):
-        own = [name for name in held if _file_of(name, frozen) == number]
+        own = [name for name in held if _file_number(name, frozen) == number]
         if own:
             shard, last = f"{rank + 1:05}", 2 if share.apart else 1
-            file = f"shard-{shard}-model-{number:05}-of-{last:05}" if number else f"{FROZEN}{shard}"
-            path = folder / f"{file}{TENSORS}"
+            file = f"shard-{shard}-model-{number:05}-of-{last:05}" if number else f"{FROZEN_PREFIX}{shard}"
+            path = folder / f"{file}{TENSOR_SUFFIX}"
             # what torch's reader needs to put shards together again
             shards = {name: {"saved_offsets": share.offsets[name]} for name in own}
-            told = {SHARDS: json.dumps(shards), "DCP_VERSION": "1.0", "format": "pt"}
+            told = {SHARDING_KEY: json.dumps(shards), "DCP_VERSION": "1.0", "format": "pt"}
             # not torch's writer: it puts the file together in memory first, and for as long no other thread can work
-            write_file(path, {name: held[name] for name in own}, told)
+            write_safetensors(path, {name: held[name] for name in own}, told)
             if not number:  # shared with other checkpoints: nobody may change it
                 path.chmod(path.stat().st_mode & ~0o222)
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor], told: dict[str, str] | None = None) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], told: dict[str, str] | None = None) -> None:
     """Write one file from the tensors' own memory; `told`: texts for its header."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(_in_rows(tensors), path, told)
+    save_file(_contiguous(tensors), path, told)
     path.chmod(mode)  # safetensors 0.8 puts a file in its place that nobody else can read
 
 
-def _file_of(name: str, frozen: Collection[str]) -> int:
+def _file_number(name: str, frozen: Collection[str]) -> int:
     """The network has a file of its own, so that any program that reads safetensors can load it."""
     return 2 if name.startswith(OTHER_PREFIXES) else 0 if name in frozen else 1
 
 
-def _in_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as safetensors takes them: rows in order (channels_last is not), no two on one memory."""
     given: set[tuple[torch.device, int]] = set()  # where memory begins that another name has brought already
     rows = {}
@@ -82,12 +91,12 @@ def _in_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return rows
 
 
-def check_numbers(folder: Path, names: Iterable[str]) -> None:
+def check_finite(folder: Path, names: Iterable[str]) -> None:
     """CorruptCheckpoint where training has left a number in these files that is not finite.
 
     What is a buffer they do not say, and a buffer may be infinite by design: of the network only NaN counts.
     """
-    for file in (name for name in names if name.endswith(TENSORS)):
+    for file in (name for name in names if name.endswith(TENSOR_SUFFIX)):
         with safe_open(folder / file, "pt") as opened:
             held = opened.keys()
             for name in held:  # one tensor at a time: a file may be larger than the memory
@@ -97,15 +106,17 @@ def check_numbers(folder: Path, names: Iterable[str]) -> None:
                     raise CorruptCheckpoint(f"{folder / file}: {name} is not finite, training from it would be in vain")
 
 
-def read_into(tensors: dict[str, Tensor], found: Found) -> None:
+def load_tensors(tensors: dict[str, Tensor], found: CheckpointInfo) -> None:
     """Fill tensors in place from a verified checkpoint. No communication: each rank reads what it holds."""
     # torch compares names and shapes before it reads, and takes of each file what this rank's shards overlap
-    with _plainly():
-        dcp.load(dict(tensors), storage_reader=KnownHeaders(found.path, found.headers, tensors.keys()), no_dist=True)
+    with _raise_original_errors():
+        dcp.load(
+            dict(tensors), storage_reader=KnownHeadersReader(found.path, found.headers, tensors.keys()), no_dist=True
+        )
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
+def _raise_original_errors() -> Iterator[None]:
     """An error as it was where it happened: torch hands it to all ranks in a parcel."""
     with torch.no_grad(), warnings.catch_warnings():
         # torch remarks that it works without a process group, which is what was asked for
@@ -116,21 +127,21 @@ def _plainly() -> Iterator[None]:
             raise next(iter(parcel.failures.values()))[0] from parcel
 
 
-def read_headers(folder: Path, files: Iterable[str]) -> dict[str, dict[str, Part]]:
+def read_headers(folder: Path, files: Iterable[str]) -> dict[str, dict[str, TensorShard]]:
     """By file, what it says that it holds, of those of these files that hold tensors; nothing else is read.
 
     CorruptCheckpoint where a header does not agree with its file.
     """
     try:
-        return {file: _header(folder / file) for file in files if file.endswith(TENSORS)}
+        return {file: _read_header(folder / file) for file in files if file.endswith(TENSOR_SUFFIX)}
     except Exception as error:  # whatever a damaged header makes of its readers
         raise CorruptCheckpoint(f"{folder}: {str(error)[:300]}") from None
 
 
-def _header(path: Path) -> dict[str, Part]:
+def _read_header(path: Path) -> dict[str, TensorShard]:
     parts = {}
     with safe_open(path, "pt") as opened:
-        shards = json.loads((opened.metadata() or {}).get(SHARDS, "null"))
+        shards = json.loads((opened.metadata() or {}).get(SHARDING_KEY, "null"))
         held = opened.keys()
         for name in held:
             slice = opened.get_slice(name)
@@ -140,16 +151,16 @@ def _header(path: Path) -> dict[str, Part]:
             begin = tuple(map(int, shards[name]["saved_offsets"])) if shards else (0,) * len(shape)
             if len(begin) != len(shape) or min(begin, default=0) < 0:
                 raise ValueError(f"{path.name}: {name}: shape {shape} at {begin}")
-            parts[name] = Part(shape, type, begin)
+            parts[name] = TensorShard(shape, type, begin)
     return parts
 
 
-def whole(folder: Path, headers: Headers) -> dict[str, Tensor]:
+def unsharded_tensors(folder: Path, headers: Headers) -> dict[str, Tensor]:
     """What tensors the files make up together, on meta. CorruptCheckpoint where shards are missing."""
     shapes: dict[str, tuple[int, ...]] = {}
     types: dict[str, torch.dtype] = {}
     held: dict[str, int] = {}
-    for name, part in _parts(headers):
+    for name, part in _iterate_shards(headers):
         ends = tuple(first + size for first, size in zip(part.begin, part.shape, strict=True))
         before = shapes.get(name, ends)
         if len(before) != len(ends):
@@ -164,11 +175,11 @@ def whole(folder: Path, headers: Headers) -> dict[str, Tensor]:
     return {name: torch.empty(shape, dtype=types[name], device="meta") for name, shape in shapes.items()}
 
 
-def _parts(headers: Headers) -> Iterable[tuple[str, Part]]:
+def _iterate_shards(headers: Headers) -> Iterable[tuple[str, TensorShard]]:
     return (item for held in headers.values() for item in held.items())
 
 
-class _Place(NamedTuple):
+class _ShardFile(NamedTuple):
     """What torch's reader asks of a shard."""
 
     relative_path: str
@@ -176,7 +187,7 @@ class _Place(NamedTuple):
     dtype: torch.dtype
 
 
-class KnownHeaders(HuggingFaceStorageReader):
+class KnownHeadersReader(HuggingFaceStorageReader):
     """torch's reader, of these tensors of a folder whose headers are known: it opens only files that it needs."""
 
     def __init__(self, folder: Path, headers: Headers, names: Collection[str]) -> None:
@@ -186,16 +197,16 @@ class KnownHeaders(HuggingFaceStorageReader):
     def read_metadata(self) -> Metadata:
         """What torch would have read."""
         tensors: dict[str, Any] = {}
-        places: dict[MetadataIndex, _Place] = {}
-        sizes = {name: one.shape for name, one in whole(self._folder, self._wanted()).items()}
+        places: dict[MetadataIndex, _ShardFile] = {}
+        sizes = {name: one.shape for name, one in unsharded_tensors(self._folder, self._wanted()).items()}
         for file, held in self._wanted().items():
             for name, (shape, type, begin) in held.items():
                 of_none = TensorStorageMetadata(TensorProperties(dtype=type), sizes[name], [])
                 tensors.setdefault(name, of_none).chunks.append(ChunkStorageMetadata(Size(begin), Size(shape)))
-                places[MetadataIndex(name, Size(begin))] = _Place(str(self._folder / file), Size(shape), type)
+                places[MetadataIndex(name, Size(begin))] = _ShardFile(str(self._folder / file), Size(shape), type)
         return Metadata(tensors, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
 
-    def _wanted(self) -> Mapping[str, Mapping[str, Part]]:
+    def _wanted(self) -> Mapping[str, Mapping[str, TensorShard]]:
         return {
             file: {name: part for name, part in held.items() if name in self._names}
             for file, held in self._headers.items()

@@ -28,12 +28,19 @@ from trainer.launch.validation import refuse_unreadable
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.tensor_statistics import find_not_finite
-from trainer.records.checkpoint.manifest import MANIFEST, STATE, Manifest, encode, manifest_bytes, sha256_of
-from trainer.records.checkpoint.save_plan import FailedSave, Share
-from trainer.records.checkpoint.store import DRAFT, Links, put_in_place
+from trainer.records.checkpoint.manifest import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    Manifest,
+    encode_json,
+    encode_manifest,
+    file_sha256,
+)
+from trainer.records.checkpoint.save_plan import FailedSave, SavePlan
+from trainer.records.checkpoint.store import DRAFT, FrozenLinks, move_into_place
 
 
-class BrokenState(Exception):
+class NonFiniteState(Exception):
     """What was to be saved is not finite: `tensors` names some of it, the same on every rank."""
 
     def __init__(self, step: int, tensors: list[str]) -> None:
@@ -42,20 +49,20 @@ class BrokenState(Exception):
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """What one checkpoint is to hold. Nothing changes it while it is written."""
 
     step: int
     held: Mapping[str, Tensor]  # what this rank writes: whole tensors and shards
-    share: Share  # where these belong, and what the others write
+    share: SavePlan  # where these belong, and what the others write
     state: dict[str, Any]  # as JSON takes it
-    figures: dict[str, float]
+    metrics: dict[str, float]
     finite: Collection[str]  # the names of tensors that must be finite
     frozen: Collection[str]  # the names of those that nothing trains: files of their own
-    links: Links  # to files of an older checkpoint that hold these already; the main rank has them
+    links: FrozenLinks  # to files of an older checkpoint that hold these already; the main rank has them
 
 
-def write(folder: Path, ranks: Ranks, contents: Contents, facts: Mapping[str, Any]) -> None:
+def write_checkpoint(folder: Path, ranks: Ranks, contents: CheckpointContents, facts: Mapping[str, Any]) -> None:
     """Collective: write a checkpoint; it has its name once it is whole.
 
     FailedSave on all ranks or none; BrokenState on all, before a byte is written, where numbers are not finite.
@@ -66,12 +73,12 @@ def write(folder: Path, ranks: Ranks, contents: Contents, facts: Mapping[str, An
     draft = folder / f"{DRAFT}step-{step}-{ranks.all_gather_values(secrets.token_hex(4))[0]}"
     try:
         # ranks wait for each other after each phase: one that fails stops all before the next
-        _look(ranks, contents)
-        all_or_none(ranks, partial(_begin, ranks, draft, needed, contents.links), FailedSave)
-        all_or_none(ranks, partial(_write, ranks, draft, contents), FailedSave)
+        _refuse_nonfinite(ranks, contents)
+        all_or_none(ranks, partial(_make_draft, ranks, draft, needed, contents.links), FailedSave)
+        all_or_none(ranks, partial(_write_files, ranks, draft, contents), FailedSave)
         # the manifest last, then the name: who sees the name sees a checkpoint that is whole and on the disk
-        files = _seal(ranks, draft, contents.links)
-        manifest = Manifest(named(folder, step), step, dict(facts), contents.figures, files)
+        files = _hash_files(ranks, draft, contents.links)
+        manifest = Manifest(checkpoint_path(folder, step), step, dict(facts), contents.metrics, files)
         all_or_none(ranks, partial(_commit, ranks, draft, manifest), FailedSave)
     except FailedSave as error:
         free = shutil.disk_usage(folder).free if folder.is_dir() else 0
@@ -85,21 +92,21 @@ def write(folder: Path, ranks: Ranks, contents: Contents, facts: Mapping[str, An
             contents.links.remove()
 
 
-def named(folder: Path, step: int) -> Path:
+def checkpoint_path(folder: Path, step: int) -> Path:
     """The final name of a checkpoint; the digits are for people."""
     return folder / f"step-{step:08d}"
 
 
-def _look(ranks: Ranks, contents: Contents) -> None:
+def _refuse_nonfinite(ranks: Ranks, contents: CheckpointContents) -> None:
     """Collective: BrokenState where a number of what is to be written is not finite."""
     watched = {name: one for name, one in contents.held.items() if name in contents.finite}
     broken = all_or_none(ranks, lambda: find_not_finite(watched)[:1], FailedSave)
     if any(broken):
         said = [f"{name} on rank {rank}" for rank, names in enumerate(broken) for name in names]
-        raise BrokenState(contents.step, said)
+        raise NonFiniteState(contents.step, said)
 
 
-def _begin(ranks: Ranks, draft: Path, needed: int, links: Links) -> None:
+def _make_draft(ranks: Ranks, draft: Path, needed: int, links: FrozenLinks) -> None:
     """Main rank: a draft with nothing but links in it, where there is space for what is coming."""
     if ranks.is_main:
         make_folder(draft.parent)
@@ -110,7 +117,7 @@ def _begin(ranks: Ranks, draft: Path, needed: int, links: Links) -> None:
         links.give(draft)
 
 
-def _write(ranks: Ranks, draft: Path, contents: Contents) -> None:
+def _write_files(ranks: Ranks, draft: Path, contents: CheckpointContents) -> None:
     """This rank's tensors, and on the main rank what JSON takes."""
     from trainer.records.checkpoint.tensor_files import (
         write_tensors,  # here: what it imports takes longer than first steps
@@ -119,38 +126,40 @@ def _write(ranks: Ranks, draft: Path, contents: Contents) -> None:
     if contents.held:
         write_tensors(draft, contents.held, contents.share, contents.frozen, ranks.rank)
     if ranks.is_main:
-        refuse_unreadable(state := encode(contents.state), STATE)
-        (draft / STATE).write_bytes(state)
+        refuse_unreadable(state := encode_json(contents.state), STATE_FILE)
+        (draft / STATE_FILE).write_bytes(state)
 
 
-def _seal(ranks: Ranks, draft: Path, links: Links) -> dict[str, dict[str, Any]]:
+def _hash_files(ranks: Ranks, draft: Path, links: FrozenLinks) -> dict[str, dict[str, Any]]:
     """Collective: what really lies there, brought to the disk and hashed; shared out, for reading it takes time.
 
     Of links it is known: they are on the disk, and read again when somebody verifies the checkpoint.
     """
     listed = all_or_none(ranks, lambda: sorted({*os.listdir(draft)} - links.files.keys()), FailedSave)[0]
     mine = listed[ranks.rank :: ranks.size]
-    sealed = all_or_none(ranks, lambda: {name: _sealed(draft / name) for name in mine}, FailedSave)
+    sealed = all_or_none(ranks, lambda: {name: _sync_and_hash(draft / name) for name in mine}, FailedSave)
     return {**links.files, **{name: fact for own in sealed for name, fact in own.items()}}
 
 
-def _sealed(path: Path) -> dict[str, Any]:
+def _sync_and_hash(path: Path) -> dict[str, Any]:
     """What is to be known of a file, once it is on the disk."""
     fsync_path(path)
-    return {"size": path.stat().st_size, "sha256": sha256_of(path)}
+    return {"size": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def _commit(ranks: Ranks, draft: Path, manifest: Manifest) -> None:
     """Main rank: manifest, then the name, each on the disk before the next."""
     if ranks.is_main:
-        (draft / MANIFEST).write_bytes(manifest_bytes(manifest))
-        fsync_path(draft / MANIFEST)
+        (draft / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+        fsync_path(draft / MANIFEST_FILE)
         fsync_path(draft)
-        put_in_place(draft, manifest.path)
+        move_into_place(draft, manifest.path)
 
 
-_MOST = 0.5  # of the memory that a host has to spare: neighbouring ranks need some, and so does what is to come
-PARTING = 5.0  # seconds that a save under way still gets after an error; a rank that is gone may hold it up for ever
+_MAX_SHARE = 0.5  # of the memory that a host has to spare: neighbouring ranks need some, and so does what is to come
+CLOSE_TIMEOUT = (
+    5.0  # seconds that a save under way still gets after an error; a rank that is gone may hold it up for ever
+)
 
 
 class SyncSaver:
@@ -161,7 +170,7 @@ class SyncSaver:
         self._error: BaseException | None = None
 
     @torch.no_grad()
-    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def snapshot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What this rank holds of each tensor, as it stays while it is written: here the tensors themselves."""
         return {name: to_local(one) for name, one in tensors.items()}
 
@@ -186,7 +195,7 @@ class SyncSaver:
         if error is not None:
             raise error
 
-    def part(self) -> None:
+    def close(self) -> None:
         """After an error elsewhere: what is under way gets a little time, for nothing is wrong with it."""
 
 
@@ -205,15 +214,15 @@ class AsyncSaver(SyncSaver):
         self._spare = True  # has the host memory for a copy
         self._thread = threading.Thread()
 
-    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def snapshot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in the host's memory. From an accelerator they arrive while the host goes on; the thread waits."""
-        own = super().copied(tensors)
+        own = super().snapshot(tensors)
         ahead = [one.device for one in own.values() if uses_pinned_memory(one.device)]
         self._device = ahead[0] if ahead else None
         # what is kept of other tensors goes first; where there is no room for a copy the loop waits instead
         self._kept = {name: self._kept[name] for name, one in own.items() if self._fits(name, one)}
         needed = sum(one.nbytes for name, one in own.items() if name not in self._kept)
-        self._spare = needed < _MOST * available_host_memory()
+        self._spare = needed < _MAX_SHARE * available_host_memory()
         if not self._spare:
             self._kept, self._ready = {}, None
             return own
@@ -262,7 +271,7 @@ class AsyncSaver(SyncSaver):
             self._thread.join()
         super().wait()
 
-    def part(self) -> None:
+    def close(self) -> None:
         """The same; longer than that it may take, but is not waited for."""
         if self._thread.ident is not None:
-            self._thread.join(PARTING)
+            self._thread.join(CLOSE_TIMEOUT)
