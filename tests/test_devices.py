@@ -19,7 +19,7 @@ from tests.watch import PHASES, Watch
 from trainer.launch.devices import accumulation_dtype
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
-from trainer.parallel.ranks import refuse_backend
+from trainer.parallel.process_group import refuse_backend
 from trainer.records.checkpoint.manifest import read_manifest
 from trainer.records.checkpoint.store import inspect_checkpoint
 from trainer.strategies.machine import Machine

@@ -28,7 +28,7 @@ PRIVATE = {
     # The norms of many tensors in one kernel; the public way is a kernel for each parameter that tensor ranks share.
     "torch._foreach_norm": "trainer/parallel/tensor_parallel.py",
     # Gives a group's collectives another timeout; torch 2.15 has a public name for it, 2.11 to 2.14 only this one.
-    "torch.distributed.distributed_c10d._set_pg_timeout": "trainer/parallel/ranks.py",
+    "torch.distributed.distributed_c10d._set_pg_timeout": "trainer/parallel/process_group.py",
     # Weak references of LSTMs and their like to their weights, which keep these from being swapped; in 2.11 to 2.15.
     "torch.nn.LSTM(1, 1)._flat_weight_refs": "trainer/parallel/meta_model.py",
     # The mode that sees operators; torch's pages show it under this name, as there is no other.
@@ -40,6 +40,8 @@ PRIVATE = {
     "torch.ops.aten._unique2": "trainer/parallel/unused_parameters.py",
     # Was a tensor written to? The public way is to copy and compare it, where what is no number equals nothing.
     "torch.zeros(1)._version": "trainer/parallel/pipeline/fake_forward.py",
+    # The process group that sends nothing, and its options; there is no other way to name a rank of many without them.
+    "torch.testing._internal": "trainer/parallel/fake_group.py",
     # Does autograd's engine call? What is recomputed in a backward is no call of its own; torch's checkpoint asks so.
     "torch._C": "trainer/parallel/activation_checkpointing.py",
     "torch._C._current_graph_task_id": "trainer/parallel/activation_checkpointing.py",

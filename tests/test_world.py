@@ -16,7 +16,8 @@ from trainer.configuration.compose import compose
 from trainer.jobs.run_parts import assemble
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
-from trainer.parallel.ranks import Group, join_group, leave_group, set_timeouts
+from trainer.parallel.process_group import join_group, leave_group, set_timeouts
+from trainer.parallel.ranks import Group
 from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine

@@ -48,9 +48,9 @@ def average_gradients(parameters: list[nn.Parameter], ranks: Ranks, bucket_bytes
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if ranks.size == 1 or not trainable:
         return
-    present = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.uint8)
-    ranks.all_reduce_max_(present).wait()  # these ranks; a byte a parameter: did any of them use it?
-    used = [parameter for parameter, some in zip(trainable, present.tolist(), strict=True) if some]
+    # these ranks; a byte a parameter: did any of them use it?
+    present = ranks.max_values([parameter.grad is not None for parameter in trainable])
+    used = [parameter for parameter, some in zip(trainable, present, strict=True) if some]
     # of what any rank has used all must send something, and of what none has used nobody
     for parameter in used:
         if parameter.grad is None:

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from trainer.messages import Refusal
-from trainer.parallel.ranks import Group, Ranks
+from trainer.parallel.process_group import as_group
+from trainer.parallel.ranks import Ranks
 
 AXES = ("pipe", "replicate", "shard", "tensor")  # of parameters; the outermost first: neighbours are tensor ranks
 # what a user says: context ranks hold copies or shards as data ranks do, and differ in which tokens they read
@@ -86,14 +87,14 @@ def ranks_along(mesh: DeviceMesh, *axes: str) -> Ranks:
     if not own:
         return Ranks()
     if len(own) == 1:
-        return Group(mesh.get_group(own[0]))
+        return as_group(mesh.get_group(own[0]))
     # several axes: each row of the grid, these axes laid out behind each other, is a group
     last = [names.index(axis) for axis in own]
     rest = [at for at in range(len(names)) if at not in last]
     rows = mesh.mesh.permute(*rest, *last).flatten(len(rest)).reshape(-1, prod(mesh.mesh.shape[at] for at in last))
     group, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # all ranks; every such group is made in one order
     assert isinstance(group, dist.ProcessGroup)  # every rank is in one of them
-    return Group(group)
+    return as_group(group)
 
 
 def to_local(tensor: Tensor) -> Tensor:

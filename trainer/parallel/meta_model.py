@@ -76,8 +76,7 @@ def broadcast_values(values: Values, network: nn.Module, ranks: Ranks, device: t
     values: of the whole network; they are freed on the way, so that a rank holds one whole tensor at a time. Nothing
     travels where the first rank has an outline, too: a checkpoint will be read.
     """
-    known = torch.tensor([not any(value.is_meta for value in values.values())], dtype=torch.uint8)
-    ranks.broadcast_(known)  # all ranks; one byte
+    known = ranks.broadcast_value(not any(value.is_meta for value in values.values()))  # all ranks
     own = dict(named_tensors(network))
     # in the constructor's order, which is the same on every rank
     for names in list(values) if known else ():

@@ -123,9 +123,8 @@ class GradientReducer:
         if not self._buckets:
             return set(), []
         facts = [(parameter in self._sent) + (parameter.grad is not None) for parameter in self._bucket_of]
-        heard = torch.tensor(facts, dtype=torch.uint8)
-        self._ranks.all_reduce_max_(heard).wait()  # these ranks; a byte a parameter: 1 sent, 2 more came after that
-        said = dict(zip(self._bucket_of, heard.tolist(), strict=True))
+        # these ranks; a byte a parameter: 1 sent, 2 more came after that
+        said = dict(zip(self._bucket_of, self._ranks.max_values(facts), strict=True))
         again = [bucket for bucket in self._buckets if any(said[one] > 1 for one in bucket.parameters)]
         return {parameter for parameter, fact in said.items() if fact}, again
 

@@ -1,8 +1,9 @@
-"""A group of processes: joining it, what they tell each other, leaving it. One alone is a group of one."""
+"""A group of processes and what they tell each other. One alone is a group of one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,9 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
-
+BucketHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 GROUP_TIMEOUT = timedelta()  # as torch says it: no time of its own, the group's counts
 
 
@@ -65,6 +64,10 @@ class Ranks:
         """Collective: start taking the largest of this tensor over the ranks, in place."""
         return COMPLETED
 
+    def max_values(self, numbers: Sequence[int]) -> list[int]:
+        """Collective: the largest of each small whole number (0 to 255) over the ranks; the host knows it at once."""
+        return list(numbers)
+
     def sum_in_order(self, number: Tensor) -> Tensor:
         """Collective: the sum of one number of each rank, added in rank order everywhere.
 
@@ -78,6 +81,10 @@ class Ranks:
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Collective: every rank's tensor becomes the first rank's."""
+
+    def broadcast_value(self, value: Any, source: int = 0) -> Any:
+        """Collective: the plain value of one of the ranks, on all of them."""
+        return value
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Collective: the tensors of all ranks, in rank order; shapes must agree."""
@@ -115,6 +122,14 @@ class Group(Ranks):
         """Collective: start taking the largest of this tensor over the ranks, in place."""
         return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
+    def max_values(self, numbers: Sequence[int]) -> list[int]:
+        """Collective: the largest of each small whole number over the ranks; they travel as a CPU tensor."""
+        if not numbers:
+            return []
+        largest = torch.tensor(numbers, dtype=torch.uint8)
+        self.all_reduce_max_(largest).wait()  # these ranks; a byte a number
+        return largest.tolist()
+
     def sum_in_order(self, number: Tensor) -> Tensor:
         """Collective: the sum of one number of each rank, added in rank order everywhere."""
         each = number.new_empty(self.size)  # (ranks,)
@@ -134,6 +149,36 @@ class Group(Ranks):
         dist.broadcast(plain, src=self._first, group=self.group)
         if whole is not tensor:
             tensor.copy_(whole)
+
+    def bucket_hook(self, hook: BucketHook | None) -> BucketHook | None:
+        """What DDP is to call to average a bucket of gradients over these ranks: this hook, or None for DDP's own."""
+        return hook
+
+    def broadcast_value(self, value: Any, source: int = 0) -> Any:
+        """Collective: the plain value of one of the ranks, on all of them; it travels as a CPU tensor."""
+        values = [value]
+        dist.broadcast_object_list(values, group_src=source, group=self.group)  # these ranks; the value to all
+        return values[0]
+
+    def send_value(self, value: Any, peer: int) -> list[tuple[Waitable, Tensor]]:
+        """Start sending what JSON can say to one of the ranks, as CPU tensors; each must live until it is sent."""
+        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        # to that rank: how long the text is, and the text
+        return [self.send(tensor, peer) for tensor in (torch.tensor([len(text)]), text)]
+
+    def receive_value(self, peer: int) -> Any:
+        """What one of the ranks sends by `send_value`; waits for it."""
+        length = int(self.receive_(torch.zeros(1, dtype=torch.int64), peer))
+        return json.loads(bytes(self.receive_(torch.empty(length, dtype=torch.uint8), peer).tolist()))
+
+    def send(self, tensor: Tensor, peer: int) -> tuple[Waitable, Tensor]:
+        """Start sending a tensor to one of the ranks; it must live until it is sent."""
+        return dist.isend(tensor, group=self.group, group_dst=peer) or COMPLETED, tensor
+
+    def receive_(self, space: Tensor, peer: int) -> Tensor:
+        """Fill a tensor with what one of the ranks sends; waits for it."""
+        dist.recv(space, group=self.group, group_src=peer)
+        return space
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Collective: the tensors of all ranks, in rank order; shapes must agree."""
@@ -165,80 +210,6 @@ class Group(Ranks):
         group = dist.new_group(own, timeout, backend="gloo", use_local_synchronization=True)
         assert isinstance(group, ProcessGroup)  # this rank is in it
         return Group(group)
-
-
-def backend_of(kind: str, wanted: str | None) -> str:
-    """What sends tensors of this kind of device: what is wanted, or torch's choice (NCCL for cuda, XCCL for xpu)."""
-    return wanted or dist.Backend.default_device_backend_map.get(kind, "gloo")
-
-
-def refuse_backend(kind: str, wanted: str | None) -> None:
-    """Refuse a group of processes where torch, or the backend that is wanted, cannot send tensors of this kind."""
-    own, able = backend_of(kind, None), dist.Backend.backend_capability  # backend → the kinds that it sends
-    if kind not in able.get(own, []):
-        raise Refusal(
-            f"torch has nothing that sends tensors of {kind} from process to process; use strategy=single in one"
-            " process, or device=cpu in several"
-        )
-    if wanted is not None and kind not in able.get(wanted, []):
-        others = " and ".join(able.get(wanted, ["nothing"]))
-        raise Refusal(
-            f"distributed.backend={wanted} sends tensors of {others}, and this run computes on {kind}; use {own}"
-            " (or null)"
-        )
-
-
-def join_group(launch: Launch, device: torch.device, backend: str | None, timeout: timedelta) -> Group:
-    """Collective: every process of the launch joins one group. CPU tensors always travel by gloo.
-
-    The addresses travel through the store of this round alone: with torchrun's stock settings a restarted attempt would
-    otherwise read the dead attempt's and could not connect (pytorch/pytorch#135712).
-    """
-    store = launch.store()
-    if store is None:  # a process that was started alone: a group of one
-        store = dist.HashStore()
-    own = backend_of(device.type, backend)
-    dist.init_process_group(
-        backend="gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}",
-        store=dist.PrefixStore("world", store),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-        device_id=None if own == "gloo" else device,  # binds NCCL from the start; gloo so bound makes no sub-groups
-    )
-    assert dist.group.WORLD is not None
-    return Group(dist.group.WORLD)
-
-
-_left: list[Ranks] = []  # the group that was left last
-
-
-def leave_group(world: Ranks, clean: bool) -> None:
-    """Leave the process group; after an error not where other ranks may be gone, of a group of one always.
-
-    Without the barrier one process in five aborts while gloo's threads are torn down (measured on torch 2.11 to 2.15).
-    The group's object outlives it: whoever drops the last reference (torch 2.11: DDP's reducer) waits, with the
-    interpreter's lock held, for a gloo thread that may be waiting for that lock to drop the barrier's tensor.
-    """
-    if clean or world.size == 1:
-        world.barrier()  # all ranks; nobody tears down what another one still reads from
-        _left[:] = [world]
-        dist.destroy_process_group()
-
-
-def set_timeouts(groups: Iterable[ProcessGroup], timeout: timedelta) -> None:
-    """Let collectives of these groups fail after this long; those under way keep the time they were given.
-
-    Local to each rank: nobody is waited for. gloo and NCCL take the new time; others (MPI, UCC) warn and keep theirs.
-    """
-    for group in groups:
-        # public in torch 2.15; 2.11 to 2.14 have the same function as a private one
-        if hasattr(dist, "set_timeout"):
-            dist.set_timeout(timeout, group)
-        else:
-            from torch.distributed.distributed_c10d import _set_pg_timeout
-
-            _set_pg_timeout(timeout, group)
 
 
 def all_or_none(ranks: Ranks, action: Callable[[], Any], failure: type[Exception]) -> list[Any]:

@@ -61,9 +61,7 @@ def _agree(use: Usage, network: nn.Module, ranks: Ranks) -> Usage:
     """Collective: what all of these ranks have found; their batches may have other shapes."""
     modules, parameters = ([name for name, _ in each] for each in (network.named_modules(), network.named_parameters()))
     unsure = [name not in use.modules for name in modules] + [name not in use.parameters for name in parameters]
-    flags = torch.tensor(unsure, dtype=torch.uint8)
-    ranks.all_reduce_max_(flags).wait()  # these ranks; a byte for each name, as a CPU tensor
-    sure = [not flag for flag in flags.tolist()]
+    sure = [not flag for flag in ranks.max_values(unsure)]  # these ranks; a byte for each name
     return Usage(frozenset(compress(modules, sure)), frozenset(compress(parameters, sure[len(modules) :])))
 
 
@@ -206,9 +204,8 @@ class UnusedParameters:
         """Collective, after the last backward of a step: what no rank has used has no gradient."""
         if not self._used:
             return
-        flags = torch.tensor([*self._used.values()], dtype=torch.uint8)
-        self._ranks.all_reduce_max_(flags).wait()  # these ranks; a byte for each parameter, as a CPU tensor
-        for parameter, used in zip(self._used, flags.tolist(), strict=True):
+        flags = self._ranks.max_values([*self._used.values()])  # these ranks; a byte for each parameter
+        for parameter, used in zip(self._used, flags, strict=True):
             if not used:
                 parameter.grad = None
         self._used = dict.fromkeys(self._used, False)

@@ -79,8 +79,8 @@ class DDPModel(ParallelModel):
             find_unused_parameters=strategy.find_unused_parameters,
             **BUFFERS_STAY,
         )
-        if strategy.compress:
-            self._replica.register_comm_hook(strategy.world.group, COMPRESSION[strategy.compress])
+        if hook := strategy.world.bucket_hook(COMPRESSION.get(strategy.compress or "")):
+            self._replica.register_comm_hook(strategy.world.group, hook)
         # DDP sorts its buckets anew after the first backward, which changes in which order gloo adds up, and so the
         # last bits: without this a resumed run would differ from one that was never interrupted. A static graph needs
         # its first backward synchronised, too.

@@ -18,7 +18,7 @@ from trainer.launch.devices import accelerator_type, accumulation_dtype, device_
 from trainer.launch.rendezvous import Launch
 from trainer.launch.store_collectives import machine_id, run_on_all_ranks
 from trainer.messages import Refusal, format_count
-from trainer.parallel.ranks import backend_of, refuse_backend
+from trainer.parallel.process_group import backend_of, refuse_backend
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

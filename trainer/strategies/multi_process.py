@@ -25,7 +25,8 @@ from trainer.parallel.device_mesh import (
     resolve_degrees,
 )
 from trainer.parallel.meta_model import build_meta_model
-from trainer.parallel.ranks import Group, Ranks, join_group, leave_group, refuse_backend
+from trainer.parallel.process_group import join_group, leave_group, refuse_backend
+from trainer.parallel.ranks import Group, Ranks
 from trainer.parallel.tensor_parallel import refuse_plan
 from trainer.strategies.base import Strategy
 from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check

@@ -26,7 +26,7 @@ from trainer.parallel.pipeline.schedule import (
     make_schedule,
 )
 from trainer.parallel.pipeline.stages import RankStages, preserve_buffers
-from trainer.parallel.ranks import Group
+from trainer.parallel.process_group import as_group
 from trainer.parallel.units import find_units, matching_modules, present_units
 from trainer.parallel.unused_parameters import UnusedParameters, always_called_units, find_always_used
 from trainer.strategies.loss import TaskNetwork, evaluation_sums
@@ -64,7 +64,7 @@ class PipelineModel(ShardedModel):
     ) -> None:
         self._layout, self._schedule_name, self._sharding = layout, schedule, sharding
         self._last = layout.count - 1  # the number of the stage that knows losses
-        self._pipeline = Group(strategy.mesh.get_group("pipe"))  # in the order of their first stages
+        self._pipeline = as_group(strategy.mesh.get_group("pipe"))  # in the order of their first stages
         self._handover = StageChain(self._pipeline, layout, strategy.device)
         self._schedules: dict[Hashable, Any] = {}  # by the shapes and the number of a step's micro-batches
         self._sums_like: dict[str, dict[str, Tensor]] = {"training": {}, "evaluation": {}}  # what has travelled before
@@ -209,10 +209,11 @@ class PipelineModel(ShardedModel):
                 " length, or use strategy=ddp or fsdp"
             )
         key = (*shapes, len(batches))
-        new = torch.tensor([key not in self._schedules], dtype=torch.uint8)
+        is_new = key not in self._schedules
         if self._is_spread or self.strategy.sync_bn:  # then a forward is collective over the data ranks
-            self.strategy.data_group.all_reduce_max_(new).wait()  # the data ranks; one byte: is it new to any of them?
-        if new:
+            # the data ranks; one byte: is it new to any of them?
+            is_new = any(self.strategy.data_group.max_values([is_new]))
+        if is_new:
             # one forward that leaves no trace, to see which shapes are handed on; some schedules gather the last ahead
             with (
                 torch.no_grad(),

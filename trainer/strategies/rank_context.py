@@ -18,7 +18,8 @@ from trainer.data.sampler import RankSampler
 from trainer.launch.watchdog import RankProgress
 from trainer.learning.intervals import Cadences
 from trainer.parallel.buckets import PendingSums, Sums
-from trainer.parallel.ranks import Ranks, Vote, set_timeouts
+from trainer.parallel.process_group import set_timeouts
+from trainer.parallel.ranks import Ranks, Vote
 from trainer.strategies.machine import Machine
 from trainer.strategies.step_timing import NoStallClock, StepTimer
 

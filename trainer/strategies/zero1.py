@@ -16,6 +16,7 @@ from trainer.learning.task import Task
 from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.gradient_clipping import global_norm
 from trainer.parallel.parameter_owners import GradientReducer, assign_owners, broadcast_from_owners, make_owner_buckets
+from trainer.parallel.process_group import as_group
 from trainer.parallel.ranks import Group
 from trainer.strategies.loss import Forward
 from trainer.strategies.multi_process import Joined
@@ -46,7 +47,7 @@ class Zero1(Joined):
         # their own they cannot be mistaken for what a network sends itself (sync_bn, gather)
         group = dist.new_group(timeout=self.machine.timeout)
         assert isinstance(group, ProcessGroup)
-        self.owning = Group(group)
+        self.owning = as_group(group)
 
     @override
     def copies(self, network: nn.Module) -> NoReplicaCheck:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -136,7 +135,10 @@ class StageChain:
                 raise
             if not self._is_here(stage + 1):
                 facts = [[list(value.shape), str(value.dtype).removeprefix("torch.")] for value in values]
-                under_way += self._send(stage + 1, facts, values)
+                peer = self._layout.owner(stage + 1)
+                # to the rank of the next stage: shapes and types, then every value
+                under_way += self._ranks.send_value(facts, peer)
+                under_way += [self._ranks.send(value, peer) for value in values]
         # only now, so that a rank of several stages could go on while values travelled
         for work, _ in under_way:
             work.wait()
@@ -145,31 +147,19 @@ class StageChain:
     def _is_here(self, stage: int) -> bool:
         return self._layout.owner(stage) == self._ranks.rank
 
-    def _send(self, stage: int, facts: Any, values: tuple[Tensor, ...]) -> list[tuple[Any, Tensor]]:
-        peer, text = self._layout.owner(stage), torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
-        # to the rank of the next stage: how long the text is, the text, every value
-        sent = [torch.tensor([len(text)]), text, *values]
-        return [(dist.isend(value, group=self._ranks.group, group_dst=peer), value) for value in sent]
-
     def _receive(self, stage: int) -> tuple[Tensor, ...]:
-        length = int(self._received(stage, torch.zeros(1, dtype=torch.int64)))
-        facts = json.loads(bytes(self._received(stage, torch.empty(length, dtype=torch.uint8)).tolist()))
+        peer = self._layout.owner(stage - 1)
+        facts = self._ranks.receive_value(peer)  # from the rank of the stage before
         if isinstance(facts, str):
             raise RuntimeError(f"an earlier stage failed: {facts}")
-        return tuple(
-            self._received(stage, torch.empty(shape, dtype=getattr(torch, dtype), device=self._device))
-            for shape, dtype in facts
-        )
-
-    def _received(self, stage: int, space: Tensor) -> Tensor:
-        dist.recv(space, group=self._ranks.group, group_src=self._layout.owner(stage - 1))  # from the stage before
-        return space
+        spaces = (torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in facts)
+        return tuple(self._ranks.receive_(space, peer) for space in spaces)
 
     def _pass_on(self, stage: int, error: str) -> None:
         """Tell the rank that waits for what follows this stage."""
         for later in range(stage + 1, self._layout.count):
             if not self._is_here(later):
-                for work, _ in self._send(later, error, ()):
+                for work, _ in self._ranks.send_value(error, self._layout.owner(later)):
                     with suppress(RuntimeError):  # it may have failed itself by now
                         work.wait(PATIENCE)
                 return
@@ -201,9 +191,8 @@ def broadcast_sums(
     facts = [(name, value.shape, value.dtype) for name, value in own.items()]
     # who receives must have room of the right shapes, which are the same in every step: they travel once
     if not like:
-        told = [facts]
-        dist.broadcast_object_list(told, group_src=source, group=ranks.group)  # the group; names and shapes, once
-        like.update({name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in told[0]})
+        first = ranks.broadcast_value(facts, source)  # the group; names and shapes, once
+        like.update({name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in first})
     known = [(name, value.shape, value.dtype) for name, value in like.items()]
     here = ranks.rank == source
     if here and facts != known:
