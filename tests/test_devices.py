@@ -174,7 +174,7 @@ def refused(launch: Launch, seen: list[list[str]]) -> str:
         patch("torch.xpu.get_device_properties", lambda device: properties[device.index]),
     ):
         try:
-            Machine(launch=launch, precision="fp32").refuse_crowd()
+            Machine(launch=launch, precision="fp32").refuse_shared_devices()
         except Refusal as refusal:
             return str(refusal)
     return ""

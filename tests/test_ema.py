@@ -57,15 +57,15 @@ def test_it_is_torchs_and_the_curve_is_the_one_without(tmp_path: Path, every: in
 
 
 def test_its_figures_are_those_of_a_network_that_holds_it(tmp_path: Path) -> None:
-    with made(tmp_path, steps=8, best="-ema_loss", log_due=Trigger([Interval(steps=1)])) as whole:
+    with made(tmp_path, steps=8, best="-ema_loss", log_trigger=Trigger([Interval(steps=1)])) as whole:
         trainer = whole.trainer
-        trainer.placed.keep_average(0.7, every=1)
+        trainer.model.keep_average(0.7, every=1)
         trainer.fit(None)
         said = whole.lines("eval")[-1]
-        kept = {name.removeprefix("ema/"): one for name, one in trainer.placed.average.state().items()}
-        trainer.placed.network.load_state_dict(kept, strict=False)
-        assert trainer.evaluation is not None
-        found = evaluate(trainer.strategy, trainer.placed, trainer.task, trainer.evaluation, lambda: False)
+        kept = {name.removeprefix("ema/"): one for name, one in trainer.model.average.state().items()}
+        trainer.model.network.load_state_dict(kept, strict=False)
+        assert trainer.eval_loader is not None
+        found = evaluate(trainer.strategy, trainer.model, trainer.task, trainer.eval_loader, lambda: False)
     assert found is not None
     for name in ("loss", "perplexity", "macro"):
         assert found[name] == said[f"ema_{name}"]

@@ -25,18 +25,18 @@ def test_gradients_above_the_limit_are_scaled_to_it_and_those_below_stay(part: f
     with Single(machine=Machine(device="cpu")) as strategy:
         data = ToyData()
         stream = TrainLoader(data, data.train(), strategy.slice, BATCH, 2, LoaderOptions())
-        placed = strategy.build(Plain(), Net(), stream.example())
-        optimizer = torch.optim.SGD(placed.network.parameters(), lr=1.0)
-        placed.forward_backward(next(iter(stream.epoch(0))), 0)
-        reference = deepcopy(placed.network)
-        for own, other in zip(placed.network.parameters(), reference.parameters(), strict=True):
+        parallel_model = strategy.build(Plain(), Net(), stream.example())
+        optimizer = torch.optim.SGD(parallel_model.network.parameters(), lr=1.0)
+        parallel_model.forward_backward(next(iter(stream.epoch(0))), 0)
+        reference = deepcopy(parallel_model.network)
+        for own, other in zip(parallel_model.network.parameters(), reference.parameters(), strict=True):
             other.grad = own.grad.clone()
         limit = part * float(torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()]))
-        norm = placed.optimizer_step(optimizer, limit)
+        norm = parallel_model.optimizer_step(optimizer, limit)
     expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), limit)
     torch.optim.SGD(reference.parameters(), lr=1.0).step()
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
-    for own, other in zip(placed.network.parameters(), reference.parameters(), strict=True):
+    for own, other in zip(parallel_model.network.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
         assert own.grad is None
 

@@ -403,7 +403,7 @@ def test_padding_goes_to_the_longest_of_a_micro_batch_but_of_a_pipeline_all_are_
 
     own = Dealt(0, 1, torch.device("cpu"), 5)
     for alike in (False, True):
-        one = TrainLoader(Padded(), Numbers(50), replace(own, alike=alike), 10, 5, LoaderOptions(workers=0))
+        one = TrainLoader(Padded(), Numbers(50), replace(own, same_shape=alike), 10, 5, LoaderOptions(workers=0))
         for batches in one.epoch(0):
             whole = torch.cat([batch.indices for batch in batches])
             for batch in batches:
@@ -419,7 +419,7 @@ def test_what_cannot_be_cut_is_refused_where_it_must_be_cut() -> None:
 
     own = Dealt(0, 1, torch.device("cpu"), 5)
     with pytest.raises(Refusal, match=r"inputs.0 has the shape \(3, .*strategy=ddp and strategy=fsdp"):
-        next(TrainLoader(Lists(Pictures()), Pictures(), replace(own, alike=True), 12, 4).epoch(0))
+        next(TrainLoader(Lists(Pictures()), Pictures(), replace(own, same_shape=True), 12, 4).epoch(0))
     with pytest.raises(Refusal, match=r"rows of its tensors \(B, …\), and of 12 samples inputs.0 has the shape \(3,"):
         next(TrainLoader(Pairs(Pictures()), Pictures(), own, 12, 1).epoch(0))
 

@@ -211,7 +211,11 @@ def test_ranks_show_what_one_process_shows(alone: Path, processes: Processes, sp
 def test_gradients_of_fp16_are_shown_without_their_scale() -> None:
     scaler = Scaler(torch.device("cpu"))
     scaled = scaler.scale(torch.tensor(0.25))
-    assert (float(scaled) > 1000, float(scaled) * scaler.unscaled(), NoScaler().unscaled()) == (True, 0.25, 1.0)
+    assert (float(scaled) > 1000, float(scaled) * scaler.unscale_factor(), NoScaler().unscale_factor()) == (
+        True,
+        0.25,
+        1.0,
+    )
 
 
 def test_what_two_ranks_hold_counts_once_and_what_is_no_number_not_at_all() -> None:
@@ -239,7 +243,7 @@ def test_what_two_ranks_hold_counts_once_and_what_is_no_number_not_at_all() -> N
 
 def test_where_nobody_looks_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for verb in ("watching", "totals", "evaluation", "inputs", "parameters"):
+    for verb in ("record_worst", "record_totals", "log_evaluation", "log_inputs", "log_parameters"):
         monkeypatch.setattr(MediaLogger, verb, None)
     assert here(*SMALL, "log=[console]", "loop.steps=2", "run.dir=quiet") == 0
 
@@ -276,7 +280,7 @@ def test_only_pictures_are_shown_as_pictures(inputs: Any, targets: Any, words: A
     data, seen = Data(), Seen()
     data.class_names = ("cat", "dog")
     show = MediaLogger(data, None, Ranks(), Log([seen]), Trigger([]), NoTextSample())
-    show.inputs(Batch(inputs, targets, torch.arange(3), range(3), 3))
+    show.log_inputs(Batch(inputs, targets, torch.arange(3), range(3), 3))
     if words is None:
         assert seen.shown == []
         return

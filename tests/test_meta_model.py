@@ -130,8 +130,8 @@ def begun(launch: Launch, word: str, fields: dict[str, Any], precision: str, rea
         network = built(strategy, partial(Everything, reads))
         outlined = is_meta_model(network)
         example = torch.randn(2, WIDTH), (torch.zeros(2, dtype=torch.int64), torch.ones(2))
-        placed = strategy.build(Plain(), network, example)
-        own: Any = placed.network
+        parallel_model = strategy.build(Plain(), network, example)
+        own: Any = parallel_model.network
         tensors = dict([*own.named_parameters(), *own.named_buffers()])
         whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in tensors.items()}
         return {

@@ -174,12 +174,12 @@ def test_numbers_of_an_accelerator_are_looked_at_now_and_then_and_none_is_missed
     seen = []
     for step in range(1, 9):  # the second one is bad; the first look is at step 1, the next one 0.05 s later, at step 5
         now[0] = step / 64
-        seen.append(afar.seen())
+        seen.append(afar.has_found())
         batch = Batch(None, None, torch.tensor([step, step + 100]), range(2), 2)
-        afar.add(step, [batch], torch.tensor(number) if step == 2 else fine, fine)
+        afar.record(step, [batch], torch.tensor(number) if step == 2 else fine, fine)
     assert seen == [False] * 5 + [True] * 3
     with pytest.raises(FloatingPointError, match=rf"step 2: the loss is {number}.*\n.*\n.*samples 2, 102"):
-        afar.refuse(True)
+        afar.check(True)
 
 
 def test_a_step_left_out_on_an_accelerator_is_told_once(
@@ -190,16 +190,16 @@ def test_a_step_left_out_on_an_accelerator_is_told_once(
     afar, one = nonfinite_check.NonFiniteCheckOnDevice(Ranks(), torch.device("cpu"), allowed=1), torch.tensor(1.0)
     for step in range(1, 150):  # all is told that has been seen, though the copies that come later have it once more
         now[0] = step / 64
-        afar.refuse(afar.seen() or step % 7 == 0)
+        afar.check(afar.has_found() or step % 7 == 0)
         batch = Batch(None, None, torch.tensor([step]), range(1), 1)
-        afar.add(step, [batch], one * math.nan if step in (6, 120) else one, one)
+        afar.record(step, [batch], one * math.nan if step in (6, 120) else one, one)
     told = [record.getMessage().split(";")[0] for record in caplog.records]
     assert told == [f"step {step}: the loss is nan" for step in (6, 120)]
-    afar.add(150, [batch], one, INF)
+    afar.record(150, [batch], one, INF)
     with pytest.raises(
         FloatingPointError, match=r"step 150: the norm of the gradient is inf.*More than 1 of 100 steps"
     ):
-        afar.refuse(True)
+        afar.check(True)
 
 
 def test_what_training_moves_must_be_finite_and_nothing_else() -> None:

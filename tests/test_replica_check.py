@@ -92,22 +92,22 @@ def drift(launch: Launch, name: str, fields: dict[str, Any], wrong: int, tensor:
     network = built(strategy, Net)
     with strategy:
         stream = TrainLoader(data, data.train(), strategy.slice, 48, 2, LoaderOptions())
-        placed = strategy.build(Plain(), network, stream.example())
-        optimizer = placed.optimizer(torch.optim.AdamW, [{"params": list(placed.network.parameters())}])
-        copies = strategy.copies(placed.network)
-        placed.forward_backward(next(stream.epoch(0)), 0)
-        placed.optimizer_step(optimizer, 1.0)
-        copies.tell(1)
-        copies.refuse()
+        parallel_model = strategy.build(Plain(), network, stream.example())
+        optimizer = parallel_model.optimizer(torch.optim.AdamW, [{"params": list(parallel_model.network.parameters())}])
+        copies = strategy.copies(parallel_model.network)
+        parallel_model.forward_backward(next(stream.epoch(0)), 0)
+        parallel_model.optimizer_step(optimizer, 1.0)
+        copies.start(1)
+        copies.check()
         if launch.rank == wrong:
             with torch.no_grad():
-                to_local(dict(placed.network.named_parameters())[tensor]).view(-1)[0] += 2**-20
+                to_local(dict(parallel_model.network.named_parameters())[tensor]).view(-1)[0] += 2**-20
         try:
             if when == "line":
-                copies.tell(2)
-                copies.refuse()
+                copies.start(2)
+                copies.check()
             else:
-                copies.refuse_save(2, placed.state(optimizer))
+                copies.check_before_save(2, parallel_model.state(optimizer))
         except ReplicaDriftError as error:
             return str(error)
     return "nothing was said"

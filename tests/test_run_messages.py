@@ -80,7 +80,7 @@ def test_times_are_what_the_clock_said() -> None:
         "  total                       5.0 s      100 %",
     ]
     watch.steps = 101
-    watch.spent |= {"data": 2.0, "forward and backward": 30.0, "optimizer": 4.0, "log": 0.1, "evaluation": 4.9}
+    watch.elapsed |= {"data": 2.0, "forward and backward": 30.0, "optimizer": 4.0, "log": 0.1, "evaluation": 4.9}
     assert time_lines(watch, 200.0, 200, 301) == [
         "time, steps 201-301            time      share   per step",
         "  start                        2:39       80 %",

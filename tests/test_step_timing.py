@@ -110,8 +110,8 @@ def test_it_is_told_once_and_again_only_after_the_rank_was_well() -> None:
 
     def line(*rows: list[float]) -> list[str]:
         ranks.others = torch.tensor(rows, dtype=torch.float64)
-        pace.tell(watch)
-        return pace.heard()
+        pace.start(watch)
+        return pace.read()
 
     # stood still, read, computed, of so many seconds, steps
     fine, slow = [0.0, 0.5, 2.0, 8.0, 10.0], [3.0, 0.5, 2.0, 8.0, 10.0]
@@ -144,7 +144,7 @@ def test_a_few_steps_say_nothing_yet_and_a_short_time_neither(seconds: float, st
     ranks = Company()
     pace = StragglerCheck(ranks, 0, on_cpu=True)
     ranks.others = torch.tensor([[seconds, 0.0, 0.0, seconds, steps], [0.0, 0.0, 0.0, seconds, steps]])
-    pace.tell(StepTimer(NoStallClock()))
-    assert pace.heard() == []
-    pace.tell(StepTimer(NoStallClock()))
-    assert len(pace.heard()) == 1
+    pace.start(StepTimer(NoStallClock()))
+    assert pace.read() == []
+    pace.start(StepTimer(NoStallClock()))
+    assert len(pace.read()) == 1

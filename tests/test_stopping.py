@@ -166,7 +166,7 @@ def one_rank_is_asked(launch: Launch) -> tuple[Any, int, int]:
     ):
         stream = TrainLoader(data, data.train(), strategy.slice, BATCH, 1, LoaderOptions())
         evaluation = EvalLoader(data, data.evaluation(), strategy.slice, 10, 1, LoaderOptions())
-        placed = strategy.build(Plain(), Net(), stream.example())
+        parallel_model = strategy.build(Plain(), Net(), stream.example())
 
         def asked() -> bool:
             seen.append(launch.rank)
@@ -175,7 +175,7 @@ def one_rank_is_asked(launch: Launch) -> tuple[Any, int, int]:
         patch.setattr(
             rank_context, "VOTE_INTERVAL", 0
         )  # steps that are longer than the time between two votes: each has one
-        figures = evaluate(strategy, placed, Plain(), evaluation, asked)
+        figures = evaluate(strategy, parallel_model, Plain(), evaluation, asked)
         patch.setattr(
             rank_context, "VOTE_INTERVAL", 1e9
         )  # very short ones: after the first two there are as many as may be

@@ -70,29 +70,29 @@ def made(folder: Path, task: Task | None = None, device: str = "cpu", keep: int 
     with Single(machine=Machine(launch=Launch(), device=device, precision="fp32")) as strategy:
         micro_batches = changes.pop("micro_batches", 1)
         stream = TrainLoader(data, data.train(), strategy.slice, BATCH, micro_batches, LoaderOptions())
-        placed = strategy.build(task, Net(), stream.example())
-        optimizer = torch.optim.AdamW(placed.network.parameters(), lr=changes.pop("lr", 0.01), fused=True)
+        parallel_model = strategy.build(task, Net(), stream.example())
+        optimizer = torch.optim.AdamW(parallel_model.network.parameters(), lr=changes.pop("lr", 0.01), fused=True)
         states: list[tuple[str, int]] = []
         steps = changes.pop("steps", 10)
         words: dict[str, Any] = {
-            "evaluation": EvalLoader(data, data.evaluation(), strategy.slice, 50, micro_batches, LoaderOptions()),
+            "eval_loader": EvalLoader(data, data.evaluation(), strategy.slice, 50, micro_batches, LoaderOptions()),
             "stop": Stop(),
             "steps": steps,
             "horizon": steps,
             "max_norm": None,
-            "log_due": Trigger([Interval(steps=3)]),
-            "eval_due": Trigger([Interval(epochs=1)]),
-            "save_due": Trigger([Interval(steps=5)]),
+            "log_trigger": Trigger([Interval(steps=3)]),
+            "eval_trigger": Trigger([Interval(epochs=1)]),
+            "save_trigger": Trigger([Interval(steps=5)]),
             **changes,
         }
         yield Made(
             Trainer(
                 strategy=strategy,
-                placed=placed,
+                model=parallel_model,
                 task=task,
                 optimizer=optimizer,
                 schedule=words.pop("schedule", Cosine()),
-                stream=stream,
+                train_loader=stream,
                 checkpoints=CheckpointManager(folder / "checkpoints", strategy.world, keep, words.pop("best", "-loss")),
                 log=log,
                 report=lambda state, step: states.append((state, step)),
@@ -118,7 +118,7 @@ def listen(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, hear: Any) ->
 
 def test_rhythms_and_the_last_step(tmp_path: Path) -> None:
     with made(
-        tmp_path, best="macro", log_due=Trigger([Interval(steps=4), Interval(steps=6)])
+        tmp_path, best="macro", log_trigger=Trigger([Interval(steps=4), Interval(steps=6)])
     ) as run:  # an epoch has 4 steps
         assert run.trainer.fit(None)
     assert [(line["step"], line["epoch"]) for line in run.lines("train")] == [(4, 0), (6, 1), (8, 1), (10, 2)]
@@ -132,10 +132,10 @@ def test_the_first_of_several_rhythms_counts(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(intervals, "monotonic", lambda: now[0])
     due = Trigger([Interval(steps=4), Interval(epochs=2), Interval(seconds=9.0), Interval(seconds=5.0)])
     epochs = {step: step // 3 for step in (3, 6, 9)}
-    assert [step for step in range(1, 10) if due.now(step, epochs.get(step), clock=False)] == [4, 6, 8]
-    assert not due.clock()
+    assert [step for step in range(1, 10) if due.is_due(step, epochs.get(step), clock_expired=False)] == [4, 6, 8]
+    assert not due.clock_expired()
     now[0] = 5.0
-    assert due.clock()
+    assert due.clock_expired()
 
 
 def test_a_training_line_says_what_the_contract_says(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_training_line_says_what_the_contract_says(tmp_path: Path) -> None:
 def test_a_lines_mean_is_over_the_steps_since_the_last(tmp_path: Path) -> None:
     lines = []
     for steps in (1, 4):
-        with made(tmp_path / str(steps), log_due=Trigger([Interval(steps=steps)])) as run:
+        with made(tmp_path / str(steps), log_trigger=Trigger([Interval(steps=steps)])) as run:
             run.trainer.fit(None)
         lines.append(run.lines("train"))
     each = [line["loss"] for line in lines[0]]
@@ -164,7 +164,7 @@ def test_a_lines_mean_is_over_the_steps_since_the_last(tmp_path: Path) -> None:
 
 def test_every_group_has_its_rate_times_the_schedule(tmp_path: Path) -> None:
     schedule, seen = Linear(warmup=2, final=0.1), []
-    with made(tmp_path, schedule=schedule, steps=6, horizon=9, log_due=Trigger([Interval(steps=1)])) as run:
+    with made(tmp_path, schedule=schedule, steps=6, horizon=9, log_trigger=Trigger([Interval(steps=1)])) as run:
         (group,) = (optimizer := run.trainer.optimizer).param_groups
         optimizer.param_groups[:] = [{**group, "params": group["params"][:2]}, {**group, "params": [], "lr": 0.002}]
         optimizer.register_step_pre_hook(lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]))
@@ -182,7 +182,7 @@ def test_the_norm_is_taken_to_clip_by_and_else_for_lines_alone(
 ) -> None:
     given = []
     with made(tmp_path, steps=5, max_norm=max_norm) as run:
-        listen(monkeypatch, run.trainer.placed, "optimizer_step", lambda _, limit: given.append(limit))
+        listen(monkeypatch, run.trainer.model, "optimizer_step", lambda _, limit: given.append(limit))
         run.trainer.fit(None)
     assert given == limits
 
@@ -195,11 +195,14 @@ def test_what_is_due_after_a_step_comes_in_an_order(tmp_path: Path, monkeypatch:
         for name in names:
             listen(monkeypatch, owner, name, lambda *_, name=name: told.append(name))
 
-    rhythms: dict[str, Any] = {"log_due": Trigger([Interval(steps=1)]), "save_due": Trigger([Interval(steps=2)])}
+    rhythms: dict[str, Any] = {
+        "log_trigger": Trigger([Interval(steps=1)]),
+        "save_trigger": Trigger([Interval(steps=2)]),
+    }
     with made(tmp_path, steps=3, best="macro", **rhythms) as run:
         trainer = run.trainer
         trainer.begin(None)
-        tell(trainer.placed, "forward_backward", "optimizer_step", "after_step", "settle", "unsettle", "state")
+        tell(trainer.model, "forward_backward", "optimizer_step", "after_step", "settle", "unsettle", "state")
         tell(trainer.log, "train", "eval", "flush")
         tell(trainer.checkpoints, "save")
         monkeypatch.setattr(trainer_module, "evaluate", lambda *_: {"macro": 1.0})
@@ -226,16 +229,20 @@ def test_the_network_is_as_steps_want_it_after_what_was_broken_off(
 
     def count(run: Made) -> None:
         for name in ("settle", "unsettle", "state"):
-            listen(monkeypatch, run.trainer.placed, name, lambda *_, name=name: told.append(name))
+            listen(monkeypatch, run.trainer.model, name, lambda *_, name=name: told.append(name))
 
-    with made(tmp_path / "stopped", steps=4, save_due=Trigger([])) as run:
+    with made(tmp_path / "stopped", steps=4, save_trigger=Trigger([])) as run:
         count(run)
         listen(monkeypatch, trainer_module, "evaluate", lambda *_: setattr(run.trainer.stop, "raised", True))
         assert not run.trainer.fit(None)
     assert told == ["settle", "unsettle", "settle", "state", "unsettle"]  # the evaluation, and the save that follows
     told.clear()
     # a save that finds a loss that is no number: the run might go back, and on from there
-    due: dict[str, Any] = {"log_due": Trigger([]), "eval_due": Trigger([]), "save_due": Trigger([Interval(steps=4)])}
+    due: dict[str, Any] = {
+        "log_trigger": Trigger([]),
+        "eval_trigger": Trigger([]),
+        "save_trigger": Trigger([Interval(steps=4)]),
+    }
     with made(tmp_path / "broken", Bad(4), **due) as run:
         count(run)
         with pytest.raises(FloatingPointError):
@@ -244,7 +251,7 @@ def test_the_network_is_as_steps_want_it_after_what_was_broken_off(
 
 
 def test_a_new_best_is_kept_at_once(tmp_path: Path) -> None:
-    with made(tmp_path, best="macro", save_due=Trigger([]), keep=1) as run:
+    with made(tmp_path, best="macro", save_trigger=Trigger([]), keep=1) as run:
         run.trainer.fit(None)
     best = max(run.lines("eval"), key=lambda line: line["macro"])
     assert set(run.saved()) == {best["step"], 10}
@@ -259,7 +266,9 @@ def test_a_clock_that_has_run_out_begins_anew(tmp_path: Path, monkeypatch: pytes
             now[0] += 1.0  # every step takes one
             return 1.0
 
-    rhythms: dict[str, Any] = {key: Trigger([Interval(seconds=3.0)]) for key in ("log_due", "eval_due", "save_due")}
+    rhythms: dict[str, Any] = {
+        key: Trigger([Interval(seconds=3.0)]) for key in ("log_trigger", "eval_trigger", "save_trigger")
+    }
     with made(tmp_path, schedule=Second(), best="macro", **rhythms) as run:
         run.trainer.fit(None)
     assert [line["step"] for line in run.lines("train")] == [4, 8, 10]
@@ -272,10 +281,12 @@ def test_the_time_of_a_step_is_that_of_steps_alone(tmp_path: Path, monkeypatch: 
     now = [0.0]
     monkeypatch.setattr(train_metrics, "perf_counter", lambda: now[0])
     # what is no step falls into the middle of lines; the first evaluation's figures stay the best
-    with made(tmp_path, lr=0.0, eval_due=Trigger([Interval(steps=4)]), save_due=Trigger([Interval(steps=7)])) as run:
+    with made(
+        tmp_path, lr=0.0, eval_trigger=Trigger([Interval(steps=4)]), save_trigger=Trigger([Interval(steps=7)])
+    ) as run:
         for owner, name, seconds in (
-            (run.trainer.placed, "forward_backward", 2.0),
-            (run.trainer.placed, "evaluate", 30.0),
+            (run.trainer.model, "forward_backward", 2.0),
+            (run.trainer.model, "evaluate", 30.0),
             (run.trainer.checkpoints, "save", 500.0),
         ):
             listen(monkeypatch, owner, name, lambda *_, seconds=seconds: now.append(now.pop() + seconds))
@@ -289,7 +300,7 @@ def test_the_time_of_a_step_is_that_of_steps_alone(tmp_path: Path, monkeypatch: 
 def test_the_first_inputs_are_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = []
     with made(tmp_path, steps=3, micro_batches=2) as run:
-        monkeypatch.setattr(run.trainer.show, "inputs", lambda batch: shown.append(len(batch.inputs)))
+        monkeypatch.setattr(run.trainer.media, "log_inputs", lambda batch: shown.append(len(batch.inputs)))
         run.trainer.fit(None)
     assert shown == [BATCH // 2]
 
@@ -324,7 +335,7 @@ def test_a_request_to_stop_finishes_the_step_and_saves(tmp_path: Path) -> None:
         def at(self, step: int, epoch: int, done: float) -> float:
             return 1.0
 
-    with made(tmp_path, schedule=AtOnce(), save_due=Trigger([])) as run:
+    with made(tmp_path, schedule=AtOnce(), save_trigger=Trigger([])) as run:
         assert not run.trainer.fit(None)
     assert run.saved()[-1] == 7
     assert run.trainer.progress == Progress(step=7, epoch=1, position=3 * BATCH, samples=7 * BATCH)
@@ -332,10 +343,10 @@ def test_a_request_to_stop_finishes_the_step_and_saves(tmp_path: Path) -> None:
 
 def test_stopped_and_gone_on_with_it_is_the_run_that_nothing_happened_to(tmp_path: Path) -> None:
     def words(stop: Stop, **more: Any) -> dict[str, Any]:
-        return {"stop": stop, "log_due": Trigger([Interval(steps=1)]), "facts": {"note": "kept"}, **more}
+        return {"stop": stop, "log_trigger": Trigger([Interval(steps=1)]), "facts": {"note": "kept"}, **more}
 
     def weights(run: Made) -> dict[str, list[float]]:
-        return {name: value.flatten().tolist() for name, value in run.trainer.placed.network.state_dict().items()}
+        return {name: value.flatten().tolist() for name, value in run.trainer.model.network.state_dict().items()}
 
     with made(tmp_path / "whole", **words(Stop())) as whole:
         assert whole.trainer.fit(None)
@@ -354,7 +365,7 @@ def test_stopped_and_gone_on_with_it_is_the_run_that_nothing_happened_to(tmp_pat
         "note": "kept",
     }
     with made(tmp_path / "again", **words(Stop())) as again:
-        torch.nn.init.zeros_(again.trainer.placed.network.get_parameter("head.weight"))  # what is read counts
+        torch.nn.init.zeros_(again.trainer.model.network.get_parameter("head.weight"))  # what is read counts
         assert again.trainer.fit(found)
         assert weights(again) == expected
     told = [(line["step"], line["epoch"], line["loss_hex"], line["samples"]) for line in whole.lines("train")]
@@ -370,7 +381,9 @@ def test_time_that_has_run_out_stops_as_if_asked(tmp_path: Path) -> None:
 
 
 def test_a_clock_makes_things_due(tmp_path: Path) -> None:
-    with made(tmp_path, save_due=Trigger([Interval(seconds=0.0)]), log_due=Trigger([Interval(seconds=0.0)])) as run:
+    with made(
+        tmp_path, save_trigger=Trigger([Interval(seconds=0.0)]), log_trigger=Trigger([Interval(seconds=0.0)])
+    ) as run:
         run.trainer.fit(None)
     assert run.saved() == list(range(1, 11))
     assert [line["step"] for line in run.lines("train")] == [2, 4, 6, 8, 10]  # the clock is asked a step before
@@ -398,12 +411,14 @@ class Bad(Plain):
 @pytest.mark.parametrize(
     ("at", "due", "read"),
     [
-        (2, {"log_due": Trigger([]), "save_due": Trigger([])}, 3),  # in the step after it, also where there is no line
-        (4, {"log_due": Trigger([]), "save_due": Trigger([Interval(steps=4)])}, 4),  # before a save of the same step
+        # in the step after it, also where there is no line
+        (2, {"log_trigger": Trigger([]), "save_trigger": Trigger([])}, 3),
+        # before a save of the same step
+        (4, {"log_trigger": Trigger([]), "save_trigger": Trigger([Interval(steps=4)])}, 4),
     ],
 )
 def test_one_loss_that_is_no_number_is_found_in_the_next_step(tmp_path: Path, at: int, due: Any, read: int) -> None:
-    due = {**due, "eval_due": Trigger([])}
+    due = {**due, "eval_trigger": Trigger([])}
     with (
         made(tmp_path, Bad(at), **due) as run,
         pytest.raises(FloatingPointError, match=f"^step {at}: the loss is nan"),
@@ -462,7 +477,7 @@ def test_a_place_from_which_no_whole_batch_is_left_goes_on_with_the_next_epoch(
 
 def test_momentum_that_a_checkpoint_does_not_bring_begins(tmp_path: Path) -> None:
     def sgd(run: Made, momentum: float) -> torch.optim.Optimizer:
-        parameters = run.trainer.placed.network.parameters()
+        parameters = run.trainer.model.network.parameters()
         run.trainer.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=momentum, fused=True)
         return run.trainer.optimizer
 
@@ -489,8 +504,8 @@ def test_a_fault_in_the_evaluation_shows_before_the_first_step(tmp_path: Path) -
 
 def test_an_evaluation_that_loses_samples_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with made(tmp_path) as run:
-        whole = run.trainer.placed.evaluate
-        monkeypatch.setattr(run.trainer.placed, "evaluate", lambda batch, valid: whole(batch, valid - 1 and valid))
+        whole = run.trainer.model.evaluate
+        monkeypatch.setattr(run.trainer.model, "evaluate", lambda batch, valid: whole(batch, valid - 1 and valid))
         with pytest.raises(RuntimeError, match="evaluated 100 samples of a set of 101"):
             run.trainer.fit(None)
 
@@ -515,10 +530,10 @@ class Waiting(TorchDispatchMode):
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_nothing_in_a_step_waits_for_the_device(tmp_path: Path, max_norm: float | None, micro_batches: int) -> None:
-    with made(tmp_path, max_norm=max_norm, micro_batches=micro_batches, steps=40, log_due=Trigger([])) as run:
+    with made(tmp_path, max_norm=max_norm, micro_batches=micro_batches, steps=40, log_trigger=Trigger([])) as run:
         trainer = run.trainer
         trainer.begin(None)
-        batches = [batches for epoch in (0, 1) for batches in trainer.stream.epoch(epoch)]
+        batches = [batches for epoch in (0, 1) for batches in trainer.train_loader.epoch(epoch)]
         trainer.train_step(batches[0])
         with Waiting() as waiting:
             for step in batches[1:3]:
@@ -531,14 +546,14 @@ def test_nothing_in_a_step_waits_for_the_device(tmp_path: Path, max_norm: float 
 
 def test_a_step_that_may_be_left_out_does_not_wait_either(tmp_path: Path) -> None:
     with made(tmp_path, micro_batches=2) as run:
-        placed, optimizer = run.trainer.placed, run.trainer.optimizer
-        placed.skip_broken_steps()
-        batches = next(iter(run.trainer.stream.epoch(0)))
+        parallel_model, optimizer = run.trainer.model, run.trainer.optimizer
+        parallel_model.skip_broken_steps()
+        batches = next(iter(run.trainer.train_loader.epoch(0)))
         for also in ([], ["lift_fresh"]):  # the first step makes the optimizer's memory
             with Waiting(*also) as waiting:
-                parts = placed.forward_backward(batches, 0)
-                placed.optimizer_step(optimizer, None)
-                placed.scaler.counted(parts["loss"])
+                parts = parallel_model.forward_backward(batches, 0)
+                parallel_model.optimizer_step(optimizer, None)
+                parallel_model.scaler.loss_and_count(parts["loss"])
             assert waiting.seen == []
 
 
@@ -552,9 +567,9 @@ class Numbered(Plain):
 def test_weights_that_are_numbers_do_not_wait_for_the_device(tmp_path: Path) -> None:
     with made(tmp_path, Numbered(), micro_batches=2) as run:
         run.trainer.begin(None)
-        batches = next(iter(run.trainer.stream.epoch(0)))
+        batches = next(iter(run.trainer.train_loader.epoch(0)))
         with Waiting("lift_fresh") as waiting:
-            run.trainer.placed.forward_backward(batches, 0)
+            run.trainer.model.forward_backward(batches, 0)
         assert waiting.seen == []
 
 
@@ -573,22 +588,22 @@ def test_nothing_in_an_evaluation_waits_for_the_device(tmp_path: Path, task: typ
     with made(tmp_path, task()) as run:
         trainer = run.trainer
         trainer.begin(None)
-        assert trainer.evaluation is not None
-        for batch, valid in trainer.evaluation.batches():
+        assert trainer.eval_loader is not None
+        for batch, valid in trainer.eval_loader.batches():
             with Waiting("lift_fresh") as waiting:
-                trainer.placed.evaluate(batch, valid)
+                trainer.model.evaluate(batch, valid)
             assert waiting.seen == []
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("skip", [False, True])
 def test_nothing_in_a_step_waits_for_the_gpu(tmp_path: Path, skip: bool) -> None:
-    with made(tmp_path, device="cuda", max_norm=1.0, steps=40, log_due=Trigger([Interval(steps=2)])) as run:
+    with made(tmp_path, device="cuda", max_norm=1.0, steps=40, log_trigger=Trigger([Interval(steps=2)])) as run:
         trainer = run.trainer
         if skip:
-            trainer.placed.skip_broken_steps()
+            trainer.model.skip_broken_steps()
         trainer.begin(None)
-        batches = [batches for epoch in (0, 1) for batches in trainer.stream.epoch(epoch)]
+        batches = [batches for epoch in (0, 1) for batches in trainer.train_loader.epoch(epoch)]
         trainer.train_step(batches[0])
         with no_waiting():
             for step in batches[1:3]:
@@ -601,10 +616,10 @@ def test_nothing_in_an_evaluation_waits_for_the_gpu(tmp_path: Path, micro_batche
     with made(tmp_path, Counting(), device="cuda", micro_batches=micro_batches) as run:
         trainer = run.trainer
         trainer.begin(None)
-        assert trainer.evaluation is not None
+        assert trainer.eval_loader is not None
         with no_waiting():
-            for batch, valid in trainer.evaluation.batches():
-                trainer.placed.evaluate(batch, valid)
+            for batch, valid in trainer.eval_loader.batches():
+                trainer.model.evaluate(batch, valid)
 
 
 @contextmanager

@@ -31,8 +31,8 @@ def kept_average(original: Any) -> Any:
     @contextmanager
     def in_place(self: Any, names: Any) -> Iterator[None]:
         with torch.no_grad():
-            for name in names if self._kept else ():
-                self._own[name].copy_(self._kept[name])
+            for name in names if self._averages else ():
+                self._tensors[name].copy_(self._averages[name])
         yield
 
     return in_place

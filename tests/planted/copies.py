@@ -15,8 +15,8 @@ from trainer.parallel.ranks import Ranks
 
 SYNC = "trainer.strategies.ddp.DDPModel.grad_sync_context"
 LEARN = "trainer.strategies.parallel_model.ParallelModel.run_micro_batches"
-SHARES = "trainer.strategies.parallel_model.shares"
-TIMES = "trainer.strategies.parallel_model.times"
+SHARES = "trainer.strategies.parallel_model.loss_shares"
+TIMES = "trainer.strategies.parallel_model.scale_loss"
 
 
 def other_batches(choose: Any) -> Change:

@@ -155,7 +155,7 @@ PLANTS = {
         ("strategy=ddp",),
         LAST,
         EVALUATION,
-        {"trainer.strategies.parallel_model.uncounted": lambda original: lambda sums: sums},
+        {"trainer.strategies.parallel_model.zero_sums": lambda original: lambda sums: sums},
     ),
     "last_batch": Plant(
         "the last batch of an evaluation is left out where it is not full",

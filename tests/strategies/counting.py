@@ -23,12 +23,14 @@ def collectives_of_a_step(launch: Launch, case: Case) -> list[tuple[str, int]]:
     network, task, data = NETWORKS[case.network](), TASKS[case.task](), DATA.get(case.task, ToyData)()
     with STRATEGIES[case.strategy](machine=Machine(launch=launch, device="cpu"), **case.fields) as strategy:
         stream = TrainLoader(data, data.train(), strategy.slice, BATCH, case.micro_batches, LoaderOptions())
-        placed = strategy.build(task, network, stream.example())
-        optimizer = placed.optimizer(make_optimizer("adamw"), parameter_groups(placed.network, spare_vectors=False))
+        parallel_model = strategy.build(task, network, stream.example())
+        optimizer = parallel_model.optimizer(
+            make_optimizer("adamw"), parameter_groups(parallel_model.network, spare_vectors=False)
+        )
         for step, batches in zip(range(3), stream.epoch(0), strict=False):
             with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
-                placed.forward_backward(batches, step)
-                placed.optimizer_step(optimizer, None)
+                parallel_model.forward_backward(batches, step)
+                parallel_model.optimizer_step(optimizer, None)
                 if dist.is_initialized():
                     dist.barrier()  # a gradient may be there just before its event ends, and what has no end is lost
     return sorted(

@@ -94,10 +94,10 @@ def kept(launch: Launch, word: str) -> int:
 
     with STRATEGIES[word](machine=Machine(launch=launch, device="cpu")) as strategy:
         stream = TrainLoader(data, data.train(), strategy.slice, BATCH, 1, LoaderOptions())
-        placed = strategy.build(Next(), built(strategy, NETWORKS["gpt"]), stream.example())
+        parallel_model = strategy.build(Next(), built(strategy, NETWORKS["gpt"]), stream.example())
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            placed.forward_backward(next(stream.epoch(0)), 0)
-        own = {parameter.untyped_storage().data_ptr() for parameter in placed.network.parameters()}
+            parallel_model.forward_backward(next(stream.epoch(0)), 0)
+        own = {parameter.untyped_storage().data_ptr() for parameter in parallel_model.network.parameters()}
     return sum(storage.nbytes() for at, storage in storages.items() if at not in own)
 
 
@@ -126,8 +126,8 @@ def drawn(launch: Launch, word: str) -> list[float]:
     task, data = Drawing(), TokenData()
     with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", seed=3, dropout="native")) as strategy:
         stream = TrainLoader(data, data.train(), strategy.slice, BATCH, 2, LoaderOptions())
-        placed = strategy.build(task, built(strategy, NETWORKS["gpt"]), stream.example())
-        placed.forward_backward(next(stream.epoch(0)), 0)
+        parallel_model = strategy.build(task, built(strategy, NETWORKS["gpt"]), stream.example())
+        parallel_model.forward_backward(next(stream.epoch(0)), 0)
     return task.drawn
 
 

@@ -464,10 +464,10 @@ def drawn(launch: Launch, word: str, seed: int) -> list[float]:
     task, data = Drawing(), ToyData()
     with STRATEGIES[word](machine=Machine(launch, "cpu", seed=seed, dropout="native")) as strategy:
         stream = TrainLoader(data, data.train(), strategy.slice, BATCH, 2, LoaderOptions())
-        placed = strategy.build(task, built(strategy, Net), stream.example())
+        parallel_model = strategy.build(task, built(strategy, Net), stream.example())
         task.drawn.clear()  # of a rehearsal
         for step, batches in zip(range(2), stream.epoch(0), strict=False):
-            placed.forward_backward(batches, step)
+            parallel_model.forward_backward(batches, step)
     return task.drawn
 
 

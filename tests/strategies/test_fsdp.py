@@ -89,15 +89,17 @@ def tied(launch: Launch, word: str) -> list[Any]:
     """Weights after three steps of a tied network, and whether they are still tied."""
     with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", precision="fp64")) as strategy:
         seed_all(5)
-        placed = strategy.build(Plain(), built(strategy, Tied), None)
-        optimizer = placed.optimizer(make_optimizer("adamw"), [{"params": list(placed.network.parameters())}])
+        parallel_model = strategy.build(Plain(), built(strategy, Tied), None)
+        optimizer = parallel_model.optimizer(
+            make_optimizer("adamw"), [{"params": list(parallel_model.network.parameters())}]
+        )
         rows = Rows(48, 1)
         stream = TrainLoader(ToyData(), rows, strategy.slice, 24, 1, LoaderOptions())
         for step in range(3):
-            placed.forward_backward(next(iter(stream.epoch(step))), step)
-            placed.optimizer_step(optimizer, 1.0)
-        network: Any = placed.network
-        assert placed.network.state_dict().keys() == Tied().state_dict().keys()
+            parallel_model.forward_backward(next(iter(stream.epoch(step))), step)
+            parallel_model.optimizer_step(optimizer, 1.0)
+        network: Any = parallel_model.network
+        assert parallel_model.network.state_dict().keys() == Tied().state_dict().keys()
         return [network.head.weight is network.embed.weight, whole(network.embed.weight), whole(network.up.weight)]
 
 
@@ -131,14 +133,16 @@ def odd(launch: Launch, word: str, fields: dict[str, Any], precision: str) -> tu
     with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", precision=precision), **fields) as strategy:
         seed_all(5)
         stream = TrainLoader(ToyData(), Rows(96, 1), strategy.slice, 24, 2, LoaderOptions())
-        placed = strategy.build(Plain(), built(strategy, Odd), stream.example())
-        optimizer = placed.optimizer(make_optimizer("sgd"), [{"params": list(placed.network.parameters())}])
+        parallel_model = strategy.build(Plain(), built(strategy, Odd), stream.example())
+        optimizer = parallel_model.optimizer(
+            make_optimizer("sgd"), [{"params": list(parallel_model.network.parameters())}]
+        )
         losses = []
         for step, batches in enumerate(stream.epoch(0)):
-            parts = placed.forward_backward(batches, step)
-            placed.optimizer_step(optimizer, 1.0)
+            parts = parallel_model.forward_backward(batches, step)
+            parallel_model.optimizer_step(optimizer, 1.0)
             losses.append(float(strategy.totals(parts).read()["loss"]))
-        parameters = placed.network.named_parameters()
+        parameters = parallel_model.network.named_parameters()
         held = {name: (p.to_local() if isinstance(p, DTensor) else p).numel() for name, p in parameters}
     return losses, held
 

@@ -138,27 +138,29 @@ def train(launch: Launch, case: Order) -> dict[str, Any]:
     strategy.check(task, network, launch.world_size)
     with strategy:
         stream = _stream(strategy, case)
-        placed = strategy.build(task, network, stream.example())
-        optimizer = placed.optimizer(make_optimizer("sgd"), [{"params": list(placed.network.parameters())}])
+        parallel_model = strategy.build(task, network, stream.example())
+        optimizer = parallel_model.optimizer(
+            make_optimizer("sgd"), [{"params": list(parallel_model.network.parameters())}]
+        )
         losses = []
         for step, batches in zip(range(case.steps), stream.epoch(0), strict=False):
-            parts = placed.forward_backward(batches, step)
-            placed.optimizer_step(optimizer, 1.0)
+            parts = parallel_model.forward_backward(batches, step)
+            parallel_model.optimizer_step(optimizer, 1.0)
             losses.append(float(strategy.totals(parts).read()["loss"]))
-        placed.settle()
-        figures = strategy.totals(_evaluated(placed, strategy)).read()
-        weights = {name: whole(value) for name, value in placed.network.state_dict().items()}
+        parallel_model.settle()
+        figures = strategy.totals(_evaluated(parallel_model, strategy)).read()
+        weights = {name: whole(value) for name, value in parallel_model.network.state_dict().items()}
     if case.compile:
         torch.compiler.reset()
     return {"losses": losses, "evaluation": float(figures["loss"] / figures["weight"]), "weights": weights}
 
 
 @torch.no_grad()
-def _evaluated(placed: ParallelModel, strategy: Strategy) -> Sums:
+def _evaluated(parallel_model: ParallelModel, strategy: Strategy) -> Sums:
     """The first evaluation batch, which has the same samples whatever the number of ranks."""
     data = ToyData()
     batch, valid = next(iter(EvalLoader(data, data.evaluation(), strategy.slice, BATCH, 1, LoaderOptions()).batches()))
-    return placed.evaluate(batch, valid)
+    return parallel_model.evaluate(batch, valid)
 
 
 def _stream(strategy: Strategy, case: Order) -> TrainLoader:
@@ -217,10 +219,10 @@ def collectives(launch: Launch, case: Order) -> Counter[str]:
     torch.manual_seed(3)
     with case.place(launch) as strategy:
         stream = _stream(strategy, case)
-        placed: ParallelModel = strategy.build(Plain(), NETWORKS[case.network](), stream.example())
+        parallel_model: ParallelModel = strategy.build(Plain(), NETWORKS[case.network](), stream.example())
         batches = next(iter(stream.epoch(0)))
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            placed.forward_backward(batches, 0)
+            parallel_model.forward_backward(batches, 0)
             strategy.world.barrier()  # a collective's event may end just after it
     return Counter(event.name for event in recorded.events() if event.name.startswith("gloo:"))
 

@@ -172,15 +172,17 @@ def learn(launch: Launch, run: Run) -> dict[str, Any]:
     seen: dict[str, Any] = {"sums": [], "norms": [], "evaluations": []}
     with strategy:
         inputs, targets = samples(0, 2)
-        placed = strategy.build(task, network, (inputs, targets))
+        parallel_model = strategy.build(task, network, (inputs, targets))
         if run.fields is not None:  # what others hold is let go
-            assert all(p.is_meta for p in network.parameters() if id(p) not in held(placed.network))
-        optimizer = placed.optimizer(lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9), groups_of(placed))
+            assert all(p.is_meta for p in network.parameters() if id(p) not in held(parallel_model.network))
+        optimizer = parallel_model.optimizer(
+            lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9), groups_of(parallel_model)
+        )
         for step in range(run.steps):
-            sums = placed.forward_backward(share(strategy, run, step), step)
-            seen["norms"].append(float(placed.optimizer_step(optimizer, 1.0)))
+            sums = parallel_model.forward_backward(share(strategy, run, step), step)
+            seen["norms"].append(float(parallel_model.optimizer_step(optimizer, 1.0)))
             seen["sums"].append({name: float(value) for name, value in strategy.totals(sums).read().items()})
-        placed.settle()
+        parallel_model.settle()
         for size in (7, 4, 1):
             rank, ranks = strategy.data_group.rank, strategy.data_group.size
             own = list(range(size))[rank::ranks]
@@ -188,10 +190,10 @@ def learn(launch: Launch, run: Run) -> dict[str, Any]:
             inputs, targets = samples(1000, size)
             batch = Batch(taken(inputs, indices), taken(targets, indices), indices, range(size), size)
             with torch.no_grad():
-                totals = strategy.totals(placed.evaluate(batch, len(own))).read()
+                totals = strategy.totals(parallel_model.evaluate(batch, len(own))).read()
             seen["evaluations"].append({name: value.double().flatten().tolist() for name, value in totals.items()})
-        seen["weights"] = {name: toys.gathered(value) for name, value in placed.network.state_dict().items()}
-        seen["memories"] = sorted(placed.state(optimizer))
+        seen["weights"] = {name: toys.gathered(value) for name, value in parallel_model.network.state_dict().items()}
+        seen["memories"] = sorted(parallel_model.state(optimizer))
     return seen
 
 
@@ -227,8 +229,8 @@ def share(strategy: Any, run: Run, step: int) -> list[Batch]:
     return batches
 
 
-def groups_of(placed: Any) -> list[dict[str, Any]]:
-    return [{"params": [p for p in placed.network.parameters() if p.requires_grad]}]
+def groups_of(parallel_model: Any) -> list[dict[str, Any]]:
+    return [{"params": [p for p in parallel_model.network.parameters() if p.requires_grad]}]
 
 
 def held(network: nn.Module) -> set[int]:

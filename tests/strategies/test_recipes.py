@@ -63,16 +63,16 @@ def losses(
     chosen.check(task, network, launch.world_size)
     with chosen:
         stream = TrainLoader(data, Pictures(), chosen.slice, 16, slices, LoaderOptions())
-        placed = chosen.build(task, network, stream.example())
-        optimizer = placed.optimizer(
+        parallel_model = chosen.build(task, network, stream.example())
+        optimizer = parallel_model.optimizer(
             lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9, fused=True),
-            [{"params": list(placed.network.parameters())}],
+            [{"params": list(parallel_model.network.parameters())}],
         )
         seen, norms, step = [], [], 0
         while step < steps:
             for batches in stream.epoch(step // stream.steps_per_epoch):
-                parts = placed.forward_backward(batches, step)
-                norms.append(float(placed.optimizer_step(optimizer, 1.0)))
+                parts = parallel_model.forward_backward(batches, step)
+                norms.append(float(parallel_model.optimizer_step(optimizer, 1.0)))
                 seen.append(float(chosen.totals(parts).read()["loss"]))
                 step += 1
                 if step == steps:

@@ -97,8 +97,8 @@ def test_rows_of_a_step_that_is_left_out_pass_on_what_they_were_given() -> None:
 
         def step(row: list[float], continues: bool) -> list[float]:
             batch = Batch(torch.tensor(row), None, torch.arange(2), range(2), 2, continues)
-            carried.through(partial(task.forward, None), batch, training=True)(batch.inputs, None)
-            carried.put_back(torch.tensor(not torch.tensor(row).isfinite().all()))
+            carried.wrap_forward(partial(task.forward, None), batch, training=True)(batch.inputs, None)
+            carried.undo_step(torch.tensor(not torch.tensor(row).isfinite().all()))
             return carried.state()["carried/sum"].tolist()
 
         assert [step([1, 2], False), step([1, math.nan], True), step([1, 1], True)] == [[1, 2], [1, 2], [2, 3]]

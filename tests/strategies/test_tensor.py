@@ -82,14 +82,18 @@ def drifting(launch: Launch) -> tuple[bool, str]:
     torch.manual_seed(launch.rank)  # a network that was not seeded: rank 0's weights must become everyone's
     with TP(machine=Machine(launch=launch, device="cpu")) as strategy:
         network = Net()
-        placed = strategy.build(Task(), network, None)
+        parallel_model = strategy.build(Task(), network, None)
         first = network.head.weight.detach().clone()
         shared = strategy.world.all_gather(first)
         with torch.no_grad():
             network.norm.weight[0] += 0.1 * launch.rank
             network.head.weight[0] += 1e-6 * launch.rank  # what rounding adds up to is no drift
         try:
-            placed.state(placed.optimizer(torch.optim.SGD, [{"params": list(placed.network.parameters()), "lr": 0.1}]))
+            parallel_model.state(
+                parallel_model.optimizer(
+                    torch.optim.SGD, [{"params": list(parallel_model.network.parameters()), "lr": 0.1}]
+                )
+            )
         except RuntimeError as error:
             return torch.equal(shared[0], shared[1]), str(error)
     return False, ""
@@ -134,14 +138,16 @@ def apart(launch: Launch, off: float) -> tuple[list[list[float]], str]:
     with TP(machine=Machine(launch=launch, device="cpu")) as strategy:
         torch.manual_seed(3)
         stream = TrainLoader(ToyData(), Rows(96, 1), strategy.slice, 24, 1, LoaderOptions())
-        placed = strategy.build(Plain(), Uneven(off), stream.example())
-        optimizer = placed.optimizer(make_optimizer("adamw"), [{"params": list(placed.network.parameters())}])
+        parallel_model = strategy.build(Plain(), Uneven(off), stream.example())
+        optimizer = parallel_model.optimizer(
+            make_optimizer("adamw"), [{"params": list(parallel_model.network.parameters())}]
+        )
         try:
             for step, batches in enumerate(stream.epoch(0)):
-                placed.forward_backward(batches, step)
-                placed.optimizer_step(optimizer, 1.0)
-            placed.settle()
-            state = placed.state(optimizer)
+                parallel_model.forward_backward(batches, step)
+                parallel_model.optimizer_step(optimizer, 1.0)
+            parallel_model.settle()
+            state = parallel_model.state(optimizer)
         except RuntimeError as error:
             return [], f"step {step}: {error}"
         names = ("norm.weight", "head.bias", "down.bias", "last.running_mean", "optimizer/head.bias/exp_avg")
@@ -203,12 +209,12 @@ def masks(launch: Launch) -> list[list[Any]]:
     with TP(machine=machine, activation_checkpointing="units") as strategy:
         torch.manual_seed(3)
         stream = TrainLoader(ToyData(), Rows(96, 1), strategy.slice, 24, 1, LoaderOptions())
-        placed = strategy.build(Plain(), Twice(), stream.example())
-        blocks: Any = placed.network.get_submodule("blocks")
+        parallel_model = strategy.build(Plain(), Twice(), stream.example())
+        blocks: Any = parallel_model.network.get_submodule("blocks")
         for step, batches in zip((0, 1), stream.epoch(0), strict=False):
             for block in blocks:
                 block.drawn.clear()
-            placed.forward_backward(batches, step)
+            parallel_model.forward_backward(batches, step)
         return [[mask.tolist() for mask in block.drawn] for block in blocks]
 
 

@@ -157,23 +157,23 @@ def placed_with_groups(launch: Launch, network: type[nn.Module]) -> dict[str, An
     torch.manual_seed(0)
     with Zero1(machine=Machine(launch=launch, device="cpu")) as strategy:
         stream = toys.TrainLoader(ToyData(), ToyData().train(), strategy.slice, 48, 2, toys.LoaderOptions())
-        placed = strategy.build(Plain(), network(), stream.example())
-        whole = list(placed.network.parameters())
+        parallel_model = strategy.build(Plain(), network(), stream.example())
+        whole = list(parallel_model.network.parameters())
         groups: list[dict[str, Any]] = [
             {"params": [one for one in whole if one.dim() > 1]},
             {"params": [one for one in whole if one.dim() <= 1], "weight_decay": 0.0, "lr": 0.5},
         ]
-        optimizer = placed.optimizer(toys.make_optimizer("adamw"), groups)
-        placed.forward_backward(next(iter(stream.epoch(0))), 0)
-        kept = [name for name, parameter in placed.network.named_parameters() if parameter.grad is not None]
-        placed.optimizer_step(optimizer, None)
+        optimizer = parallel_model.optimizer(toys.make_optimizer("adamw"), groups)
+        parallel_model.forward_backward(next(iter(stream.epoch(0))), 0)
+        kept = [name for name, parameter in parallel_model.network.named_parameters() if parameter.grad is not None]
+        parallel_model.optimizer_step(optimizer, None)
         owned = {id(one) for group in optimizer.param_groups for one in group["params"]}
         return {
-            "names": [name for name, parameter in placed.network.named_parameters() if id(parameter) in owned],
+            "names": [name for name, parameter in parallel_model.network.named_parameters() if id(parameter) in owned],
             "gradients": kept,
             "rates": [group["lr"] for group in optimizer.param_groups],
             "bytes": sum(value.nbytes for memory in optimizer.state.values() for value in memory.values()),
-            "state": sorted(placed.state(optimizer)),
+            "state": sorted(parallel_model.state(optimizer)),
         }
 
 
@@ -230,7 +230,7 @@ def left_behind(launch: Launch) -> list[list[str]]:
 
     class Watched(GradientReducer):
         def look(self) -> None:
-            seen.append([name for name, one in placed.network.named_parameters() if one.grad is not None])
+            seen.append([name for name, one in parallel_model.network.named_parameters() if one.grad is not None])
 
         def begin(self) -> None:
             self.look()
@@ -245,8 +245,8 @@ def left_behind(launch: Launch) -> list[list[str]]:
         Zero1(machine=Machine(launch=launch, device="cpu")) as strategy,
     ):
         stream = toys.TrainLoader(ToyData(), ToyData().train(), strategy.slice, 48, 2, toys.LoaderOptions())
-        placed = strategy.build(Plain(), Net(), stream.example())
-        placed.forward_backward(next(iter(stream.epoch(0))), 0)
+        parallel_model = strategy.build(Plain(), Net(), stream.example())
+        parallel_model.forward_backward(next(iter(stream.epoch(0))), 0)
     return seen
 
 

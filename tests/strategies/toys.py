@@ -438,29 +438,31 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
         stream = TrainLoader(data, data.train(), strategy.slice, case.batch, case.micro_batches, LoaderOptions())
         # of 101 samples the last batch has 2: some of 3 or 4 ranks have none
         evaluation = EvalLoader(data, data.evaluation(), strategy.slice, 33, case.micro_batches, LoaderOptions())
-        placed = strategy.build(task, network, stream.example())
-        optimizer = placed.optimizer(make_optimizer(case.optimizer), [{"params": list(placed.network.parameters())}])
-        placed.keep_average(case.average, every=2)
-        seen["initial"] = {name: whole(value) for name, value in placed.network.state_dict().items()}
+        parallel_model = strategy.build(task, network, stream.example())
+        optimizer = parallel_model.optimizer(
+            make_optimizer(case.optimizer), [{"params": list(parallel_model.network.parameters())}]
+        )
+        parallel_model.keep_average(case.average, every=2)
+        seen["initial"] = {name: whole(value) for name, value in parallel_model.network.state_dict().items()}
         checkpoints = CheckpointManager(Path(case.folder), strategy.world, keep=3) if case.folder else None
         if case.start:
             found = checkpoints.newest()
             assert found is not None
             assert found.step == case.start
-            tensors = placed.empty_state(optimizer, found.tensors)
+            tensors = parallel_model.empty_state(optimizer, found.tensors)
             checkpoints.read(found, tensors)
-            placed.load_state(optimizer, tensors)
-        copies = strategy.copies(placed.network)
+            parallel_model.load_state(optimizer, tensors)
+        copies = strategy.copies(parallel_model.network)
         step, epoch, position = case.start, *divmod(case.start, stream.steps_per_epoch)
         while step < case.steps:
             for batches in stream.epoch(epoch, position * case.batch):
-                parts = placed.forward_backward(batches, step)
-                norm = placed.optimizer_step(optimizer, 1.0)
-                placed.after_step(step + 1)
-                copies.tell(step + 1)
+                parts = parallel_model.forward_backward(batches, step)
+                norm = parallel_model.optimizer_step(optimizer, 1.0)
+                parallel_model.after_step(step + 1)
+                copies.start(step + 1)
                 indices = torch.cat([batch.indices for batch in batches])
                 totals = strategy.totals({**parts, "digest": digest_indices(indices)}).read()
-                copies.refuse()  # in every step of every strategy copies hold the same bits
+                copies.check()  # in every step of every strategy copies hold the same bits
                 seen["losses"].append(float(totals["loss"]))
                 seen["parts"].append({name: float(value) for name, value in totals.items() if name != "digest"})
                 seen["norms"].append(float(norm))
@@ -468,22 +470,22 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
                 seen["indices"].append((epoch, indices.tolist()))
                 step += 1
                 if step == case.save:
-                    checkpoints.save(step, placed.state(optimizer), {})
+                    checkpoints.save(step, parallel_model.state(optimizer), {})
                 if step == case.steps:
                     break
             epoch, position = epoch + 1, 0
-        placed.settle()
-        copies.refuse_save(step, placed.state(optimizer))
-        before = {name: value.clone() for name, value in placed.network.state_dict().items()}
-        seen["figures"] = evaluate(strategy, placed, task, evaluation, lambda: False)
+        parallel_model.settle()
+        copies.check_before_save(step, parallel_model.state(optimizer))
+        before = {name: value.clone() for name, value in parallel_model.network.state_dict().items()}
+        seen["figures"] = evaluate(strategy, parallel_model, task, evaluation, lambda: False)
         seen["back"] = all(
-            torch.equal(to_local(before[name]), to_local(v)) for name, v in placed.network.state_dict().items()
+            torch.equal(to_local(before[name]), to_local(v)) for name, v in parallel_model.network.state_dict().items()
         )
-        seen["averages"] = {name: whole(value) for name, value in placed.average.state().items()}
+        seen["averages"] = {name: whole(value) for name, value in parallel_model.average.state().items()}
         seen["data_rank"] = strategy.data_group.rank
-        seen["names"] = [name for name, _ in placed.network.named_parameters()]
-        seen["state"] = sorted(placed.state(optimizer))
-        seen["weights"] = {name: whole(value) for name, value in placed.network.state_dict().items()}
+        seen["names"] = [name for name, _ in parallel_model.network.named_parameters()]
+        seen["state"] = sorted(parallel_model.state(optimizer))
+        seen["weights"] = {name: whole(value) for name, value in parallel_model.network.state_dict().items()}
     return seen
 
 

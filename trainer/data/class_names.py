@@ -1,4 +1,4 @@
-"""Classes by their names: a number means a class only together with the list of names that it was trained with."""
+"""Classes by name: gives the classes of another data set the numbers that a run was trained with."""
 
 from __future__ import annotations
 
@@ -12,48 +12,49 @@ from torch.utils.data import Dataset
 from trainer.data.data import Data
 from trainer.messages import BadData, Refusal
 
-_MOST = 2**21  # characters of all names that are kept: they are in the JSON of every checkpoint
-_SHOWN = 12  # names in a message
+_MAX_CHARACTERS = 2**21  # of all names together: they are in the JSON of every checkpoint
+_MAX_SHOWN = 12  # names in a message
 
 
 def read_class_names(data: Data) -> list[str]:
-    """The names of the data's classes as files keep them; none where it has none, or more than a file should hold."""
+    """The class names as files store them; an empty list if the data has none, or too many for a file."""
     # a name of a folder may hold bytes that are no text
     names = [str(name).encode(errors="backslashreplace").decode() for name in data.class_names]
-    return names if sum(map(len, names)) <= _MOST else []
+    return names if sum(map(len, names)) <= _MAX_CHARACTERS else []
 
 
 def renumber_classes(data: Data, names: Sequence[str]) -> Data:
     """The same data with its classes numbered as in `names`, those of a run; it need not have all of them.
 
-    The data itself where its numbers are the same already, or where one of the two has no names. Refusal where it has
-    a class that the run does not know.
+    The data itself if its numbers are the same already, or if one of the two has no names. Refusal if it has a class
+    that the run does not know.
     """
-    there = read_class_names(data)
-    if not names or not there or there == list(names):
+    data_names = read_class_names(data)
+    if not names or not data_names or data_names == list(names):
         return data
-    if strange := [name for name in there if name not in set(names)]:
+    if unknown := [name for name in data_names if name not in set(names)]:
         raise Refusal(
-            f"the classes of this data are {format_class_names(there)}; the run was trained on"
-            f" {format_class_names(names)}. It does not know {format_class_names(strange)}: classes are matched by"
+            f"the classes of this data are {format_class_names(data_names)}; the run was trained on"
+            f" {format_class_names(names)}. It does not know {format_class_names(unknown)}: classes are matched by"
             " their names, so rename or leave out what differs"
         )
     numbers = {name: number for number, name in enumerate(names)}
-    return _Renumbered(data, names, torch.tensor([numbers[name] for name in there]))
+    table = torch.tensor([numbers[name] for name in data_names])  # (classes of the data,)
+    return _RenumberedData(data, names, table)
 
 
 def format_class_names(names: Sequence[str]) -> str:
-    """Names for people: not more than fit a message."""
-    more = f", … ({len(names):,} in all)" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    """Names in a message: the first ones, and how many there are."""
+    more = f", … ({len(names):,} in all)" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(names[:_MAX_SHOWN]) + more
 
 
-class _Renumbered(Data):
+class _RenumberedData(Data):
     """Data whose class numbers (B,) become those of a run when a batch is made."""
 
     def __init__(self, data: Data, names: Sequence[str], numbers: Tensor) -> None:
         self._data, self.class_names, self._numbers = data, names, numbers
-        self.collate = data.collate  # type: ignore[method-assign]  # itself: sets of tensors are read as such
+        self.collate = data.collate  # type: ignore[method-assign]  # the method itself, by which sets of tensors are known
         self.as_pictures = data.as_pictures  # type: ignore[method-assign]
 
     def train(self) -> Dataset:

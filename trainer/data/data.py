@@ -1,4 +1,4 @@
-"""Where samples come from: what a lab writes about its data set; and a text that tells one set from another."""
+"""Where samples come from: `Data`, which a lab writes, and a fingerprint that tells one data set from another."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-_ITEMS = 8  # that are looked at, from the first to the last
-_READINGS = 3  # of each of them, under other seeds: what then differs is drawn at random
+_ITEMS = 8  # items in a fingerprint, from the first to the last of the set
+_READINGS = 3  # of each of them, under different seeds: what then differs is random
 
 
 def fingerprint_items(dataset: Any) -> str:
@@ -35,38 +35,38 @@ def fingerprint_items(dataset: Any) -> str:
     count with four digits of their mean magnitude, since another processor may compute them with other last bits.
     """
     size = len(dataset)
-    some = sorted({at * (size - 1) // (_ITEMS - 1) for at in range(_ITEMS)}) if size else []
+    indices = sorted({at * (size - 1) // (_ITEMS - 1) for at in range(_ITEMS)}) if size else []
     # of a copy: a file that the first item opens must not be open in workers that are forked later
     try:
-        read = _reader(copy(dataset))
+        read = _make_item_reader(copy(dataset))
         with preserve_rng_state():
-            readings = [[_leaves_of(read, at, number) for at in some] for number in range(_READINGS)]
-    except Exception:  # whatever it is, training meets it too and says it better
+            readings = [[_read_leaves(read, index, seed) for index in indices] for seed in range(_READINGS)]
+    except Exception:  # whatever it is, training meets it too and has a better message
         return ""
-    # a place that one item fills at random is random in all: eight coins may fall alike, but not three times each
-    moved = {
+    # a value that is random in one item counts as random in all: eight coins may fall alike, but not three times each
+    random_places = {
         place
         for first, *others in zip(*readings, strict=True)
         for other in others
         for place in first.keys() | other.keys()
         if first.get(place) != other.get(place)
     }
-    found = sha256(str(size).encode())
+    digest = sha256(str(size).encode())
     for leaves in readings[0]:
-        for place in sorted(leaves.keys() - moved):
-            found.update(f"{place}\0".encode() + leaves[place])
-    return found.hexdigest()[:16]
+        for place in sorted(leaves.keys() - random_places):
+            digest.update(f"{place}\0".encode() + leaves[place])
+    return digest.hexdigest()[:16]
 
 
-def _reader(dataset: Any) -> Callable[[int], Any]:
-    """Reads one item, as a batch of one where the set is read in whole batches."""
+def _make_item_reader(dataset: Any) -> Callable[[int], Any]:
+    """What reads one item; as a batch of one, if the set is read in whole batches."""
     batch = getattr(dataset, "batch", None)
-    return (lambda at: batch(torch.tensor([at]))) if callable(batch) else dataset.__getitem__
+    return (lambda index: batch(torch.tensor([index]))) if callable(batch) else dataset.__getitem__
 
 
-def _leaves_of(read: Callable[[int], Any], at: int, number: int) -> dict[str, bytes]:
-    seed_all(mix_seeds(number, at))
-    return dict(_leaves(read(at), ""))
+def _read_leaves(read: Callable[[int], Any], index: int, seed: int) -> dict[str, bytes]:
+    seed_all(mix_seeds(seed, index))
+    return dict(_leaves(read(index), ""))
 
 
 def _leaves(item: Any, place: str) -> Iterator[tuple[str, bytes]]:
@@ -81,22 +81,22 @@ def _leaves(item: Any, place: str) -> Iterator[tuple[str, bytes]]:
         names = [field.name for field in fields(item)]
         yield from (leaf for name in names for leaf in _leaves(getattr(item, name), f"{place}.{name}"))
     elif isinstance(item, (float, Tensor)) or hasattr(item, "__array__") or hasattr(item, "__array_interface__"):
-        yield place, _numbers(item)  # a picture of PIL is decoded here
+        yield place, _array_bytes(item)  # an image of PIL is decoded here
 
 
-def _numbers(item: Any) -> bytes:
+def _array_bytes(item: Any) -> bytes:
     """The kind, the shape and the values of an array."""
     if isinstance(item, Tensor):
         item = item.detach().cpu()
         item = item.float() if item.is_floating_point() else item  # numpy has no bfloat16
     values = numpy.ascontiguousarray(item)
     if values.dtype.hasobject:
-        said = b""  # addresses, others in each process
+        content = b""  # addresses, which are different in each process
     elif values.dtype.kind in "fc":
-        said = f"{numpy.abs(values).mean(dtype=numpy.float64):.4g}".encode() if values.size else b""
+        content = f"{numpy.abs(values).mean(dtype=numpy.float64):.4g}".encode() if values.size else b""
     else:
-        said = values.tobytes()
-    return f"{values.dtype.kind}{values.shape}".encode() + said
+        content = values.tobytes()
+    return f"{values.dtype.kind}{values.shape}".encode() + content
 
 
 class Data:
@@ -178,8 +178,8 @@ class Data:
         It must be the same in every process, and cheap. Empty: only the number of samples is compared. The default asks
         the set's own `fingerprint()` if it has one, else it takes the length and some items, without what is random.
         """
-        own = getattr(dataset, "fingerprint", None)
-        return str(own()) if callable(own) else fingerprint_items(dataset)
+        method = getattr(dataset, "fingerprint", None)
+        return str(method()) if callable(method) else fingerprint_items(dataset)
 
     def notes(self) -> list[str]:
         """Sentences about this data, printed at the start of a run, after both sets have been read."""

@@ -1,4 +1,4 @@
-"""Reading samples: whole batches of data in memory, or item by item through worker processes."""
+"""Reads a data set: whole batches of what is in memory, or item by item through worker processes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trainer.data.rng import SeededDataset
 from trainer.launch.stop_signals import obey_parent_only
 from trainer.messages import BadData
 
-_MAX_WORKERS = 16  # workers that a rank takes by itself
+_MAX_WORKERS = 16  # of a rank, if the configuration leaves the number to us
 
 
 @dataclass(frozen=True)
 class LoaderOptions:
     """How items are decoded. Nothing of it changes what is learned."""
 
-    workers: int | None = None  # decoding processes a rank; None: up to 16, one core of this rank's left for the step
+    workers: int | None = None  # decoding processes of a rank; None: up to 16, and one core is left for the step
     prefetch: int = 2  # micro-batches that each worker prepares ahead
     timeout: float = 0  # seconds to wait for a micro-batch; 0: for ever
 
@@ -38,7 +38,7 @@ Read = Callable[[int, Iterable[Tensor]], Iterator[tuple[Any, Any]]]
 def make_reader(
     dataset: Any, collate: Callable[[list[Any]], Any], seed: int, loading: LoaderOptions, pin: bool
 ) -> Read:
-    """How this data set is read: whole batches where it offers them or is nothing but tensors, else items."""
+    """How this data set is read: in whole batches if it offers them or is nothing but tensors, else by item."""
     if is_read_by_item(dataset, collate):
         return _ItemReader(dataset, collate, seed, loading, pin).read
     batch = getattr(dataset, "batch", None) or partial(_index_columns, dataset.tensors)
@@ -47,18 +47,18 @@ def make_reader(
 
 def is_read_by_item(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
     """Is this data set read item by item, and collated?"""
-    # not a subclass, nor for an own collate: either may do something else with the items
+    # not a subclass, nor with another collate: either may do something else with the items
     is_plain = type(dataset) is TensorDataset and getattr(collate, "__func__", None) is Data.collate
     return not is_plain and not callable(getattr(dataset, "batch", None))
 
 
 def _index_columns(columns: Sequence[Tensor], indices: Tensor) -> Any:
-    """What collating the items one by one would give: a fiftieth of the time."""
+    """What collating the items one by one would give, in a fiftieth of the time."""
     return [column.index_select(0, indices.to(column.device)) for column in columns]
 
 
 class _ItemReader:
-    """A data set that is read item by item, every item under generators seeded for it alone."""
+    """A data set that is read item by item, each with random generators that are seeded for it alone."""
 
     def __init__(
         self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, loading: LoaderOptions, pin: bool
@@ -90,9 +90,10 @@ class _ItemReader:
 
 
 def _init_worker(number: int) -> None:
-    """A launcher signals whole process groups; a worker that obeyed would leave its rank in the middle of a step.
+    """Prepare a worker process: it ends when its rank tells it to, not when a launcher signals the process group.
 
-    Its own rank's word counts: without it a Python that goes on after an error would wait for its workers for ever.
+    A worker that obeyed the launcher would leave its rank in the middle of a step. It must obey its rank, or a Python
+    that goes on after an error would wait for its workers for ever.
     """
     obey_parent_only()
     # Tensors are handed over by a socket file in a folder below TMPDIR. Its path is at most 103 bytes on every system:
@@ -102,7 +103,7 @@ def _init_worker(number: int) -> None:
 
 
 def _count_cores() -> int:
-    """The cores of this process: those that it may use, over the processes of the run that may use them, too.
+    """How many cores this process has: those that it may use, divided by the processes of the run that share them.
 
     torchrun (`--numa-binding`) and Slurm may have given each its own: then they are divided already.
     """
@@ -111,6 +112,7 @@ def _count_cores() -> int:
         return max(1, (os.cpu_count() or 1) // count)
     usable, parent = os.sched_getaffinity(0), os.getppid()
     try:
+        # the processes of the run are the children of one launcher
         siblings = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
         sharing = sum(not usable.isdisjoint(os.sched_getaffinity(pid)) for pid in siblings)
     except OSError:  # the system does not tell, or one has just ended
@@ -120,7 +122,7 @@ def _count_cores() -> int:
 
 
 class _EpochBatchSampler:
-    """What a DataLoader is to read: lists of (epoch, index). The epoch travels along; no worker need be told of it."""
+    """The batch sampler of a DataLoader: lists of (epoch, index). So workers learn the epoch with each item."""
 
     def __init__(self) -> None:
         self.set(0, [])

@@ -1,4 +1,7 @@
-"""Epochs of global batches: this rank's share of each, in micro-batches, augmented, on the device."""
+"""Batches of this rank: its samples of each global batch, on the device, augmented, in micro-batches.
+
+`TrainLoader` is for training, `EvalLoader` for an evaluation. Both use `SampleReader`, which reads lists of indices.
+"""
 
 from __future__ import annotations
 
@@ -17,155 +20,159 @@ from trainer.data.sampler import EpochOrder, RankSampler, dataset_size, split_ev
 from trainer.launch.devices import uses_pinned_memory
 from trainer.messages import Refusal, format_count
 
-MIXING = 0x6D6978  # sets the numbers of mixing apart from those of augmenting
+MIX_SEED = 0x6D6978  # so that the numbers of mixing (Data.mix) are others than those of augmenting
 
-DeviceBatch = tuple[Tensor, Any, Any]  # indices on the CPU; inputs and targets on the device
-IndexedBatch = tuple[Tensor, Sequence[range]]  # the indices of a share, and which of them each of its micro-batches has
+DeviceBatch = tuple[Tensor, Any, Any]  # indices (B,) on the CPU; inputs and targets (B, …) on the device
+IndexedBatch = tuple[Tensor, Sequence[range]]  # indices of a rank's batch (B,); the rows of each of its micro-batches
 
 
 class SampleReader:
     """Reads lists of indices: samples on the device, augmented there."""
 
-    def __init__(self, data: Data, dataset: Any, own: RankSampler, loading: LoaderOptions) -> None:
-        self._data, self._device, self._seed = data, own.device, own.seed
-        self._read = make_reader(dataset, data.collate, own.seed, loading, pin=uses_pinned_memory(own.device))
+    def __init__(self, data: Data, dataset: Any, sampler: RankSampler, options: LoaderOptions) -> None:
+        self._data, self._device, self._seed = data, sampler.device, sampler.seed
+        pin = uses_pinned_memory(sampler.device)
+        self._read = make_reader(dataset, data.collate, sampler.seed, options, pin)
 
     def read(self, epoch: int, lists: Iterable[Tensor], training: bool) -> Iterator[DeviceBatch]:
         """(indices, inputs, targets) of each list, in order; the indices stay on the CPU."""
+        # workers read ahead: the lists are needed once by them and once here
         lists, ahead = tee(lists)
         for indices, (inputs, targets) in zip(lists, self._read(epoch, ahead), strict=True):
-            inputs, targets, there = to_device((inputs, targets, indices), self._device)
-            # All samples of a list at once: a kernel for each sample would cost as many launches.
-            yield indices, *self._data.augment(inputs, targets, Random(self._seed, epoch, there), training)
+            inputs, targets, device_indices = to_device((inputs, targets, indices), self._device)
+            random = Random(self._seed, epoch, device_indices)
+            # all samples of a list at once: a kernel for each sample would cost as many launches
+            yield indices, *self._data.augment(inputs, targets, random, training)
 
 
 class SeparateMicroBatches:
-    """Micro-batches that are each collated from their own items: only what collates knows where a sample lies."""
+    """Each micro-batch is read and collated from its own items: only `collate` knows where a sample lies."""
 
-    def __init__(self, samples: SampleReader) -> None:
-        self._samples = samples
+    def __init__(self, reader: SampleReader) -> None:
+        self._reader = reader
 
-    def read(self, epoch: int, cuts: Iterable[IndexedBatch], training: bool) -> Iterator[list[DeviceBatch]]:
-        """The micro-batches of each share."""
-        cuts, ahead = tee(cuts)
-        read = self._samples.read(
-            epoch, (indices[_as_slice(own)] for indices, parts in ahead for own in parts), training
-        )
-        for _, parts in cuts:
-            yield list(islice(read, len(parts)))
+    def read(self, epoch: int, batches: Iterable[IndexedBatch], training: bool) -> Iterator[list[DeviceBatch]]:
+        """The micro-batches of each batch."""
+        batches, ahead = tee(batches)
+        lists = (indices[_as_slice(rows)] for indices, parts in ahead for rows in parts)
+        micro_batches = self._reader.read(epoch, lists, training)
+        for _, parts in batches:
+            yield list(islice(micro_batches, len(parts)))
 
 
 class CutMicroBatches:
-    """Shares that are read and augmented at once, for else each micro-batch would cost as many kernels; then cut."""
+    """A batch is read and augmented at once, which saves kernels, and then cut into micro-batches."""
 
-    def __init__(self, samples: SampleReader) -> None:
-        self._samples = samples
+    def __init__(self, reader: SampleReader) -> None:
+        self._reader = reader
 
-    def read(self, epoch: int, cuts: Iterable[IndexedBatch], training: bool) -> Iterator[list[DeviceBatch]]:
-        """The micro-batches of each share."""
-        cuts, ahead = tee(cuts)
-        shares = self._samples.read(epoch, (indices for indices, _ in ahead), training)
-        for share, (_, parts) in zip(shares, cuts, strict=True):
-            yield self._cut(epoch, share, parts, training)
+    def read(self, epoch: int, batches: Iterable[IndexedBatch], training: bool) -> Iterator[list[DeviceBatch]]:
+        """The micro-batches of each batch."""
+        batches, ahead = tee(batches)
+        whole = self._reader.read(epoch, (indices for indices, _ in ahead), training)
+        for batch, (_, parts) in zip(whole, batches, strict=True):
+            yield self._cut(epoch, batch, parts, training)
 
-    def _cut(self, epoch: int, share: DeviceBatch, parts: Sequence[range], training: bool) -> list[DeviceBatch]:
-        size = len(share[0])
+    def _cut(self, epoch: int, batch: DeviceBatch, parts: Sequence[range], training: bool) -> list[DeviceBatch]:
+        size = len(batch[0])
         if list(parts) == [range(size)]:
-            return [share]  # a lone micro-batch is all of it
-        if all(has_rows(tree, size) for tree in share[1:]):
-            return split_micro_batches(share, parts)
-        return self._otherwise(epoch, share, parts, training)
+            return [batch]  # a lone micro-batch is all of it
+        if all(has_rows(tree, size) for tree in batch[1:]):
+            return split_micro_batches(batch, parts)
+        return self._read_uncut(epoch, batch, parts, training)
 
-    def _otherwise(self, epoch: int, share: DeviceBatch, parts: Sequence[range], training: bool) -> list[DeviceBatch]:
-        """Of what cannot be cut the set is asked for each micro-batch by itself."""
-        return list(self._samples.read(epoch, [share[0][_as_slice(own)] for own in parts], training))
+    def _read_uncut(self, epoch: int, batch: DeviceBatch, parts: Sequence[range], training: bool) -> list[DeviceBatch]:
+        """What cannot be cut is read again, each micro-batch by itself."""
+        return list(self._reader.read(epoch, [batch[0][_as_slice(rows)] for rows in parts], training))
 
 
 class SameShapeMicroBatches(CutMicroBatches):
-    """The same of items, where micro-batches must have one shape: they are padded together."""
+    """The same for items, where micro-batches must have one shape (a pipeline): they are padded together."""
 
-    def _otherwise(self, epoch: int, share: DeviceBatch, parts: Sequence[range], training: bool) -> list[DeviceBatch]:
+    def _read_uncut(self, epoch: int, batch: DeviceBatch, parts: Sequence[range], training: bool) -> list[DeviceBatch]:
         raise Refusal(
             f"the {len(parts)} micro-batches of a pipeline must have one shape, so they are cut from one batch, and"
-            f" {_describe_unsplittable(share)}; strategy=ddp and strategy=fsdp take each micro-batch from its own items"
+            f" {_describe_uncut(batch)}; strategy=ddp and strategy=fsdp take each micro-batch from its own items"
         )
 
 
-def make_micro_batching(
-    data: Data, dataset: Any, own: RankSampler, samples: SampleReader
+def choose_micro_batches(
+    data: Data, dataset: Any, sampler: RankSampler, reader: SampleReader
 ) -> SeparateMicroBatches | CutMicroBatches:
-    """How shares of this set become micro-batches on this rank."""
+    """How batches of this data set become micro-batches on this rank."""
     if not is_read_by_item(dataset, data.collate):
-        return CutMicroBatches(samples)
-    return (SameShapeMicroBatches if own.alike else SeparateMicroBatches)(samples)
+        return CutMicroBatches(reader)
+    return (SameShapeMicroBatches if sampler.same_shape else SeparateMicroBatches)(reader)
 
 
 class RankBatches:
-    """A rank's share of each global batch of an order."""
+    """This rank's samples of each global batch, in micro-batches."""
 
-    def __init__(self, data: Data, dataset: Any, own: RankSampler, loading: LoaderOptions) -> None:
-        self._data, self._samples, self._own = data, SampleReader(data, dataset, own, loading), own
-        self._cutting = make_micro_batching(data, dataset, own, self._samples)
+    def __init__(self, data: Data, dataset: Any, sampler: RankSampler, options: LoaderOptions) -> None:
+        self._data, self._sampler = data, sampler
+        self._reader = SampleReader(data, dataset, sampler, options)
+        self._micro_batches = choose_micro_batches(data, dataset, sampler, self._reader)
 
     def read(self, epoch: int, order: Tensor, global_batch: int, parts: Sequence[range]) -> Iterator[list[DeviceBatch]]:
-        """The micro-batches of this rank, for each whole global batch; parts: the rows of its share in each."""
-        cuts = ((indices, parts) for indices in self._own.steps(order, global_batch))
-        return self._cutting.read(epoch, cuts, training=True)
+        """The micro-batches of this rank, for each whole global batch of an order (N,).
+
+        parts: which rows of this rank's batch each micro-batch has.
+        """
+        batches = ((indices, parts) for indices in self._sampler.steps(order, global_batch))
+        return self._micro_batches.read(epoch, batches, training=True)
 
 
 class MixedRankBatches(RankBatches):
-    """The same, each sample mixed with its partner: the one half a global batch further on.
+    """The same, each sample mixed with its partner (`Data.mix`): the sample half a global batch later.
 
-    As a rule this rank holds it too. Where another one does, it is read and augmented here once more. So nothing need
-    be sent, and a sample is the same whatever the number of ranks.
+    As a rule this rank has the partner, too. If another rank has it, it is read and augmented here once more. So
+    nothing is sent, and a sample is the same on any number of ranks.
     """
 
     def read(self, epoch: int, order: Tensor, global_batch: int, parts: Sequence[range]) -> Iterator[list[DeviceBatch]]:
         """The micro-batches of this rank, for each whole global batch."""
         assert self._data.mix is not None
-        needed, partners = self._own.pairs(global_batch)
+        device, seed = self._sampler.device, mix_seeds(self._sampler.seed, MIX_SEED)
+        # first this rank's samples, then those partners that are other ranks'
+        needed, partners = self._sampler.pairs(global_batch)
         size, count = len(needed), len(partners)
-        partners = to_device(partners, self._own.device)
-        lists = self._own.steps(order, global_batch, needed)
-        for indices, *both in self._samples.read(epoch, lists, training=True):
-            _refuse_unmixed((indices, *both))
-            own = indices[:count]
-            random = Random(mix_seeds(self._own.seed, MIXING), epoch, to_device(own, self._own.device))
-            inputs, targets = slice_rows(both, 0, count, size)
-            others, other_targets = select_rows(both, partners, size)
-            yield split_micro_batches((own, *self._data.mix(inputs, targets, others, other_targets, random)), parts)
+        partners = to_device(partners, device)  # (count,) rows of what is read
+        lists = self._sampler.steps(order, global_batch, needed)
+        for indices, *trees in self._reader.read(epoch, lists, training=True):
+            _refuse_unmixed((indices, *trees))
+            indices = indices[:count]
+            inputs, targets = slice_rows(trees, 0, count, size)
+            other_inputs, other_targets = select_rows(trees, partners, size)
+            random = Random(seed, epoch, to_device(indices, device))
+            mixed = self._data.mix(inputs, targets, other_inputs, other_targets, random)
+            yield split_micro_batches((indices, *mixed), parts)
 
 
-def make_rank_batches(data: Data, dataset: Any, own: RankSampler, loading: LoaderOptions) -> RankBatches:
-    """Shares as they are read, or mixed, where the data mixes."""
-    return (RankBatches if data.mix is None else MixedRankBatches)(data, dataset, own, loading)
-
-
-def split_micro_batches(share: DeviceBatch, parts: Sequence[range]) -> list[DeviceBatch]:
-    """These rows of a share, a micro-batch each."""
-    indices, *trees = share
+def split_micro_batches(batch: DeviceBatch, parts: Sequence[range]) -> list[DeviceBatch]:
+    """Cut a batch into micro-batches of these rows."""
+    indices, *trees = batch
     size = len(indices)
-    return [(indices[_as_slice(own)], *slice_rows(trees, own.start, own.stop, size)) for own in parts]
+    return [(indices[_as_slice(rows)], *slice_rows(trees, rows.start, rows.stop, size)) for rows in parts]
 
 
-def _as_slice(own: range) -> slice:
-    return slice(own.start, own.stop)
+def _as_slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop)
 
 
-def _refuse_unmixed(share: DeviceBatch) -> None:
+def _refuse_unmixed(batch: DeviceBatch) -> None:
     """Refuse to mix what has no partner's rows. Lists of tensors are taken for views of all samples."""
-    size = len(share[0])
-    if any(x.shape[:1] != (size,) for tree in share[1:] for _, x in named_tensors(tree, "")):
+    size = len(batch[0])
+    if any(x.shape[:1] != (size,) for tree in batch[1:] for _, x in named_tensors(tree, "")):
         raise Refusal(
             "the data mixes samples with partners, which must be rows of its tensors (B, …), and"
-            f" {_describe_unsplittable(share)}; let collate stack the samples, or do without mix"
+            f" {_describe_uncut(batch)}; let collate stack the samples, or do without mix"
         )
 
 
-def _describe_unsplittable(share: DeviceBatch) -> str:
-    """What of a share is not certain to have a row for each sample, in words."""
-    size = len(share[0])
-    for name, tree in zip(("inputs", "targets"), share[1:], strict=True):
+def _describe_uncut(batch: DeviceBatch) -> str:
+    """What of a batch may not have a row for each sample, in words."""
+    size = len(batch[0])
+    for name, tree in zip(("inputs", "targets"), batch[1:], strict=True):
         if not has_rows(tree, size):
             for place, x in named_tensors(tree, name):
                 if x.shape[:1] != (size,):
@@ -175,13 +182,13 @@ def _describe_unsplittable(share: DeviceBatch) -> str:
     return "a batch has no rows"
 
 
-_HERE = LoaderOptions(workers=0)  # in this process
+_IN_PROCESS = LoaderOptions(workers=0)
 
 
 class Batch(NamedTuple):
-    """Samples on the device, and which ones they are."""
+    """A micro-batch of this rank, on the device, and which samples it has."""
 
-    inputs: Any
+    inputs: Any  # (B, …)
     targets: Any
     indices: Tensor  # (B,) of the data set, on the CPU
     span: range  # samples of the global batch that all data ranks have of this micro-batch, dealt to them in turn
@@ -190,31 +197,32 @@ class Batch(NamedTuple):
 
 
 class TrainLoader:
-    """The training batches of this rank: its share of global batches that are the same on any number of ranks."""
+    """The training batches of this rank. The global batches are the same on any number of ranks."""
 
     def __init__(
         self,
         data: Data,
         dataset: Any,
-        own: RankSampler,
+        sampler: RankSampler,
         global_batch: int,
         micro_batches: int = 1,
-        loading: LoaderOptions = _HERE,
+        options: LoaderOptions = _IN_PROCESS,
     ) -> None:
-        self._own, self._order = own, EpochOrder(data, dataset, own.seed)
-        self._shares = make_rank_batches(data, dataset, own, loading)
-        self.length = self._order.length  # of an epoch
+        self._sampler, self._order = sampler, EpochOrder(data, dataset, sampler.seed)
+        kind = RankBatches if data.mix is None else MixedRankBatches
+        self._batches = kind(data, dataset, sampler, options)
+        self.length = self._order.length  # samples of an epoch
         self.global_batch = global_batch
         self.steps_per_epoch = self.length // global_batch
-        # cut into micro-batches first and dealt then, the samples of one are the same whatever the number of ranks
+        # first cut into micro-batches, then dealt: so a micro-batch has the same samples on any number of ranks
         self._spans = split_evenly(global_batch, micro_batches)
-        self._parts = [own.rows(span) for span in self._spans]
+        self._parts = [sampler.rows(span) for span in self._spans]
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """The steps of one epoch, each a list of micro-batches; `start`: samples of its order that are done already."""
         order = self._order(epoch)[start:]
-        read = self._shares.read(epoch, order, self.global_batch, self._parts)
-        for done, step in enumerate(read):
+        steps = self._batches.read(epoch, order, self.global_batch, self._parts)
+        for done, step in enumerate(steps):
             yield [
                 Batch(inputs, targets, indices, span, self.global_batch, start + done > 0)
                 for (indices, inputs, targets), span in zip(step, self._spans, strict=True)
@@ -223,77 +231,84 @@ class TrainLoader:
     def example(self) -> tuple[Any, Any]:
         """Two samples of this rank's, as (inputs, targets) on the device: enough to see what a step touches.
 
-        One, where some rank has no more: as many on every rank.
+        One sample, if some rank has no more: every rank gets as many.
         """
-        least = self.length // self._own.ranks  # samples of an epoch that every rank has
-        rows = min(2, least)
-        batch = self._own.ranks * rows
-        ((_, inputs, targets),) = next(self._shares.read(0, self._order(0)[:batch], batch, [range(rows)]))
+        least = self.length // self._sampler.ranks  # samples of an epoch that every rank has
+        size = min(2, least)
+        global_batch = self._sampler.ranks * size
+        order = self._order(0)[:global_batch]
+        ((_, inputs, targets),) = next(self._batches.read(0, order, global_batch, [range(size)]))
         return inputs, targets
 
 
 class EvalLoader:
-    """The evaluation data in file order: every sample once, whatever the number of ranks."""
+    """The evaluation data in file order: every sample once, on any number of ranks."""
 
     def __init__(
-        self, data: Data, dataset: Any, own: RankSampler, global_batch: int, micro_batches: int, loading: LoaderOptions
+        self,
+        data: Data,
+        dataset: Any,
+        sampler: RankSampler,
+        global_batch: int,
+        micro_batches: int,
+        options: LoaderOptions,
     ) -> None:
         self.size = dataset_size(dataset)
-        self._own, self._global_batch = own, global_batch
-        self.most = -(-global_batch // micro_batches)  # samples of all data ranks in one forward
-        self._samples = SampleReader(data, dataset, own, loading)
-        self._cutting = make_micro_batching(data, dataset, own, self._samples)
+        self._sampler, self._global_batch = sampler, global_batch
+        self.micro_batch = -(-global_batch // micro_batches)  # samples of all data ranks in one forward, at most
+        self._reader = SampleReader(data, dataset, sampler, options)
+        self._micro_batches = choose_micro_batches(data, dataset, sampler, self._reader)
 
     def example(self) -> tuple[Any, Any]:
         """A sample or two, as (inputs, targets) on the device, as many on every rank: enough to see a step."""
-        least = max(1, min(2, min(self.size, self.most) // self._own.ranks))  # samples that every rank has of a batch
-        own = range(self.size)[self._own.rank :: self._own.ranks][:least] or range(self.size)[-1:]
-        return self.some(torch.tensor(own))
+        rank, ranks = self._sampler.rank, self._sampler.ranks
+        least = max(1, min(2, min(self.size, self.micro_batch) // ranks))  # samples that every rank has of a batch
+        samples = range(self.size)
+        return self.read_samples(torch.tensor(samples[rank::ranks][:least] or samples[-1:]))
 
-    def first(self) -> Batch:
-        """A micro-batch of one sample of each rank; a rank without one takes the last of the set."""
-        index = min(self._own.rank, self.size - 1)
-        inputs, targets = self.some(torch.tensor([index]))
-        span = range(min(self._own.ranks, self.size))
+    def smallest_batch(self) -> Batch:
+        """A micro-batch of one sample of each rank; a rank without a sample takes the last of the set."""
+        index = min(self._sampler.rank, self.size - 1)
+        inputs, targets = self.read_samples(torch.tensor([index]))
+        span = range(min(self._sampler.ranks, self.size))
         return Batch(inputs, targets, torch.tensor([index]), span, len(span))
 
-    def some(self, indices: Tensor) -> tuple[Any, Any]:
-        """These samples, as (inputs, targets) on the device, for one rank alone."""
-        ((_, inputs, targets),) = self._samples.read(0, [indices], training=False)
+    def read_samples(self, indices: Tensor) -> tuple[Any, Any]:
+        """These samples, (n,) indices, as (inputs, targets) on the device. Not collective: for one rank alone."""
+        ((_, inputs, targets),) = self._reader.read(0, [indices], training=False)
         return inputs, targets
 
-    def batches(self, at: Sequence[int] | None = None) -> Iterator[tuple[Batch, int]]:
-        """Micro-batches of each batch, and how many of their samples count; as many of them on every rank.
+    def batches(self, numbers: Sequence[int] | None = None) -> Iterator[tuple[Batch, int]]:
+        """Micro-batches of each batch, and how many of their samples count. Every rank gets as many micro-batches.
 
-        at: the numbers of some batches, in order; None: all.
+        numbers: of some batches, in order; None: all.
         """
         samples, size = range(self.size), self._global_batch
-        wholes = [samples[number * size : (number + 1) * size] for number in (range(len(self)) if at is None else at)]
-        for whole, step in zip(wholes, self._cutting.read(0, map(self._cut, wholes), training=False), strict=True):
-            spans = self._spans(len(whole))
-            for (indices, inputs, targets), span in zip(step, spans, strict=True):
-                batch = Batch(inputs, targets, indices, span, len(whole), whole.start > 0)
-                yield batch, len(self._own.rows(span))
+        numbers = range(len(self)) if numbers is None else numbers
+        spans = [samples[number * size : (number + 1) * size] for number in numbers]
+        steps = self._micro_batches.read(0, map(self._index, spans), training=False)
+        for samples, step in zip(spans, steps, strict=True):
+            micro_spans = self._split(len(samples))
+            for (indices, inputs, targets), span in zip(step, micro_spans, strict=True):
+                batch = Batch(inputs, targets, indices, span, len(samples), samples.start > 0)
+                yield batch, len(self._sampler.rows(span))
 
     def __len__(self) -> int:
         """How many batches there are."""
         return -(-self.size // self._global_batch)
 
-    def _cut(self, whole: range) -> IndexedBatch:
+    def _index(self, samples: range) -> IndexedBatch:
         """This rank's samples of a batch, and its rows of each micro-batch.
 
         A rank without a sample takes one that does not count, for it must compute with the others.
         """
-        own = whole[self._own.rank :: self._own.ranks] or whole[-1:]
-        parts = [self._own.rows(span) or range(1) for span in self._spans(len(whole))]
-        return torch.arange(own.start, own.stop, own.step), parts
+        local = samples[self._sampler.rank :: self._sampler.ranks] or samples[-1:]
+        parts = [self._sampler.rows(span) or range(1) for span in self._split(len(samples))]
+        return torch.arange(local.start, local.stop, local.step), parts
 
-    def _spans(self, total: int) -> list[range]:
-        """The micro-batches of a batch, over all ranks.
-
-        Cut first and dealt then, as in training: a micro-batch holds the same whatever the number of ranks.
-        """
-        return [range(total)[start : start + self.most] for start in range(0, total, self.most)]
+    def _split(self, total: int) -> list[range]:
+        """The micro-batches of a batch, over all ranks: first cut, then dealt, as in training."""
+        return [range(total)[start : start + self.micro_batch] for start in range(0, total, self.micro_batch)]
 
 
 def digest_indices(indices: Tensor) -> Tensor:

@@ -34,11 +34,11 @@ def named_tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 def named_lists(tree: Any, name: str) -> Iterator[tuple[str, Sequence[Any]]]:
     """Every list and tuple of a tree with its place there, as `named` has it; outer ones before inner ones."""
-    within: Iterable[tuple[Any, Any]] = _named_children(tree)
+    children: Iterable[tuple[Any, Any]] = _named_children(tree)
     if isinstance(tree, (list, tuple)):
         yield name, tree
-        within = enumerate(tree)
-    for key, value in within:
+        children = enumerate(tree)
+    for key, value in children:
         yield from named_lists(value, f"{name}.{key}")
 
 
@@ -58,8 +58,8 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 def replace_tensors(tree: Any, values: Iterable[Tensor]) -> Any:
     """The same tree with these tensors in place of its own, in the order of `tensors`."""
-    others = iter(values)
-    return map_tensors(tree, lambda _: next(others))
+    remaining = iter(values)
+    return map_tensors(tree, lambda _: next(remaining))
 
 
 def slice_rows(tree: Any, start: int, stop: int, size: int) -> Any:
@@ -70,8 +70,13 @@ def slice_rows(tree: Any, start: int, stop: int, size: int) -> Any:
     if isinstance(tree, Tensor):
         return tree[start:stop] if tree.dim() and tree.shape[0] == size else tree
     # a list as long as the batch, without tensors: one name, one path for each sample
-    named = isinstance(tree, tuple) and hasattr(tree, "_fields")
-    if isinstance(tree, (list, tuple)) and not named and len(tree) == size and next(tensors(tree), None) is None:
+    is_namedtuple = isinstance(tree, tuple) and hasattr(tree, "_fields")
+    if (
+        isinstance(tree, (list, tuple))
+        and not is_namedtuple
+        and len(tree) == size
+        and next(tensors(tree), None) is None
+    ):
         return tree[start:stop]
     return _map_children(tree, lambda value: slice_rows(value, start, stop, size))
 
@@ -85,16 +90,16 @@ def has_rows(tree: Any, size: int) -> bool:
     if isinstance(tree, Tensor):
         return tree.dim() > 0 and tree.shape[0] == size
     if isinstance(tree, (list, tuple)):
-        bare = next(tensors(tree), None) is None  # names
+        has_no_tensors = next(tensors(tree), None) is None  # names
         if len(tree) == size and not hasattr(tree, "_fields"):
-            return bare
-        return not bare and all(has_rows(value, size) for value in tree)
-    parts = _named_children(tree)
-    return tree is None or (bool(parts) and all(has_rows(value, size) for _, value in parts))
+            return has_no_tensors
+        return not has_no_tensors and all(has_rows(value, size) for value in tree)
+    children = _named_children(tree)
+    return tree is None or (bool(children) and all(has_rows(value, size) for _, value in children))
 
 
 def select_rows(tree: Any, at: Tensor, size: int) -> Any:
-    """These samples of a batch of `size`, of its tensors; `at`: (n,) int64, on their device."""
+    """These samples of a batch of `size`, of its tensors; `at`: (n,) int64, on the device of the tensors."""
     return map_tensors(tree, lambda x: x.index_select(0, at) if x.dim() and x.shape[0] == size else x)
 
 
@@ -106,14 +111,14 @@ def _map_children(tree: Any, change: Callable[[Any], Any]) -> Any:
     if type(tree) is dict:
         return {key: change(value) for key, value in tree.items()}
     # of other kinds a copy, for nobody knows what their constructors take; transformers' outputs are both at once
-    named = _named_children(tree)
-    made = copy(tree) if named else tree
-    for key, value in named:
+    children = _named_children(tree)
+    result = copy(tree) if children else tree
+    for key, value in children:
         if isinstance(tree, MutableMapping):
-            made[key] = change(value)
+            result[key] = change(value)
         else:
-            object.__setattr__(made, key, change(value))  # a frozen one too
-    return made
+            object.__setattr__(result, key, change(value))  # a frozen one too
+    return result
 
 
 def _named_children(tree: Any) -> list[tuple[Any, Any]]:
@@ -133,8 +138,8 @@ def to_device(tree: Any, device: torch.device) -> Any:
         pinned = uses_pinned_memory(device)
         # pinned memory is kept by torch until the copy is done, so nobody need wait here
         return (tree.pin_memory() if pinned and tree.is_cpu else tree).to(device, non_blocking=pinned)
-    if callable(go := getattr(tree, "to", None)):
-        return go(device)  # it knows better: packed sequences keep their lengths on the host
+    if callable(move := getattr(tree, "to", None)):
+        return move(device)  # it knows better: packed sequences keep their lengths on the host
     return _map_children(tree, lambda value: to_device(value, device))
 
 

@@ -1,4 +1,9 @@
-"""Random numbers that belong to samples: every one depends on (seed, epoch, sample index) alone."""
+"""Seeds and random numbers that are functions of numbers, so that no generator state need be saved.
+
+`mix_seeds` makes one seed of several numbers, `SeededDataset` reads items under seeded generators, and `Random` gives
+each sample its own random numbers, from (seed, epoch, sample index). All of it is SplitMix64 (Steele, Lea, Flood 2014):
+a counter that grows by the golden ratio, and a mixing of its bits.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ _WORD = 2**64 - 1  # Python's whole numbers have no end: this cuts them to 64 bi
 def mix_seeds(*numbers: int) -> int:
     """Hash whole numbers into 63 bits; their order counts."""
     word = 0
-    for number in numbers:
+    for number in numbers:  # + 1: a zero counts, too
         word = (word + (number + 1) * GOLDEN) & _WORD
         word = ((word ^ (word >> 30)) * _FIRST) & _WORD
         word = ((word ^ (word >> 27)) * _SECOND) & _WORD
@@ -34,7 +39,7 @@ def mix_seeds(*numbers: int) -> int:
 
 
 def mix_bits(words: Tensor) -> Tensor:
-    """The same mixing of int64 words of any shape; torch's shifts keep the sign, so masks take it away."""
+    """The same mixing for int64 tensors of any shape. torch's shifts keep the sign, so masks remove it."""
     words = ((words >> 30).bitwise_and_(2**34 - 1).bitwise_xor_(words)).mul_(to_int64(_FIRST))
     words = ((words >> 27).bitwise_and_(2**37 - 1).bitwise_xor_(words)).mul_(to_int64(_SECOND))
     return (words >> 31).bitwise_and_(2**33 - 1).bitwise_xor_(words)
@@ -48,20 +53,20 @@ def to_int64(word: int) -> int:
 
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed torch's generators of the CPU and of the current device; a tenth of the cost of `torch.manual_seed`."""
-    # torch.manual_seed asks for every backend that there is, and this runs in each step of a network that draws.
+    # torch.manual_seed asks for every backend that there is, and this runs in each step with dropout
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
 
 def seed_more_gpus(indices: Iterable[int]) -> None:
-    """Seed further CUDA GPUs, each otherwise, from the seed that the CPU's generator was given last."""
+    """Seed further CUDA GPUs, each differently, from the seed that the CPU's generator was given last."""
     for index in indices:
         default_generator(torch.device("cuda", index)).manual_seed(mix_seeds(torch.initial_seed(), index))
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators; NumPy's only where somebody has imported it."""
+    """Seed the global generators of Python, torch and, if somebody has imported it, NumPy."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
@@ -71,8 +76,8 @@ def seed_all(seed: int) -> None:
 class SeededDataset(Dataset):
     """A data set whose item (epoch, i) is read with all generators (Python, NumPy, torch) seeded from (seed, epoch, i).
 
-    So a random transform gives a sample the same picture on every rank, in every worker, in every order. In the main
-    process the generators are put back afterwards.
+    So a random transform changes a sample in the same way on every rank, in every worker, in every order. In the main
+    process the generators get their state back afterwards.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -83,7 +88,7 @@ class SeededDataset(Dataset):
 
     def __getitem__(self, at: tuple[int, int]) -> Any:
         epoch, index = at
-        # nothing else draws in a worker; in the main process the network may (dropout), so its numbers are put back
+        # in a worker nothing else uses the generators; in the main process the network may (dropout)
         with preserve_rng_state() if get_worker_info() is None else nullcontext():
             seed_all(mix_seeds(self._seed, epoch, index))
             return self._dataset[index]
@@ -91,7 +96,7 @@ class SeededDataset(Dataset):
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Leave the generators of the CPU as they are met."""
+    """Give the generators of the CPU their state back at the end."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy.random.get_state() if numpy else None
     with torch.random.fork_rng(devices=[]):
@@ -107,11 +112,11 @@ _SPREAD = 0x9E3779B1 - 2**32  # a prime near 2^32 over the golden ratio, as the 
 
 
 class TensorPart(NamedTuple):
-    """What is asked for of a larger tensor: in one dimension, which is not the batch, some places, in this order."""
+    """A part of a larger tensor that a rank draws: some places along one dimension, which is not the batch."""
 
     dim: int
-    places: tuple[range, ...]
-    size: int  # of the whole
+    places: tuple[range, ...]  # in this order
+    size: int  # of the whole dimension
 
 
 class Random:
@@ -122,20 +127,20 @@ class Random:
 
     def __init__(self, seed: int, epoch: int, indices: Tensor) -> None:
         self._seed, self._epoch, self._indices = seed, epoch, indices
-        self._drawn = 0  # numbers of each stream
+        self._drawn = 0  # numbers that were drawn for each sample
         self._part: TensorPart | None = None
 
     def of(self, number: int | Tensor, part: TensorPart | None = None) -> Random:
-        """Other streams of the same samples, told apart by an int64 number that lies anywhere; perhaps a part of them.
+        """Other random numbers for the same samples, chosen by an int64 number; perhaps of a part of a tensor.
 
-        A part has the numbers that it would have in the whole. A number follows from where it stands in its sample, not
-        from the shape: a sample that is padded has those that it has without.
+        A part has the numbers that it would have in the whole. A number depends on its place in its sample, not on the
+        shape: padding a sample does not change its numbers.
         """
         return _DerivedRandom(self._indices, self._start + number, part)
 
     @cached_property
     def _start(self) -> Tensor:
-        """Where each sample's stream begins: (B,) int64. Made when it is first asked for: many batches need none."""
+        """Where the stream of each sample begins: (B,) int64. Made at the first use, because many batches need none."""
         return mix_bits(self._indices * to_int64(GOLDEN) + mix_seeds(self._seed, self._epoch))
 
     def uniform(self, *shape: int) -> Tensor:
@@ -197,39 +202,39 @@ class Random:
         return mix_bits(self._start[:, None] + self._places(shape[1:], part)).view(shape)
 
     def _places(self, shape: tuple[int, ...], part: TensorPart | None) -> Tensor:
-        """How far each number of a sample is from where its stream begins: (numbers,) int64."""
-        # The counter goes on where the last call ended, so that no two calls share numbers.
+        """The distance of each number of a sample from the beginning of its stream: (numbers,) int64."""
+        # the counter goes on where the last call ended, so that no two calls share numbers
         first, self._drawn = self._drawn + 1, self._drawn + math.prod(shape)
         return torch.arange(first, self._drawn + 1, device=self._indices.device) * to_int64(GOLDEN)
 
 
 class _DerivedRandom(Random):
-    """Streams that begin where others say, for one draw."""
+    """The streams of `Random.of`, for one draw."""
 
     def __init__(self, indices: Tensor, start: Tensor, part: TensorPart | None) -> None:
         super().__init__(0, 0, indices)
         self._start, self._part = start, part
 
     def _places(self, shape: tuple[int, ...], part: TensorPart | None) -> Tensor:
-        # Every dimension has a step of its own. Counted through, a number would stand elsewhere in a wider tensor.
+        # every dimension has its own stride: counted through, a number would move in a wider tensor
         places = torch.full((1,) * len(shape), to_int64(GOLDEN), device=self._indices.device)
         for dim, size in enumerate(shape):
-            own = part.places if part and part.dim == dim + 1 else (range(size),)
-            if own == (range(1),):
+            ranges = part.places if part and part.dim == dim + 1 else (range(size),)
+            if ranges == (range(1),):
                 continue
-            line = _positions(own, self._indices.device).mul_(_dim_stride(dim))
-            places = places + line.view(-1, *(1,) * (len(shape) - dim - 1))
+            offsets = _positions(ranges, self._indices.device).mul_(_dim_stride(dim))  # (places of this dimension,)
+            places = places + offsets.view(-1, *(1,) * (len(shape) - dim - 1))
         return places.flatten()
 
 
 def _positions(places: tuple[range, ...], device: torch.device) -> Tensor:
-    lines = [torch.arange(each.start, each.stop, device=device) for each in places]
-    return lines[0] if len(lines) == 1 else torch.cat(lines)  # in each draw: only context ranks have several
+    pieces = [torch.arange(place.start, place.stop, device=device) for place in places]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # only context ranks have several
 
 
 @cache
 def _dim_stride(dim: int) -> int:
-    """What lies between two neighbours of a sample's dimension: an odd number of 64 bits."""
+    """The distance between two neighbours along a dimension of a sample: an odd number of 64 bits."""
     return to_int64(GOLDEN if dim == 0 else mix_seeds(dim) * 2 + 1)
 
 

@@ -1,4 +1,4 @@
-"""The global order of an epoch's samples, the same for every number of ranks, and one rank's share of it."""
+"""The order of an epoch's samples, the same for any number of ranks, and which of them one rank reads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trainer.data.data import Data
 from trainer.data.rng import mix_seeds
 from trainer.messages import Refusal
 
-_ORDER = 0x6F72646572  # sets the order's stream of random numbers apart from all others of the same seed
+_ORDER_SEED = 0x6F72646572  # so that the numbers of the order are others than those of augmenting, dropout, …
 
 
 class EpochOrder:
-    """`order(epoch)`: global indices that depend on (seed, epoch) alone: what the data says, or a permutation."""
+    """The global indices of an epoch, which depend on (seed, epoch) alone: what the data says, or a permutation."""
 
     def __init__(self, data: Data, dataset: Any, seed: int) -> None:
         """Refusal where the data set cannot be indexed, or the order is no list of its indices."""
@@ -39,11 +39,11 @@ class EpochOrder:
 
 def make_epoch_order(data: Data, size: int, seed: int, epoch: int) -> Tensor:
     """The order of one epoch: what the data says of its `size` samples, or a permutation. Refusal for no such list."""
-    generator = torch.Generator().manual_seed(mix_seeds(seed, _ORDER, epoch))
-    # The default of Data.order would make the training set again to ask for its length.
+    generator = torch.Generator().manual_seed(mix_seeds(seed, _ORDER_SEED, epoch))
+    # the default of Data.order would make the training set again to ask for its length
     if type(data).order is Data.order:
         return torch.randperm(size, generator=generator)
-    # What a lab gives may be a list or lie on a device; it must hold indices of the set: (N,) int64.
+    # what a lab returns may be a list, or lie on a device; it must hold indices of the set: (N,) int64
     indices = torch.as_tensor(data.order(epoch, generator), dtype=torch.int64, device="cpu")
     if indices.dim() != 1 or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size):
         raise Refusal(
@@ -66,45 +66,45 @@ def dataset_size(dataset: Any) -> int:
 
 @dataclass(frozen=True)
 class RankSampler:
-    """Which samples are this rank's, and where they go.
+    """Which samples this rank reads, and on which device they are needed.
 
-    Every rank deals itself its samples of each global batch from one global order: `batch[rank :: ranks]`. Global step
-    k is `order[k·B : (k+1)·B]` for every number of ranks, so nothing about the order of samples depends on how many
-    there are. Where they do not divide B, the first ranks have one sample more than the others.
+    Step k has the samples `order[k·B : (k+1)·B]` on any number of ranks, and a rank takes `batch[rank :: ranks]` of
+    them. If the number of ranks does not divide B, the first ranks have one sample more than the others.
     """
 
-    rank: int  # among those that read different samples
-    ranks: int  # that read different samples
+    rank: int  # among the ranks that read different samples
+    ranks: int  # how many these are
     device: torch.device
     seed: int  # of order and augmentation
-    alike: bool = False  # must the micro-batches of a step have one shape?
+    same_shape: bool = False  # must the micro-batches of a step have one shape?
 
-    def steps(self, order: Tensor, global_batch: int, at: Tensor | None = None) -> RankSteps:
-        """This rank's indices of each whole global batch of an order; what is left at its end is nobody's.
+    def steps(self, order: Tensor, global_batch: int, positions: Tensor | None = None) -> RankSteps:
+        """This rank's indices of each whole global batch of an order (N,); what is left at its end nobody reads.
 
-        at: positions in a global batch, instead of this rank's.
+        positions: those in a global batch that are wanted, instead of this rank's.
         """
         whole = len(order) // global_batch * global_batch
         # (steps, B) → every ranks-th column from this rank's on → steps × (B / ranks,)
-        columns = slice(self.rank, None, self.ranks) if at is None else at
+        columns = slice(self.rank, None, self.ranks) if positions is None else positions
         return RankSteps(order[:whole].view(-1, global_batch)[:, columns])
 
     def pairs(self, global_batch: int) -> tuple[Tensor, Tensor]:
-        """Where in a global batch this rank's samples are, then those of their partners that are other ranks'.
+        """The positions in a global batch that mixing needs on this rank, and which of them are the partners.
 
-        And which of all these is the partner of each of this rank's samples: the one half a batch further on, from the
-        end on at the beginning. It is this rank's own where all ranks have as many samples, an even number.
+        First this rank's samples, then those partners that other ranks have. The partner of a sample is half a batch
+        later; after the end comes the beginning. If all ranks have the same, even number of samples, a rank has all
+        partners itself. Shapes: (needed,) positions, (B / ranks,) indices into them.
         """
-        own = torch.arange(self.rank, global_batch, self.ranks)
-        partners = (own + global_batch // 2) % global_batch
-        needed = torch.cat((own, partners[partners % self.ranks != self.rank]))
-        # position → place among those needed
-        place = torch.empty(global_batch, dtype=torch.int64)
-        place[needed] = torch.arange(len(needed))
-        return needed, place[partners]
+        local = torch.arange(self.rank, global_batch, self.ranks)
+        partners = (local + global_batch // 2) % global_batch
+        needed = torch.cat((local, partners[partners % self.ranks != self.rank]))
+        # position in the global batch → row among those needed
+        row = torch.empty(global_batch, dtype=torch.int64)
+        row[needed] = torch.arange(len(needed))
+        return needed, row[partners]
 
     def rows(self, span: range) -> range:
-        """Which rows of this rank's share lie in a span of the global batch: row j is sample j · ranks + rank of it."""
+        """Which rows of this rank's batch lie in a span of the global batch: row j is its sample j · ranks + rank."""
         # samples of this rank before a position: those at rank, rank + ranks, … below it, so a division rounded up
         start, stop = (-(-(at - self.rank) // self.ranks) for at in (span.start, span.stop))
         return range(start, stop)
@@ -112,15 +112,15 @@ class RankSampler:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The rows of a table (steps, samples), one by one, as often as they are asked for.
+    """This rank's indices of each step, one step after the other, as often as they are asked for.
 
-    Not a list of them: as tensors of their own they would need more memory than what they are rows of.
+    Not a list: as tensors of their own the rows would need more memory than the table.
     """
 
-    rows: Tensor
+    rows: Tensor  # (steps, samples)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Row after row; some thousands are made at once, as one at a time costs more."""
+        """Row after row. Some thousands are made at once, because one at a time costs more."""
         for part in self.rows.split(4096):
             yield from part.unbind()
 

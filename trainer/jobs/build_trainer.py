@@ -56,33 +56,33 @@ def make_trainer(
     # an example of a batch: what is traced, cut or compiled must see the shapes of a micro-batch
     example = stream.example()
     work = make_utilization(run, example, log)  # while the network is whole, and all of one kind
-    placed = strategy.build(run.task, run.network, example)
-    placed.work = work
+    parallel_model = strategy.build(run.task, run.network, example)
+    parallel_model.work = work
     # the optimizer comes after the network is in its place: it steps what this rank owns by now
-    optimizer = make_optimizer(run, placed, log)
-    placed.keep_average(settings.ema.decay, settings.ema.every)
+    optimizer = make_optimizer(run, parallel_model, log)
+    parallel_model.keep_average(settings.ema.decay, settings.ema.every)
     if loop.on_nonfinite == "skip":
-        placed.skip_broken_steps()
+        parallel_model.skip_broken_steps()
     evaluation = make_evaluation(run)
     return Trainer(
         strategy=strategy,
-        placed=placed,
+        model=parallel_model,
         task=run.task,
         optimizer=optimizer,
         schedule=run.schedule,
-        stream=stream,
-        evaluation=evaluation,
+        train_loader=stream,
+        eval_loader=evaluation,
         checkpoints=checkpoints,
         log=log,
-        report=partial(write_status, run.folder, placed.watch),
+        report=partial(write_status, run.folder, parallel_model.watch),
         stop=lambda: stop.raised,
         steps=run.length.steps,
         horizon=run.length.steps,
         max_norm=loop.max_norm,
-        log_due=Trigger(loop.log_every),
-        eval_due=Trigger(loop.eval_every),
-        save_due=Trigger(loop.save_every),
-        facts={
+        log_trigger=Trigger(loop.log_every),
+        eval_trigger=Trigger(loop.eval_every),
+        save_trigger=Trigger(loop.save_every),
+        checkpoint_facts={
             "configuration": parse_config(run.configuration),
             "precision": run.machine.resolved_precision,
             "data": run.data_identity,  # the main rank's, which writes them
@@ -91,16 +91,16 @@ def make_trainer(
         stop_after=settings.run.stop_after,
         progress=progress,
         profile=make_profile(run),
-        show=make_media_logger(run, evaluation, log),
+        media=make_media_logger(run, evaluation, log),
         on_nonfinite=NONFINITE_POLICIES[loop.on_nonfinite](),
     )
 
 
-def make_optimizer(run: PreparedRun, placed: ParallelModel, log: Log) -> Optimizer:
+def make_optimizer(run: PreparedRun, parallel_model: ParallelModel, log: Log) -> Optimizer:
     """The optimizer over what this rank owns, with the rates that the schedule multiplies."""
-    groups, settings = parameter_groups(placed.network, run.spare_vectors, run.rules), run.settings
+    groups, settings = parameter_groups(parallel_model.network, run.spare_vectors, run.rules), run.settings
     try:
-        optimizer = placed.optimizer(run.make_optimizer, groups)
+        optimizer = parallel_model.optimizer(run.make_optimizer, groups)
     except Refusal as error:
         if EMPTY_ERROR not in str(error):
             raise
@@ -111,7 +111,7 @@ def make_optimizer(run: PreparedRun, placed: ParallelModel, log: Log) -> Optimiz
         ) from error
     if why := why_not_fused(optimizer, run.make_optimizer, run.strategy.device, settings.optimizer.fused):
         log.say(f"note        the optimizer's step is not fused here: {why}")
-        optimizer = placed.optimizer(run.make_optimizer, [{**group, "fused": False} for group in groups])
+        optimizer = parallel_model.optimizer(run.make_optimizer, [{**group, "fused": False} for group in groups])
     for group in optimizer.param_groups:
         group["lr"] *= run.schedule.scale(settings.loop.global_batch)
     return optimizer

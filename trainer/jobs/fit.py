@@ -176,9 +176,9 @@ def end(run: PreparedRun, trainer: Trainer, stop: StopRequest, done: bool, began
     replaced = run.strategy.world.all_gather_values(run.data.replaced())
     # what it reached and where the time went, now that all steps are done and no line is under way
     table = summary_lines(run, trainer, perf_counter() - began) if launch.is_main else []
-    left_out = left_out_lines(trainer.placed.scaler.left_out(), trainer.progress)
+    left_out = left_out_lines(trainer.model.scaler.skipped_steps(), trainer.progress)
     best = best_lines(trainer.checkpoints) if done else []
-    last = end_lines(run, trainer.figures, step, done, ended)
+    last = end_lines(run, trainer.metrics, step, done, ended)
     for line in (*table, *trainer.profile.close(), *replaced_lines(replaced), *left_out, *best, *last):
         log.say(line)
     log.end(state)

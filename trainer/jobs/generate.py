@@ -49,7 +49,7 @@ class Generate(Job):
         network = load_network(run, checkpoint.path, wants_average(run, self.weights))
         self.request.refuse_network("job=generate", network)
         device = torch.device("cpu" if run.machine.device == "cpu" else accelerator_type() or "cpu")
-        text = self.request.text(network.to(device), run.data, device)
+        text = self.request.generate(network.to(device), run.data, device)
         print(text)
         request = asdict(self.request)
         line = {"checkpoint": checkpoint.step, "prompt": request.pop("prompt"), "text": text, **request}

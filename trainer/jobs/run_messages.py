@@ -55,7 +55,7 @@ def start_lines(run: PreparedRun, start: CheckpointInfo | None) -> list[str]:
         f"strategy    {strategy.name} on {format_count(strategy.world.size, 'process')}; {format_devices(machine)}",
         f"precision   {format_precision(machine)}",
         f"network     {type(run.network).__name__}, {count:,} parameters{frozen}",
-        *[f"optimizer   {rule}; {rule.covers(run.network):,} parameters" for rule in run.rules],
+        *[f"optimizer   {rule}; {rule.count_parameters(run.network):,} parameters" for rule in run.rules],
         f"data        {format_data(run)}",
         f"evaluation  {evaluated or 'none: the data has no evaluation set'}",
         f"batch       {run.batches}",
@@ -233,13 +233,13 @@ def quote_path(path: Path) -> str:
 
 def summary_lines(run: PreparedRun, trainer: Trainer, whole: float) -> list[str]:
     """What the main rank says of the run; whole: seconds since this start of it began."""
-    folder, watch, step = run.folder.path, trainer.placed.watch, trainer.progress.step
+    folder, watch, step = run.folder.path, trainer.model.watch, trainer.progress.step
     # not the step less those that were done here: some may have been done twice
     before = (read_status(folder) or {}).get("resume_step", 0)
     return [
         *metric_lines(folder / "metrics.jsonl", trainer.checkpoints),
         *time_lines(watch, whole, before, step),
-        *throughput_lines(watch, whole, trainer.stream.global_batch),
+        *throughput_lines(watch, whole, trainer.train_loader.global_batch),
         *(cost_lines(costs) if (costs := read_costs(folder)) else []),
         *summary_notes(before, ahead=run.strategy.device.type != "cpu"),
     ]
@@ -285,7 +285,7 @@ def throughput_lines(watch: StepTimer, whole: float, batch: int) -> list[str]:
     if not watch.measured:
         return []
     # both are counted by the host: work that a GPU has still to do is seen by the second alone
-    steady = watch.measured * batch / sum(watch.spent[name] for name in STEP_PHASES)
+    steady = watch.measured * batch / sum(watch.elapsed[name] for name in STEP_PHASES)
     return [f"throughput  {steady:,.0f} samples/s in the steps, {watch.steps * batch / whole:,.0f} overall"]
 
 

@@ -146,7 +146,7 @@ def assemble(
     # the data before all that is told its facts
     data = instantiate(cfg.data, Data, "data", names)
     cfg = fill_data_facts(cfg, {name: getattr(data, name, None) for name in DATA_FACTS})
-    machine.refuse_crowd()
+    machine.refuse_shared_devices()
     cfg = with_model_settings(cfg, arguments, names, run.dir or (f"{run.root}/{run.name}" if run.name else None))
 
     def make_learning() -> dict[str, Any]:

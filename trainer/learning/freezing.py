@@ -17,33 +17,33 @@ NORMS = (*BATCH_NORMS, nn.SyncBatchNorm)  # what has running statistics
 
 
 class FrozenBatchNorm(nn.Module):
-    """What a BatchNorm becomes that is frozen: it stays in evaluation mode, in training too."""
+    """A frozen BatchNorm: it stays in evaluation mode, in training too."""
 
     def train(self, mode: bool = True) -> Self:
-        """Stay as it is."""
+        """Stay in evaluation mode."""
         return super().train(False)
 
 
 def freeze(network: nn.Module, patterns: Sequence[str]) -> nn.Module:
-    """Freeze, in place, what these patterns mean: parameters, and whole modules with their BatchNorms.
+    """Freeze, in place, what matches these patterns: parameters, and whole modules with their BatchNorms.
 
-    Values are not looked at, so the network may be an outline. Refusal of a pattern that means nothing.
+    Values are not looked at, so the network may be on the meta device. Refusal of a pattern that matches nothing.
     """
-    meant = [one for pattern in patterns for one in resolve_pattern(network, pattern, "model.freeze")]
+    resolved = [name for pattern in patterns for name in resolve_pattern(network, pattern, "model.freeze")]
 
-    def is_meant(name: str) -> bool:
-        return any(matches_or_contains(pattern, name) for pattern in meant)
+    def is_frozen(name: str) -> bool:
+        return any(matches_or_contains(pattern, name) for pattern in resolved)
 
     # of tied weights any name counts: the tensor is one
     for name, parameter in network.named_parameters(remove_duplicate=False):
-        if is_meant(name):
+        if is_frozen(name):
             parameter.requires_grad_(False)
     # without a gradient a norm would still move its statistics by every batch that it sees
     for name, module in network.named_modules():
         if isinstance(module, NORMS) and not isinstance(module, FrozenBatchNorm):
-            own = [f"{name}.{last}" for last, _ in module.named_parameters()]
-            # one whose scale and shift are named is meant as well as one inside of what is named
-            if is_meant(name) or (own and all(is_meant(one) for one in own)):
+            parameters = [f"{name}.{last}" for last, _ in module.named_parameters()]
+            # also a norm whose scale and shift are both frozen by name
+            if is_frozen(name) or (parameters and all(map(is_frozen, parameters))):
                 module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type,assignment]  # no class is hashable
                 module.eval()
     return network
@@ -51,19 +51,19 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> nn.Module:
 
 @cache
 def _frozen_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of the same name that stays in evaluation mode: not a wrapper, so that all names stay."""
+    """A subclass with the same name that stays in evaluation mode. Not a wrapper: so all names stay."""
     return type(
         kind.__name__, (FrozenBatchNorm, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     )
 
 
 def frozen_names(network: nn.Module) -> set[str]:
-    """The names of the parameters that do not learn, each of their names."""
-    return {name for name, one in network.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    """The names of the parameters that do not learn; of a tied one all its names."""
+    return {name for name, p in network.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
 def count_trainable(network: nn.Module) -> int:
-    """How many numbers of the network learn."""
+    """How many elements of the network's parameters learn."""
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
 
 

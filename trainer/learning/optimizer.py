@@ -1,4 +1,4 @@
-"""What an optimizer is built over: groups, decay, fused steps; and optimizers around other optimizers."""
+"""Building an optimizer: parameter groups, weight decay, fused steps, and optimizers that contain others."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ EMPTY_ERROR = "empty parameter list"  # what torch says of an optimizer that get
 
 
 def make_trial_optimizer(make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
-    """An optimizer over a matrix, which all of them take; and over a vector, where one inside of it wants the rest."""
-    numbers = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
+    """An optimizer over a small matrix, which all of them take; with a vector, if an inner optimizer needs one."""
+    parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
     try:
-        return make(numbers[:1])
+        return make(parameters[:1])
     except (ValueError, Refusal) as error:
         if EMPTY_ERROR not in str(error):
             raise
-    return make(numbers)
+    return make(parameters)
 
 
 def expose_inner_optimizers(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer. Where others lie in it that step all its parameters, their groups and states are its own.
+    """The same optimizer. If optimizers inside it step all its parameters, it shares their groups and states.
 
-    So the schedule reaches them and a checkpoint holds what they remember.
+    So the schedule reaches them, and a checkpoint holds their states.
     """
     inner = list(_find_optimizers(vars(optimizer).values()))
-    steps = [parameter for each in inner for group in each.param_groups for parameter in group["params"]]
-    all_of_it = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if not inner or len(steps) != len(all_of_it) or {*steps} != all_of_it:
-        return optimizer  # what is wrong with it shows when it is tried
+    stepped = [parameter for each in inner for group in each.param_groups for parameter in group["params"]]
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if not inner or len(stepped) != len(parameters) or {*stepped} != parameters:
+        return optimizer  # what is wrong with it shows when it is tried (optimizer_checks)
     optimizer.param_groups = [group for each in inner for group in each.param_groups]
     for each in inner:
         optimizer.state.update(each.state)
     share = partial(_share_state, inner)
-    optimizer.register_load_state_dict_post_hook(share)  # which makes new groups and a new state
+    optimizer.register_load_state_dict_post_hook(share)  # load_state_dict makes new groups and a new state
     share(optimizer)
     return optimizer
 
@@ -70,53 +70,57 @@ Make = Callable[[Groups], torch.optim.Optimizer]
 
 
 def should_spare_vectors(kind: Any, weight_decay: float | None, decay: str) -> bool:
-    """Must biases and norms (vectors) be kept from a decay? Not where `decay` is "all", nor where nothing decays.
+    """Do biases and norms (vectors) need a group without decay? Not if `decay` is "all", nor if nothing decays.
 
-    weight_decay: what the configuration says; None: the optimizer's own default.
+    weight_decay: of the configuration; None: the optimizer's own default.
     """
-    # An optimizer without the word cannot be told to spare; one that decays nothing need not.
-    own = signature(kind).parameters.get("weight_decay")
-    amount = own.default if own is not None and weight_decay is None else weight_decay
-    return decay == "weights" and own is not None and amount != 0
+    # an optimizer without this argument cannot spare them; one that decays nothing need not
+    argument = signature(kind).parameters.get("weight_decay")
+    amount = argument.default if argument is not None and weight_decay is None else weight_decay
+    return decay == "weights" and argument is not None and amount != 0
 
 
 def parameter_groups(network: nn.Module, spare_vectors: bool, rules: Sequence[Rule] = ()) -> Groups:
-    """The trainable parameters, in as few groups as can be: each is a call of its own in every step.
+    """The trainable parameters, in as few groups as possible: each group is a kernel call of its own in every step.
 
-    The first group has the optimizer's own rate, which is the one that is logged; it may be empty. Of the rules the
-    first that counts for a parameter does.
+    The first group has the optimizer's own rate, which is the one that is logged; it may be empty. If several rules
+    apply to a parameter, the first one counts.
     """
-    # By three questions: which rule counts, does it decay, and are its gradients sparse, or its numbers complex?
-    # No fused step takes these.
+    # a group for each answer to: which rule applies, does it decay, can a fused step take it? No fused step takes
+    # sparse gradients or complex numbers
     sparse = {embedding.weight for embedding in find_sparse_embeddings(network).values()}
     groups: dict[tuple[int, bool, bool], list[nn.Parameter]] = {(0, False, False): []}
     names: dict[nn.Parameter, list[str]] = {}  # a tied weight has several
     for name, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    for parameter, own in names.items():
+    for parameter, aliases in names.items():
         if parameter.requires_grad:
-            rule = next((at for at, rule in enumerate(rules, 1) if any(map(rule.counts_for, own))), 0)
+            rule = next((at for at, rule in enumerate(rules, 1) if any(map(rule.applies_to, aliases))), 0)
             spared = spare_vectors and parameter.dim() <= 1
-            groups.setdefault((rule, spared, parameter in sparse or parameter.is_complex()), []).append(parameter)
-    said: list[dict[str, Any]] = [{}, *(rule.words() for rule in rules)]
+            unfused = parameter in sparse or parameter.is_complex()
+            groups.setdefault((rule, spared, unfused), []).append(parameter)
+    settings: list[dict[str, Any]] = [{}, *(rule.hyperparameters() for rule in rules)]
     return [
-        {"params": group} | said[rule] | ({"weight_decay": 0.0} if spared else {}) | ({"fused": False} if thin else {})
-        for (rule, spared, thin), group in sorted(groups.items(), key=lambda item: item[0])
+        {"params": group}
+        | settings[rule]
+        | ({"weight_decay": 0.0} if spared else {})
+        | ({"fused": False} if unfused else {})
+        for (rule, spared, unfused), group in sorted(groups.items(), key=lambda item: item[0])
     ]
 
 
 def refuse_rate(rate: Any) -> None:
-    """Refuse a rate that is no number: a class without annotations would fail over it in a way of its own."""
+    """Refuse a learning rate that is no number: an optimizer without annotations would fail with another error."""
     if not isinstance(rate, int | float):
         raise Refusal(f"optimizer.lr={'null' if rate is None else rate}: expected a number")
 
 
 def refuse_rules(kind: Any, rules: Sequence[Rule]) -> None:
-    """Refuse what a rule says of a hyper-parameter that the optimizer does not have: it would change nothing."""
+    """Refuse a rule for a hyper-parameter that the optimizer does not have: it would change nothing."""
     for rule in rules:
-        for word in rule.words():
-            if word not in signature(kind).parameters:
-                raise Refusal(f"optimizer.groups: {rule}, but {kind.__name__} has no {word}")
+        for key in rule.hyperparameters():
+            if key not in signature(kind).parameters:
+                raise Refusal(f"optimizer.groups: {rule}, but {kind.__name__} has no {key}")
 
 
 def find_sparse_embeddings(network: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
@@ -134,17 +138,17 @@ def why_not_fused(
     device: torch.device,
     wanted: bool | None,
 ) -> str:
-    """Why this optimizer's fused step cannot run on the device; empty where it can, or where it is not fused.
+    """Why this optimizer's fused step cannot run on the device; empty if it can, or if it is not fused.
 
-    Refusal where it was asked for.
+    Refusal if the configuration asks for a fused step.
     """
     if not any(group.get("fused") for group in optimizer.param_groups):
         return ""
-    # Which kernels there are for which device changes with torch: try it on one number.
-    number = nn.Parameter(torch.zeros(1, device=device))
-    number.grad = torch.zeros_like(number)
+    # which device has which kernels changes with torch: try it on one number
+    parameter = nn.Parameter(torch.zeros(1, device=device))
+    parameter.grad = torch.zeros_like(parameter)
     try:
-        make([{"params": [number]}]).step()
+        make([{"params": [parameter]}]).step()
     except RuntimeError as error:
         if wanted:
             raise Refusal(f"optimizer.fused=true: torch says: {error}; leave optimizer.fused out") from error
@@ -153,11 +157,11 @@ def why_not_fused(
 
 
 def init_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Let SGD's momentum begin as zeros, where it has not begun; the numbers of every step stay the same.
+    """Give SGD a momentum of zeros, if it has none yet. The numbers of every step stay the same.
 
-    torch begins it in a parameter's first step. Fused, that leaves unwritten memory where the step has an overflow,
-    and fails where only some parameters of a group had a step before; a sparse gradient makes a memory that is sparse
-    itself, which no checkpoint keeps.
+    torch makes it in a parameter's first step. A fused step then leaves unwritten memory if there is an overflow, and
+    fails if only some parameters of a group had a step before. A sparse gradient makes a sparse momentum, which no
+    checkpoint keeps.
     """
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         if group["momentum"] and not group["dampening"]:  # a first step is not dampened: zeros would be wrong
@@ -167,7 +171,7 @@ def init_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float], factor: float) -> float:
-    """Give every group its rate times this factor; returns that of the first."""
+    """Set the learning rate of every group to its rate times this factor; returns that of the first group."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate * factor
     return rates[0] * factor
@@ -176,8 +180,8 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float], factor: 
 def fused_argument(kind: Any, fused: bool | None, dampening: Any = 0) -> dict[str, bool]:
     """The `fused` argument for an optimizer; None: yes where it has one (1.3 to 3.4 times faster, the same result)."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        return {}  # whoever builds it will say what it is instead
-    # Asked for and not there, or known to be wrong: refuse. Not asked for: take what is right.
+        return {}  # building it will show what it is instead
+    # asked for, but missing or known to be wrong: a refusal; not asked for: what is right
     if "fused" not in signature(kind).parameters:
         if fused:
             raise Refusal(f"optimizer.fused=true: {kind.__name__} has no fused step")

@@ -1,4 +1,4 @@
-"""How a network can be divided over devices, as the network or a task says it."""
+"""`Plan`: how a network can be divided over devices. A network or a task gives it."""
 
 from __future__ import annotations
 

@@ -16,25 +16,25 @@ from trainer.messages import Refusal
 
 
 class StatelessSchedule:
-    """A schedule of the step alone: it fits every run, hears figures without a change, and remembers nothing."""
+    """A schedule that depends on the step alone: it fits every run, ignores metrics, and has no state."""
 
     def check(self, steps: int, per_epoch: int) -> None:
         """Refuse a run of so many steps, so many of them an epoch, that cannot come to its end."""
 
     @property
-    def follows(self) -> Mapping[str, str]:
-        """The figures that it reads, by the keys that name them; "-loss": smaller is better."""
+    def watched_metrics(self) -> Mapping[str, str]:
+        """The metrics that it reads, by the keys of the configuration that name them; "-loss": smaller is better."""
         return {}
 
-    def hear(self, figures: Mapping[str, float], best: str) -> None:
-        """The figures of an evaluation, the same on every rank; best: the one that marks the best checkpoint."""
+    def observe(self, metrics: Mapping[str, float], best: str) -> None:
+        """Take the metrics of an evaluation, the same on every rank; best: the one that marks the best checkpoint."""
 
     def state(self) -> dict[str, Any]:
-        """What it remembers, as JSON has it; it goes into every checkpoint."""
+        """Its state as JSON, for every checkpoint."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take it back; empty where the checkpoint's schedule remembered nothing."""
+        """Take over a state; empty if the schedule of the checkpoint had none."""
 
 
 @dataclass
@@ -58,11 +58,11 @@ class Schedule(StatelessSchedule, ABC):
 
     @property
     def label(self) -> str:
-        """What a run says it is."""
+        """Its name in the output of a run."""
         return type(self).__name__.lower()
 
     def __call__(self, step: int, epoch: int, horizon: int) -> float:
-        """The factor for this step, which is of this epoch."""
+        """The factor of the learning rate for this step of this epoch."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         # a run may end in its warm-up, and a longer one than planned stays at the end
@@ -137,12 +137,12 @@ class WSD(Schedule):
         return 1 - (1 - self.final) * into / self.decay if into else 1.0
 
 
-COUNTS = ("best", "num_bad_epochs", "cooldown_counter")  # what torch's scheduler remembers between two figures
+COUNTS = ("best", "num_bad_epochs", "cooldown_counter")  # the state of torch's scheduler between two metrics
 
 
 @dataclass
 class Plateau(Schedule):
-    """The rate times `factor` when more than `patience` evaluations in a row have brought no better figure.
+    """The rate times `factor` when more than `patience` evaluations in a row have brought no better metric.
 
     torch.optim.lr_scheduler.ReduceLROnPlateau does the counting; its epochs are evaluations here.
     """
@@ -150,7 +150,7 @@ class Plateau(Schedule):
     figure: str | None = None  # accuracy, or -loss: smaller is better; None: the one that marks the best checkpoint
     factor: float = 0.1
     patience: int = 10  # evaluations
-    threshold: float = 1e-4  # better by this part of the best figure, or it does not count
+    threshold: float = 1e-4  # better by this part of the best metric, or it does not count
     cooldown: int = 0  # evaluations after a fall that do not count
     min: float = 0.0  # part of the full rate, 0..1, below which it does not fall
     needs_horizon: ClassVar[bool] = False
@@ -167,38 +167,38 @@ class Plateau(Schedule):
             raise Refusal(f"schedule.min is {self.min}, schedule.threshold {self.threshold}: fractions, 0 or more")
         self._rate = 1.0  # part of the full rate
         self._counts: dict[str, float] = {}
-        self._heard: str | None = None  # the figure that they are about
+        self._observed: str | None = None  # the metric that they are about
 
     def at(self, step: int, epoch: int, done: float) -> float:
-        """The factor that the figures so far have come to."""
+        """The factor after the metrics so far."""
         return self._rate
 
     @property
-    def follows(self) -> Mapping[str, str]:
-        """The figure, where it is not the one that marks the best checkpoint."""
+    def watched_metrics(self) -> Mapping[str, str]:
+        """The metric, if it is not the one that marks the best checkpoint."""
         return {"schedule.figure": self.figure} if self.figure else {}
 
-    def hear(self, figures: Mapping[str, float], best: str) -> None:
-        """Count one evaluation, and let the rate fall where there were too many."""
+    def observe(self, metrics: Mapping[str, float], best: str) -> None:
+        """Count one evaluation, and lower the rate if too many were no better."""
         name = self.figure or best
         mode: Literal["min", "max"] = "min" if name.startswith("-") else "max"
-        # a scheduler for one figure, over an optimizer that only has a rate: what it remembers are four numbers
+        # a new scheduler for each metric, over an optimizer that only has a rate: its state are four numbers
         optimizer = torch.optim.SGD([torch.zeros(())], lr=self._rate)
         scheduler = ReduceLROnPlateau(
             optimizer, mode, self.factor, self.patience, self.threshold, cooldown=self.cooldown, min_lr=self.min
         )
-        vars(scheduler).update(self._counts if self._heard == name else {})
-        scheduler.step(figures[name.removeprefix("-")])
-        self._rate, self._heard = optimizer.param_groups[0]["lr"], name
+        vars(scheduler).update(self._counts if self._observed == name else {})
+        scheduler.step(metrics[name.removeprefix("-")])
+        self._rate, self._observed = optimizer.param_groups[0]["lr"], name
         self._counts = {key: vars(scheduler)[key] for key in COUNTS}
 
     def state(self) -> dict[str, Any]:
-        """The rate, and what was counted of which figure."""
-        return {"rate": self._rate, "figure": self._heard, "counts": self._counts}
+        """The rate, and what was counted of which metric."""
+        return {"rate": self._rate, "figure": self._observed, "counts": self._counts}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take it back."""
-        self._rate, self._heard = state.get("rate", 1.0), state.get("figure")
+        self._rate, self._observed = state.get("rate", 1.0), state.get("figure")
         self._counts = dict(state.get("counts", {}))
 
 
@@ -206,17 +206,17 @@ class Plateau(Schedule):
 class TorchSchedule(Schedule):
     """A scheduler of torch's over an optimizer that only has a rate, stepped once an epoch or once a step.
 
-    It is stepped again from the start where a run goes on: nothing has to be stored, and any scheduler can be had.
+    A resumed run steps it again from the start: so nothing has to be stored, and any scheduler can be used.
     """
 
     make: Callable[[Optimizer], LRScheduler]
-    rate: float  # of the run's optimizer: what numbers like eta_min and max_lr are to be compared with
+    rate: float  # of the run's optimizer: numbers like eta_min and max_lr are relative to it
     per: Literal["step", "epoch"] = "epoch"  # how often it is stepped
-    needs_horizon: ClassVar[bool] = False  # how long it takes, its own keys say
+    needs_horizon: ClassVar[bool] = False  # its own keys say how long it takes
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._stepped: int = 0  # so often by now
+        self._stepped: int = 0  # how often it was stepped
         self._begin()
         if isinstance(self._scheduler, ReduceLROnPlateau):
             raise Refusal("schedule._target_: ReduceLROnPlateau needs a metric; use schedule=plateau")

@@ -68,7 +68,7 @@ class Task:
         `totals` holds `loss` (the sum of loss times weight), `weight`, `samples`, every sum of `metrics`, and what
         `gathered` keeps. The default divides each sum by the weight, and leaves out what has more than one element.
         """
-        # A sum of several numbers has no one meaning; a set without samples has weight 0.
+        # what a sum of several elements means is unknown; a set without samples has weight 0
         sums = {
             name: total
             for name, total in totals.items()
@@ -126,13 +126,13 @@ class Task:
 
     def plan(self, network: nn.Module) -> Plan:
         """How the network can be divided over devices; default: the network's own `plan()`, if it has one."""
-        # The networks of others have no such method: any module will do.
-        own = getattr(network, "plan", None)
-        return own() if callable(own) else Plan()
+        # networks of other libraries have no such method, which is fine
+        method = getattr(network, "plan", None)
+        return method() if callable(method) else Plan()
 
 
 class TaskWrapper(Task):
-    """Another task, of whose outputs somebody wants to see more; what is not overridden is that task's own."""
+    """A task around another one, to see more of its outputs. What is not overridden is done by the inner task."""
 
     def __init__(self, inner: Task) -> None:
         self.inner = inner
@@ -154,19 +154,19 @@ class TaskWrapper(Task):
 
 
 def unwrap_task(task: Task) -> Task:
-    """The task that others are around."""
+    """The innermost task, without the wrappers around it."""
     return unwrap_task(task.inner) if isinstance(task, TaskWrapper) else task
 
 
 def loss_weight(task: Task, target: Any, samples: int) -> Tensor | int:
-    """Of how many units the loss of a micro-batch of so many samples is the mean."""
+    """How many units the loss of a micro-batch is the mean of."""
     task = unwrap_task(task)
-    # targets need not show how many there are: of a list of boxes the first tensor is one sample's
+    # targets may not show how many samples there are: in a list of boxes the first tensor is that of one sample
     return samples if type(task).weight is Task.weight else task.weight(target)
 
 
 def is_list_of_samples(tree: Any) -> bool:
-    """Is it a list with something for each sample, as of detection? A list of tensors has all samples in each."""
+    """Is it a list with a dict for each sample, as in detection? A list of tensors has all samples in each."""
     return isinstance(tree, (list, tuple)) and len(tree) > 0 and isinstance(tree[0], dict)
 
 
@@ -176,14 +176,14 @@ def gathers_samples(task: Task) -> bool:
 
 
 def refuse_metric_objects(task: Task) -> None:
-    """Refuse objects that add up by themselves what one rank has seen."""
+    """Refuse metric objects (torchmetrics), which add up what one rank has seen."""
     for name, value in vars(task).items():
-        for one in _walk_values(value):
-            bases = [base for base in type(one).__mro__ if base.__module__.partition(".")[0] in _STATEFUL]
+        for item in _walk_values(value):
+            bases = [base for base in type(item).__mro__ if base.__module__.partition(".")[0] in _STATEFUL]
             if any(base.__name__ in ("Metric", "MetricCollection") for base in bases):
                 package = bases[0].__module__.partition(".")[0]
                 raise Refusal(
-                    f"task: self.{name} is a {type(one).__name__} of {package}, an object that remembers what one rank"
+                    f"task: self.{name} is a {type(item).__name__} of {package}, an object that remembers what one rank"
                     " has shown it: samples of other ranks, and which of them count, it does not know. Keep what it"
                     ' needs of each sample, def gathered(self, output, target): return {"scores": …, "labels": …},'
                     ' and compute it in finish from totals["scores"] and totals["labels"], for example with'

@@ -1,4 +1,4 @@
-"""How a language model continues a text: what is asked for, who can do it, and the text."""
+"""How a language model continues a text: the request, which data and networks can do it, and the text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GenerationRequest:
     seed: int = 0
 
     def refuse_data(self, word: str, data: Data) -> None:
-        """Refuse data that makes no tokens of a text. word: of the command line, that asked for it."""
+        """Refuse data that cannot make tokens of a text. word: the argument of the command line, for the message."""
         if not all(callable(getattr(data, verb, None)) for verb in ("encode", "decode")):
             raise Refusal(
                 f"{word}: {type(data).__name__} makes no tokens of a text; a Data can, with the methods"
@@ -43,12 +43,12 @@ class GenerationRequest:
                 " temperature, top_k), as the decoders of recipes.language and transformers have one"
             )
 
-    def text(self, network: Any, data: Any, device: torch.device) -> str:
+    def generate(self, network: Any, data: Any, device: torch.device) -> str:
         """The prompt and what follows it; seeds all generators."""
         seed_all(self.seed)
         seed_torch(self.seed, device)
-        drawing = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
+        sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         prompt = data.encode(self.prompt)[None].to(device)  # (1, T)
         with torch.no_grad():
-            drawn = network.generate(prompt, max_new_tokens=self.tokens, top_k=self.top_k or 0, **drawing)
-        return data.decode(drawn[0].cpu())
+            tokens = network.generate(prompt, max_new_tokens=self.tokens, top_k=self.top_k or 0, **sampling)
+        return data.decode(tokens[0].cpu())  # (T + new tokens,)

@@ -101,16 +101,16 @@ def _on_host(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def gather_samples(placed: ParallelModel) -> Iterator[NoGatheredSamples]:
+def gather_samples(model: ParallelModel) -> Iterator[NoGatheredSamples]:
     """Inside, the evaluation keeps what the task asks for."""
-    if not gathers_samples(unwrap_task(placed.task)):
+    if not gathers_samples(unwrap_task(model.task)):
         yield NoGatheredSamples()
         return
-    inner, placed.task = placed.task, (kept := GatheringTask(placed.task))
+    inner, model.task = model.task, (kept := GatheringTask(model.task))
     try:
         yield kept
     finally:
-        placed.task = inner
+        model.task = inner
 
 
 Shape = tuple[int, ...]
@@ -163,16 +163,16 @@ class ShapeCheckingTask(TaskWrapper):
         return {name: torch.zeros(pairs[name][0]) if name in self.differing else sums[name] for name in pairs}
 
 
-def refuse_metrics(placed: ParallelModel, stream: EvalLoader, ranks: Ranks) -> None:
+def refuse_metrics(model: ParallelModel, stream: EvalLoader, ranks: Ranks) -> None:
     """Collective: Refusal where the metrics of one sample have another shape than those of a micro-batch."""
     whole, _ = next(iter(stream.batches(range(1))))
-    inner, placed.task = placed.task, (task := ShapeCheckingTask(placed.task))
+    inner, model.task = model.task, (task := ShapeCheckingTask(model.task))
     try:
         with torch.no_grad():
-            for batch in (whole, stream.first()):
-                placed.evaluate(batch, 1)
+            for batch in (whole, stream.smallest_batch()):
+                model.evaluate(batch, 1)
     finally:
-        placed.task = inner
+        model.task = inner
     heard = ranks.all_gather_values(task.differing)  # all ranks, once; as a rule nothing
     for name, shapes in (pair for rank in heard for pair in rank.items()):
         raise Refusal(f"Task.metrics: {name} {describe_shapes(*shapes)}")
@@ -197,7 +197,7 @@ NO_MEDIA = NoMediaLogger()
 
 def trial_evaluation(
     strategy: Strategy,
-    placed: ParallelModel,
+    model: ParallelModel,
     task: Task,
     stream: EvalLoader,
     wanted: Mapping[str, str],
@@ -208,8 +208,8 @@ def trial_evaluation(
     Refusal where a wanted figure, by the key that names it (checkpoint.best), is none of the task's; or where metrics
     are no sums.
     """
-    refuse_metrics(placed, stream, strategy.world)
-    figures = evaluate_batches(strategy, placed, task, stream, range(1), show)
+    refuse_metrics(model, stream, strategy.world)
+    figures = evaluate_batches(strategy, model, task, stream, range(1), show)
     for key, name in wanted.items():
         if (bare := name.removeprefix("-")) not in figures:
             averaged = bare.startswith("ema_") and not any(each.startswith("ema_") for each in figures)
@@ -219,7 +219,7 @@ def trial_evaluation(
 
 def evaluate_batches(
     strategy: Strategy,
-    placed: ParallelModel,
+    model: ParallelModel,
     task: Task,
     stream: EvalLoader,
     at: Sequence[int],
@@ -227,18 +227,18 @@ def evaluate_batches(
 ) -> dict[str, float]:
     """Collective: figures over some batches of a set, by their numbers."""
     figures: dict[str, float] = {}
-    for prefix, weights in placed.average.views():
+    for prefix, weights in model.average.views():
         sums: dict[str, Tensor | float] = {}
-        with weights, torch.no_grad(), show.watching(placed, prefix) as through, gather_samples(placed) as kept:
+        with weights, torch.no_grad(), show.record_worst(model, prefix) as through, gather_samples(model) as kept:
             for batch, valid in kept.through(through(stream.batches(at))):
-                _add_sums(sums, placed.evaluate(batch, valid))
+                _add_sums(sums, model.evaluate(batch, valid))
         figures |= _finish_metrics(task, strategy.totals(sums).read(), kept.read(strategy), prefix)
     return figures
 
 
 def evaluate(
     strategy: Strategy,
-    placed: ParallelModel,
+    model: ParallelModel,
     task: Task,
     stream: EvalLoader,
     asked: Callable[[], bool],
@@ -251,12 +251,12 @@ def evaluate(
     """
     figures: dict[str, float] = {}
     votes = strategy.votes()
-    for prefix, weights in placed.average.views():
+    for prefix, weights in model.average.views():
         sums: dict[str, Tensor | float] = {}
-        with weights, torch.no_grad(), show.watching(placed, prefix) as through, gather_samples(placed) as kept:
+        with weights, torch.no_grad(), show.record_worst(model, prefix) as through, gather_samples(model) as kept:
             for batch, valid in kept.through(through(stream.batches())):
                 votes.ask(asked())  # travels while the batch computes; no GPU waits for it
-                _add_sums(sums, placed.evaluate(batch, valid))
+                _add_sums(sums, model.evaluate(batch, valid))
                 if any(votes.read()):
                     return None
         totals = strategy.totals(sums).read()
@@ -264,7 +264,7 @@ def evaluate(
             raise RuntimeError(f"evaluated {int(totals['samples'])} samples of a set of {stream.size}")
         rows = kept.read(strategy)
         figures |= _finish_metrics(task, totals, rows, prefix)
-        show.totals(prefix, totals | rows)
+        show.record_totals(prefix, totals | rows)
     # what follows from them (the best, an early end, a rate) all must do alike: a task may draw at random, and tensor
     # ranks and stages add up each for themselves, in an order of their own
     return strategy.world.all_gather_values(figures)[0]  # all ranks, once an evaluation; the main rank's

@@ -94,7 +94,7 @@ class WorstPredictionsTask(TaskWrapper):
 class NoTextSample:
     """Nobody asked for one."""
 
-    def show(self, placed: ParallelModel, step: int) -> None:
+    def log_text(self, model: ParallelModel, step: int) -> None:
         """The evaluation of this step is done."""
 
 
@@ -104,14 +104,14 @@ class TextSample(NoTextSample):
     def __init__(self, asked: GenerationRequest, data: Data, log: Log) -> None:
         self._asked, self._data, self._log = asked, data, log
 
-    def show(self, placed: ParallelModel, step: int) -> None:
+    def log_text(self, model: ParallelModel, step: int) -> None:
         """Write the text, for the sinks that show it; training goes on as if nobody had."""
-        place = placed.strategy
+        place = model.strategy
         if not place.world.is_main:  # the others wait for it where they next meet
             return
         # one token after the other: nothing that was compiled for a step has these sizes
         with preserve_rng_state(), without_compile(), place.machine.autocast(place.device):
-            self._log.sample(self._asked.text(placed.network, self._data, place.device), step)
+            self._log.sample(self._asked.generate(model.network, self._data, place.device), step)
 
 
 BatchObserver = Callable[
@@ -124,20 +124,20 @@ MAX_INPUTS = 10  # of a batch
 class NoMediaLogger:
     """Nobody looks: nothing is kept, gathered or drawn."""
 
-    def inputs(self, batch: Batch) -> None:
+    def log_inputs(self, batch: Batch) -> None:
         """The first micro-batch of all."""
 
-    def parameters(self, placed: ParallelModel, step: int, epochs_done: int | None) -> None:
+    def log_parameters(self, model: ParallelModel, step: int, epochs_done: int | None) -> None:
         """Collective where it is due: weights and gradients of this step, before the weights change."""
 
-    def watching(self, placed: ParallelModel, view: str) -> AbstractContextManager[BatchObserver]:
+    def record_worst(self, model: ParallelModel, view: str) -> AbstractContextManager[BatchObserver]:
         """Inside, an evaluation of this view goes through its micro-batches."""
         return nullcontext(iter)
 
-    def totals(self, view: str, totals: dict[str, Any]) -> None:
+    def record_totals(self, view: str, totals: dict[str, Any]) -> None:
         """What the evaluation of this view has summed up over the whole set."""
 
-    def evaluation(self, placed: ParallelModel, step: int) -> None:
+    def log_evaluation(self, model: ParallelModel, step: int) -> None:
         """Collective: the evaluation is done, and its figures count."""
 
 
@@ -158,55 +158,55 @@ class MediaLogger(NoMediaLogger):
         self._watched: dict[str, WorstPredictionsTask] = {}  # by the prefix of a view's figures
         self._confusion: dict[str, Tensor | None] = {}
 
-    def inputs(self, batch: Batch) -> None:
+    def log_inputs(self, batch: Batch) -> None:
         """Pictures of the main rank's first samples, with what is true of them."""
         inputs, targets = slice_rows((batch.inputs, batch.targets), 0, MAX_INPUTS, len(batch.indices))
         if (pictures := self._data.as_pictures(inputs)) is not None:
             self._log.images("inputs", pictures, 0, self._data.as_words(targets))
 
-    def parameters(self, placed: ParallelModel, step: int, epochs_done: int | None) -> None:
+    def log_parameters(self, model: ParallelModel, step: int, epochs_done: int | None) -> None:
         """Collective where it is due: histograms of what is trained."""
-        if not self._due.now(step, epochs_done, clock=False):
+        if not self._due.is_due(step, epochs_done, clock_expired=False):
             return
-        sizes = {name: prod(shape) for name, shape in placed.shapes.items()}
-        trained = {name: one for name, one in placed.network.named_parameters() if one.requires_grad}
+        sizes = {name: prod(shape) for name, shape in model.shapes.items()}
+        trained = {name: one for name, one in model.network.named_parameters() if one.requires_grad}
         gradients = {name: to_local(one.grad) for name, one in trained.items() if one.grad is not None}
         weights = {name: to_local(one) for name, one in trained.items()}
         # all ranks, whatever each holds
         self._log.histograms("weights", compute_histograms(weights, sizes, 1.0, self._ranks), step)
         self._log.histograms(
-            "gradients", compute_histograms(gradients, sizes, placed.scaler.unscaled(), self._ranks), step
+            "gradients", compute_histograms(gradients, sizes, model.scaler.unscale_factor(), self._ranks), step
         )
 
     @contextmanager
-    def watching(self, placed: ParallelModel, view: str) -> Iterator[BatchObserver]:
+    def record_worst(self, model: ParallelModel, view: str) -> Iterator[BatchObserver]:
         """Inside, the task also keeps the worst answers."""
-        task = placed.task
-        placed.task = self._watched[view] = WorstPredictionsTask(task)
+        task = model.task
+        model.task = self._watched[view] = WorstPredictionsTask(task)
         try:
             yield self._watched[view].through
         finally:
-            placed.task = task
+            model.task = task
 
-    def totals(self, view: str, totals: dict[str, Any]) -> None:
+    def record_totals(self, view: str, totals: dict[str, Any]) -> None:
         """Keep the confusion matrix, if there is one."""
         self._confusion[view] = self._watched[view].confusion(totals)
 
-    def evaluation(self, placed: ParallelModel, step: int) -> None:
+    def log_evaluation(self, model: ParallelModel, step: int) -> None:
         """Collective: show the worst answers of all ranks, the confusion matrix, and a text where one is asked for."""
         for view, watched in self._watched.items():
             worst = watched.read(self._ranks)  # all ranks; a few numbers for each of a few samples
             # the one thing here that not all ranks do: reading those samples once more
             if worst and self._ranks.is_main:
-                self._show_worst(f"{view}worst", worst, step)
+                self._log_worst(f"{view}worst", worst, step)
             if (confusion := self._confusion[view]) is not None:
                 self._log.confusion(f"{view}confusion", confusion, step, self._data.class_names)
-        self._sample.show(placed, step)
+        self._sample.log_text(model, step)
 
-    def _show_worst(self, tag: str, worst: list[Prediction], step: int) -> None:
+    def _log_worst(self, tag: str, worst: list[Prediction], step: int) -> None:
         """Read these few samples once more; nothing if they are no pictures."""
         assert self._evaluation is not None
-        inputs, _ = self._evaluation.some(torch.tensor([one.sample for one in worst]))
+        inputs, _ = self._evaluation.read_samples(torch.tensor([one.sample for one in worst]))
         if (pictures := self._data.as_pictures(inputs)) is None:
             return
         said = self._data.as_words(torch.tensor([one.said for one in worst]))

@@ -27,9 +27,9 @@ class Progress:
         self.step += 1
         self.samples += batch
         self.position += batch
-        return self.epoch if self.turn(batch, length) else None
+        return self.epoch if self.begin_next_epoch(batch, length) else None
 
-    def turn(self, batch: int, length: int) -> bool:
+    def begin_next_epoch(self, batch: int, length: int) -> bool:
         """Begin the next epoch where this one has no whole batch left; was it so?"""
         if self.position + batch <= length:
             return False
@@ -43,7 +43,7 @@ class Progress:
             then.advance(batch, length)
         return then
 
-    def pass_over(self, other: Progress) -> None:
+    def skip_to(self, other: Progress) -> None:
         """After going back: go on with the samples that come after those of another progress."""
         self.epoch, self.position = other.epoch, other.position
         self.left_out = other.samples + other.left_out - self.samples

@@ -61,7 +61,7 @@ class TrainMeter:
         totals = self._totals(sums, {} if norm is None else {"grad_norm": norm})
         whole = perf_counter() - self._since
         seconds = whole / max(self._timed, 1)
-        speed = {"samples_per_s": self._global_batch / seconds, **work.figures(batches[0].inputs, seconds)}
+        speed = {"samples_per_s": self._global_batch / seconds, **work.metrics(batches[0].inputs, seconds)}
         facts = {**known, **speed, "step_s": seconds, "time": time()}
         self._sum, self._steps = None, 0
         self.resume()
@@ -99,45 +99,45 @@ class StepMonitor:
     def __init__(
         self,
         strategy: Strategy,
-        placed: ParallelModel,
+        model: ParallelModel,
         global_batch: int,
         checkpoints: CheckpointManager,
         log: Log,
         report: Callable[..., None],
     ) -> None:
         """Collective: nothing is known yet."""
-        self._placed, self._checkpoints, self._log, self._report = placed, checkpoints, log, report
+        self._model, self._checkpoints, self._log, self._report = model, checkpoints, log, report
         self._meter = TrainMeter(strategy.totals, global_batch, strategy.machine.parameter_dtype)
         self._pending: PendingMetrics | None = None
-        self._lookout = strategy.lookout(placed.scaler.allowed)
-        self._copies, self._pace = strategy.copies(placed.network), strategy.pace()
+        self._lookout = strategy.lookout(model.scaler.allowed)
+        self._copies, self._pace = strategy.copies(model.network), strategy.pace()
 
-    def broken(self) -> bool:
+    def has_found(self) -> bool:
         """Was a number of this rank not finite, of those that have arrived? For the vote of a step."""
-        return self._lookout.seen()
+        return self._lookout.has_found()
 
     def add(self, step: int, batches: list[Batch], parts: dict[str, Tensor], norm: Tensor | None) -> None:
         """Take the numbers of the step just done, where they are: only a line brings them to the host."""
         # steps between lines count as well: what a kill costs is known by the last report
         self._report("running", step)
-        tokens = sum(self._placed.task.tokens(batch.targets) for batch in batches)
-        self._meter.add(parts, *self._placed.scaler.counted(parts["loss"]), tokens)
-        self._lookout.add(step, batches, parts["loss"], self._placed.scaler.judged(norm))
+        tokens = sum(self._model.task.tokens(batch.targets) for batch in batches)
+        self._meter.add(parts, *self._model.scaler.loss_and_count(parts["loss"]), tokens)
+        self._lookout.record(step, batches, parts["loss"], self._model.scaler.norm_to_check(norm))
 
-    def refuse(self, broken: bool, failed: bool = False) -> None:
+    def check(self, broken: bool, failed: bool = False) -> None:
         """Collective where some rank has found something, which all know: NotFinite, or a word of a step left out.
 
         failed: the save under way is over, or is to be waited for; NotFinite or FailedSave where it was not to be.
         """
         # the save first: what broke it is older than what any step has seen since
-        self.refuse_saved(self._checkpoints.finish_save(broken or failed))
-        self._lookout.refuse(broken)
+        self.check_saved(self._checkpoints.finish_save(broken or failed))
+        self._lookout.check(broken)
 
     def begin(self, step: int, batches: list[Batch], norm: Tensor | None, known: Mapping[str, Any]) -> None:
         """Collective: a line about the step just done is on its way, and what else ranks tell each other with it."""
-        self._pending = self._meter.line(batches, norm, {"step": step, **known}, self._placed.work)
-        self._copies.tell(step)
-        self._pace.tell(self._placed.watch)
+        self._pending = self._meter.line(batches, norm, {"step": step, **known}, self._model.work)
+        self._copies.start(step)
+        self._pace.start(self._model.watch)
 
     def write(self) -> None:
         """Write the last line, unless it was. Drifted on all ranks if copies differ."""
@@ -146,20 +146,20 @@ class StepMonitor:
         line, self._pending = self._pending.read(), None
         self._log.train(line)
         # tensor ranks add up each for itself: what one of them finds here is none of the others' yet
-        self._lookout.notice(not math.isfinite(float(line["loss_mean"])))
-        for fact in (*self._pace.heard(), *self._placed.heard()):
+        self._lookout.note(not math.isfinite(float(line["loss_mean"])))
+        for fact in (*self._pace.read(), *self._model.heard()):
             self._log.say(f"note        {fact}")
-        self._copies.refuse()
+        self._copies.check()
 
-    def refuse_save(self, step: int, state: Mapping[str, Tensor]) -> None:
+    def check_before_save(self, step: int, state: Mapping[str, Tensor]) -> None:
         """Collective: NotFinite or Drifted where this state is one that no run should go on from."""
-        self.refuse(broken=False, failed=True)  # the save before this one
-        self._lookout.refuse_save()
-        self._copies.refuse_save(step, state)
+        self.check(broken=False, failed=True)  # the save before this one
+        self._lookout.check_before_save()
+        self._copies.check_before_save(step, state)
 
-    def refuse_saved(self, broken: NonFiniteSave) -> None:
+    def check_saved(self, broken: NonFiniteSave) -> None:
         """Collective where a state that was to be saved is not finite: NotFinite."""
-        self._lookout.refuse_state(*broken)
+        self._lookout.check_state(*broken)
 
     def resume(self) -> None:
         """Start the clock again, after what was no step."""

@@ -64,7 +64,9 @@ class DDPModel(ParallelModel):
         if not any(parameter.requires_grad for parameter in self.network.parameters()):
             raise Refusal("strategy=ddp: the network has no trainable parameter, so no gradient to average")
         # DDP would only fail in the second step, and not name them
-        unused = [] if strategy.find_unused_parameters or strategy.static_graph else self._rehearse(self.step_module)
+        unused = (
+            [] if strategy.find_unused_parameters or strategy.static_graph else self._trial_backward(self.step_module)
+        )
         if unused:
             raise Refusal(
                 f"these parameters get no gradient: {format_names(unused, 8)}; set strategy.find_unused_parameters=true"
@@ -85,7 +87,7 @@ class DDPModel(ParallelModel):
         # last bits: without this a resumed run would differ from one that was never interrupted. A static graph needs
         # its first backward synchronised, too.
         forward = unflatten_output(self._replica)
-        self._rehearse(forward)
+        self._trial_backward(forward)
         return forward
 
     @override
@@ -106,7 +108,7 @@ class DDPModel(ParallelModel):
         every = self.network.named_parameters()
         return [name for name, parameter in every if parameter.requires_grad and parameter.grad is None]
 
-    def _rehearse(self, forward: Forward) -> list[str]:
+    def _trial_backward(self, forward: Forward) -> list[str]:
         """Collective if `forward` is: a step's backward that leaves no trace. The parameters that get no gradient."""
         self.set_mode(training=True)
         buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}

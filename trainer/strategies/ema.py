@@ -29,7 +29,7 @@ class NoMovingAverage:
         """What is to be evaluated: a prefix for its figures, and the context in which the network holds it."""
         yield "", nullcontext()
 
-    def on_statistics(self, agree: Callable[[], None]) -> None:
+    def synchronize_statistics(self, agree: Callable[[], None]) -> None:
         """Collective if `agree` is, which brings the network's running statistics together."""
         agree()
 
@@ -56,8 +56,8 @@ class MovingAverage(NoMovingAverage):
         self._decay, self._every, self._move = decay, every, get_ema_multi_avg_fn(decay)
         self._statistics = running_statistics(network)
         trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
-        self._own: dict[str, Tensor] = {**trained, **self._statistics}  # the network's, by their names
-        self._kept: dict[str, Tensor] = {}  # their averages; none before the first update
+        self._tensors: dict[str, Tensor] = {**trained, **self._statistics}  # the network's, by their names
+        self._averages: dict[str, Tensor] = {}  # their averages; none before the first update
 
     @torch.no_grad()
     @override
@@ -65,11 +65,11 @@ class MovingAverage(NoMovingAverage):
         """Move the average towards the weights, at every so many steps; not where the step was left out."""
         if step % self._every:
             return
-        if not self._kept:
-            self._kept = {name: own.detach().clone() for name, own in self._own.items()}
+        if not self._averages:
+            self._averages = {name: own.detach().clone() for name, own in self._tensors.items()}
             return
         # shards and copies alike: nothing travels, and what ranks have in common stays the same bits
-        kept, own = ([to_local(tensor) for tensor in tensors.values()] for tensors in (self._kept, self._own))
+        kept, own = ([to_local(tensor) for tensor in tensors.values()] for tensors in (self._averages, self._tensors))
         if not isinstance(skipped, Tensor):
             self._move(kept, own, step)
             return
@@ -82,10 +82,10 @@ class MovingAverage(NoMovingAverage):
     def views(self) -> Views:
         """The weights, then the average in their place."""
         yield "", nullcontext()
-        yield METRIC_PREFIX, self._in_place(self._own)
+        yield METRIC_PREFIX, self._in_place(self._tensors)
 
     @override
-    def on_statistics(self, agree: Callable[[], None]) -> None:
+    def synchronize_statistics(self, agree: Callable[[], None]) -> None:
         """Collective if `agree` is, which brings the network's running statistics together: them and their average."""
         agree()
         with self._in_place(self._statistics):
@@ -94,12 +94,12 @@ class MovingAverage(NoMovingAverage):
     @override
     def state(self) -> dict[str, Tensor]:
         """The averages under their names; DTensors where the weights are."""
-        return {EMA_PREFIX + name: average for name, average in self._kept.items()}
+        return {EMA_PREFIX + name: average for name, average in self._averages.items()}
 
     @override
     def empty(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Room for the averages that are stored; where there are none, the average begins from the weights."""
-        wanted = {EMA_PREFIX + name: own for name, own in self._own.items()}
+        wanted = {EMA_PREFIX + name: own for name, own in self._tensors.items()}
         return {name: torch.empty_like(own) for name, own in wanted.items() if name in stored}
 
     @override
@@ -108,9 +108,9 @@ class MovingAverage(NoMovingAverage):
 
         What has none among others was frozen until now: it never moved, so it is its own average.
         """
-        there = {name: state[EMA_PREFIX + name] for name in self._own if EMA_PREFIX + name in state}
-        own = self._own if there else {}
-        self._kept = {n: there[n] if n in there else tensor.detach().clone() for n, tensor in own.items()}
+        there = {name: state[EMA_PREFIX + name] for name in self._tensors if EMA_PREFIX + name in state}
+        own = self._tensors if there else {}
+        self._averages = {n: there[n] if n in there else tensor.detach().clone() for n, tensor in own.items()}
 
     @contextmanager
     def _in_place(self, names: Collection[str]) -> Iterator[None]:
@@ -123,8 +123,8 @@ class MovingAverage(NoMovingAverage):
 
     @torch.no_grad()
     def _exchange(self, names: Collection[str]) -> None:
-        for name in names if self._kept else ():
-            own, average = to_local(self._own[name]), to_local(self._kept[name])
+        for name in names if self._averages else ():
+            own, average = to_local(self._tensors[name]), to_local(self._averages[name])
             aside = own.clone()  # one at a time: never is there a whole second copy
             own.copy_(average)
             average.copy_(aside)

@@ -31,13 +31,13 @@ class NoScaler:
         """The loss to call backward on."""
         return loss
 
-    def hear(self, loss: Tensor) -> None:
+    def observe_loss(self, loss: Tensor) -> None:
         """Collective where it matters: this rank's share of the step's loss, with all gradients computed."""
 
     def unscale_(self, parameters: list[Tensor]) -> None:
         """Undo the scale in the gradients."""
 
-    def unscaled(self) -> float:
+    def unscale_factor(self) -> float:
         """What `unscale_` would multiply the gradients by, as a number for people; may wait for the device."""
         return 1.0
 
@@ -49,15 +49,15 @@ class NoScaler:
         """1 where the scale was too large for the step just done, else 0; `broken`: 1 where its loss was no number."""
         return 0.0
 
-    def counted(self, loss: Tensor) -> tuple[Tensor, Tensor | int]:
+    def loss_and_count(self, loss: Tensor) -> tuple[Tensor, Tensor | int]:
         """What a mean over steps takes of the step just done: its loss, and how many steps that is."""
         return loss, 1
 
-    def left_out(self) -> int:
+    def skipped_steps(self) -> int:
         """How many steps of the run were left out because they were not finite; may wait for the device."""
         return 0
 
-    def judged(self, norm: Tensor | None) -> Tensor | None:
+    def norm_to_check(self, norm: Tensor | None) -> Tensor | None:
         """The norm, where one that is not finite is a fault; None: it is not, or nobody has asked for it."""
         return norm
 
@@ -94,7 +94,7 @@ class Scaler(NoScaler):
         multiply_gradients_([p.grad for p in parameters if p.grad is not None], self._ranks / self._scale)
 
     @override
-    def unscaled(self) -> float:
+    def unscale_factor(self) -> float:
         return self._ranks / float(self._scale)
 
     @override
@@ -117,7 +117,7 @@ class Scaler(NoScaler):
         return overflow
 
     @override
-    def judged(self, norm: Tensor | None) -> Tensor | None:
+    def norm_to_check(self, norm: Tensor | None) -> Tensor | None:
         """None: overflows are how a scale that fits is found."""
         return None
 
@@ -178,7 +178,7 @@ class StepSkipper(NoScaler):
         self._before = [pack(bucket) for bucket in self._buffers]
 
     @override
-    def hear(self, loss: Tensor) -> None:
+    def observe_loss(self, loss: Tensor) -> None:
         """Collective: ask whether any rank's loss is not finite, while the norm is computed."""
         self._broken = (~torch.isfinite(loss)).to(torch.float32)
         self._under_way = self._ranks.all_reduce_max_(self._broken)  # all ranks; one number
@@ -188,8 +188,8 @@ class StepSkipper(NoScaler):
         self._scaler.unscale_(parameters)
 
     @override
-    def unscaled(self) -> float:
-        return self._scaler.unscaled()
+    def unscale_factor(self) -> float:
+        return self._scaler.unscale_factor()
 
     @override
     def allows_step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> bool:
@@ -197,7 +197,7 @@ class StepSkipper(NoScaler):
         assert norm is not None, "the norm tells of gradients"
         self._under_way.wait()
         # the norm is the same on every rank; of an fp16 step it may be infinite because the scale is too large
-        if (judged := self._scaler.judged(norm)) is not None:
+        if (judged := self._scaler.norm_to_check(norm)) is not None:
             self._broken = torch.maximum(self._broken, (~torch.isfinite(judged)).to(self._broken))
         self._count = self._count + self._broken
         self._put_back()
@@ -211,19 +211,19 @@ class StepSkipper(NoScaler):
         for bucket, before in zip(self._buffers, self._before, strict=True):
             chosen = torch.where(broken.to(before.device), before, pack(bucket))
             torch._foreach_copy_(bucket, unpack(chosen, bucket))
-        self._carried.put_back(broken)
+        self._carried.undo_step(broken)
 
     @override
-    def judged(self, norm: Tensor | None) -> Tensor | None:
-        return self._scaler.judged(norm)
+    def norm_to_check(self, norm: Tensor | None) -> Tensor | None:
+        return self._scaler.norm_to_check(norm)
 
     @override
-    def counted(self, loss: Tensor) -> tuple[Tensor, Tensor | int]:
+    def loss_and_count(self, loss: Tensor) -> tuple[Tensor, Tensor | int]:
         """The loss of one step; of a step that was left out nothing, of none."""
         return torch.where(self._broken > 0, torch.zeros_like(loss), loss), 1 - self._broken
 
     @override
-    def left_out(self) -> int:
+    def skipped_steps(self) -> int:
         return int(self._count)
 
     @override

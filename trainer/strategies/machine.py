@@ -59,20 +59,20 @@ class Machine:
             refuse_backend(self.kind, self.backend)
         self._refuse_precision()
 
-    def refuse_crowd(self) -> None:
+    def refuse_shared_devices(self) -> None:
         """Collective: refuse, on all ranks, more processes than devices where each must have one of its own.
 
         Only together do they know: a process may see all devices of its machine, or one alone (`--gpus-per-task=1`).
         """
         # what is asked here is the same on all ranks, whatever their machines have
         if self.launch.world_size > 1 and self.device != "cpu" and self.backend != "gloo":
-            run_on_all_ranks(self.launch, "devices", self._claim_alone)
+            run_on_all_ranks(self.launch, "devices", self._claim_exclusively)
 
-    def _claim_alone(self) -> None:
+    def _claim_exclusively(self) -> None:
         store = self.launch.store()
         if store is None or self.shares_devices:
             return
-        key = f"device-of-{machine_id()}-{device_identity(self.place)}"
+        key = f"device-of-{machine_id()}-{device_identity(self.torch_device)}"
         if (holder := store.compare_set(key, "", str(self.launch.rank)).decode()) != str(self.launch.rank):
             processes, count = self.launch.local_world_size, torch.accelerator.device_count()
             trial = "; to share a GPU for a trial: distributed.backend=gloo" if self.kind == "cuda" else ""
@@ -87,7 +87,7 @@ class Machine:
         precision = self.resolved_precision
         if precision == "bf16" and self.on_gpu and is_bf16_supported(self.kind, emulated=True) is False:
             raise Refusal("precision=bf16: this GPU has no bfloat16; use precision=fp16 or fp32")
-        if precision == "fp64" and accumulation_dtype(self.place) != torch.float64:
+        if precision == "fp64" and accumulation_dtype(self.torch_device) != torch.float64:
             raise Refusal(f"precision=fp64: {self.kind} has no float64; use device=cpu, or precision=fp32")
 
     @property
@@ -106,7 +106,7 @@ class Machine:
         return not self.on_gpu or backend_of(self.kind, self.backend) == "gloo"
 
     @property
-    def place(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         """The device of this process: neighbouring ranks take neighbouring ones; over gloo they may share one."""
         if not self.on_gpu:
             return torch.device("cpu")
@@ -122,7 +122,7 @@ class Machine:
             warnings.simplefilter("ignore", UserWarning)
             torch.backends.cudnn.allow_tf32 = self.tf32  # torch's default is true: an fp32 that is none
             torch.backends.cuda.matmul.allow_tf32 = self.tf32
-        device = self.place
+        device = self.torch_device
         if self.on_gpu:
             torch.accelerator.set_device_index(device)  # so that nothing lands on GPU 0 by accident
         return device

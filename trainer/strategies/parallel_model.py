@@ -92,7 +92,7 @@ class ParallelModel:
             if self.machine.compile:
                 compile_units(piece, own)
         # parameters get the form in which the optimizer sees them, then wrappers may take hold of them
-        self.step_module = self.carried.called(task, self.network)
+        self.step_module = self.carried.make_step_module(task, self.network)
         self.shard(names)
         self.forward = self.wrap()
 
@@ -162,9 +162,9 @@ class ParallelModel:
         # a mean of micro-batches' means would be wrong where they weigh differently
         share_of = loss_shares(self.task, batches, self.strategy.loss_group, self.strategy.device)
         sums = self.run_micro_batches(batches, step, share_of)
-        self.watch.computed()
+        self.watch.end_forward_backward()
         self.finish_gradients()
-        self.scaler.hear(sums["loss"])
+        self.scaler.observe_loss(sums["loss"])
         return sums
 
     def run_micro_batches(self, batches: list[Any], step: int, share_of: Callable[[int], Any]) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ class ParallelModel:
 
     def share_of_loss(self, forward: Forward, batch: Any, share: Callable[[], Any], sums: dict[str, Tensor]) -> Tensor:
         """A micro-batch's forward; returns what is to go backward, and adds to the losses of the step."""
-        losses = self.losses(self.carried.through(forward, batch, training=True), batch.inputs, batch.targets)
+        losses = self.losses(self.carried.wrap_forward(forward, batch, training=True), batch.inputs, batch.targets)
         own = share()  # after the forward: the weights of all ranks have travelled while it computed
         accumulate_losses(sums, losses, own)
         # DDP and its like divide the summed gradients by the number of data ranks: undo it here
@@ -245,7 +245,7 @@ class ParallelModel:
 
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         """The sums over a batch in its form, whether it counts or not: on ranks that need each other all compute."""
-        output = self.carried.through(self.forward, batch, training=False)(inputs, targets)
+        output = self.carried.wrap_forward(self.forward, batch, training=False)(inputs, targets)
         return evaluation_sums(
             self.task, self.rng.call_outside, self.gather_output(output), targets, len(batch.indices)
         )
@@ -260,7 +260,7 @@ class ParallelModel:
         """Collective, before evaluating or saving: BatchNorm's running statistics become the data ranks' mean."""
         # a rank may be busy for long there, while the others wait: there is time again until a step has been done
         self.strategy.use_long_timeout()
-        self.average.on_statistics(partial(average_statistics, self.network, self.strategy.loss_group))
+        self.average.synchronize_statistics(partial(average_statistics, self.network, self.strategy.loss_group))
 
     def unsettle(self) -> None:
         """Collective, after an evaluation or a save: back to what the next step needs."""

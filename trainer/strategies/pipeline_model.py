@@ -37,7 +37,7 @@ from trainer.strategies.sharded_model import ShardedModel
 class Stage(nn.Module):
     """One stage as a schedule calls it: with what the stage before handed on. What a call does is said for each use."""
 
-    turn: Callable[..., Any]
+    compute: Callable[..., Any]
 
     def __init__(self, number: int, body: nn.Module) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Stage(nn.Module):
     @override
     def forward(self, *received: Tensor) -> Any:
         """What the stage hands on; of the last one the loss, or the output where nothing is learned."""
-        return self.turn(received)
+        return self.compute(received)
 
 
 class PipelineModel(ShardedModel):
@@ -114,36 +114,36 @@ class PipelineModel(ShardedModel):
     def run_micro_batches(self, batches: list[Any], step: int, share_of: Callable[[int], Any]) -> dict[str, Tensor]:
         """Every micro-batch through the pipeline; returns the same on all its ranks: nobody above knows of stages."""
         # torch's schedules must know beforehand which shapes travel
-        schedule = self._schedule(batches)
+        schedule = self._get_schedule(batches)
         sums: dict[str, Tensor] = {}
         # what a stage does in this step when the schedule calls it; only the last one's calls fill the sums
         for stage in self._stages.values():
-            stage.turn = self._turns(stage, batches, step, share_of, sums)
+            stage.compute = self._make_compute(stage, batches, step, share_of, sums)
         with self.rng, self.compute_context():
             # which micro-batch it is each stage counts; torch wants something to chunk as targets
             schedule.step(target=torch.arange(len(batches)), return_outputs=False)
-        return self._told("training", sums)
+        return self._broadcast_sums("training", sums)
 
     @override
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
-        output, _ = self._flow(inputs, targets, batch.indices)
+        output, _ = self._forward_stages(inputs, targets, batch.indices)
         sums: dict[str, Tensor | float] = {}
         if self._last in self._stages:
             sums = evaluation_sums(
                 self.task, self.rng.call_outside, self.gather_output(output), targets, len(batch.indices)
             )
-        return {**self._told("evaluation", sums)}
+        return {**self._broadcast_sums("evaluation", sums)}
 
-    def _flow(self, inputs: Any, targets: Any, indices: Tensor) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
+    def _forward_stages(self, inputs: Any, targets: Any, indices: Tensor) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
         """Collective over the pipeline: a forward alone; the output, where the last stage is, and what went in."""
         for stage in self._stages.values():
-            stage.turn = partial(self._pass, stage, indices, inputs=inputs, targets=targets)
+            stage.compute = partial(self._evaluate_stage, stage, indices, inputs=inputs, targets=targets)
         output, handed = self._handover.run(self._stages)
         for stage in self._stages.values():
             reshard(stage)  # a forward without a backward leaves parameters gathered
         return output, handed
 
-    def _told(self, occasion: str, sums: Sums) -> dict[str, Tensor]:
+    def _broadcast_sums(self, occasion: str, sums: Sums) -> dict[str, Tensor]:
         """Collective over the pipeline: what the rank of the last stage has added up."""
         source = self._layout.owner(self._last)
         return broadcast_sums(sums, self._sums_like[occasion], source, self._pipeline, self.strategy.device)
@@ -161,13 +161,13 @@ class PipelineModel(ShardedModel):
 
     # What a stage does when it is called.
 
-    def _turns(
+    def _make_compute(
         self, stage: Stage, batches: list[Any], step: int, share_of: Callable[[int], Any], sums: dict[str, Tensor]
     ) -> Callable[..., Any]:
         """One step's turns of a stage: every schedule gives a stage its micro-batches in order."""
         order = iter(range(len(batches)))
 
-        def turn(received: tuple[Tensor, ...]) -> Any:
+        def compute(received: tuple[Tensor, ...]) -> Any:
             index = next(order)
             batch, place = batches[index], self.strategy
             # as on one device, but that no two stages draw the same
@@ -175,19 +175,23 @@ class PipelineModel(ShardedModel):
             self.rng.skip_calls(vars(stage.body).get("earlier_calls", {}))
             with set_gather_span(batch.span):
                 if stage.number != self._last:
-                    return self._call(stage, received, batch.inputs, batch.targets)
-                loss = self.share_of_loss(partial(self._call, stage, received), batch, partial(share_of, index), sums)
+                    return self._run_stage(stage, received, batch.inputs, batch.targets)
+                loss = self.share_of_loss(
+                    partial(self._run_stage, stage, received), batch, partial(share_of, index), sums
+                )
             return loss.to(self.machine.parameter_dtype)  # what the schedule was told to expect
 
-        return turn
+        return compute
 
-    def _pass(self, stage: Stage, indices: Tensor, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
+    def _evaluate_stage(
+        self, stage: Stage, indices: Tensor, received: tuple[Tensor, ...], inputs: Any, targets: Any
+    ) -> Any:
         """The same where nothing is learned: a stage draws as if this rank had run no other one."""
         self.rng.begin_evaluation(indices)
         self.rng.skip_calls(vars(stage.body).get("earlier_calls", {}))
-        return self._call(stage, received, inputs, targets)
+        return self._run_stage(stage, received, inputs, targets)
 
-    def _call(self, stage: Stage, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
+    def _run_stage(self, stage: Stage, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
         """What a stage makes of a micro-batch and of what came: the network's output, or what the next one gets."""
         with self.machine.autocast(self.strategy.device):
             inputs, targets = self.memory_format.cast((inputs, targets))
@@ -199,7 +203,7 @@ class PipelineModel(ShardedModel):
 
     # The schedule.
 
-    def _schedule(self, batches: list[Any]) -> Any:
+    def _get_schedule(self, batches: list[Any]) -> Any:
         """The schedule for micro-batches of these shapes. Collective where it is new on some data rank."""
         every = [tensors((batch.inputs, batch.targets)) for batch in batches]
         shapes = {tuple((tuple(tensor.shape), tensor.dtype) for tensor in one) for one in every}
@@ -221,11 +225,11 @@ class PipelineModel(ShardedModel):
                 set_gather_span(batches[0].span),
                 preserve_buffers(self.network),
             ):
-                _, handed = self._flow(batches[0].inputs, batches[0].targets, batches[0].indices)
-            self._schedules[key] = self._made(handed, len(batches))
+                _, handed = self._forward_stages(batches[0].inputs, batches[0].targets, batches[0].indices)
+            self._schedules[key] = self._build_schedule(handed, len(batches))
         return self._schedules[key]
 
-    def _made(self, handed: dict[int, tuple[Tensor, ...]], micro_batches: int) -> Any:
+    def _build_schedule(self, handed: dict[int, tuple[Tensor, ...]], micro_batches: int) -> Any:
         from torch.distributed.pipelining import PipelineStage  # here, because the import takes seconds
 
         loss = torch.empty((), dtype=self.machine.parameter_dtype, device="meta")

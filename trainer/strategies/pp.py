@@ -64,7 +64,7 @@ class PP(Meshed):
     @override
     def slice(self) -> RankSampler:
         """Schedules of torch know one shape for all micro-batches of a step."""
-        return replace(super().slice, alike=True)
+        return replace(super().slice, same_shape=True)
 
     def layout(self, world_size: int) -> StageLayout:
         """Which rank holds which stages. Refusal of a number of stages that the schedule has no place for."""

@@ -82,20 +82,20 @@ class RankContext:
 
     def use_long_timeout(self) -> None:
         """From now on a rank may be as late as in the first step, an evaluation or a save."""
-        self._wait(self.machine.timeout)
+        self._set_time_limit(self.machine.timeout)
 
     def use_step_timeout(self) -> None:
         """From now on nothing takes longer than a step does: what is slower than that hangs."""
-        if self.patience != self.machine.step_timeout:
-            self._wait(self.machine.step_timeout)
+        if self.time_limit != self.machine.step_timeout:
+            self._set_time_limit(self.machine.step_timeout)
 
     def pulse(self, step: int) -> RankProgress:
         """How far this rank is in a run, in this step, and how late it may be; any thread may ask."""
-        times = self.patience, self.machine.step_timeout
+        times = self.time_limit, self.machine.step_timeout
         return RankProgress(step, self.watch.done, *(time.total_seconds() for time in times))
 
-    def _wait(self, patience: timedelta) -> None:
-        self.patience = patience
+    def _set_time_limit(self, patience: timedelta) -> None:
+        self.time_limit = patience
         # When NCCL's time is over its watchdog aborts the process, and nobody is left to say why. The vote of the same
         # step waits on the CPU and raises an error: with twice the time for NCCL it is heard first.
         set_timeouts(self.groups(), (patience if self.device.type == "cpu" else patience * 2) + WATCHDOG_MARGIN)
@@ -152,4 +152,4 @@ class StopVotes:
 
     def _begin(self, *numbers: float) -> Vote:
         # all ranks; 8 bytes a number, as a CPU tensor while the step computes: no GPU waits
-        return self._place.world.vote(numbers, self._place.patience + WATCHDOG_MARGIN)
+        return self._place.world.vote(numbers, self._place.time_limit + WATCHDOG_MARGIN)

@@ -31,15 +31,15 @@ class RecurrentTaskNetwork(TaskNetwork):
 class NoRecurrentState:
     """Batches have nothing to do with each other: nothing is kept, handed on or saved."""
 
-    def called(self, task: Task, network: nn.Module) -> TaskNetwork:
+    def make_step_module(self, task: Task, network: nn.Module) -> TaskNetwork:
         """Task and network as one module, with what a forward is given."""
         return TaskNetwork(task, network)
 
-    def through(self, forward: Forward, batch: Batch, training: bool) -> Forward:
+    def wrap_forward(self, forward: Forward, batch: Batch, training: bool) -> Forward:
         """The forward of this micro-batch, which gets what its rows have left, and leaves what the next ones get."""
         return forward
 
-    def put_back(self, broken: Tensor) -> None:
+    def undo_step(self, broken: Tensor) -> None:
         """Where this is true the step counts for nothing: its rows pass on what they were given."""
 
     def state(self) -> dict[str, Tensor]:
@@ -70,30 +70,30 @@ class RecurrentState(NoRecurrentState):
         self._total = 0  # rows of the global batch that training has seen last
 
     @override
-    def called(self, task: Task, network: nn.Module) -> TaskNetwork:
+    def make_step_module(self, task: Task, network: nn.Module) -> TaskNetwork:
         """The same, with one argument more."""
         return RecurrentTaskNetwork(task, network)
 
     @override
-    def through(self, forward: Forward, batch: Batch, training: bool) -> Forward:
+    def wrap_forward(self, forward: Forward, batch: Batch, training: bool) -> Forward:
         """The forward of this micro-batch, with one argument more than it is called with."""
         if training and batch.total != self._total:
             # a checkpoint's rows, if there are any, are those of other batches
             self._read, self._total = {}, batch.total
         kept = self._training if training else self._evaluation
-        before = self._before(kept, batch) if batch.continues else None
+        before = self._previous_state(kept, batch) if batch.continues else None
         if training:
             self._given[batch.span.start] = before or {}
 
         def carrying(inputs: Any, targets: Any) -> Any:
             output = forward(inputs, targets, before)
-            kept[batch.span.start] = self._cut_off(output, len(batch.indices))
+            kept[batch.span.start] = self._detach_state(output, len(batch.indices))
             return output
 
         return carrying
 
     @override
-    def put_back(self, broken: Tensor) -> None:
+    def undo_step(self, broken: Tensor) -> None:
         """Where this is true the step counts for nothing: its rows pass on what they were given, or zeros."""
         for first, left in self._training.items():
             given = self._given[first]
@@ -101,7 +101,7 @@ class RecurrentState(NoRecurrentState):
                 name: torch.where(broken, given.get(name, torch.zeros_like(x)), x) for name, x in left.items()
             }
 
-    def _before(self, kept: dict[int, State], batch: Batch) -> State | None:
+    def _previous_state(self, kept: dict[int, State], batch: Batch) -> State | None:
         """What these rows have left; None where they have left nothing."""
         state, first = kept.get(batch.span.start), 0
         if state is None:
@@ -110,7 +110,7 @@ class RecurrentState(NoRecurrentState):
         # the last batch of an evaluation may have fewer rows than the one before, its first ones
         return {name: x[first : first + len(batch.indices)] for name, x in state.items()} or None
 
-    def _cut_off(self, output: Any, rows: int) -> State:
+    def _detach_state(self, output: Any, rows: int) -> State:
         """What the task keeps of an output: gradients end here, and nothing of it is left on other ranks."""
         state = self._task.carry(output)
         for name, x in state.items():

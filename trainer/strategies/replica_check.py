@@ -42,13 +42,13 @@ class PendingComparison(NamedTuple):
 class NoReplicaCheck:
     """The copies of one loop's network. Here one of each tensor, so that there is nothing to compare."""
 
-    def tell(self, step: int) -> None:
+    def start(self, step: int) -> None:
         """Collective, at a line: start telling all ranks in a few bytes what this one holds after this step."""
 
-    def refuse(self) -> None:
+    def check(self) -> None:
         """Collective where ranks differ, which all of them have heard: Drifted, the same on every rank."""
 
-    def refuse_save(self, step: int, state: Mapping[str, Tensor]) -> None:
+    def check_before_save(self, step: int, state: Mapping[str, Tensor]) -> None:
         """Collective: the same for what is to be saved of the network and its average. Waits for the answer."""
 
 
@@ -72,26 +72,26 @@ class ReplicaCheck(NoReplicaCheck):
         self._statistics = running_statistics(network).keys()  # the same on all ranks after `settle`
         places = ranks.all_gather_values(dict(at))  # all ranks, once; where each of them is
         self._groups = [_group_holders(places, kind) for kind in SPLITS]  # for each kind, groups of two ranks or more
-        self._told: PendingComparison | None = None  # at the last line
+        self._pending: PendingComparison | None = None  # at the last line
 
     @override
-    def tell(self, step: int) -> None:
-        self._told = self._tell(step, self._parameters)
+    def start(self, step: int) -> None:
+        self._pending = self._start(step, self._parameters)
 
     @override
-    def refuse(self) -> None:
-        told, self._told = self._told, None
+    def check(self) -> None:
+        told, self._pending = self._pending, None
         if told is not None:
-            self._judge(told)
+            self._check(told)
 
     @override
-    def refuse_save(self, step: int, state: Mapping[str, Tensor]) -> None:
+    def check_before_save(self, step: int, state: Mapping[str, Tensor]) -> None:
         own = self._parameters.keys() | self._statistics
-        self._judge(
-            self._tell(step, {name: x for name, x in state.items() if name in own or name.startswith(EMA_PREFIX)})
+        self._check(
+            self._start(step, {name: x for name, x in state.items() if name in own or name.startswith(EMA_PREFIX)})
         )
 
-    def _tell(self, step: int, tensors: Mapping[str, Tensor]) -> PendingComparison:
+    def _start(self, step: int, tensors: Mapping[str, Tensor]) -> PendingComparison:
         """Collective: begin to add up over all ranks a table of which each fills in its own row."""
         kinds = {name: SPLITS.index(split_axes(tensor)) for name, tensor in tensors.items()}
         kinds = {name: kind for name, kind in kinds.items() if self._groups[kind]}  # of others there is one copy
@@ -109,14 +109,14 @@ class ReplicaCheck(NoReplicaCheck):
             step, kinds, sums, PendingSums(tables, self._ranks, self._device)
         )  # all ranks; 64 bytes for each
 
-    def _judge(self, told: PendingComparison) -> None:
+    def _check(self, told: PendingComparison) -> None:
         """Collective where copies differ; every rank has the whole table, so all see the same."""
         rows = torch.stack([*told.totals.read().values()]).sum(0).tolist()
         for kind, groups in enumerate(self._groups):
             if any(len({rows[rank][kind] for rank in ranks}) > 1 for ranks in groups):
-                self._refuse(told)
+                self._raise_drift(told)
 
-    def _refuse(self, told: PendingComparison) -> NoReturn:
+    def _raise_drift(self, told: PendingComparison) -> NoReturn:
         """Collective: say what differs, and on whom."""
         own = {name: (kind, int(told.sums[name])) for name, kind in told.kinds.items()}
         # all ranks, as the run ends; a number for each tensor

@@ -110,7 +110,7 @@ class ShardedModel(ParallelModel):
     def settle(self) -> None:
         """Collective: running statistics become the data ranks' mean, and those of the first tensor rank."""
         super().settle()
-        self.average.on_statistics(partial(broadcast_buffers, self.network, self._tensor_ranks))
+        self.average.synchronize_statistics(partial(broadcast_buffers, self.network, self._tensor_ranks))
 
     @override
     def gather_output(self, output: Any) -> Any:

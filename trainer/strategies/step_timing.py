@@ -32,8 +32,8 @@ class StepTimer:
 
     def _begin(self) -> None:
         # seconds, since the second step began: of the clock, and in which this process stood still
-        self.spent, self.stood = (dict.fromkeys(PHASES, 0.0) for _ in range(2))
-        self.worked = 0.0  # of the processors, in forward and backward
+        self.elapsed, self.stalled = (dict.fromkeys(PHASES, 0.0) for _ in range(2))
+        self.cpu_seconds = 0.0  # of the processors, in forward and backward
 
     @property
     def measured(self) -> int:
@@ -43,7 +43,7 @@ class StepTimer:
     @property
     def laps(self) -> dict[str, float]:
         """Seconds by phase of the steps that are measured; none before the second of them."""
-        return self.spent if self.measured else {}
+        return self.elapsed if self.measured else {}
 
     def step(self) -> None:
         """A step begins: what passed since the last one ended went into its data."""
@@ -53,16 +53,16 @@ class StepTimer:
             self._begin()
         self._worked = process_time()
 
-    def computed(self) -> None:
+    def end_forward_backward(self) -> None:
         """A lap of forward and backward; of these the processors' time is known, too, which costs a microsecond."""
-        self.worked += process_time() - self._worked
+        self.cpu_seconds += process_time() - self._worked
         self.lap("forward and backward")
 
     def lap(self, phase: str) -> None:
         """What passed since the last lap went into this phase."""
         now, stood = perf_counter(), self._stalls.seconds
-        self.spent[phase] += now - self._since
-        self.stood[phase] += stood - self._stood
+        self.elapsed[phase] += now - self._since
+        self.stalled[phase] += stood - self._stood
         self._since, self._stood = now, stood
         self.done += 1
 
@@ -123,18 +123,18 @@ class StragglerCheck:
         self._under_way: PendingSums | None = None
         self._slow: set[int] = set()  # ranks that were told of, and are not well yet
 
-    def tell(self, watch: StepTimer) -> None:
+    def start(self, watch: StepTimer) -> None:
         """Collective, at a line: start telling all ranks what this one spent since the last line."""
         # a processor's time says how slow it is; beside a GPU it says nothing, for it spins while it waits
-        computed = watch.worked / torch.get_num_threads() if self._on_cpu else 0.0
-        stood, whole = (sum(times[phase] for phase in STEP_PHASES) for times in (watch.stood, watch.spent))
-        now = self._before.new_tensor([stood, watch.spent["data"], computed, whole, watch.measured])
+        computed = watch.cpu_seconds / torch.get_num_threads() if self._on_cpu else 0.0
+        stood, whole = (sum(times[phase] for phase in STEP_PHASES) for times in (watch.stalled, watch.elapsed))
+        now = self._before.new_tensor([stood, watch.elapsed["data"], computed, whole, watch.measured])
         now *= watch.measured > 0  # after the first step the watch begins anew
         table = torch.zeros_like(self._seen)
         table[self._ranks.rank], self._before = now - self._before, now
         self._under_way = PendingSums({"": table}, self._ranks, _CPU)  # all ranks; each fills in its row, 40 bytes
 
-    def heard(self) -> list[str]:
+    def read(self) -> list[str]:
         """After what was told has arrived: a sentence for each rank that has begun to hold up the others."""
         if self._under_way is None:
             return []
@@ -165,7 +165,7 @@ class StragglerCheck:
 class NoUtilization:
     """Nobody has counted what a step computes."""
 
-    def figures(self, inputs: Any, seconds: float) -> dict[str, float]:
+    def metrics(self, inputs: Any, seconds: float) -> dict[str, float]:
         """What a training line says of it. inputs: of a micro-batch of the last step; seconds: of a step."""
         return {}
 
@@ -182,7 +182,7 @@ class Utilization(NoUtilization):
         self._counted = first_tensor(inputs).shape[1:]  # of a sample
 
     @override
-    def figures(self, inputs: Any, seconds: float) -> dict[str, float]:
+    def metrics(self, inputs: Any, seconds: float) -> dict[str, float]:
         """The utilisation, 0 to 1; from the first samples of another size on nothing, for those were not counted."""
         if self._peak and first_tensor(inputs).shape[1:] != self._counted:
             self._peak = 0.0

@@ -168,7 +168,7 @@ def _kind(name: str, layer: nn.Module, rules: list[Rule]) -> Any:
     """What layers of one kind have in common: classes, words and switches of all in it, and what it learns, and how."""
     modules = tuple((inner, type(module), _words(module)) for inner, module in layer.named_modules())
     parameters = tuple(
-        (inner, x.shape, x.dtype, x.requires_grad, tuple(rule.counts_for(f"{name}.{inner}") for rule in rules))
+        (inner, x.shape, x.dtype, x.requires_grad, tuple(rule.applies_to(f"{name}.{inner}") for rule in rules))
         for inner, x in layer.named_parameters()
     )
     return modules, parameters, tuple((inner, x.shape, x.dtype) for inner, x in layer.named_buffers())
@@ -257,9 +257,9 @@ def _renamed(rules: list[Rule], network: nn.Module, fewer: Iterable[Fewer]) -> l
     renamed: list[Rule] = []
     for rule in rules:
         learning = ((name, x) for name, x in short.named_parameters() if x.requires_grad)
-        every = [(name, any(map(rule.counts_for, before[x]))) for name, x in learning]
-        if all(rule.counts_for(name) == meant for name, meant in every):
-            renamed += [replace(rule, means=())] if any(meant for _, meant in every) else []
+        every = [(name, any(map(rule.applies_to, before[x]))) for name, x in learning]
+        if all(rule.applies_to(name) == meant for name, meant in every):
+            renamed += [replace(rule, resolved=())] if any(meant for _, meant in every) else []
         else:
-            renamed += [replace(rule, pattern=name, means=()) for name, meant in every if meant]
+            renamed += [replace(rule, pattern=name, resolved=()) for name, meant in every if meant]
     return renamed

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from trainer.data.dataset_reader import LoaderOptions, make_reader
-from trainer.data.loader import MIXING, Batch
+from trainer.data.loader import MIX_SEED, Batch
 from trainer.data.nested_tensors import cast_floats, to_device
 from trainer.data.rng import Random, mix_seeds
 from trainer.data.sampler import dataset_size, make_epoch_order, split_evenly
@@ -134,7 +134,7 @@ class ByHand:
             progress.advance(loop.global_batch, self.length)
             self.step(step, epoch, indices)
             if evaluates:
-                self.run.schedule.hear(self.figures([0]), self.run.best_metric)
+                self.run.schedule.observe(self.figures([0]), self.run.best_metric)
             if step + 1 == resume:
                 if self.how.anew:
                     self.again()
@@ -253,7 +253,7 @@ class ByHand:
         if data.mix is None or not training:
             return inputs, targets
         others = augmented(indices[(rows + len(indices) // 2) % len(indices)])
-        return data.mix(inputs, targets, *others, Random(mix_seeds(seed, MIXING), epoch, own.to(device)))
+        return data.mix(inputs, targets, *others, Random(mix_seeds(seed, MIX_SEED), epoch, own.to(device)))
 
     def _mode(self, training: bool) -> None:
         self.network.train(training)

@@ -214,33 +214,33 @@ class RecordedModel:
     """A placed network, as the loop sees it, whose steps leave signatures."""
 
     def __init__(
-        self, placed: ParallelModel, record: Record, resume: int, last: int, draws: AsDrawn = AS_DRAWN
+        self, parallel_model: ParallelModel, record: Record, resume: int, last: int, draws: AsDrawn = AS_DRAWN
     ) -> None:
         """resume: the step after which a run goes on from a checkpoint, or might. last: the last step that is told.
 
         draws: what forwards draw.
         """
         self._last, self._draws = last, draws
-        self._placed, self._record, self._resume = placed, record, resume
+        self._parallel_model, self._record, self._resume = parallel_model, record, resume
         # a hook would be compiled, too, and change what is compiled: there only the step as a whole is heard
-        modules = [] if placed.strategy.machine.compile else placed.network.named_modules()
-        ranks = placed.strategy.data_group
+        modules = [] if parallel_model.strategy.machine.compile else parallel_model.network.named_modules()
+        ranks = parallel_model.strategy.data_group
         self._ear = SignatureRecorder(modules, ranks, record)
-        if not placed.strategy.machine.compile:
-            call_together(placed.network, ranks, lambda: self._ear.step if self._ear.hears else None)
-            placed.network.register_forward_pre_hook(lambda *_: draws.begin())
+        if not parallel_model.strategy.machine.compile:
+            call_together(parallel_model.network, ranks, lambda: self._ear.step if self._ear.hears else None)
+            parallel_model.network.register_forward_pre_hook(lambda *_: draws.begin())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._placed, name)
+        return getattr(self._parallel_model, name)
 
     @property
     def task(self) -> Task:
         """The task that losses and metrics are of; an evaluation sets another one around it."""
-        return self._placed.task
+        return self._parallel_model.task
 
     @task.setter
     def task(self, task: Task) -> None:
-        self._placed.task = task
+        self._parallel_model.task = task
 
     def begin(self) -> None:
         """Collective: the values that training begins with."""
@@ -250,20 +250,21 @@ class RecordedModel:
         """Collective: the step's forward and backward, and signatures of all that is in them."""
         self._ear.begin(step + 1)
         self._ear.tokens = count_tokens(batches[0].inputs)
-        sharers, self._ear.own = self._placed.stretches(self._ear.tokens)
+        sharers, self._ear.own = self._parallel_model.stretches(self._ear.tokens)
         if step == self._last:
             self._record = self._ear.record = Record(phases=())  # nobody reads it
         with self._ear.listening(batches), self._draws:
-            sums = self._placed.forward_backward(batches, step)
-        if isinstance(self._placed.network, RankStages):
+            sums = self._parallel_model.forward_backward(batches, step)
+        if isinstance(self._parallel_model.network, RankStages):
             self._ear.leave_out_parts()
         self._record.join(sharers)
         signing = Signing(self._record)
-        for name, loss in self._placed.strategy.totals(sums).read().items():
+        for name, loss in self._parallel_model.strategy.totals(sums).read().items():
             signing.add(Key(step + 1, LOSS, name), loss)
         # as a backward comes to them: the last layer first
-        unscaled = self._placed.scaler.unscaled()  # the scale of fp16 is another for other numbers of ranks
-        for name, parameter in reversed([*self._placed.network.named_parameters()]):
+        # the scale of fp16 is another for other numbers of ranks
+        unscaled = self._parallel_model.scaler.unscale_factor()
+        for name, parameter in reversed([*self._parallel_model.network.named_parameters()]):
             if (gradient := parameter.grad) is not None:
                 signing.add(Key(step + 1, GRADIENT, name), gradient if unscaled == 1 else gradient * unscaled)
         signing.join()
@@ -274,8 +275,8 @@ class RecordedModel:
         self._optimizer = optimizer
         if self._record.wants(NORM):  # it is known before what it clips, and told after it: its place is kept
             self._record.values.setdefault(Key(self._ear.step, NORM, "norm"), [])
-        with Stepping(self._placed.network, optimizer, self._record, self._ear.step):
-            norm = self._placed.optimizer_step(optimizer, float("inf") if max_norm is None else max_norm)
+        with Stepping(self._parallel_model.network, optimizer, self._record, self._ear.step):
+            norm = self._parallel_model.optimizer_step(optimizer, float("inf") if max_norm is None else max_norm)
         assert norm is not None
         signing = Signing(self._record)
         signing.add(Key(self._ear.step, NORM, "norm"), norm)
@@ -284,24 +285,24 @@ class RecordedModel:
 
     def after_step(self, step: int) -> None:
         """Collective: what follows a step, and the values that it leaves."""
-        self._placed.after_step(step)
-        self._record.facts.setdefault("heard", []).extend(self._placed.heard())
-        self._placed.settle()
+        self._parallel_model.after_step(step)
+        self._record.facts.setdefault("heard", []).extend(self._parallel_model.heard())
+        self._parallel_model.settle()
         self._values(step, UPDATE, self._optimizer)
         if step == self._resume:
             self._values(step, RESUME, self._optimizer)
-        self._placed.unsettle()
+        self._parallel_model.unsettle()
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """Collective: take over a checkpoint; what is there then is compared with what was there before it."""
-        self._placed.load_state(optimizer, state)
+        self._parallel_model.load_state(optimizer, state)
         self._record.values = {key: value for key, value in self._record.values.items() if key.phase != RESUME}
         self._values(self._resume, RESUME, optimizer)
 
     def _values(self, step: int, phase: str, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Collective: all that the network holds, its average, and what the optimizer remembers."""
-        network = self._placed.network
-        held = {**network.state_dict(), **self._placed.average.state()}
+        network = self._parallel_model.network
+        held = {**network.state_dict(), **self._parallel_model.average.state()}
         signing = Signing(self._record)
         for name, tensor in (held | (optimizer_tensors(network, optimizer) if optimizer else {})).items():
             signing.add(Key(step, phase, name), tensor)

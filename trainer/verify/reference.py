@@ -54,7 +54,7 @@ def shortage(run: PreparedRun, largest: float = _LARGEST) -> str:
     copy = {"a copy for the resume": every + round(learned * memory)}
     if not machine.on_gpu:
         return _lack(parts | copy, copies, every, available_host_memory(), largest, "")
-    there = _lack(parts, copies, every, available_memory(machine.place), largest, " on the device")
+    there = _lack(parts, copies, every, available_memory(machine.torch_device), largest, " on the device")
     return there or _lack(copy, copies, every, available_host_memory(), largest, "")
 
 

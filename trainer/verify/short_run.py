@@ -114,19 +114,19 @@ def trial(
             build_values(run, resuming=start is not None)
             trainer = make_trainer(run, checkpoints, Log([]), stop, beginning(run, ends[-1]))
             if shake and start is None:
-                shaken(trainer.placed.network, shake)
-            _scale_down(trainer.placed)
-            watched: Any = RecordedModel(trainer.placed, record, resume or ends[0], end, draws)
+                shaken(trainer.model.network, shake)
+            _scale_down(trainer.model)
+            watched: Any = RecordedModel(trainer.model, record, resume or ends[0], end, draws)
             if start is None:
                 watched.begin()
             # the loop itself, to this step; beside steps and saves it does no more than small evaluations
             between: Any = None
             if evaluation is not None and evaluates:
                 between = FirstBatch(evaluation, evaluation_batch_size(run.settings.loop))
-            trainer.placed, trainer.patience, trainer.evaluation = watched, math.inf, between
+            trainer.model, trainer.patience, trainer.eval_loader = watched, math.inf, between
             # a step after the save that is read back: a copy of it that is none would change with the step
             trainer.steps = min(end + 1, ends[-1])
-            trainer.eval_due, trainer.save_due = Trigger([Interval(1)]), Trigger([Interval(end)])
+            trainer.eval_trigger, trainer.save_trigger = Trigger([Interval(1)]), Trigger([Interval(end)])
             if not trainer.fit(start):
                 return False
             if trainer.steps > end:
@@ -150,9 +150,9 @@ def _discard(run: PreparedRun, checkpoint: Path) -> None:
         remove_checkpoint(checkpoint)
 
 
-def _scale_down(placed: ParallelModel) -> None:
+def _scale_down(parallel_model: ParallelModel) -> None:
     """Which steps of fp16 overflow, and are left out, depends on how a batch is divided: so small, none does."""
-    scaler = placed.scaler
+    scaler = parallel_model.scaler
     scaler.load({name: value * _SCALE for name, value in scaler.state().items() if name == "scaler/scale"})
 
 
@@ -179,12 +179,12 @@ def surveyed(run: PreparedRun) -> Any:
     # every other one, as the first of two ranks has them: there a sample stands at another place than in the whole
     slices = own, replace(own, ranks=2)
     streams = [TrainLoader(run.data, run.training, each, whole, 1, loading) for each in slices]
-    placed = run.strategy.build(run.task, run.network, streams[0].example())
-    surveyor = Surveyor(placed.network.named_modules(), run.strategy.data_group)
+    parallel_model = run.strategy.build(run.task, run.network, streams[0].example())
+    surveyor = Surveyor(parallel_model.network.named_modules(), run.strategy.data_group)
     for stream, each in zip(streams, slices, strict=True):
         batches = [batch._replace(span=range(0, whole, each.ranks)) for batch in next(iter(stream.epoch(0)))]
         with surveyor.listening(batches):
-            placed.forward_backward(batches, 0)
+            parallel_model.forward_backward(batches, 0)
     return surveyor.layouts()
 
 
