@@ -329,7 +329,7 @@ def test_nothing_that_was_crafted_runs_code(tmp_path, monkeypatch, file, payload
     monkeypatch.setenv("HYDRA_INSTANTIATE_ALLOWLIST_OVERRIDE", "*")
     _, newest = save_some(tmp_path, [1, 2])
     forge(newest, next(newest.glob(file), newest / file), PAYLOADS[payload](Hostile(tmp_path / "canary")))
-    store = CheckpointManager(tmp_path / "checkpoints", Ranks(), needed=("progress",))
+    store = CheckpointManager(tmp_path / "checkpoints", Ranks(), required_state=("progress",))
     with contextlib.suppress(CorruptCheckpoint):  # neither has what a run needs to go on from
         store.newest()
     found = checkpoints(tmp_path).newest()

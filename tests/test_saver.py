@@ -228,7 +228,7 @@ def test_without_room_for_a_copy_the_loop_waits(monkeypatch: pytest.MonkeyPatch)
     for spare, copied in ((1e9, True), (4000.0, True), (4000.0, False)):
         monkeypatch.setattr("trainer.records.checkpoint.writer.available_host_memory", partial(float, spare))
         if not copied:
-            saver._kept.clear()  # memory that it has already is no question
+            saver._buffers.clear()  # memory that it has already is no question
         held = saver.snapshot({"weight": weight})["weight"]
         assert (held is not weight) == copied
         saver.start(lambda held=held: written.append(held.sum().item()))  # type: ignore[misc]

@@ -58,7 +58,7 @@ class AtLast(AsyncSaver):
         """Begin later, unless there is no room for a copy; not at all where nobody will read it."""
         if not self._read():
             return False
-        if not self._spare:
+        if not self._has_memory:
             return super().start(work)
         self._work = work
         return False

@@ -63,22 +63,21 @@ class CheckpointManager:
         keep: int = 3,
         best: str = "-loss",
         facts: dict[str, Any] | None = None,
-        needed: Collection[str] = (),
-        forgiven: int = 0,
+        required_state: Collection[str] = (),
+        max_failures: int = 0,
         saver: SyncSaver | None = None,
     ):
-        self.needed = needed  # what the state of one that is gone on from must say
-        self._forgiven = forgiven  # failed saves in a row that a run goes on after
+        self.required_state = required_state  # what the state of one that is gone on from must say
+        self._max_failures = max_failures  # failed saves in a row that a run goes on after
         self._failures: list[str] = []  # of the last saves, since one succeeded
         self.folder, self.ranks, self.keep, self.best = folder, ranks, keep, best
-        self._saver, self._writers = saver or SyncSaver(ranks), SavePlanner(ranks)
+        self._saver, self._planner = saver or SyncSaver(ranks), SavePlanner(ranks)
         self.facts = {"world_size": ranks.size, **(facts or {})}  # of every manifest: strategy, …
-        self._kept = self._next = (
-            NO_SOURCE  # where the frozen tensors lie already; where they will, with the save under way
-        )
+        # where the frozen tensors lie already; where they will, with the save under way
+        self._frozen_source = self._next_frozen_source = NO_SOURCE
         self._rejected: set[Path] = set()  # found corrupt; they count for nothing when others are removed
-        self._record = (-math.inf, -math.inf)  # the best rank so far, with that of the save under way
-        self._before: tuple[float, float] | None = None  # the same without it; None: none is under way
+        self._best_rank = (-math.inf, -math.inf)  # the best rank so far, with that of the save under way
+        self._previous_rank: tuple[float, float] | None = None  # the same without it; None: none is under way
         if ranks.is_main:
             clean_leftovers(folder)
 
@@ -103,12 +102,12 @@ class CheckpointManager:
         have the same. finite: the names of those whose numbers must be; frozen: of those that nothing trains, which are
         written again only where they have changed. FailedSave and what is returned: as `finish_save`.
         """
-        broken = self.finish_save()  # one at a time
-        if broken.tensors:
-            return broken
+        previous = self.finish_save()  # one at a time
+        if previous.tensors:
+            return previous
         contents = self._contents(step, tensors, state, metrics or {}, finite, frozen)
-        # counted from here on: whether the next figures are better must be known before this one is on the disk
-        self._before, self._record = self._record, max(self._record, metric_rank(metrics, self.best))
+        # counted from here on: whether the next metrics are better must be known before this one is on the disk
+        self._previous_rank, self._best_rank = self._best_rank, max(self._best_rank, metric_rank(metrics, self.best))
         return self.finish_save(self._saver.start(partial(self._write, contents)))
 
     def _contents(
@@ -121,17 +120,17 @@ class CheckpointManager:
         frozen: Collection[str],
     ) -> CheckpointContents:
         """Collective: what is to be written, as it is now."""
-        seen = fingerprints({name: one for name, one in tensors.items() if name in frozen})
-        self._next = FrozenSource(checkpoint_path(self.folder, step), seen)  # once it is written
-        links = link_frozen_files(self.folder, self._kept) if self.ranks.is_main else NO_LINKS
-        share, there = self._writers.agree(tensors, frozen, seen == self._kept.prints, links.tensors)
-        if not there:
+        current = fingerprints({name: tensor for name, tensor in tensors.items() if name in frozen})
+        self._next_frozen_source = FrozenSource(checkpoint_path(self.folder, step), current)  # once it is written
+        links = link_frozen_files(self.folder, self._frozen_source) if self.ranks.is_main else NO_LINKS
+        plan, reused = self._planner.plan(tensors, frozen, current == self._frozen_source.fingerprints, links.tensors)
+        if not reused:
             links.remove()
             links = NO_LINKS
         return CheckpointContents(
             step,
-            held=self._saver.snapshot({name: tensors[name] for name in share.names}),
-            share=share,
+            tensors=self._saver.snapshot({name: tensors[name] for name in plan.names}),
+            plan=plan,
             state=deepcopy(state),
             metrics=metrics,
             finite=finite,
@@ -143,12 +142,12 @@ class CheckpointManager:
         """Collective over the saver's ranks, perhaps in a thread of its own: write it; then the surplus goes."""
         write_checkpoint(self.folder, self._saver.ranks, contents, self.facts)
         if self.ranks.is_main:
-            new = checkpoint_path(self.folder, contents.step)
-            self._rejected.discard(new)
+            new_path = checkpoint_path(self.folder, contents.step)
+            self._rejected.discard(new_path)
             # only after the new one stands: never is there a moment with fewer than were asked for
             with suppress(OSError):  # what cannot be removed now goes after the next save
                 for path in select_surplus(list_complete(self.folder, self._rejected), self.keep, self.best):
-                    if path != new:
+                    if path != new_path:
                         remove_checkpoint(path)
 
     def failed(self) -> bool:
@@ -160,29 +159,31 @@ class CheckpointManager:
 
         FailedSave where more saves in a row have failed than are forgiven.
         """
-        if not wanted or self._before is None:
+        if not wanted or self._previous_rank is None:
             return NonFiniteSave()
-        before, self._before = self._before, None
+        rank_before, self._previous_rank = self._previous_rank, None
         try:
             self._saver.wait()
         except (FailedSave, NonFiniteState) as error:
-            self._record = before  # it has beaten nobody
+            self._best_rank = rank_before  # it has beaten nobody
             if isinstance(error, NonFiniteState):
                 return NonFiniteSave(error.step, error.tensors)
             self._forgive(error)
         else:
-            self._failures, self._kept = [], self._next
+            self._failures, self._frozen_source = [], self._next_frozen_source
         return NonFiniteSave()
 
     def _forgive(self, error: FailedSave) -> None:
         """Say that a save has failed; FailedSave where it is one too many in a row. All ranks do the same."""
         self._failures.append(str(error))
         count = len(self._failures)
-        if count > self._forgiven:
-            last = f". It is failed save number {count} in a row, so the run ends" if self._forgiven else ""
-            raise FailedSave(f"{error}{last}") from error
+        if count > self._max_failures:
+            ending = f". It is failed save number {count} in a row, so the run ends" if self._max_failures else ""
+            raise FailedSave(f"{error}{ending}") from error
         if self.ranks.is_main:
-            log.warning("%s. The run goes on; failed saves in a row: %d of at most %d", error, count, self._forgiven)
+            log.warning(
+                "%s. The run goes on; failed saves in a row: %d of at most %d", error, count, self._max_failures
+            )
 
     def finish(self) -> None:
         """Collective, after the last save of a run: FailedSave where that one failed, though it was forgiven.
@@ -199,23 +200,25 @@ class CheckpointManager:
     def newest(self) -> CheckpointInfo | None:
         """The newest checkpoint that is valid, None where there is none at all. Collective."""
         self.finish_save()
-        found, rejected = open_newest(self.folder, self.ranks, self.needed)
+        newest, rejected = open_newest(self.folder, self.ranks, self.required_state)
         self._rejected = set(rejected)
         # the main rank reads what is to be beaten and tells all: they must agree on whether a checkpoint is the best
         others = list_complete(self.folder, self._rejected) if self.ranks.is_main else []
-        record = max((metric_rank(one.metrics, self.best) for one in others), default=(-math.inf, -math.inf))
-        self._record = self.ranks.all_gather_values(record)[0]
-        return found
+        best_rank = max(
+            (metric_rank(manifest.metrics, self.best) for manifest in others), default=(-math.inf, -math.inf)
+        )
+        self._best_rank = self.ranks.all_gather_values(best_rank)[0]
+        return newest
 
     def is_best(self, metrics: dict[str, float] | None) -> bool:
-        """Are these figures better than those of every checkpoint so far? The same answer on every rank."""
-        return metric_rank(metrics, self.best) > self._record
+        """Are these metrics better than those of every checkpoint so far? The same answer on every rank."""
+        return metric_rank(metrics, self.best) > self._best_rank
 
     def improves(self, metrics: dict[str, float]) -> bool:
-        """The same by the figure alone: where it stays equal, a loss that goes on falling improves nothing."""
-        return metric_rank(metrics, self.best)[0] > self._record[0]
+        """The same by the metric alone: where it stays equal, a loss that goes on falling improves nothing."""
+        return metric_rank(metrics, self.best)[0] > self._best_rank[0]
 
-    def read(self, found: CheckpointInfo, tensors: dict[str, Tensor]) -> None:
+    def read(self, checkpoint: CheckpointInfo, tensors: dict[str, Tensor]) -> None:
         """Fill the given tensors in place, of DTensors the shard this rank holds. Collective.
 
         Ranks may ask for different ones. CorruptCheckpoint, before any is touched, where one is missing or has another
@@ -223,5 +226,5 @@ class CheckpointManager:
         """
         from trainer.records.checkpoint.tensor_files import load_tensors
 
-        all_or_none(self.ranks, lambda: load_tensors(tensors, found), CorruptCheckpoint)
-        self._kept = frozen_source_of(found, tensors)
+        all_or_none(self.ranks, lambda: load_tensors(tensors, checkpoint), CorruptCheckpoint)
+        self._frozen_source = frozen_source_of(checkpoint, tensors)

@@ -83,10 +83,10 @@ class ProgressFields(TypedDict):
 def _check_progress(value: Any) -> dict[str, Any]:
     """Counts that can be true together: each step is of a sample or more, each epoch of a step or more."""
     counts: dict[str, Any] = convert(value, ProgressFields)
-    for small, large in (("epoch", "step"), ("step", "samples"), ("position", "samples")):
+    for smaller, larger in (("epoch", "step"), ("step", "samples"), ("position", "samples")):
         # what was passed over in going back moved epoch and position without a step
-        if counts[small] > counts[large] + counts.get("left_out", 0) * (small != "step"):
-            raise InvalidField(small, f"is {counts[small]:,}, more than progress.{large}, {counts[large]:,}")
+        if counts[smaller] > counts[larger] + counts.get("left_out", 0) * (smaller != "step"):
+            raise InvalidField(smaller, f"is {counts[smaller]:,}, more than progress.{larger}, {counts[larger]:,}")
     return counts
 
 
@@ -138,8 +138,8 @@ class TensorShard(NamedTuple):
     """A tensor in a file, or a shard of one."""
 
     shape: tuple[int, ...]
-    type: torch.dtype
-    begin: tuple[int, ...]  # where in the whole tensor
+    dtype: torch.dtype
+    offset: tuple[int, ...]  # where in the whole tensor
 
 
 Headers = Mapping[str, Mapping[str, TensorShard]]  # by file, then by tensor
@@ -161,75 +161,75 @@ def encode_json(value: Any) -> bytes:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """manifest.json, with a SHA-256 over itself: a flipped bit in a figure must show too."""
-    said = {
+    fields = {
         "format": FORMAT_VERSION,
         "step": manifest.step,
         **manifest.facts,
         "figures": manifest.metrics,
         "files": dict(sorted(manifest.files.items())),
     }
-    return encode_json({**said, "sha256": hashlib.sha256(encode_json(said)).hexdigest()})
+    return encode_json({**fields, "sha256": hashlib.sha256(encode_json(fields)).hexdigest()})
 
 
 @contextmanager
-def _corrupt_if_unreadable(where: Path) -> Iterator[None]:
+def _corrupt_if_unreadable(path: Path) -> Iterator[None]:
     """Inside, a file that is missing, unreadable or damaged is a CorruptCheckpoint."""
     try:
         yield
     except OSError as error:
-        raise CorruptCheckpoint(f"{where}: {error.strerror}") from None
+        raise CorruptCheckpoint(f"{path}: {error.strerror}") from None
     except DamagedFile as error:
         raise CorruptCheckpoint(str(error)) from None
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json alone, which is cheap. CorruptCheckpoint where it is missing or not as it was written."""
-    where = folder / MANIFEST_FILE
-    with _corrupt_if_unreadable(where):
-        said, data = read_json(where, ManifestFields)
-        if said.pop("format") != FORMAT_VERSION:
-            raise DamagedFile(f"{where}: a format other than {FORMAT_VERSION}, which this version reads")
-        step, metrics, files = said.pop("step"), said.pop("figures"), said.pop("files")
-        del said["sha256"]
-        manifest = Manifest(folder, step, said, metrics, files)
+    path = folder / MANIFEST_FILE
+    with _corrupt_if_unreadable(path):
+        fields, data = read_json(path, ManifestFields)
+        if fields.pop("format") != FORMAT_VERSION:
+            raise DamagedFile(f"{path}: a format other than {FORMAT_VERSION}, which this version reads")
+        step, metrics, files = fields.pop("step"), fields.pop("figures"), fields.pop("files")
+        del fields["sha256"]
+        manifest = Manifest(folder, step, fields, metrics, files)
         # written once more it is the same bytes: its SHA-256 is right, and nothing changed that JSON would not notice
         if encode_manifest(manifest) != data:
-            raise DamagedFile(f"{where}: not as it was written")
+            raise DamagedFile(f"{path}: not as it was written")
     return manifest
 
 
-def read_state(manifest: Manifest, needed: Collection[str] = ()) -> dict[str, Any]:
+def read_state(manifest: Manifest, required: Collection[str] = ()) -> dict[str, Any]:
     """Read state.json, which must say what is needed. CorruptCheckpoint where it cannot be true."""
-    where = manifest.path / STATE_FILE
-    with _corrupt_if_unreadable(where):
-        state, _ = read_json(where, StateFields)
-        for name in sorted(set(needed) - state.keys()):
-            raise DamagedFile(f"{where}: {name} is missing")
+    path = manifest.path / STATE_FILE
+    with _corrupt_if_unreadable(path):
+        state, _ = read_json(path, StateFields)
+        for name in sorted(set(required) - state.keys()):
+            raise DamagedFile(f"{path}: {name} is missing")
         progress = state.get("progress", {"step": manifest.step, "position": 0})
         if progress["step"] != manifest.step:
             raise DamagedFile(
-                f"{where}: progress.step is {progress['step']:,}, the manifest is of step {manifest.step:,}"
+                f"{path}: progress.step is {progress['step']:,}, the manifest is of step {manifest.step:,}"
             )
         # behind the end of its epoch a run would skip what it has not seen
         if "data" in state and progress["position"] > (most := state["data"]["training"]["samples"]):
-            raise DamagedFile(f"{where}: progress.position is {progress['position']:,}, an epoch has {most:,} samples")
+            raise DamagedFile(f"{path}: progress.position is {progress['position']:,}, an epoch has {most:,} samples")
     return state
 
 
 def check_sizes(manifest: Manifest) -> None:
     """Every file is there with its size, and no others with tensors, which torch would read with them."""
     folder = manifest.path
-    for name, fact in manifest.files.items():
+    for name, entry in manifest.files.items():
         try:
-            there = (folder / name).lstat()
+            status = (folder / name).lstat()
         except OSError as error:
             raise CorruptCheckpoint(f"{folder / name}: {error.strerror}") from None
         # a device, or a pipe, would be read for ever
-        if not stat.S_ISREG(there.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise CorruptCheckpoint(f"{folder / name}: it is {describe_entry(folder / name)}, which no checkpoint has")
-        size = there.st_size
-        if size != fact["size"]:
-            raise CorruptCheckpoint(f"{folder / name}: {size} bytes instead of {fact['size']}")
+        size = status.st_size
+        if size != entry["size"]:
+            raise CorruptCheckpoint(f"{folder / name}: {size} bytes instead of {entry['size']}")
     extra = {path.name for path in folder.glob(f"*{TENSOR_SUFFIX}")} - manifest.files.keys()
     if extra:
         raise CorruptCheckpoint(f"{folder / min(extra)}: not in the manifest")

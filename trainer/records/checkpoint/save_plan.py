@@ -1,9 +1,9 @@
 """Which rank writes which tensors of a checkpoint.
 
-It follows from how tensors are sharded, and is kept while that stays.
+The plan follows from how tensors are sharded, and is kept as long as that stays the same.
 
-Ranks that hold the same names in the same way need tell each other one hash: all else each of them knows by itself.
-Where they differ (stages of a pipeline, owners of zero1), one of each kind tells the others once what it holds.
+Ranks with the same layout exchange one hash, since each of them knows all else by itself. Where layouts differ (stages
+of a pipeline, owners of zero1), one rank of each group sends its layouts once.
 """
 
 from __future__ import annotations
@@ -29,194 +29,207 @@ class FailedSave(FatalRunError):
 
 
 class TensorLayout(NamedTuple):
-    """How a rank holds a tensor, as plain values."""
+    """How a rank holds a tensor, as plain values that ranks can send and compare."""
 
-    shape: tuple[int, ...]  # of the whole
-    type: str
-    bytes: int  # of the whole
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: str
+    nbytes: int  # of the whole tensor
     frozen: bool
     placements: tuple[str, ...] = ()  # along each axis of the mesh; none: every rank that has it holds all of it
-    copied: tuple[bool, ...] = ()  # along which axes do ranks hold the same
-    mesh: tuple[int, ...] = ()  # its shape
-    ranks: tuple[int, ...] = ()  # in its order
+    replicated: tuple[bool, ...] = ()  # along which of these axes do ranks hold the same
+    mesh_shape: tuple[int, ...] = ()
+    mesh_ranks: tuple[int, ...] = ()  # row by row
 
     @property
-    def alike(self) -> tuple[Any, ...]:
+    def sharding(self) -> tuple[Any, ...]:
         """Shards of ranks for which this is equal fit together."""
-        return self.placements, self.mesh
+        return self.placements, self.mesh_shape
 
 
 class LayoutGroup(NamedTuple):
-    """Ranks that hold the same tensors in the same way."""
+    """Ranks that hold the same tensors of one component in the same way."""
 
-    spreads: Mapping[str, TensorLayout]
+    layouts: Mapping[str, TensorLayout]
     ranks: tuple[int, ...]
 
 
 class SavePlan:
-    """What a rank writes of a checkpoint."""
+    """What this rank writes of a checkpoint."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], bytes: int, apart: bool) -> None:
-        """bytes: of all ranks' tensors, each once; apart: is there more than the network."""
-        self.bytes, self.apart = bytes, apart
+    def __init__(self, tensors: Mapping[str, Tensor], nbytes: int, has_other_state: bool) -> None:
+        """nbytes: of all ranks' tensors, each once; has_other_state: is there more than the network."""
+        self.nbytes, self.has_other_state = nbytes, has_other_state
         # a shard without elements is left out: readers have no need of it
-        self._seen = {
-            name: _layout_key(one) for name, one in tensors.items() if to_local(one).numel() or not one.numel()
-        }
-        self._examples = {self._seen[name]: one for name, one in tensors.items() if name in self._seen}
-        self.names = [*self._seen]
+        written = {name: tensor for name, tensor in tensors.items() if to_local(tensor).numel() or not tensor.numel()}
+        self._keys = {name: _layout_key(tensor) for name, tensor in written.items()}
+        self._examples = {self._keys[name]: tensor for name, tensor in written.items()}  # one for each layout
+        self.names = [*self._keys]
 
     @cached_property
     def offsets(self) -> dict[str, list[int]]:
-        """Where in the whole tensor the shard of this rank begins, by name. The first time it takes torch a while."""
+        """Where in the whole tensor this rank's shard begins, by name. The first time it takes torch a while."""
         from torch.distributed.checkpoint import DefaultSavePlanner  # here: its import takes longer than a first step
 
-        examples, self._examples = self._examples, {}  # many tensors are spread alike
+        # torch plans one tensor of each layout; all others of this layout begin at the same place
+        examples, self._examples = self._examples, {}
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner({str(at): one for at, one in enumerate(examples.values())})
-        begins = {item.index.fqn: [*(item.index.offset or ())] for item in planner.create_local_plan().items}
-        known = {seen: begins[str(at)] for at, seen in enumerate(examples)}
-        return {name: known[seen] for name, seen in self._seen.items()}
+        planner.set_up_planner({str(number): tensor for number, tensor in enumerate(examples.values())})
+        planned = {item.index.fqn: [*(item.index.offset or ())] for item in planner.create_local_plan().items}
+        offsets_by_key = {key: planned[str(number)] for number, key in enumerate(examples)}
+        return {name: offsets_by_key[key] for name, key in self._keys.items()}
 
 
 class SavePlanner:
-    """Who writes what, agreed by all ranks at each save."""
+    """Agrees with the planners of all ranks about who writes what, at each save."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._seen: dict[str, tuple[Any, ...]] = {}  # how this rank's tensors were spread at the last save
-        self._spreads: dict[str, TensorLayout] = {}  # the same, as other ranks can read it
-        self._hashes: dict[str, str] = {}  # the same of each part
-        self._told: list[dict[str, str]] = []  # those of all ranks
-        self._kinds: list[LayoutGroup] = []
-        self._shares: dict[bool, SavePlan] = {}  # without the frozen tensors, or with them
+        self._keys: dict[str, tuple[Any, ...]] = {}  # by name, the layouts of this rank's tensors at the last save
+        self._layouts: dict[str, TensorLayout] = {}  # the same, as other ranks can read it
+        self._hashes: dict[str, str] = {}  # by component, a hash of its layouts
+        self._all_hashes: list[dict[str, str]] = []  # those of every rank
+        self._groups: list[LayoutGroup] = []
+        self._plans: dict[bool, SavePlan] = {}  # True: the one without the frozen tensors
 
-    def agree(
-        self, tensors: Mapping[str, Tensor], frozen: Collection[str], same: bool, linked: Collection[str]
+    def plan(
+        self, tensors: Mapping[str, Tensor], frozen: Collection[str], unchanged: bool, linked: Collection[str]
     ) -> tuple[SavePlan, set[str]]:
         """Collective: what this rank writes, and the names of frozen tensors that nobody need write.
 
-        same: are this rank's frozen tensors as they are in an older checkpoint; linked: what the main rank has of it.
-        FailedSave on all ranks where it fails on one.
+        unchanged: are this rank's frozen tensors as they are in an older checkpoint; linked: what the main rank has
+        links to there. FailedSave on all ranks where it fails on one.
         """
-        # all ranks; a hash of each part, and of the names that the main rank has links for
-        told = all_or_none(
-            self._ranks, lambda: (self._hashed(tensors, frozen), same, _hash_of(sorted(linked))), FailedSave
+        # all ranks; each sends a hash of each component's layouts, and one of the names that it has links for
+        answers = all_or_none(
+            self._ranks,
+            lambda: (self._hash_layouts(tensors, frozen), unchanged, _hash_of(sorted(linked))),
+            FailedSave,
         )
-        hashes = [one for one, _, _ in told]
-        if hashes != self._told:
-            self._kinds, self._told, self._shares = self._gathered(hashes), hashes, {}
-        still = {name for kind in self._kinds for name, one in kind.spreads.items() if one.frozen}
-        there = still if all(one for _, one, _ in told) and _hash_of(sorted(still)) == told[0][2] else set()
-        without = bool(there)
-        if without not in self._shares:
-            self._shares[without] = self._share(tensors, without)
-        return self._shares[without], there
+        all_hashes = [hashes for hashes, _, _ in answers]
+        if all_hashes != self._all_hashes:
+            self._groups, self._all_hashes, self._plans = self._gather_groups(all_hashes), all_hashes, {}
 
-    def _hashed(self, tensors: Mapping[str, Tensor], frozen: Collection[str]) -> dict[str, str]:
-        """How this rank holds the tensors: a hash of each part."""
-        seen = {name: (*_layout_key(tensor), name in frozen) for name, tensor in tensors.items()}
-        if seen != self._seen:
-            spreads = {name: _make_layout(*one) for name, one in seen.items()}
-            hashes = {part: _hash_of(own) for part, own in _by_component(spreads).items()}
-            self._seen, self._spreads, self._hashes = seen, spreads, hashes
+        # Frozen tensors are left out where no rank's have changed, and the main rank's links hold all of them.
+        all_frozen = {name for group in self._groups for name, layout in group.layouts.items() if layout.frozen}
+        reused = all(same for _, same, _ in answers) and _hash_of(sorted(all_frozen)) == answers[0][2]
+        left_out = all_frozen if reused else set()
+        without_frozen = bool(left_out)
+        if without_frozen not in self._plans:
+            self._plans[without_frozen] = self._make_plan(tensors, without_frozen)
+        return self._plans[without_frozen], left_out
+
+    def _hash_layouts(self, tensors: Mapping[str, Tensor], frozen: Collection[str]) -> dict[str, str]:
+        """By component, a hash of how this rank holds its tensors; made anew only where a layout has changed."""
+        keys = {name: (*_layout_key(tensor), name in frozen) for name, tensor in tensors.items()}
+        if keys != self._keys:
+            self._keys, self._layouts = keys, {name: _make_layout(*key) for name, key in keys.items()}
+            components = _by_component(self._layouts)
+            self._hashes = {component: _hash_of(layouts) for component, layouts in components.items()}
         return self._hashes
 
-    def _gathered(self, hashes: list[dict[str, str]]) -> list[LayoutGroup]:
-        """Collective where ranks differ: what each kind of them holds, in the order of their first ranks."""
-        kinds: dict[tuple[str, str], list[int]] = {}
-        for rank, one in enumerate(hashes):
-            for item in one.items():
-                kinds.setdefault(item, []).append(rank)
-        parts = _by_component(self._spreads)
-        if all(one == hashes[0] for one in hashes):
-            return [LayoutGroup(parts[part], tuple(ranks)) for (part, _), ranks in kinds.items()]
-        mine = {item: parts[item[0]] for item, ranks in kinds.items() if ranks[0] == self._ranks.rank}
-        # all ranks; the first of each kind tells what it holds
-        known = {item: own for one in self._ranks.all_gather_values(mine) for item, own in one.items()}
-        return [LayoutGroup(known[item], tuple(ranks)) for item, ranks in kinds.items()]
+    def _gather_groups(self, all_hashes: list[dict[str, str]]) -> list[LayoutGroup]:
+        """Collective where layouts differ: those of each group of ranks, in the order of their first ranks."""
+        ranks_of: dict[tuple[str, str], list[int]] = {}  # component and hash → the ranks that hold it so
+        for rank, hashes in enumerate(all_hashes):
+            for item in hashes.items():
+                ranks_of.setdefault(item, []).append(rank)
+        components = _by_component(self._layouts)
+        if all(hashes == all_hashes[0] for hashes in all_hashes):
+            return [LayoutGroup(components[name], tuple(ranks)) for (name, _), ranks in ranks_of.items()]
+        mine = {item: components[item[0]] for item, ranks in ranks_of.items() if ranks[0] == self._ranks.rank}
+        # all ranks; the first of each group sends its layouts
+        layouts_of = {item: layouts for sent in self._ranks.all_gather_values(mine) for item, layouts in sent.items()}
+        return [LayoutGroup(layouts_of[item], tuple(ranks)) for item, ranks in ranks_of.items()]
 
-    def _share(self, tensors: Mapping[str, Tensor], without: bool) -> SavePlan:
-        """What this rank writes; `without`: no frozen tensor."""
-        every: dict[str, list[LayoutGroup]] = {}
-        for kind in self._kinds:
-            for name, spread in kind.spreads.items():
-                if not (spread.frozen and without):
-                    every.setdefault(name, []).append(kind)
-        own = [name for name in tensors if name in every]
-        alone = all(
-            len(kinds) == 1 and len(kinds[0].ranks) == self._ranks.size and not kinds[0].spreads[name].mesh
-            for name, kinds in every.items()
+    def _make_plan(self, tensors: Mapping[str, Tensor], without_frozen: bool) -> SavePlan:
+        """What this rank writes, given the groups that all ranks know."""
+        groups_of: dict[str, list[LayoutGroup]] = {}  # by the name of a tensor
+        for group in self._groups:
+            for name, layout in group.layouts.items():
+                if not (layout.frozen and without_frozen):
+                    groups_of.setdefault(name, []).append(group)
+        names = [name for name in tensors if name in groups_of]
+        # where every rank has all of everything, as in DDP, the main rank writes alone
+        all_replicated = all(
+            len(groups) == 1 and len(groups[0].ranks) == self._ranks.size and not groups[0].layouts[name].mesh_shape
+            for name, groups in groups_of.items()
         )
-        mine = own if alone and self._ranks.is_main else [] if alone else list(self._chosen(own, every))
-        sizes = {name: kinds[0].spreads[name].bytes for name, kinds in every.items()}
-        apart = any(name.startswith(OTHER_PREFIXES) for name in every)
-        return SavePlan({name: tensors[name] for name in mine}, sum(sizes.values()), apart)
+        if all_replicated:
+            mine = names if self._ranks.is_main else []
+        else:
+            mine = list(self._select_mine(names, groups_of))
+        nbytes = sum(groups[0].layouts[name].nbytes for name, groups in groups_of.items())
+        has_other_state = any(name.startswith(OTHER_PREFIXES) for name in groups_of)
+        return SavePlan({name: tensors[name] for name in mine}, nbytes, has_other_state)
 
-    def _chosen(self, names: list[str], every: Mapping[str, list[LayoutGroup]]) -> Iterator[str]:
+    def _select_mine(self, names: list[str], groups_of: Mapping[str, list[LayoutGroup]]) -> Iterator[str]:
         """Of these tensors those that this rank writes. Ranks that hold the same share the work among themselves."""
-        groups: dict[tuple[int, ...], list[str]] = {}
-        known: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        names_by_holders: dict[tuple[int, ...], list[str]] = {}
+        known: dict[tuple[Any, ...], tuple[int, ...]] = {}  # many tensors are sharded alike
         for name in names:
-            kinds, own = every[name], self._spreads[name]
-            key = (tuple(map(id, kinds)), own.alike, own.copied, own.ranks, not own.bytes)
+            groups, layout = groups_of[name], self._layouts[name]
+            key = (tuple(map(id, groups)), layout.sharding, layout.replicated, layout.mesh_ranks, not layout.nbytes)
             if key not in known:
-                known[key] = _ranks_with_same_shard(
-                    self._ranks.rank, own, [(kind.spreads[name], kind.ranks) for kind in kinds]
-                )
-            groups.setdefault(known[key], []).append(name)
-        for ranks, held_by_them in groups.items():
-            if self._ranks.rank in ranks:
-                ordered = sorted(held_by_them)  # all of them know these, and come to the same answer
-                writers = assign_owners([self._spreads[name].bytes for name in ordered], len(ranks))
-                yield from (name for name, at in zip(ordered, writers, strict=True) if ranks[at] == self._ranks.rank)
+                layouts = [(group.layouts[name], group.ranks) for group in groups]
+                known[key] = _ranks_with_same_shard(self._ranks.rank, layout, layouts)
+            names_by_holders.setdefault(known[key], []).append(name)
+        for holders, held_names in names_by_holders.items():
+            if self._ranks.rank in holders:
+                ordered = sorted(held_names)  # all holders know these, and come to the same answer
+                writers = assign_owners([self._layouts[name].nbytes for name in ordered], len(holders))
+                pairs = zip(ordered, writers, strict=True)
+                yield from (name for name, writer in pairs if holders[writer] == self._ranks.rank)
 
 
 def _ranks_with_same_shard(
-    rank: int, own: TensorLayout, every: list[tuple[TensorLayout, tuple[int, ...]]]
+    rank: int, layout: TensorLayout, layouts: list[tuple[TensorLayout, tuple[int, ...]]]
 ) -> tuple[int, ...]:
-    """The ranks that hold the same part of a tensor as this one; none where others, spread otherwise, write it."""
-    if own.alike != every[0][0].alike:
+    """The ranks that hold the same part of a tensor as this one; none where others, sharded otherwise, write it.
+
+    layouts: every layout of this tensor, and the ranks that have it.
+    """
+    if layout.sharding != layouts[0][0].sharding:
         return ()
-    alike = [(spread, ranks) for spread, ranks in every if spread.alike == own.alike]
-    if not own.mesh:
+    alike = [(other, ranks) for other, ranks in layouts if other.sharding == layout.sharding]
+    if not layout.mesh_shape:
         return tuple(sorted(holder for _, ranks in alike for holder in ranks))
-    at = (torch.tensor(own.ranks).view(own.mesh) == rank).nonzero()[0].tolist()
-    # of what has no elements all ranks hold the same
-    index = tuple(slice(None) if same or not own.bytes else one for same, one in zip(own.copied, at, strict=True))
-    meshes = {spread.ranks: torch.tensor(spread.ranks).view(spread.mesh) for spread, _ in alike}
+    coordinates = (torch.tensor(layout.mesh_ranks).view(layout.mesh_shape) == rank).nonzero()[0].tolist()
+    # along replicated axes all ranks hold the same; of what has no elements they do along every axis
+    axes = zip(layout.replicated, coordinates, strict=True)
+    index = tuple(slice(None) if same or not layout.nbytes else coordinate for same, coordinate in axes)
+    meshes = {other.mesh_ranks: torch.tensor(other.mesh_ranks).view(other.mesh_shape) for other, _ in alike}
     return tuple(sorted({holder for mesh in meshes.values() for holder in mesh[index].reshape(-1).tolist()}))
 
 
 def _layout_key(tensor: Tensor) -> tuple[Any, ...]:
-    """All that decides about a tensor, quickly."""
+    """All that decides about a tensor's layout, quickly."""
     if isinstance(tensor, DTensor):
         return tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements
     return tensor.shape, tensor.dtype, None, ()
 
 
 def _make_layout(
-    shape: torch.Size, type: torch.dtype, mesh: Any, placements: tuple[Any, ...], frozen: bool
+    shape: torch.Size, dtype: torch.dtype, mesh: Any, placements: tuple[Any, ...], frozen: bool
 ) -> TensorLayout:
-    whole = TensorLayout(tuple(shape), str(type), shape.numel() * type.itemsize, frozen)
+    layout = TensorLayout(tuple(shape), str(dtype), shape.numel() * dtype.itemsize, frozen)
     if mesh is None:
-        return whole
-    return whole._replace(
+        return layout
+    return layout._replace(
         placements=tuple(map(repr, placements)),
-        copied=tuple(one.is_replicate() for one in placements),
-        mesh=tuple(mesh.mesh.shape),
-        ranks=tuple(mesh.mesh.flatten().tolist()),
+        replicated=tuple(placement.is_replicate() for placement in placements),
+        mesh_shape=tuple(mesh.mesh.shape),
+        mesh_ranks=tuple(mesh.mesh.flatten().tolist()),
     )
 
 
-def _by_component(spreads: Mapping[str, TensorLayout]) -> dict[str, dict[str, TensorLayout]]:
+def _by_component(layouts: Mapping[str, TensorLayout]) -> dict[str, dict[str, TensorLayout]]:
     """The network's, the optimizer's …: ranks may hold the same of one, and not of another."""
-    parts: dict[str, dict[str, TensorLayout]] = {}
-    for name in sorted(spreads):
-        part = name.split("/", 1)[0] if name.startswith(OTHER_PREFIXES) else ""
-        parts.setdefault(part, {})[name] = spreads[name]
-    return parts
+    components: dict[str, dict[str, TensorLayout]] = {}
+    for name in sorted(layouts):
+        component = name.split("/", 1)[0] if name.startswith(OTHER_PREFIXES) else ""
+        components.setdefault(component, {})[name] = layouts[name]
+    return components
 
 
-def _hash_of(what: Any) -> str:
-    return sha256(repr(what).encode()).hexdigest()
+def _hash_of(value: Any) -> str:
+    return sha256(repr(value).encode()).hexdigest()

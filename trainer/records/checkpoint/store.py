@@ -44,9 +44,9 @@ from trainer.records.metrics_reader import metric_rank, metric_score
 class NoUsableCheckpoint(CorruptCheckpoint, FatalRunError):
     """Checkpoints that are all corrupt: the run neither goes on nor starts over by itself."""
 
-    def __init__(self, said: str, reasons: Iterable[str]) -> None:
+    def __init__(self, message: str, reasons: Iterable[str]) -> None:
         """`reasons`: a line each."""
-        super().__init__(said)
+        super().__init__(message)
         self.args = ("\n".join([*self.args, *reasons]),)
 
 
@@ -63,69 +63,74 @@ def list_candidates(folder: Path) -> dict[Path, Manifest | None]:
 
     Whoever takes the first that is valid has then seen all that may be newer.
     """
-    found: dict[Path, Manifest | None] = {}
+    manifests: dict[Path, Manifest | None] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if not path.name.startswith(".") and not path.is_file():
-            found[path] = None  # no checkpoint, but it may have been one: not to be passed over in silence
+            manifests[path] = None  # no checkpoint, but it may have been one: not to be passed over in silence
             with suppress(CorruptCheckpoint):
-                found[path] = read_manifest(path)
-    steps = {path: manifest.step if manifest else math.inf for path, manifest in found.items()}
-    return {path: found[path] for path in sorted(found, key=steps.__getitem__, reverse=True)}
+                manifests[path] = read_manifest(path)
+    steps = {path: manifest.step if manifest else math.inf for path, manifest in manifests.items()}
+    return {path: manifests[path] for path in sorted(manifests, key=steps.__getitem__, reverse=True)}
 
 
-def open_newest(folder: Path, ranks: Ranks, needed: Collection[str] = ()) -> tuple[CheckpointInfo | None, list[Path]]:
+def open_newest(
+    folder: Path, ranks: Ranks, required_state: Collection[str] = ()
+) -> tuple[CheckpointInfo | None, list[Path]]:
     """The newest valid checkpoint of a folder, and the corrupt ones that were passed over. Collective.
 
-    needed: what state.json must say. None where there is no checkpoint at all; where all are corrupt that is an error,
-    not a fresh start.
+    required_state: what state.json must say. None where there is no checkpoint at all; where all are corrupt that is
+    an error, not a fresh start.
     """
     # the main rank's list is everybody's: others may not see yet what was just renamed
     names = ranks.all_gather_values([path.name for path in list_candidates(folder)] if ranks.is_main else [])[0]
-    rejected: dict[Path, str] = {}
+    problems: dict[Path, str] = {}
     # all ranks try the same one, and give it up together
     for path in (folder / name for name in names):
         try:
-            return open_checkpoint(path, ranks, needed), list(rejected)
+            return open_checkpoint(path, ranks, required_state), list(problems)
         except CorruptCheckpoint as error:
-            rejected[path] = f"  {error}"
+            problems[path] = f"  {error}"
             if ranks.is_main:
                 log.warning("checkpoint %s is skipped: %s", escape_line(path.name), error)
-    if rejected:
+    if problems:
         raise NoUsableCheckpoint(
-            f"none of the {len(rejected)} checkpoints in {folder} can be used; run.resume=fresh starts over:",
-            list(rejected.values())[:15],
+            f"none of the {len(problems)} checkpoints in {folder} can be used; run.resume=fresh starts over:",
+            list(problems.values())[:15],
         )
     return None, []
 
 
-def open_checkpoint(path: Path, ranks: Ranks, needed: Collection[str] = ()) -> CheckpointInfo:
+def open_checkpoint(path: Path, ranks: Ranks, required_state: Collection[str] = ()) -> CheckpointInfo:
     """Verify one checkpoint, every byte of it. Collective; CorruptCheckpoint in words, on all ranks or none."""
+    # here: what this imports takes longer than a first step
     from trainer.records.checkpoint.tensor_files import check_finite, read_headers
 
-    known: list[tuple[Manifest, dict[str, Any]]] = []
+    verified: list[tuple[Manifest, dict[str, Any]]] = []
 
     def verify() -> dict[str, dict[str, TensorShard]]:
         manifest = read_manifest(path)
         check_sizes(manifest)
-        # each rank reads a share of the bytes, for that takes time; the headers only then: they count where they are
-        # what was written
-        share = sorted(manifest.files)[ranks.rank :: ranks.size]
-        check_hashes(manifest, share)
+        # each rank reads its portion of the files, for that takes time; headers last: they count only where the
+        # bytes are what was written
+        my_files = sorted(manifest.files)[ranks.rank :: ranks.size]
+        check_hashes(manifest, my_files)
         if not manifest.facts.get(FINITE_FACT):
-            check_finite(path, share)
-        known.append((manifest, read_state(manifest, needed)))
-        return read_headers(path, share)
+            check_finite(path, my_files)
+        verified.append((manifest, read_state(manifest, required_state)))
+        return read_headers(path, my_files)
 
+    # all ranks; each sends the headers of its files, so what is wrong with them together is so on all ranks
     headers = all_or_none(ranks, verify, CorruptCheckpoint)
-    # all ranks have the same headers before them, so what is wrong with them is so on all
-    return _make_info(*known[0], {file: held for share in headers for file, held in share.items()})
+    return _make_info(*verified[0], {file: tensors for my_files in headers for file, tensors in my_files.items()})
 
 
-def inspect_checkpoint(manifest: Manifest, needed: Collection[str] = ()) -> CheckpointInfo:
+def inspect_checkpoint(manifest: Manifest, required_state: Collection[str] = ()) -> CheckpointInfo:
     """What a checkpoint says about itself: its state, and the headers of its tensors."""
     from trainer.records.checkpoint.tensor_files import read_headers
 
-    return _make_info(manifest, read_state(manifest, needed), read_headers(manifest.path, sorted(manifest.files)))
+    return _make_info(
+        manifest, read_state(manifest, required_state), read_headers(manifest.path, sorted(manifest.files))
+    )
 
 
 def _make_info(manifest: Manifest, state: dict[str, Any], headers: Headers) -> CheckpointInfo:
@@ -138,48 +143,48 @@ def _make_info(manifest: Manifest, state: dict[str, Any], headers: Headers) -> C
 
 def list_complete(folder: Path, rejected: Collection[Path] = ()) -> list[Manifest]:
     """The checkpoints that were written to the end and are still there, the newest first."""
-    found = []
+    manifests = []
     for path, manifest in list_candidates(folder).items():
         with suppress(CorruptCheckpoint):
             if manifest and path not in rejected:
                 check_sizes(manifest)
-                found.append(manifest)
-    return found
+                manifests.append(manifest)
+    return manifests
 
 
 def describe_damage(folder: Path) -> list[str]:
     """What is wrong with the checkpoints that are not whole, the newest first."""
-    said = []
+    problems = []
     for path in list_candidates(folder):
         try:
             check_sizes(read_manifest(path))
         except CorruptCheckpoint as error:
-            said.append(str(error))
-    return said
+            problems.append(str(error))
+    return problems
 
 
 def select_surplus(checkpoints: list[Manifest], keep: int, best: str) -> list[Path]:
     """Those that may go, given the newest first: all but the newest `keep` and the best one."""
-    stays = select_best(checkpoints, best)
-    return [one.path for one in checkpoints[keep:] if one is not stays]
+    best_one = select_best(checkpoints, best)
+    return [checkpoint.path for checkpoint in checkpoints[keep:] if checkpoint is not best_one]
 
 
 def select_best(checkpoints: list[Manifest], best: str) -> Manifest | None:
-    """The best of them, of those with equal figures the newest; None where none has that figure."""
-    measured = [one for one in checkpoints if metric_score(one.metrics, best) > -math.inf]
-    return max(measured, key=lambda one: (metric_rank(one.metrics, best), one.step), default=None)
+    """The best of them, of those with equal metrics the newest; None where none has that metric."""
+    measured = [checkpoint for checkpoint in checkpoints if metric_score(checkpoint.metrics, best) > -math.inf]
+    return max(measured, key=lambda checkpoint: (metric_rank(checkpoint.metrics, best), checkpoint.step), default=None)
 
 
 def move_into_place(draft: Path, target: Path) -> None:
     """Give a finished draft its name; what stood there goes."""
-    aside = target.with_name(f"{REPLACED}{target.name}.{secrets.token_hex(4)}")
-    # the old one moves aside and is removed last: no moment has neither, and `sweep` knows it by its name
+    replaced = target.with_name(f"{REPLACED}{target.name}.{secrets.token_hex(4)}")
+    # the old one moves aside and is removed last: no moment has neither, and `clean_leftovers` knows it by its name
     if os.path.lexists(target):
-        os.rename(target, aside)
+        os.rename(target, replaced)
     os.rename(draft, target)
     fsync_path(target.parent)
-    if os.path.lexists(aside):
-        remove_checkpoint(aside)
+    if os.path.lexists(replaced):
+        remove_checkpoint(replaced)
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -192,10 +197,10 @@ def remove_checkpoint(path: Path) -> None:
 def clean_leftovers(folder: Path) -> None:
     """Clear what dead attempts left behind; the run's lock must be held, nobody else may be writing here."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        original = folder / path.name.removeprefix(REPLACED).split(".")[0]
-        # died between the two renames of put_in_place: the old one gets its name back
-        if path.name.startswith(REPLACED) and not original.exists():
-            os.rename(path, original)
+        final_path = folder / path.name.removeprefix(REPLACED).split(".")[0]
+        # died between the two renames of move_into_place: the old one gets its name back
+        if path.name.startswith(REPLACED) and not final_path.exists():
+            os.rename(path, final_path)
         elif path.name.startswith((DRAFT, TRASH, REPLACED)):
             _remove_tree(path)
 
@@ -212,7 +217,7 @@ class FrozenSource(NamedTuple):
     """A checkpoint on the disk, and what this rank has seen of the frozen tensors in it."""
 
     path: Path
-    prints: Mapping[str, int]  # of each tensor's bits
+    fingerprints: Mapping[str, int]  # of each tensor's bits
 
 
 class FrozenLinks(NamedTuple):
@@ -222,7 +227,7 @@ class FrozenLinks(NamedTuple):
     files: Mapping[str, dict[str, Any]]  # name → size in bytes, sha256
     tensors: Collection[str]  # what these files hold
 
-    def give(self, draft: Path) -> None:
+    def move_to(self, draft: Path) -> None:
         """Move them into a checkpoint that is being written."""
         if self.folder:
             for name in self.files:
@@ -238,27 +243,31 @@ NO_SOURCE = FrozenSource(Path(os.devnull), {})
 NO_LINKS = FrozenLinks(None, {}, ())
 
 
-def frozen_source_of(found: CheckpointInfo, tensors: Mapping[str, Tensor]) -> FrozenSource:
+def frozen_source_of(checkpoint: CheckpointInfo, tensors: Mapping[str, Tensor]) -> FrozenSource:
     """What a checkpoint holds of frozen tensors, given all that was read from it."""
-    names = {name for file, held in found.headers.items() if file.startswith(FROZEN_PREFIX) for name in held}
-    return FrozenSource(found.path, fingerprints({name: one for name, one in tensors.items() if name in names}))
+    names = {name for file, shards in checkpoint.headers.items() if file.startswith(FROZEN_PREFIX) for name in shards}
+    return FrozenSource(
+        checkpoint.path, fingerprints({name: tensor for name, tensor in tensors.items() if name in names})
+    )
 
 
-def link_frozen_files(folder: Path, kept: FrozenSource) -> FrozenLinks:
-    """The main rank's: links to the files of frozen tensors in `kept`; none where there are no such files.
+def link_frozen_files(folder: Path, source: FrozenSource) -> FrozenLinks:
+    """The main rank's: links to the files of frozen tensors in `source`; none where there are no such files.
 
     None either where the file system has no links, or where the checkpoint is no longer there: all is written again.
     """
     draft = folder / f"{DRAFT}links-{secrets.token_hex(4)}"
     try:
-        files = {name: one for name, one in read_manifest(kept.path).files.items() if name.startswith(FROZEN_PREFIX)}
+        files = {
+            name: entry for name, entry in read_manifest(source.path).files.items() if name.startswith(FROZEN_PREFIX)
+        }
         if not files:
             return NO_LINKS
         make_folder(draft)
-        for name, fact in files.items():
-            os.link(kept.path / name, draft / name)
-            there = (draft / name).lstat()
-            if not stat.S_ISREG(there.st_mode) or there.st_size != fact["size"]:
+        for name, entry in files.items():
+            os.link(source.path / name, draft / name)
+            status = (draft / name).lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size != entry["size"]:
                 raise CorruptCheckpoint(name)
         return FrozenLinks(draft, files, _tensor_names(draft, files))
     except Exception:  # whatever it is, nothing is lost by writing all

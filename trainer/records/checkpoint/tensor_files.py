@@ -44,7 +44,7 @@ SHARDING_KEY = "DCP_SHARDING_INFO"  # under which torch looks in a header for wh
 
 
 def write_tensors(
-    folder: Path, held: Mapping[str, Tensor], share: SavePlan, frozen: Collection[str], rank: int
+    folder: Path, tensors: Mapping[str, Tensor], plan: SavePlan, frozen: Collection[str], rank: int
 ) -> None:
     """Write a rank's share of the tensors into a folder.
 
@@ -52,25 +52,25 @@ def write_tensors(
     share.
     """
     for number in (0, 1, 2):
-        own = [name for name in held if _file_number(name, frozen) == number]
-        if own:
-            shard, last = f"{rank + 1:05}", 2 if share.apart else 1
+        names = [name for name in tensors if _file_number(name, frozen) == number]
+        if names:
+            shard, last = f"{rank + 1:05}", 2 if plan.has_other_state else 1
             file = f"shard-{shard}-model-{number:05}-of-{last:05}" if number else f"{FROZEN_PREFIX}{shard}"
             path = folder / f"{file}{TENSOR_SUFFIX}"
             # what torch's reader needs to put shards together again
-            shards = {name: {"saved_offsets": share.offsets[name]} for name in own}
-            told = {SHARDING_KEY: json.dumps(shards), "DCP_VERSION": "1.0", "format": "pt"}
+            shards = {name: {"saved_offsets": plan.offsets[name]} for name in names}
+            metadata = {SHARDING_KEY: json.dumps(shards), "DCP_VERSION": "1.0", "format": "pt"}
             # not torch's writer: it puts the file together in memory first, and for as long no other thread can work
-            write_safetensors(path, {name: held[name] for name in own}, told)
+            write_safetensors(path, {name: tensors[name] for name in names}, metadata)
             if not number:  # shared with other checkpoints: nobody may change it
                 path.chmod(path.stat().st_mode & ~0o222)
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], told: dict[str, str] | None = None) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write one file from the tensors' own memory; `told`: texts for its header."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(_contiguous(tensors), path, told)
+    save_file(_contiguous(tensors), path, metadata)
     path.chmod(mode)  # safetensors 0.8 puts a file in its place that nobody else can read
 
 
@@ -81,13 +81,15 @@ def _file_number(name: str, frozen: Collection[str]) -> int:
 
 def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as safetensors takes them: rows in order (channels_last is not), no two on one memory."""
-    given: set[tuple[torch.device, int]] = set()  # where memory begins that another name has brought already
+    seen: set[tuple[torch.device, int]] = set()  # where memory begins that another name has brought already
     rows = {}
-    for name, one in tensors.items():
-        where = (one.device, one.data_ptr())
-        shared = one.numel() > 0 and where in given
-        given.add(where)
-        rows[name] = one.clone(memory_format=torch.contiguous_format) if shared or not one.is_contiguous() else one
+    for name, tensor in tensors.items():
+        address = (tensor.device, tensor.data_ptr())
+        shared = tensor.numel() > 0 and address in seen
+        seen.add(address)
+        rows[name] = (
+            tensor.clone(memory_format=torch.contiguous_format) if shared or not tensor.is_contiguous() else tensor
+        )
     return rows
 
 
@@ -98,20 +100,22 @@ def check_finite(folder: Path, names: Iterable[str]) -> None:
     """
     for file in (name for name in names if name.endswith(TENSOR_SUFFIX)):
         with safe_open(folder / file, "pt") as opened:
-            held = opened.keys()
-            for name in held:  # one tensor at a time: a file may be larger than the memory
-                own = not name.startswith(OTHER_PREFIXES)
+            tensor_names = opened.keys()
+            for name in tensor_names:  # one tensor at a time: a file may be larger than the memory
+                is_network = not name.startswith(OTHER_PREFIXES)
                 x = opened.get_tensor(name)
-                if x.is_floating_point() and (x.isnan().any() if own else x.ndim and not x.isfinite().all()):
+                if x.is_floating_point() and (x.isnan().any() if is_network else x.ndim and not x.isfinite().all()):
                     raise CorruptCheckpoint(f"{folder / file}: {name} is not finite, training from it would be in vain")
 
 
-def load_tensors(tensors: dict[str, Tensor], found: CheckpointInfo) -> None:
+def load_tensors(tensors: dict[str, Tensor], checkpoint: CheckpointInfo) -> None:
     """Fill tensors in place from a verified checkpoint. No communication: each rank reads what it holds."""
     # torch compares names and shapes before it reads, and takes of each file what this rank's shards overlap
     with _raise_original_errors():
         dcp.load(
-            dict(tensors), storage_reader=KnownHeadersReader(found.path, found.headers, tensors.keys()), no_dist=True
+            dict(tensors),
+            storage_reader=KnownHeadersReader(checkpoint.path, checkpoint.headers, tensors.keys()),
+            no_dist=True,
         )
 
 
@@ -123,8 +127,8 @@ def _raise_original_errors() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
             yield
-        except CheckpointException as parcel:
-            raise next(iter(parcel.failures.values()))[0] from parcel
+        except CheckpointException as collected:
+            raise next(iter(collected.failures.values()))[0] from collected
 
 
 def read_headers(folder: Path, files: Iterable[str]) -> dict[str, dict[str, TensorShard]]:
@@ -139,44 +143,44 @@ def read_headers(folder: Path, files: Iterable[str]) -> dict[str, dict[str, Tens
 
 
 def _read_header(path: Path) -> dict[str, TensorShard]:
-    parts = {}
+    tensors = {}
     with safe_open(path, "pt") as opened:
         shards = json.loads((opened.metadata() or {}).get(SHARDING_KEY, "null"))
-        held = opened.keys()
-        for name in held:
+        names = opened.keys()
+        for name in names:
             slice = opened.get_slice(name)
             shape = tuple(slice.get_shape())
             # the type from a tensor of no rows: safetensors' names of types are its own
-            type = (slice[:0] if shape else opened.get_tensor(name)).dtype
-            begin = tuple(map(int, shards[name]["saved_offsets"])) if shards else (0,) * len(shape)
-            if len(begin) != len(shape) or min(begin, default=0) < 0:
-                raise ValueError(f"{path.name}: {name}: shape {shape} at {begin}")
-            parts[name] = TensorShard(shape, type, begin)
-    return parts
+            dtype = (slice[:0] if shape else opened.get_tensor(name)).dtype
+            offset = tuple(map(int, shards[name]["saved_offsets"])) if shards else (0,) * len(shape)
+            if len(offset) != len(shape) or min(offset, default=0) < 0:
+                raise ValueError(f"{path.name}: {name}: shape {shape} at {offset}")
+            tensors[name] = TensorShard(shape, dtype, offset)
+    return tensors
 
 
 def unsharded_tensors(folder: Path, headers: Headers) -> dict[str, Tensor]:
     """What tensors the files make up together, on meta. CorruptCheckpoint where shards are missing."""
     shapes: dict[str, tuple[int, ...]] = {}
-    types: dict[str, torch.dtype] = {}
-    held: dict[str, int] = {}
-    for name, part in _iterate_shards(headers):
-        ends = tuple(first + size for first, size in zip(part.begin, part.shape, strict=True))
-        before = shapes.get(name, ends)
-        if len(before) != len(ends):
-            raise CorruptCheckpoint(f"{folder}: {name}: shards of {len(before)} and of {len(ends)} dimensions")
-        shapes[name] = tuple(map(max, before, ends))
-        types.setdefault(name, part.type)
-        held[name] = held.get(name, 0) + Size(part.shape).numel()
+    dtypes: dict[str, torch.dtype] = {}
+    counts: dict[str, int] = {}
+    for name, shard in _iterate_shards(headers):
+        ends = tuple(first + size for first, size in zip(shard.offset, shard.shape, strict=True))
+        known_shape = shapes.get(name, ends)
+        if len(known_shape) != len(ends):
+            raise CorruptCheckpoint(f"{folder}: {name}: shards of {len(known_shape)} and of {len(ends)} dimensions")
+        shapes[name] = tuple(map(max, known_shape, ends))
+        dtypes.setdefault(name, shard.dtype)
+        counts[name] = counts.get(name, 0) + Size(shard.shape).numel()
     for name, shape in shapes.items():
         # the last end of the shards is the whole tensor's: what lacks in between would be left as it was
-        if held[name] != (count := Size(shape).numel()):
-            raise CorruptCheckpoint(f"{folder}: {name}: {held[name]} of its {count} elements are there")
-    return {name: torch.empty(shape, dtype=types[name], device="meta") for name, shape in shapes.items()}
+        if counts[name] != (count := Size(shape).numel()):
+            raise CorruptCheckpoint(f"{folder}: {name}: {counts[name]} of its {count} elements are there")
+    return {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
 
 
 def _iterate_shards(headers: Headers) -> Iterable[tuple[str, TensorShard]]:
-    return (item for held in headers.values() for item in held.items())
+    return (item for shards in headers.values() for item in shards.items())
 
 
 class _ShardFile(NamedTuple):
@@ -197,17 +201,17 @@ class KnownHeadersReader(HuggingFaceStorageReader):
     def read_metadata(self) -> Metadata:
         """What torch would have read."""
         tensors: dict[str, Any] = {}
-        places: dict[MetadataIndex, _ShardFile] = {}
-        sizes = {name: one.shape for name, one in unsharded_tensors(self._folder, self._wanted()).items()}
-        for file, held in self._wanted().items():
-            for name, (shape, type, begin) in held.items():
-                of_none = TensorStorageMetadata(TensorProperties(dtype=type), sizes[name], [])
-                tensors.setdefault(name, of_none).chunks.append(ChunkStorageMetadata(Size(begin), Size(shape)))
-                places[MetadataIndex(name, Size(begin))] = _ShardFile(str(self._folder / file), Size(shape), type)
-        return Metadata(tensors, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
+        storage: dict[MetadataIndex, _ShardFile] = {}
+        sizes = {name: tensor.shape for name, tensor in unsharded_tensors(self._folder, self._wanted()).items()}
+        for file, shards in self._wanted().items():
+            for name, (shape, dtype, offset) in shards.items():
+                entry = TensorStorageMetadata(TensorProperties(dtype=dtype), sizes[name], [])
+                tensors.setdefault(name, entry).chunks.append(ChunkStorageMetadata(Size(offset), Size(shape)))
+                storage[MetadataIndex(name, Size(offset))] = _ShardFile(str(self._folder / file), Size(shape), dtype)
+        return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta(load_id=self.load_id))
 
     def _wanted(self) -> Mapping[str, Mapping[str, TensorShard]]:
         return {
-            file: {name: part for name, part in held.items() if name in self._names}
-            for file, held in self._headers.items()
+            file: {name: shard for name, shard in shards.items() if name in self._names}
+            for file, shards in self._headers.items()
         }

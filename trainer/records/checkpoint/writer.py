@@ -53,8 +53,8 @@ class CheckpointContents:
     """What one checkpoint is to hold. Nothing changes it while it is written."""
 
     step: int
-    held: Mapping[str, Tensor]  # what this rank writes: whole tensors and shards
-    share: SavePlan  # where these belong, and what the others write
+    tensors: Mapping[str, Tensor]  # what this rank writes: whole tensors and shards
+    plan: SavePlan  # where these belong, and what the others write
     state: dict[str, Any]  # as JSON takes it
     metrics: dict[str, float]
     finite: Collection[str]  # the names of tensors that must be finite
@@ -65,9 +65,9 @@ class CheckpointContents:
 def write_checkpoint(folder: Path, ranks: Ranks, contents: CheckpointContents, facts: Mapping[str, Any]) -> None:
     """Collective: write a checkpoint; it has its name once it is whole.
 
-    FailedSave on all ranks or none; BrokenState on all, before a byte is written, where numbers are not finite.
+    FailedSave on all ranks or none; NonFiniteState on all, before a byte is written, where numbers are not finite.
     """
-    step, needed = contents.step, contents.share.bytes + 2**20  # headers and JSON
+    step, needed = contents.step, contents.plan.nbytes + 2**20  # headers and JSON
     # a name that does not count: a crash from here to the commit leaves the older checkpoints as they were; and one
     # that the main rank draws for all, as ranks of a dead attempt may still be writing to theirs
     draft = folder / f"{DRAFT}step-{step}-{ranks.all_gather_values(secrets.token_hex(4))[0]}"
@@ -98,12 +98,12 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def _refuse_nonfinite(ranks: Ranks, contents: CheckpointContents) -> None:
-    """Collective: BrokenState where a number of what is to be written is not finite."""
-    watched = {name: one for name, one in contents.held.items() if name in contents.finite}
-    broken = all_or_none(ranks, lambda: find_not_finite(watched)[:1], FailedSave)
+    """Collective: NonFiniteState where a number of what is to be written is not finite."""
+    checked = {name: tensor for name, tensor in contents.tensors.items() if name in contents.finite}
+    broken = all_or_none(ranks, lambda: find_not_finite(checked)[:1], FailedSave)
     if any(broken):
-        said = [f"{name} on rank {rank}" for rank, names in enumerate(broken) for name in names]
-        raise NonFiniteState(contents.step, said)
+        names_by_rank = [f"{name} on rank {rank}" for rank, names in enumerate(broken) for name in names]
+        raise NonFiniteState(contents.step, names_by_rank)
 
 
 def _make_draft(ranks: Ranks, draft: Path, needed: int, links: FrozenLinks) -> None:
@@ -114,17 +114,16 @@ def _make_draft(ranks: Ranks, draft: Path, needed: int, links: FrozenLinks) -> N
         if shutil.disk_usage(draft.parent).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         draft.mkdir()
-        links.give(draft)
+        links.move_to(draft)
 
 
 def _write_files(ranks: Ranks, draft: Path, contents: CheckpointContents) -> None:
     """This rank's tensors, and on the main rank what JSON takes."""
-    from trainer.records.checkpoint.tensor_files import (
-        write_tensors,  # here: what it imports takes longer than first steps
-    )
+    # here: what this imports takes longer than first steps
+    from trainer.records.checkpoint.tensor_files import write_tensors
 
-    if contents.held:
-        write_tensors(draft, contents.held, contents.share, contents.frozen, ranks.rank)
+    if contents.tensors:
+        write_tensors(draft, contents.tensors, contents.plan, contents.frozen, ranks.rank)
     if ranks.is_main:
         refuse_unreadable(state := encode_json(contents.state), STATE_FILE)
         (draft / STATE_FILE).write_bytes(state)
@@ -135,10 +134,10 @@ def _hash_files(ranks: Ranks, draft: Path, links: FrozenLinks) -> dict[str, dict
 
     Of links it is known: they are on the disk, and read again when somebody verifies the checkpoint.
     """
-    listed = all_or_none(ranks, lambda: sorted({*os.listdir(draft)} - links.files.keys()), FailedSave)[0]
-    mine = listed[ranks.rank :: ranks.size]
-    sealed = all_or_none(ranks, lambda: {name: _sync_and_hash(draft / name) for name in mine}, FailedSave)
-    return {**links.files, **{name: fact for own in sealed for name, fact in own.items()}}
+    names = all_or_none(ranks, lambda: sorted({*os.listdir(draft)} - links.files.keys()), FailedSave)[0]
+    mine = names[ranks.rank :: ranks.size]
+    by_rank = all_or_none(ranks, lambda: {name: _sync_and_hash(draft / name) for name in mine}, FailedSave)
+    return {**links.files, **{name: entry for entries in by_rank for name, entry in entries.items()}}
 
 
 def _sync_and_hash(path: Path) -> dict[str, Any]:
@@ -172,7 +171,7 @@ class SyncSaver:
     @torch.no_grad()
     def snapshot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What this rank holds of each tensor, as it stays while it is written: here the tensors themselves."""
-        return {name: to_local(one) for name, one in tensors.items()}
+        return {name: to_local(tensor) for name, tensor in tensors.items()}
 
     def start(self, work: Callable[[], None]) -> bool:
         """Collective: begin; is it over, on every rank?"""
@@ -208,45 +207,45 @@ class AsyncSaver(SyncSaver):
     def __init__(self, ranks: Ranks, timeout: timedelta) -> None:
         """Collective. timeout: for which one rank's thread waits for the others'."""
         super().__init__(ranks.duplicate(timeout))
-        self._kept: dict[str, Tensor] = {}
-        self._ready: torch.Event | None = None  # when the device has copied all
+        self._buffers: dict[str, Tensor] = {}
+        self._copied_event: torch.Event | None = None  # when the device has copied all
         self._device: torch.device | None = None  # that copies; None: nothing need be waited for
-        self._spare = True  # has the host memory for a copy
+        self._has_memory = True  # has the host memory for a copy
         self._thread = threading.Thread()
 
     def snapshot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in the host's memory. From an accelerator they arrive while the host goes on; the thread waits."""
-        own = super().snapshot(tensors)
-        ahead = [one.device for one in own.values() if uses_pinned_memory(one.device)]
-        self._device = ahead[0] if ahead else None
+        local = super().snapshot(tensors)
+        devices = [tensor.device for tensor in local.values() if uses_pinned_memory(tensor.device)]
+        self._device = devices[0] if devices else None
         # what is kept of other tensors goes first; where there is no room for a copy the loop waits instead
-        self._kept = {name: self._kept[name] for name, one in own.items() if self._fits(name, one)}
-        needed = sum(one.nbytes for name, one in own.items() if name not in self._kept)
-        self._spare = needed < _MAX_SHARE * available_host_memory()
-        if not self._spare:
-            self._kept, self._ready = {}, None
-            return own
-        self._kept = {name: self._room(name, one) for name, one in own.items()}
-        for name, one in own.items():
-            self._kept[name].copy_(one.detach(), non_blocking=uses_pinned_memory(one.device))
+        self._buffers = {name: self._buffers[name] for name, tensor in local.items() if self._has_buffer(name, tensor)}
+        needed = sum(tensor.nbytes for name, tensor in local.items() if name not in self._buffers)
+        self._has_memory = needed < _MAX_SHARE * available_host_memory()
+        if not self._has_memory:
+            self._buffers, self._copied_event = {}, None
+            return local
+        self._buffers = {name: self._buffer_for(name, tensor) for name, tensor in local.items()}
+        for name, tensor in local.items():
+            self._buffers[name].copy_(tensor.detach(), non_blocking=uses_pinned_memory(tensor.device))
         # later steps of the stream come after the copies, so they may change what was copied
-        self._ready = torch.accelerator.current_stream(ahead[0]).record_event() if ahead else None
-        return dict(self._kept)
+        self._copied_event = torch.accelerator.current_stream(devices[0]).record_event() if devices else None
+        return dict(self._buffers)
 
-    def _fits(self, name: str, one: Tensor) -> bool:
-        kept = self._kept.get(name)
-        return kept is not None and (kept.shape, kept.dtype) == (one.shape, one.dtype)
+    def _has_buffer(self, name: str, tensor: Tensor) -> bool:
+        buffer = self._buffers.get(name)
+        return buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype)
 
-    def _room(self, name: str, one: Tensor) -> Tensor:
+    def _buffer_for(self, name: str, tensor: Tensor) -> Tensor:
         """Memory for a copy, in the tensor's own order: a copy into another one takes several times as long."""
-        if name in self._kept:
-            return self._kept[name]
+        if name in self._buffers:
+            return self._buffers[name]
         # pinned from the start: `pin_memory()` would copy what nobody has written yet, and need the room twice
-        return torch.empty_like(one, device="cpu", requires_grad=False, pin_memory=uses_pinned_memory(one.device))
+        return torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=uses_pinned_memory(tensor.device))
 
     def start(self, work: Callable[[], None]) -> bool:
         """Begin; nobody waits. Nothing else may be under way."""
-        ready, device = self._ready, self._device
+        ready, device = self._copied_event, self._device
 
         def later() -> None:
             if device is not None:
@@ -257,7 +256,7 @@ class AsyncSaver(SyncSaver):
 
         self._thread = threading.Thread(target=self._do, args=(later,), name="saving", daemon=True)
         self._thread.start()
-        if not self._spare:
+        if not self._has_memory:
             self._thread.join()  # it reads what the next step would change
         return False
 
