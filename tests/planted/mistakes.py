@@ -23,6 +23,8 @@ WHY = {
     "batch_norm": "strategy.sync_bn=true",
     "native_drop": "random numbers: torch's own",
     "own_buffer": "a buffer that is updated from",
+    "own_field": "a forward before the first step",
+    "mixed": "depends on the other samples",
     "own_backward": "a backward of its own",
     "own_hook": SEEN,
     "own_seed": "no seed reaches",
@@ -35,6 +37,7 @@ WHY = {
     "scaled": "an item depends on the other",
     "summed": "It is 1/2 times that of one process",
     "meaned": "no sum over samples",
+    "own_meter": "no sum over samples",
     "own_decay": "after_step",
     "low_rank": "after_step",
     "calls": "counts its calls",
@@ -86,6 +89,18 @@ _PLANTS = {
         _network("own_buffer"),
         "step 1, update, middle.mean",
         "the network",
+    ),
+    "own_field": of(
+        "the same in a field that is no buffer, in which a trial forward leaves something, too",
+        _network("own_field"),
+        "step 1, forward, middle",
+        "a forward before the first step",
+    ),
+    "mixed": of_network(
+        "a layer mixes each sample with another one of its micro-batch, drawn by torch.randperm",
+        "",
+        _network("mixed"),
+        true=("the network",),
     ),
     "own_backward": of(
         "a backward that is not linear in the samples",
@@ -147,6 +162,12 @@ _PLANTS = {
     "summed": of("a loss that is a sum, divided by the global batch", "task=summed", "step 1, loss, loss", "the task"),
     "meaned": of(
         "a metric that is a mean", "task=meaned", "step 3, evaluation, accuracy", "the task", "the evaluation"
+    ),
+    "own_meter": of(
+        "a task adds up its metric in its own fields",
+        "task=own_meter",
+        "step 3, evaluation, accuracy",
+        "the evaluation",
     ),
     "own_decay": of(
         "Task.after_step changes a weight on one rank", "task=own_decay", "step 1, update, middle.weight", "the task"

@@ -56,6 +56,25 @@ class OwnBuffer(nn.Linear):
         return y
 
 
+class OwnField(nn.Linear):
+    """The same in a field that is no buffer, as a cache or a center is kept."""
+
+    mean: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x - self.mean)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return y
+
+
+class Mixed(nn.Linear):
+    """It mixes each sample with another one of its micro-batch, as a mixup in the forward does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(0.7 * x + 0.3 * x[torch.randperm(len(x))])
+
+
 class OwnEps(nn.LayerNorm):
     """A norm with another epsilon on one rank."""
 
@@ -231,6 +250,8 @@ KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     **COUNTING,
     "own_rank": OwnRank,
     "own_buffer": OwnBuffer,
+    "own_field": OwnField,
+    "mixed": Mixed,
     "python_random": PythonRandom,
     "native_drop": NativeDrop,
     "centred": Centred,

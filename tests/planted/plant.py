@@ -53,6 +53,7 @@ _LAB = {
         "classes": "users.Classes",
         "summed": "users.Summed",
         "meaned": "users.Meaned",
+        "own_meter": "users.OwnMeter",
         "own_decay": "users.OwnDecay",
         "of_dicts": "users.OfDicts",
         "counts": "users.Counts",

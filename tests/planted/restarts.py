@@ -65,6 +65,18 @@ def kept_buffers(original: Any) -> Any:
     return load_weights
 
 
+def emptied(original: Any) -> Any:
+    """A save gives the checkpoint the memory of one rank's optimizer, and leaves it none."""
+
+    def state(self: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        tensors = {name: tensor.detach().clone() for name, tensor in original(self, optimizer).items()}
+        for memory in optimizer.state.values() if rank() else ():
+            memory["exp_avg"].zero_()
+        return tensors
+
+    return state
+
+
 def plain_views(original: Any) -> Any:
     """The average is evaluated with the weights in its place."""
 
@@ -103,6 +115,15 @@ PLANTS = {
                 lambda self, tensors: {name: to_local(one.detach()) for name, one in tensors.items()}
             )
         },
+    ),
+    "emptied_by_save": Plant(
+        "a save leaves one rank's optimizer without its memory; the checkpoint is right",
+        NET,
+        ("strategy=zero1",),
+        ("at step 2, optimizer step",),
+        RESUME,
+        {"trainer.strategies.parallel_model.ParallelModel.state": emptied},
+        why="what it saves or reads for the resume",
     ),
     "lost_position": Plant(
         "the place in the epoch is lost where it is resumed",

@@ -34,6 +34,20 @@ class Median(nn.BatchNorm1d):
         return x - x.median(0).values
 
 
+class Following(nn.Module):
+    """Each forward in training moves a frozen layer towards one that learns, as MoCo's key encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.key.weight.lerp_(self.query.weight, 0.1)
+        return self.query(x) + self.key(x)
+
+
 class Frozen(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, CLASSES)
@@ -52,6 +66,12 @@ def test_parameters_without_a_gradient_are_named_with_the_field_to_set(processes
     for said in processes.run(2, with_network, Forgetful, Case("ddp")):
         assert "idle.weight, idle.bias" in said
         assert "strategy.find_unused_parameters=true" in said
+
+
+def test_a_frozen_parameter_that_a_forward_moves_begins_where_it_was(processes: Processes) -> None:
+    (reference,) = processes.run(1, with_network, Following, Case())
+    for rank in processes.run(2, with_network, Following, Case("ddp")):
+        assert max(abs(a - b) for a, b in zip(rank["losses"], reference["losses"], strict=True)) < 1e-6
 
 
 def test_with_that_field_they_train(processes: Processes) -> None:

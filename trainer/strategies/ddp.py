@@ -111,6 +111,9 @@ class DDPModel(ParallelModel):
     def _trial_backward(self, forward: Forward) -> list[str]:
         """Collective if `forward` is: a step's backward that leaves no trace. The parameters that get no gradient."""
         self.set_mode(training=True)
+        # of parameters those that do not learn: a forward may move them, as MoCo's does
+        still = [parameter for parameter in self.network.parameters() if not parameter.requires_grad]
+        before = [parameter.detach().clone() for parameter in still]
         buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
         device = self.strategy.device
         drawn = torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type)
@@ -119,6 +122,8 @@ class DDPModel(ParallelModel):
         unused = self._without_gradient()
         self.network.zero_grad(set_to_none=True)
         with torch.no_grad():
+            for parameter, value in zip(still, before, strict=True):
+                parameter.copy_(value)
             for name, buffer in self.network.named_buffers():
                 if name in buffers:  # one that the forward has just made is a cache
                     buffer.copy_(buffers[name])

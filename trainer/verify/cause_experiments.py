@@ -19,6 +19,7 @@ from trainer.verify.causes import (
     KEPT,
     LEFT,
     ONE_BATCH,
+    REHEARSED,
     SHOWN,
     STRAIGHT,
     SYNC_BN,
@@ -79,7 +80,7 @@ class Experiments:
         run, first = self.run, self.first
         ranks, micro_batches = run.strategy.data_group.size, run.batches.micro_batches
         plain, drawn = self._by_hand(How())
-        changes = {AGAIN: How(), SHOWN: How(hidden=False)}
+        changes = {AGAIN: How(), SHOWN: How(hidden=False), REHEARSED: How(rehearses=True)}
         if first.resumed or first.phase == RESUME:
             changes[ANEW] = How(anew=True)
         if run.evaluation is not None and first.phase not in (RATE, EVALUATION):  # a rate may follow figures

@@ -28,6 +28,8 @@ CONSTANT, STRAIGHT, ONE_BATCH = "random numbers", "the resume", "micro-batches"
 KEPT, UNCOMPILED, SYNC_BN = "recomputing", "compiling", "strategy.sync_bn=true"
 # The plain loop, divided, with its parts in the other order; either of them, with no evaluation between the steps
 TURNED, LEFT = "divided, in the other order", "evaluations between the steps"
+# The plain loop after a forward that is no step's
+REHEARSED = "after a trial forward"
 
 _SUBJECT = {
     INITIAL: "the network: its constructor",
@@ -125,6 +127,11 @@ def likely(first: First, here: Circumstances, tried: Tried) -> str:
         )
     if alone.get(DIVIDED):
         return _divided(first, here, alone, mended)
+    if alone.get(REHEARSED):
+        return (
+            f"a forward before the first step: {_SUBJECT[first.phase]} is another one after it, so something that is no"
+            " buffer keeps what it has left. Strategies do such forwards, to see what a step uses"
+        )
     if mended.get(CONSTANT) and tried.drawn:
         return _drawn(here, tried.drawn)
     if tried.failed:

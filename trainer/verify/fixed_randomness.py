@@ -106,7 +106,8 @@ class _Middle(RandomOperatorInterceptor):
         if not torch.equal(_state(device), before):
             self._moved.add("torch's")
         if packet is _AT.randperm:
-            return torch.arange(len(drawn), dtype=drawn.dtype, device=drawn.device)
+            # not as they are: samples that are mixed with others of their batch must show that
+            return torch.arange(len(drawn), dtype=drawn.dtype, device=drawn.device).roll(1)
         middle = _middle(packet, args)
         return drawn if middle is None else drawn.fill_(middle)
 

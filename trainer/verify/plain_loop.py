@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from trainer.data.dataset_reader import LoaderOptions, make_reader
@@ -25,7 +26,7 @@ from trainer.jobs.initial_weights import InitialWeights
 from trainer.jobs.preparation import read_data_sets, seeded_network
 from trainer.jobs.run_parts import PreparedRun
 from trainer.learning.optimizer import init_momentum, parameter_groups, set_rates, why_not_fused
-from trainer.learning.task import loss_weight
+from trainer.learning.task import Task, loss_weight
 from trainer.loop.progress import Progress
 from trainer.messages import Refusal
 from trainer.parallel.batch_gather import set_gather_ranks, set_gather_span
@@ -51,6 +52,7 @@ class How(NamedTuple):
     hidden: bool = True  # that there are other processes
     backwards: bool = False  # the parts of a batch are computed in the other order
     evaluates: bool = True  # after each step, as a loop does after an epoch
+    rehearses: bool = False  # a forward before the first step that leaves no trace in buffers, as strategies do
 
 
 class Nobody(Ranks):
@@ -67,7 +69,7 @@ class Dealt(NamedTuple):
 
     batch: Batch
     weight: float  # units that its loss is the mean of
-    seat: Ranks  # whose it is
+    seat: Seat  # whose it is
 
 
 def by_hand(
@@ -115,14 +117,30 @@ class ByHand:
             group["lr"] *= run.schedule.scale(run.settings.loop.global_batch)
         init_momentum(self.optimizer)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.ear = SignatureRecorder(self.network.named_modules(), Ranks(), self.record)
+        # before the hooks: copies would call them, too
+        self.of_ranks = [(self.network, run.task), *(self._copied() for _ in range(1, self.how.ranks))]
+        modules = chain.from_iterable(each.named_modules() for each, _ in self.of_ranks)
+        self.ear = SignatureRecorder(modules, Ranks(), self.record)
         self.size = dataset_size(run.training)
         self.length = len(self._order(0))
         self._mode(True)
 
+    def _copied(self) -> tuple[nn.Module, Task]:
+        """Network and task of another rank, with buffers and fields of its own; the weights that learn are the same."""
+        trained = {id(parameter): parameter for parameter in self.network.parameters() if parameter.requires_grad}
+        fields = [field for module in self.network.modules() for field in vars(module).values()]
+        # weights that are computed anew in each forward (torch.nn.utils.weight_norm)
+        computed = {id(x): x.detach() for x in fields if isinstance(x, Tensor) and not x.is_leaf}
+        try:
+            return deepcopy((self.network, self.run.task), {**trained, **computed})
+        except Exception:  # a lock, an open file: then all ranks have the same
+            return self.network, self.run.task
+
     def train(self, progress: Progress, last: int, resume: int) -> None:
         """So many steps from here in the data; after one of them a run resumes."""
         loop = self.run.settings.loop
+        if self.how.rehearses:
+            self._rehearse(self._order(0)[:2])
         self._values(0, INITIAL)
         evaluates = self.run.evaluation is not None and self.how.evaluates
         if evaluates:  # a rehearsal, as a run begins with one
@@ -139,6 +157,15 @@ class ByHand:
                 if self.how.anew:
                     self.again()
                 self._values(resume, RESUME)
+
+    def _rehearse(self, indices: Tensor) -> None:
+        """A forward in training, after which buffers are what they were."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.network.buffers()]
+        (part, *_) = self._divided(0, indices)
+        with self._forward(part) as (inputs, targets):
+            self.run.task.loss(self.run.task.forward(self.network, inputs, targets), targets)
+        for buffer, value in buffers:
+            buffer.copy_(value)
 
     def _order(self, epoch: int) -> Tensor:
         return make_epoch_order(self.run.data, self.size, self.run.settings.seed, epoch)
@@ -159,15 +186,13 @@ class ByHand:
         parts = list(self._divided(epoch, indices))[:: -1 if self.how.backwards else 1]
         total = sum(part.weight for part in parts) or 1.0
         sums: dict[str, Tensor] = {}
-        begun = {rank: deepcopy(dict(network.named_buffers())) for rank in range(self.how.ranks)}
         for part in parts:
-            self._take(begun, part.seat.rank)  # each rank has buffers of its own
+            self.ear.ranks, (own, task) = part.seat, self.of_ranks[part.seat.rank]
             with self.ear.listening([part.batch]), self._forward(part) as (inputs, targets):
-                losses = _parts(run.task.loss(run.task.forward(network, inputs, targets), targets))
+                losses = _parts(task.loss(task.forward(own, inputs, targets), targets))
                 share = part.weight / total
                 sums = {name: sums.get(name, 0.0) + loss.detach() * share for name, loss in losses.items()}
                 (losses["loss"] * share).backward()
-        self._take(begun, 0)
         for name, loss in sums.items():
             self._add(step + 1, LOSS, name, loss)
         # as a backward comes to them: the last layer first
@@ -183,18 +208,18 @@ class ByHand:
         with Stepping(network, self.optimizer, self.record, step + 1):
             self.optimizer.step()
         network.zero_grad()
-        with torch.no_grad():
-            run.task.after_step(network, step + 1)
+        self._after_step(step + 1)
         self._values(step + 1, UPDATE)
 
-    def _take(self, buffers: dict[int, dict[str, Tensor]], rank: int) -> None:
-        """Sit down in the seat of a rank, with its buffers; leave those of the rank before to it."""
-        held = dict(self.network.named_buffers())
-        if rank != self.ear.ranks.rank:
-            buffers[self.ear.ranks.rank] = deepcopy(held)
-            for name, buffer in buffers[rank].items():
-                held[name].copy_(buffer)
-        self.ear.ranks = Seat(rank, self.how.ranks)
+    @torch.no_grad()
+    def _after_step(self, step: int) -> None:
+        """What the task of each rank does after a step, each with the weights as the optimizer has left them."""
+        stepped = [parameter.clone() for parameter in self.network.parameters()] if self.how.ranks > 1 else []
+        for network, task in self.of_ranks[:0:-1]:
+            task.after_step(network, step)
+            for parameter, value in zip(self.network.parameters(), stepped, strict=True):
+                parameter.copy_(value)
+        self.run.task.after_step(self.network, step)
 
     def evaluate(self, step: int) -> None:
         """The figures of some batches of the evaluation set."""
@@ -209,15 +234,17 @@ class ByHand:
         size, width = dataset_size(run.evaluation), evaluation_batch_size(run.settings.loop)
         for at in numbers:
             for part in self._divided(0, torch.arange(size)[at * width : (at + 1) * width], training=False):
+                network, task = self.of_ranks[part.seat.rank]
                 with torch.no_grad(), self._forward(part) as (inputs, targets):
-                    output = run.task.forward(self.network, inputs, targets)
-                    loss = _parts(run.task.loss(output, targets))["loss"]
+                    output = task.forward(network, inputs, targets)
+                    loss = _parts(task.loss(output, targets))["loss"]
                     own = {"loss": loss * part.weight, "weight": part.weight, "samples": len(part.batch.indices)}
-                    for name, value in {**run.task.metrics(output, targets), **own}.items():
+                    for name, value in {**task.metrics(output, targets), **own}.items():
                         sums[name] = sums.get(name, 0) + value  # int and int stay whole, as in the loop
         totals = {name: to_accumulator(value) for name, value in sums.items()}
         self._mode(True)
-        return {"loss": float(totals["loss"] / (totals["weight"] or 1)), **run.task.finish(totals)}
+        every = [task.finish(totals) for _, task in self.of_ranks]  # a rank asks its own
+        return {"loss": float(totals["loss"] / (totals["weight"] or 1)), **every[0]}
 
     @contextmanager
     def _forward(self, part: Dealt) -> Iterator[tuple[Any, Any]]:
@@ -256,9 +283,10 @@ class ByHand:
         return data.mix(inputs, targets, *others, Random(mix_seeds(seed, MIX_SEED), epoch, own.to(device)))
 
     def _mode(self, training: bool) -> None:
-        self.network.train(training)
-        for norm in local_batch_norms(self.network) if self.how.still_norms else ():
-            norm.eval()
+        for network, _ in self.of_ranks:
+            network.train(training)
+            for norm in local_batch_norms(network) if self.how.still_norms else ():
+                norm.eval()
 
     def _values(self, step: int, phase: str) -> None:
         for name, tensor in (self.network.state_dict() | optimizer_tensors(self.network, self.optimizer)).items():
@@ -286,18 +314,6 @@ def unseen() -> Iterator[None]:
     """Inside, code that asks torch or the environment for other processes learns of none."""
     words = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SLURM_PROCID", "SLURM_NTASKS")
     kept = {name: value for name, value in os.environ.items() if name not in words}
-    answers = patch.multiple(dist, is_initialized=_no, get_rank=_first, get_world_size=_one)
-    with patch.dict(os.environ, kept, clear=True), answers:
+    asked: dict[str, Any] = {"is_initialized": lambda: False, "get_rank": lambda *_: 0, "get_world_size": lambda *_: 1}
+    with patch.dict(os.environ, kept, clear=True), patch.multiple(dist, **asked):
         yield
-
-
-def _no() -> bool:
-    return False
-
-
-def _first(*_: Any) -> int:
-    return 0
-
-
-def _one(*_: Any) -> int:
-    return 1

@@ -213,15 +213,9 @@ class SignatureRecorder(ModuleObserver):
 class RecordedModel:
     """A placed network, as the loop sees it, whose steps leave signatures."""
 
-    def __init__(
-        self, parallel_model: ParallelModel, record: Record, resume: int, last: int, draws: AsDrawn = AS_DRAWN
-    ) -> None:
-        """resume: the step after which a run goes on from a checkpoint, or might. last: the last step that is told.
-
-        draws: what forwards draw.
-        """
-        self._last, self._draws = last, draws
-        self._parallel_model, self._record, self._resume = parallel_model, record, resume
+    def __init__(self, parallel_model: ParallelModel, record: Record, resume: int, draws: AsDrawn = AS_DRAWN) -> None:
+        """resume: the step after which a run goes on from a checkpoint, or might. draws: what forwards draw."""
+        self._parallel_model, self._record, self._resume, self._draws = parallel_model, record, resume, draws
         # a hook would be compiled, too, and change what is compiled: there only the step as a whole is heard
         modules = [] if parallel_model.strategy.machine.compile else parallel_model.network.named_modules()
         ranks = parallel_model.strategy.data_group
@@ -251,8 +245,6 @@ class RecordedModel:
         self._ear.begin(step + 1)
         self._ear.tokens = count_tokens(batches[0].inputs)
         sharers, self._ear.own = self._parallel_model.stretches(self._ear.tokens)
-        if step == self._last:
-            self._record = self._ear.record = Record(phases=())  # nobody reads it
         with self._ear.listening(batches), self._draws:
             sums = self._parallel_model.forward_backward(batches, step)
         if isinstance(self._parallel_model.network, RankStages):

@@ -108,6 +108,8 @@ def trial(
         return follows and trainer.progress.step <= end  # the next part goes on from there
 
     with make_checkpoints(run, partial(AtLast, read=read)) as checkpoints:
+        # saves when they are due alone: after better figures, what a save changes would look like the evaluation's
+        vars(checkpoints)["is_best"] = lambda figures: False
         for part, end in enumerate(ends, 1):
             run, follows = renewed(run), part < len(ends)
             start, evaluation = checkpoints.newest(), make_evaluation(run)
@@ -116,7 +118,7 @@ def trial(
             if shake and start is None:
                 shaken(trainer.model.network, shake)
             _scale_down(trainer.model)
-            watched: Any = RecordedModel(trainer.model, record, resume or ends[0], end, draws)
+            watched: Any = RecordedModel(trainer.model, record, resume or ends[0], draws)
             if start is None:
                 watched.begin()
             # the loop itself, to this step; beside steps and saves it does no more than small evaluations
@@ -124,7 +126,8 @@ def trial(
             if evaluation is not None and evaluates:
                 between = FirstBatch(evaluation, evaluation_batch_size(run.settings.loop))
             trainer.model, trainer.patience, trainer.eval_loader = watched, math.inf, between
-            # a step after the save that is read back: a copy of it that is none would change with the step
+            # a step after the save that is read back: a copy of it that is none would change with the step. This step
+            # is recorded, as is the same one after the resume: it shows what a save has changed in what goes on
             trainer.steps = min(end + 1, ends[-1])
             trainer.eval_trigger, trainer.save_trigger = Trigger([Interval(1)]), Trigger([Interval(end)])
             if not trainer.fit(start):
