@@ -74,8 +74,8 @@ def apply_activation_checkpointing(network: nn.Module, names: list[str], mode: M
 @cache
 def _checkpointed_class(kind: type[nn.Module], mode: Mode) -> type[nn.Module]:
     """A class of the same name whose forward is recomputed. Alike units share it, and so a compiled graph."""
-    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "recomputed_mode": mode}
-    return type(kind.__name__, (_Checkpointed, kind), own)
+    attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "recomputed_mode": mode}
+    return type(kind.__name__, (_Checkpointed, kind), attributes)
 
 
 class _Checkpointed(nn.Module):
@@ -98,8 +98,8 @@ class _Checkpointed(nn.Module):
         if modes not in changing:
             _refuse_cache([*args, *kwargs.values()], type(self).__qualname__)
         before = {name: value.clone() for name, value in self.named_buffers() if name in changing.get(modes, [name])}
-        own = partial(_contexts, self, before, contexts)
-        output = checkpoint(run, *args, use_reentrant=False, context_fn=own, **kwargs)
+        buffer_contexts = partial(_contexts, self, before, contexts)
+        output = checkpoint(run, *args, use_reentrant=False, context_fn=buffer_contexts, **kwargs)
         if modes not in changing:  # looked at once, so that constants are not copied in every step
             changing[modes] = [name for name, value in before.items() if not torch.equal(value, self.get_buffer(name))]
         return output

@@ -84,10 +84,10 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranks: Ranks, span: range) -> Tensor:
         ctx.ranks, first = ranks, span.start % ranks.size  # who has the span's first sample: any rank may
         ctx.own = slice((ranks.rank - first) % ranks.size, None, ranks.size)
-        own, longest = len(span[ctx.own]), -(-len(span) // ranks.size)
-        if len(x) != own and (own or len(x) > 1):  # a rank without a sample computes one that does not count
+        count, longest = len(span[ctx.own]), -(-len(span) // ranks.size)
+        if len(x) != count and (count or len(x) > 1):  # a rank without a sample computes one that does not count
             raise ValueError(
-                f"gather of {len(x)} rows: of {own} samples each must have one, because ranks have unequal shares"
+                f"gather of {len(x)} rows: of {count} samples each must have one, because ranks have unequal shares"
             )
         # all data ranks; every rank's rows travel to all, the shorter shares filled up to the longest
         rows = ranks.all_gather(x if len(x) == longest else torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])]))

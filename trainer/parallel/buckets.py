@@ -1,4 +1,4 @@
-"""Tensors that travel together: a message for each would cost more than what is in it. Their means, and their sums."""
+"""Sums and means over ranks of many tensors, which travel in buckets: a message for each tensor would cost more."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Sums = Mapping[str, Tensor | float]  # numbers that the host knows need no devic
 
 
 def make_buckets(tensors: Sequence[Tensor], most_bytes: int = BUCKET_BYTES) -> list[list[Tensor]]:
-    """Neighbours of one type on one device, up to so many bytes each."""
+    """The tensors in their order, in buckets of one type on one device, of up to so many bytes each."""
     full: list[list[Tensor]] = []
-    size, kind = 0, None
+    size, kind = 0, None  # of the bucket that is being filled
     for tensor in tensors:
         if kind != (tensor.dtype, tensor.device) or size + tensor.nbytes > most_bytes:
             full.append([])
@@ -80,10 +80,12 @@ def all_reduce_sums(sums: Sums, ranks: Ranks, device: torch.device) -> dict[str,
     """Collective: the sums of all these ranks, on this device; whole numbers as int64, others in the widest type."""
     if ranks.size == 1:
         return {**sums}  # as they are
-    own = {name: to_accumulator(value).detach().to(device) for name, value in sums.items()}
-    names = sorted(own, key=lambda name: own[name].is_floating_point())
+    local = {name: to_accumulator(value).detach().to(device) for name, value in sums.items()}
+    names = sorted(
+        local, key=lambda name: local[name].is_floating_point()
+    )  # whole numbers first: two types, two buckets
     totals: list[Tensor] = []
-    for bucket in make_buckets([own[name] for name in names]):
+    for bucket in make_buckets([local[name] for name in names]):
         flat = pack(bucket)
         ranks.all_reduce_sum_(flat).wait()  # the given ranks; 8 bytes a number
         totals += unpack(flat, bucket)
@@ -101,19 +103,19 @@ class PendingSums:
         self, sums: Sums, ranks: Ranks, device: torch.device, alike: Mapping[str, Tensor] | None = None
     ) -> None:
         """`alike`: numbers that are equal on all ranks already, to be read at the same time."""
-        ahead = uses_pinned_memory(device)  # else a copy is done when it is there to be read
-        self._alike = {name: value.to("cpu", non_blocking=ahead) for name, value in (alike or {}).items()}
+        pinned = uses_pinned_memory(device)  # without it a copy to the CPU is done when the call returns
+        self._alike = {name: value.to("cpu", non_blocking=pinned) for name, value in (alike or {}).items()}
         # one message for each type and device, in an order that is the same on every rank
-        own = {name: to_accumulator(value).detach() for name, value in sums.items()}
-        self._names = sorted(own, key=lambda name: (own[name].is_floating_point(), own[name].device.type, name))
+        local = {name: to_accumulator(value).detach() for name, value in sums.items()}
+        self._names = sorted(local, key=lambda name: (local[name].is_floating_point(), local[name].device.type, name))
         self._under_way: list[tuple[list[Tensor], Tensor, Waitable]] = []
-        for bucket in make_buckets([own[name] for name in self._names]):
+        for bucket in make_buckets([local[name] for name in self._names]):
             flat = pack(bucket)
             work = ranks.all_reduce_sum_(flat)  # the given ranks; 8 bytes a number
             if flat.device.type != "cpu":
                 work.wait()  # of a GPU only the stream waits, so that the copy comes after the sum
-            self._under_way.append((bucket, flat.to("cpu", non_blocking=ahead), work))
-        self._ready = torch.accelerator.current_stream(device).record_event() if ahead else None
+            self._under_way.append((bucket, flat.to("cpu", non_blocking=pinned), work))
+        self._ready = torch.accelerator.current_stream(device).record_event() if pinned else None
 
     def read(self) -> dict[str, Tensor]:
         """The totals, as CPU tensors of the shapes that were given, int64 or float64."""

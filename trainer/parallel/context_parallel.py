@@ -36,8 +36,8 @@ class Pieces(NamedTuple):
         finer = lcm(len(self.numbers), other.of) // len(self.numbers)
         parts = [number * finer + at for number in self.numbers for at in range(finer)]
         each = len(parts) // other.of
-        own = [part for number in other.numbers for part in parts[number * each : (number + 1) * each]]
-        return Pieces(tuple(own), self.of * finer)
+        selected = [part for number in other.numbers for part in parts[number * each : (number + 1) * each]]
+        return Pieces(tuple(selected), self.of * finer)
 
 
 def rank_pieces(rank: int, ranks: int, tokens: int, most: int) -> Pieces:
@@ -90,17 +90,19 @@ class _PiecewiseStyle(ParallelStyle):
     def _call(self, forward: Forward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
         """What the module answers for a rank's stretch."""
 
-    def _each(self, forward: Forward, own: Pieces, told: Callable[..., list[Any]], *args: Any, **more: Any) -> Any:
+    def _each(
+        self, forward: Forward, mine: Pieces, piece_arguments: Callable[..., list[Any]], *args: Any, **more: Any
+    ) -> Any:
         """Its answers for all pieces, one behind the other. told: of a piece's number and arguments, which ones."""
         dim, dims, tokens = self._dim, args[0].dim(), args[0].shape[self._dim]
-        call, size, answers = object(), tokens // len(own.numbers), []
-        for at, number in enumerate(own.numbers):
+        call, size, answers = object(), tokens // len(mine.numbers), []
+        for index, number in enumerate(mine.numbers):
 
-            def cut(x: Tensor, start: int = at * size) -> Tensor:
+            def cut(x: Tensor, start: int = index * size) -> Tensor:
                 return x.narrow(dim, start, size) if x.dim() == dims and x.shape[dim] == tokens else x
 
-            with nullcontext() if torch.compiler.is_compiling() else computing_piece(call, at):
-                answers.append(forward(*told(number, map_tensors([*args], cut)), **map_tensors(more, cut)))
+            with nullcontext() if torch.compiler.is_compiling() else computing_piece(call, index):
+                answers.append(forward(*piece_arguments(number, map_tensors([*args], cut)), **map_tensors(more, cut)))
         if len(answers) == 1:
             return answers[0]
         several = zip(*map(tensors, answers), strict=True)
@@ -122,17 +124,19 @@ class GatheredKeys(_PiecewiseStyle):
     def _call(self, forward: Forward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
         queries, keys, values, *_ = args
         ranks, tokens, widths = mesh.size(), queries.shape[self._dim], (keys.shape[-1], values.shape[-1])
-        own = rank_pieces(rank, ranks, tokens, self.pieces)
-        size = tokens // len(own.numbers)
+        mine = rank_pieces(rank, ranks, tokens, self.pieces)
+        size = tokens // len(mine.numbers)
         # they come rank by rank; of later pieces nothing is seen
-        come = [number for other in range(ranks) for number in rank_pieces(other, ranks, tokens, self.pieces).numbers]
-        each = _all_gather(cat((keys, values), -1), mesh, self._dim).split(size, self._dim)
-        seen = cat([each[come.index(number)] for number in range(own.numbers[-1] + 1)], self._dim)
+        arrived = [
+            number for other in range(ranks) for number in rank_pieces(other, ranks, tokens, self.pieces).numbers
+        ]
+        chunks = _all_gather(cat((keys, values), -1), mesh, self._dim).split(size, self._dim)
+        earlier = cat([chunks[arrived.index(number)] for number in range(mine.numbers[-1] + 1)], self._dim)
 
-        def told(number: int, cut: list[Any]) -> list[Any]:
-            return [cut[0], *seen.narrow(self._dim, 0, (number + 1) * size).split(widths, -1), *cut[3:]]
+        def piece_arguments(number: int, cut: list[Any]) -> list[Any]:
+            return [cut[0], *earlier.narrow(self._dim, 0, (number + 1) * size).split(widths, -1), *cut[3:]]
 
-        return self._each(forward, own, told, *args, **more)
+        return self._each(forward, mine, piece_arguments, *args, **more)
 
 
 class ShiftedPlaces(_PiecewiseStyle):
@@ -146,20 +150,20 @@ class ShiftedPlaces(_PiecewiseStyle):
         self._argument, self._dim = argument, dim
 
     def _call(self, forward: Forward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
-        at, places, tokens = self._argument, args[self._argument], args[0].shape[self._dim]
-        own = rank_pieces(rank, mesh.size(), tokens, self.pieces)
-        size = tokens // len(own.numbers)
-        dims = [self._dim] if at == 0 else range(places.dim())[::-1] if isinstance(places, Tensor) else ()
-        along = next((dim for dim in dims if places.shape[dim] == tokens), None)
+        index, positions, tokens = self._argument, args[self._argument], args[0].shape[self._dim]
+        mine = rank_pieces(rank, mesh.size(), tokens, self.pieces)
+        size = tokens // len(mine.numbers)
+        dims = [self._dim] if index == 0 else range(positions.dim())[::-1] if isinstance(positions, Tensor) else ()
+        along = next((dim for dim in dims if positions.shape[dim] == tokens), None)
         if along is not None:  # the places of all
-            each = zip(own.numbers, range(len(own.numbers)), places.split(size, along), strict=True)
+            each = zip(mine.numbers, range(len(mine.numbers)), positions.split(size, along), strict=True)
             shifted = cat([x + (number - before) * size for number, before, x in each], along)
-            return forward(*args[:at], shifted, *args[at + 1 :], **more)
+            return forward(*args[:index], shifted, *args[index + 1 :], **more)
 
-        def told(number: int, cut: list[Any]) -> list[Any]:
-            return [*cut[:at], places + number * size, *cut[at + 1 :]]
+        def piece_arguments(number: int, cut: list[Any]) -> list[Any]:
+            return [*cut[:index], positions + number * size, *cut[index + 1 :]]
 
-        return self._each(forward, own, told, *args, **more)
+        return self._each(forward, mine, piece_arguments, *args, **more)
 
 
 @cache
@@ -169,8 +173,8 @@ def _piecewise_class(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **more: Any) -> Any:
         return self.stretched(*args, **more)
 
-    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": forward}
-    return type(kind.__name__, (kind,), own)
+    attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": forward}
+    return type(kind.__name__, (kind,), attributes)
 
 
 def _concatenate(each: tuple[Tensor, ...], dim: int, dims: int, size: int) -> Tensor:
@@ -186,9 +190,9 @@ def _concatenate(each: tuple[Tensor, ...], dim: int, dims: int, size: int) -> Te
 
 def _all_gather(sequence_shard: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """Collective: the stretches of all context ranks, one behind the other; gradients go back to whom they belong."""
-    own = DTensor.from_local(sequence_shard, mesh, [Shard(dim)], run_check=False)
+    sharded = DTensor.from_local(sequence_shard, mesh, [Shard(dim)], run_check=False)
     # the context ranks; forward: each one's keys and values to all, backward: the sum of what all have found for them
-    return own.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 TOKENS = 1  # the dimension of a batch's tensors along which sequences are cut: (B, T, …)

@@ -42,24 +42,24 @@ def _mismatch(world_size: int, wanted: dict[str, int | None], taken: int) -> str
     rest = len(named) < len(wanted)  # does one axis take what the others leave?
     factors = " × ".join(f"strategy.{axis} {degree}" for axis, degree in named.items())
     started = f"{world_size} process{'es' if world_size > 1 else ''}"
-    said = f"{factors} = {taken}, but {started} {'were' if world_size > 1 else 'was'} started"
+    sentence = f"{factors} = {taken}, but {started} {'were' if world_size > 1 else 'was'} started"
     if rest:
-        said = f"{started} / ({factors} = {taken}) is not whole"
+        sentence = f"{started} / ({factors} = {taken}) is not whole"
     counts = sorted({max(world_size // taken, 1) * taken, -(-world_size // taken) * taken} if rest else {taken})
     processes = f"{' or '.join(map(str, counts))} process{'' if counts == [1] else 'es'}"
-    return f"{said}; nearest: {', or '.join(_nearest_degrees(world_size, named, rest))}; or start {processes}"
+    return f"{sentence}; nearest: {', or '.join(_nearest_degrees(world_size, named, rest))}; or start {processes}"
 
 
 def _nearest_degrees(world_size: int, named: dict[str, int], rest: bool) -> list[str]:
     """The two nearest changes of degrees that make the product come out, as few and as small as can be."""
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    found: list[tuple[int, float, str]] = []
+    changes: list[tuple[int, float, str]] = []
     for degrees in product(divisors, repeat=len(named)):
         if world_size % prod(degrees) == 0 if rest else prod(degrees) == world_size:
             other = {axis: d for axis, d in zip(named, degrees, strict=True) if d != named[axis]}
             distance = sum(abs(log(d / named[axis])) for axis, d in other.items())
-            found.append((len(other), distance, " ".join(f"strategy.{axis}={d}" for axis, d in other.items())))
-    return [change for _, _, change in sorted(found, key=itemgetter(0, 1))[:2]]
+            changes.append((len(other), distance, " ".join(f"strategy.{axis}={d}" for axis, d in other.items())))
+    return [change for _, _, change in sorted(changes, key=itemgetter(0, 1))[:2]]
 
 
 def format_degrees(degrees: dict[str, int]) -> str:
@@ -83,13 +83,13 @@ def make_sequence_mesh(device_type: str, world_size: int, context: int, tensor: 
 def ranks_along(mesh: DeviceMesh, *axes: str) -> Ranks:
     """Collective: the ranks that differ from this one along these axes only; alone where the mesh has none of them."""
     names = mesh.mesh_dim_names or ()
-    own = [axis for axis in names if axis in axes]
-    if not own:
+    present = [axis for axis in names if axis in axes]
+    if not present:
         return Ranks()
-    if len(own) == 1:
-        return as_group(mesh.get_group(own[0]))
+    if len(present) == 1:
+        return as_group(mesh.get_group(present[0]))
     # several axes: each row of the grid, these axes laid out behind each other, is a group
-    last = [names.index(axis) for axis in own]
+    last = [names.index(axis) for axis in present]
     rest = [at for at in range(len(names)) if at not in last]
     rows = mesh.mesh.permute(*rest, *last).flatten(len(rest)).reshape(-1, prod(mesh.mesh.shape[at] for at in last))
     group, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # all ranks; every such group is made in one order

@@ -1,4 +1,4 @@
-"""Spreading parameters, gradients and optimizer state over ranks: torch's `fully_shard` (FSDP2)."""
+"""FSDP2: sharding parameters, gradients and optimizer state over ranks with torch's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PATIENCE = timedelta(seconds=30)  # for ranks that have done the same as ever: 
 
 
 class SameCallsCheck:
-    """What ranks have agreed to call, by the number of the call in a forward.
+    """Checks that all ranks call the same units in the same order, before FSDP gathers the next one.
 
     A call that has always been the same costs nothing: it is what all others wait for. Where it is another one, or
     where there were several, the ranks ask each other first. Else each would compute with parts of others.
@@ -33,7 +33,7 @@ class SameCallsCheck:
     def __init__(
         self, root: nn.Module, network: nn.Module, units: Sequence[str], ranks: Ranks, patience: timedelta
     ) -> None:
-        """Collective. patience: how late a rank may be with an answer."""
+        """Collective. patience: how late a rank may be with its answer."""
         self._network, self._ranks = network, ranks
         self._names = ["nothing more", *units]
         self._agreed: dict[bool, list[set[int]]] = {True: [], False: []}  # in training; in evaluation
@@ -72,13 +72,15 @@ class SameCallsCheck:
             if not only:
                 raise
             others = f"{self._names[before.pop()]} on others, as before"
-            raise FatalRunError(
-                _different_calls([f"{self._names[number]} on rank {self._ranks.rank}", others])
-            ) from error
+            here = f"{self._names[number]} on rank {self._ranks.rank}"
+            raise FatalRunError(_different_calls([here, others])) from error
         if most != -least:
             names = [self._names[each] for each in self._ranks.all_gather_values(number)]  # these ranks
-            who = {name: [str(rank) for rank, own in enumerate(names) if own == name] for name in dict.fromkeys(names)}
-            raise FatalRunError(_different_calls([f"{name} on rank {', '.join(ranks)}" for name, ranks in who.items()]))
+            callers: dict[str, list[str]] = {}
+            for rank, name in enumerate(names):
+                callers.setdefault(name, []).append(str(rank))
+            calls = [f"{name} on rank {', '.join(ranks)}" for name, ranks in callers.items()]
+            raise FatalRunError(_different_calls(calls))
 
 
 def _different_calls(calls: Sequence[str]) -> str:
@@ -90,13 +92,13 @@ def _different_calls(calls: Sequence[str]) -> str:
     )
 
 
-PADDING = 1 / 8  # of a parameter: with no more, it is spread by its first dimension, which is the fastest to gather
+PADDING = 1 / 8  # of a parameter: with no more, it its first dimension is sharded: the fastest to gather
 WHOLE_COST = 4  # sizes of it are what a whole parameter costs a rank: itself, its gradient and two moments
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How parameters are spread and gathered."""
+    """How parameters are sharded and gathered."""
 
     reshard_after_forward: bool = True  # True: gathered anew for the backward (ZeRO-3); False: kept until then (ZeRO-2)
     param_dtype: Literal["bf16"] | None = None  # what parameters are gathered and computed in; None: their own
@@ -111,8 +113,8 @@ def apply_fully_shard(
 
     The units of `network` that are named are gathered and released one by one, the rest of it with `root`, the module
     that is called. mesh: the axis "shard", and "replicate" where there is one. Names stay. What would be gathered as
-    mostly padding, and beside another precision BatchNorms, stay whole on every rank (`not_spread`); their gradients
-    are not averaged here.
+    mostly padding, and beside another precision BatchNorms, stay whole on every rank (`unsharded_parameters`); their
+    gradients are not averaged here.
     """
     for parameter in network.parameters():
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
@@ -124,44 +126,44 @@ def apply_fully_shard(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
     # all calls must pass over the same parameters
     ranks = mesh["shard"].size()
-    kept = _replicated_parameters(network, ranks, how)
-    spread = partial(
+    replicated = _replicated_parameters(network, ranks, how)
+    shard = partial(
         fully_shard,
         mesh=mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"],
         mp_policy=policy,
         offload_policy=offload,
         shard_placement_fn=lambda parameter: Shard(_shard_dim(parameter, ranks) or 0),
-        ignored_params=kept,
+        ignored_params=replicated,
     )
-    again = how.reshard_after_forward
+    again = how.reshard_after_forward  # gather again for the backward
     # units first, for fully_shard of the root takes what no unit has
-    units = [spread(network.get_submodule(name), reshard_after_forward=again) for name in names]
+    units = [shard(network.get_submodule(name), reshard_after_forward=again) for name in names]
     for name in names:
         _refuse_foreign_parameters(name, network.get_submodule(name))
     # what is left is small and wanted first in the backward: it stays gathered, unless it is everything
-    whole = spread(root, reshard_after_forward=again and not units)
+    whole = shard(root, reshard_after_forward=again and not units)
     # one unit ahead is what torch does by itself
     if how.ahead > 1:
-        for at, unit in enumerate(units):
-            unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + how.ahead])
-            unit.set_modules_to_backward_prefetch(units[max(at - how.ahead, 0) : at][::-1])
+        for index, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + how.ahead])
+            unit.set_modules_to_backward_prefetch(units[max(index - how.ahead, 0) : index][::-1])
     return whole
 
 
 def _replicated_parameters(network: nn.Module, ranks: int, how: Sharding) -> set[nn.Parameter]:
-    """The parameters that are not to be spread: single numbers, which fully_shard refuses, and what is too short.
+    """The parameters that stay whole on every rank: single numbers, which fully_shard refuses, and what is too short.
 
     Where parameters are cast, what stays whole would stay as it is, and mix with what is cast. So there only BatchNorms
     do, whose weights must have the type of their running statistics.
     """
     if how.param_dtype:
-        own = {parameter for norm in all_batch_norms(network) for parameter in norm.parameters()}
-        return own | {parameter for parameter in network.parameters() if parameter.dim() == 0}
+        of_norms = {parameter for norm in all_batch_norms(network) for parameter in norm.parameters()}
+        return of_norms | {parameter for parameter in network.parameters() if parameter.dim() == 0}
     return {parameter for parameter in network.parameters() if _shard_dim(parameter, ranks) is None}
 
 
 def _shard_dim(parameter: nn.Parameter, ranks: int) -> int | None:
-    """Along which dimension a parameter is best spread over so many ranks; None: it is better kept whole.
+    """Along which dimension a parameter is best sharded over so many ranks; None: it is better kept whole.
 
     fully_shard pads the first dimension to a multiple of the ranks, so (1, 256, 768) would be gathered as 1,024 times
     its size on 1,024 ranks; the other dimensions it takes where they divide.
@@ -176,9 +178,8 @@ def _shard_dim(parameter: nn.Parameter, ranks: int) -> int | None:
     for dim, size in enumerate(shape):
         if size % ranks == 0:
             return dim
-    return (
-        0 if gathered + WHOLE_COST * gathered / ranks < WHOLE_COST else None
-    )  # gathered, and what is kept of it between steps
+    # sharded with padding: what is gathered for a while, and what is kept of it between steps
+    return 0 if gathered + WHOLE_COST * gathered / ranks < WHOLE_COST else None
 
 
 def _refuse_foreign_parameters(name: str, unit: nn.Module) -> None:
@@ -187,9 +188,13 @@ def _refuse_foreign_parameters(name: str, unit: nn.Module) -> None:
     fully_shard puts the gathered ones in place before the forward. What `torch.func.functional_call` had put there
     would be lost without a word, and the network would learn something else.
     """
-    own = [(module, key, value) for module in unit.modules() for key, value in module.named_parameters(recurse=False)]
-    places = [(module, key) for module, key, value in own if "shard" in split_axes(value)]
-    gathered: set[nn.Parameter] = set()  # what fully_shard has put in place: they are the unit's own, too
+    places = [
+        (module, key)
+        for module in unit.modules()
+        for key, value in module.named_parameters(recurse=False)
+        if "shard" in split_axes(value)
+    ]
+    gathered: set[nn.Parameter] = set()  # what fully_shard has put in place: these belong to the unit, too
 
     @torch.compiler.disable
     def look(*_: Any) -> None:

@@ -1,4 +1,8 @@
-"""Networks of which one rank builds the values: the others hold an outline, shapes without memory."""
+"""Networks on the meta device, and the values that one rank has built for all of them.
+
+Where ranks hold shards, only the first rank builds a network with values. The others hold shapes without memory, which
+torch calls the meta device, and take their shard of each tensor when it is sent.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from trainer.messages import first_line
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks
 
@@ -16,17 +21,17 @@ Values = dict[tuple[str, ...], Tensor]  # all names of a tensor → it; on the m
 
 
 def build_meta_model(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
-    """The network on the meta device; or built whole, and why its constructor cannot do without values."""
+    """The network on the meta device and ""; or the network with values, and why its constructor needs them."""
     before = _live_meta_tensors()  # kept until the end, so that nothing new can have the identity of one of them
     try:
         with torch.device("meta"):
             network = make()
     except Exception as error:  # a constructor that reads values: whatever it makes of there being none, or a mistake
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        why = f"{type(error).__name__}: {first_line(error)}"
     else:
         # a tensor that is neither parameter nor buffer would never get a value; a view keeps its base alive
-        own = [each for _, tensor in named_tensors(network) for each in (tensor, tensor._base)]
-        known = {id(each) for each in (*own, *before)}
+        registered = [x for _, tensor in named_tensors(network) for x in (tensor, tensor._base)]
+        known = {id(x) for x in (*registered, *before)}
         if all(id(tensor) in known for tensor in _live_meta_tensors()):
             return network, ""
         why = "it holds tensors that are neither parameters nor buffers"
@@ -34,7 +39,7 @@ def build_meta_model(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
 
 
 def is_meta_model(network: nn.Module) -> bool:
-    """Is the network without values?"""
+    """Is any tensor of the network without values?"""
     return any(tensor.is_meta for _, tensor in named_tensors(network))
 
 
@@ -45,7 +50,7 @@ def all_in_state_dict(network: nn.Module) -> bool:
 
 @torch.no_grad()
 def take_values(network: nn.Module) -> Values:
-    """Turn a network into its outline, in place; returns what values it had."""
+    """Move a network to the meta device, in place; returns the values that it had."""
     for module in network.modules():
         # It keeps weak references, to see whether its weights are still the same: what has one cannot be swapped. It
         # does without, and has to: it would lay weights that FSDP has gathered out anew, in memory that stays behind.
@@ -55,35 +60,35 @@ def take_values(network: nn.Module) -> Values:
     for name, tensor in named_tensors(network):
         names.setdefault(tensor, []).append(name)
     values: Values = {}
-    for tensor, own in names.items():
+    for tensor, tensor_names in names.items():
         other = _empty_like(tensor, torch.device("meta"))
         torch.utils.swap_tensors(tensor, other)  # every name and every tie keeps its tensor; the other has the values
-        values[tuple(own)] = other.detach()
+        values[tuple(tensor_names)] = other.detach()
     return values
 
 
 @torch.no_grad()
 def allocate_empty(network: nn.Module, device: torch.device, shards: torch.device) -> None:
-    """Give an outline memory, in place, which nobody has written to yet. shards: where DTensors are to lie."""
+    """Give a network on the meta device memory, in place; no value is written. shards: where DTensors are to lie."""
     for tensor in {tensor for _, tensor in named_tensors(network) if tensor.is_meta}:
         torch.utils.swap_tensors(tensor, _empty_like(tensor, shards if isinstance(tensor, DTensor) else device))
 
 
 @torch.no_grad()
 def broadcast_values(values: Values, network: nn.Module, ranks: Ranks, device: torch.device) -> None:
-    """Collective: what the first rank has set aside comes to all, of each tensor the shard that a rank holds.
+    """Collective: the first rank's values come to all ranks, of each tensor the shard that a rank holds.
 
     values: of the whole network; they are freed on the way, so that a rank holds one whole tensor at a time. Nothing
     travels where the first rank has an outline, too: a checkpoint will be read.
     """
     known = ranks.broadcast_value(not any(value.is_meta for value in values.values()))  # all ranks
-    own = dict(named_tensors(network))
+    tensors = dict(named_tensors(network))
     # in the constructor's order, which is the same on every rank
     for names in list(values) if known else ():
         value = values.pop(names)  # freed when the next one comes
         whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
         ranks.broadcast_(whole)  # all ranks; every tensor of the network once, whole: who holds what differs
-        for tensor in {own[name] for name in names if name in own}:
+        for tensor in {tensors[name] for name in names if name in tensors}:
             shard = whole
             if isinstance(tensor, DTensor):  # nothing travels: this rank's shard of what has come
                 shard = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()

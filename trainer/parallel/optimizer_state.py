@@ -102,25 +102,25 @@ def restore_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer, stat
     )
 
 
-def refuse_other_network(own: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> None:
+def refuse_other_network(shapes: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> None:
     """Refusal, naming at most ten, where a checkpoint's network is not this one."""
-    wrong = network_differences(own, stored)
+    wrong = network_differences(shapes, stored)
     if wrong:
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         raise Refusal(f"the checkpoint is of another network: {'; '.join(wrong[:10])}{more}")
 
 
-def network_differences(own: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> list[str]:
+def network_differences(shapes: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> list[str]:
     """How a checkpoint's network (name → what has a shape) is not the one with these shapes, a sentence a tensor."""
     # what belongs to optimizer, average, scaler and batches is compared when it is read
     theirs = {name for name in stored if not name.startswith(OTHER_PREFIXES)}
     other = [
-        f"{name} is {tuple(stored[name].shape)} in the checkpoint, {tuple(own[name])} here"
-        for name in own
-        if name in theirs and tuple(stored[name].shape) != tuple(own[name])
+        f"{name} is {tuple(stored[name].shape)} in the checkpoint, {tuple(shapes[name])} here"
+        for name in shapes
+        if name in theirs and tuple(stored[name].shape) != tuple(shapes[name])
     ]
-    missing = [f"{name} is not in the checkpoint" for name in own if name not in theirs]
-    return other + missing + [f"{name} is only in the checkpoint" for name in sorted(theirs - own.keys())]
+    missing = [f"{name} is not in the checkpoint" for name in shapes if name not in theirs]
+    return other + missing + [f"{name} is only in the checkpoint" for name in sorted(theirs - shapes.keys())]
 
 
 def _split_names(names: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""Whole tensors shared out among ranks: each has one owner; gradients travel to it, and its new values to all."""
+"""Whole parameters divided among ranks (ZeRO-1): gradients travel to the owner of each, its new values to all."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class Bucket(NamedTuple):
 def make_owner_buckets(parameters: Sequence[Tensor], owner: Sequence[int], most_bytes: int) -> list[Bucket]:
     """The parameters in buckets of up to so many bytes, in the order in which a backward fills them."""
     # a backward comes to the last parameters first
-    order = {parameter: at for at, parameter in enumerate(reversed(parameters))}
+    order = {parameter: position for position, parameter in enumerate(reversed(parameters))}
     # one owner and one type a bucket: a reduce has one goal, a flat tensor one type
     alike: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for parameter, rank in zip(order, reversed(owner), strict=True):
         alike.setdefault((rank, parameter.dtype), []).append(parameter)
-    made = [Bucket(rank, bucket) for (rank, _), own in alike.items() for bucket in make_buckets(own, most_bytes)]
-    return sorted(made, key=lambda bucket: order[bucket.parameters[-1]])
+    owned = [Bucket(rank, full) for (rank, _), tensors in alike.items() for full in make_buckets(tensors, most_bytes)]
+    return sorted(owned, key=lambda bucket: order[bucket.parameters[-1]])
 
 
 class GradientReducer:
-    """Gradients on their way to the owners of their parameters, while the last backward of a step still runs.
+    """Sends gradients to the owners of their parameters while the last backward of a step still runs.
 
     A bucket leaves when its last gradient has come, but not before those in front of it: all ranks send the same
     buckets in the same order, whichever gradients they have. What a rank has no gradient for counts as zero.
@@ -57,7 +57,7 @@ class GradientReducer:
 
     def __init__(self, buckets: list[Bucket], ranks: Group) -> None:
         self._buckets, self._ranks = buckets, ranks
-        self._bucket_of = {one: index for index, bucket in enumerate(buckets) for one in bucket.parameters}
+        self._bucket_of = {parameter: index for index, bucket in enumerate(buckets) for parameter in bucket.parameters}
         self._awaited: list[set[Tensor]] = []  # of each bucket, during a last backward
         self._under_way: list[tuple[Bucket, Tensor, Waitable]] = []
         self._sent: set[Tensor] = set()  # those that had a gradient when their bucket left
@@ -107,8 +107,8 @@ class GradientReducer:
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         """Start adding up a bucket's gradients at their owner; here their memory is free once they are in one piece."""
-        flat = pack([torch.zeros_like(one) if one.grad is None else one.grad for one in bucket.parameters])
-        self._sent.update(one for one in bucket.parameters if one.grad is not None)
+        flat = pack([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters])  # (numbers,)
+        self._sent.update(p for p in bucket.parameters if p.grad is not None)
         for parameter in bucket.parameters:
             parameter.grad = None
         # these ranks; every gradient travels once
@@ -122,11 +122,11 @@ class GradientReducer:
         """
         if not self._buckets:
             return set(), []
-        facts = [(parameter in self._sent) + (parameter.grad is not None) for parameter in self._bucket_of]
+        sent = [(p in self._sent) + (p.grad is not None) for p in self._bucket_of]
         # these ranks; a byte a parameter: 1 sent, 2 more came after that
-        said = dict(zip(self._bucket_of, self._ranks.max_values(facts), strict=True))
-        again = [bucket for bucket in self._buckets if any(said[one] > 1 for one in bucket.parameters)]
-        return {parameter for parameter, fact in said.items() if fact}, again
+        times_sent = dict(zip(self._bucket_of, self._ranks.max_values(sent), strict=True))
+        again = [bucket for bucket in self._buckets if any(times_sent[p] > 1 for p in bucket.parameters)]
+        return {parameter for parameter, times in times_sent.items() if times}, again
 
 
 def _set_gradients(bucket: Bucket, flat: Tensor, used: set[Tensor]) -> None:

@@ -50,10 +50,10 @@ class ReplicatedParameters:
         if self._ranks.size == 1 or not self._parameters:
             return
         # all ranks send alike: zeros where one has no gradient
-        own = [to_local(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._parameters.values()]
+        gradients = [to_local(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._parameters.values()]
         sizes: list[Tensor] = []
         distances: list[Tensor] = []
-        for bucket in make_buckets(own):
+        for bucket in make_buckets(gradients):
             flat = pack(bucket)
             first = flat.clone()
             self._ranks.broadcast_(first)  # the tensor ranks; gradients of what they hold in common
@@ -93,7 +93,7 @@ def check_replicated_parameters(network: nn.Module, ranks: Ranks) -> None:
     ranks.all_reduce_max_(bounds).wait()  # the tensor ranks; four numbers a parameter: largest and smallest
     # a sum of n numbers of this size is rounded to about as much: differences are measured in it
     squares = bounds[0, :, 1]
-    counts = squares.new_tensor([one.numel() for one in whole.values()])
+    counts = squares.new_tensor([parameter.numel() for parameter in whole.values()])
     scales = torch.stack([(counts * squares).sqrt(), squares], dim=1)
     unequal = (bounds.sum(0) > PARAMETER_DRIFT * scales).any(1).tolist()
     _raise_if_different("", [name for name, differs in zip(whole, unequal, strict=True) if differs])
@@ -103,8 +103,8 @@ def check_replicated_parameters(network: nn.Module, ranks: Ranks) -> None:
 def broadcast_buffers(network: nn.Module, ranks: Ranks) -> None:
     """Collective: what a checkpoint keeps of whole buffers (running statistics) becomes the first rank's everywhere."""
     kept = network.state_dict() if ranks.size > 1 else {}
-    own = [b for name, b in network.named_buffers() if name in kept and not isinstance(b, DTensor)]
-    for bucket in make_buckets(own):
+    buffers = [b for name, b in network.named_buffers() if name in kept and not isinstance(b, DTensor)]
+    for bucket in make_buckets(buffers):
         flat = pack(bucket)
         ranks.broadcast_(flat)  # the tensor ranks; all these buffers
         for buffer, first in zip(bucket, unpack(flat, bucket), strict=True):
@@ -171,9 +171,9 @@ def _refuse_size(name: str, module: nn.Module, style: ParallelStyle, degree: int
 
 def _refuse_tied(name: str, module: nn.Module, network: nn.Module) -> None:
     """Refuse to split a parameter that another module uses too: only one of the two would hold the shard."""
-    own = {id(parameter) for parameter in module.parameters()}
+    split = {id(parameter) for parameter in module.parameters()}
     for other, parameter in network.named_parameters(remove_duplicate=False):
-        if id(parameter) in own and not other.startswith(f"{name}."):
+        if id(parameter) in split and not other.startswith(f"{name}."):
             raise Refusal(
                 f"the plan splits {name}, whose parameter is tied to {other}; tied parameters cannot be split;"
                 f" {ALTERNATIVE}"

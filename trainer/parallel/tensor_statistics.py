@@ -24,12 +24,14 @@ def trained_tensors(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str
     strategy. Other buffers and frozen parameters may be infinite by design (masks of -inf, a best value that starts at
     inf), and so may lone numbers that an optimizer keeps.
     """
-    trainable = {name for name, one in network.named_parameters(remove_duplicate=False) if one.requires_grad}
-    own = trainable | running_statistics(network).keys()
+    trainable = {
+        name for name, parameter in network.named_parameters(remove_duplicate=False) if parameter.requires_grad
+    }
+    trained = trainable | running_statistics(network).keys()
     return {
         name: x
         for name, x in state.items()
-        if name in own or (name.startswith((OPTIMIZER_PREFIX, EMA_PREFIX, STRATEGY_PREFIX)) and x.ndim)
+        if name in trained or (name.startswith((OPTIMIZER_PREFIX, EMA_PREFIX, STRATEGY_PREFIX)) and x.ndim)
     }
 
 
@@ -37,15 +39,15 @@ def find_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of those that hold NaN or infinity, in what this rank holds of them. Waits for the device."""
     # one type and device at a time: their answers are one number to wait for; an empty shard has no extremes
     alike: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
-    for name, one in tensors.items():
-        own = to_local(one).detach()
-        if own.is_floating_point() and own.numel():
-            own = own.float() if own.itemsize == 1 else own  # torch compares no float8
-            alike.setdefault((own.device, own.dtype), {})[name] = own
+    for name, tensor in tensors.items():
+        local = to_local(tensor).detach()
+        if local.is_floating_point() and local.numel():
+            local = local.float() if local.itemsize == 1 else local  # torch compares no float8
+            alike.setdefault((local.device, local.dtype), {})[name] = local
     # both extremes are finite only where all numbers are, and aminmax is one pass: 8 times as fast as isfinite
-    extremes = {kind: torch.stack([torch.stack(x.aminmax()) for x in own.values()]) for kind, own in alike.items()}
+    extremes = {kind: torch.stack([torch.stack(x.aminmax()) for x in local.values()]) for kind, local in alike.items()}
     broken = [alike[kind] for kind, each in extremes.items() if not each.isfinite().all()]
-    return [name for own in broken for name, x in own.items() if not x.isfinite().all()]
+    return [name for local in broken for name, x in local.items() if not x.isfinite().all()]
 
 
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numbers of as many bytes
@@ -61,10 +63,10 @@ def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     sums = {}
     for name, tensor in tensors.items():
-        own = to_local(tensor)
-        own = torch.view_as_real(own) if own.is_complex() else own
-        whole = _WHOLE[own.itemsize]
-        sums[name] = own.view(whole).sum(dtype=whole if own.itemsize >= _WIDE else torch.int64).long()
+        local = to_local(tensor)
+        local = torch.view_as_real(local) if local.is_complex() else local
+        whole = _WHOLE[local.itemsize]
+        sums[name] = local.view(whole).sum(dtype=whole if local.itemsize >= _WIDE else torch.int64).long()
     return sums
 
 
@@ -74,19 +76,19 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
     One number that differs always shows, and so do numbers that changed places, but about once in 2³².
     """
-    found = {}
+    totals = {}
     for name, tensor in tensors.items():
-        own = to_local(tensor).detach()
-        own = torch.view_as_real(own) if own.is_complex() else own
-        whole = own.reshape(-1).view(_WHOLE[own.itemsize])
-        wide = torch.int64 if own.itemsize > _WIDE else torch.int32
+        local = to_local(tensor).detach()
+        local = torch.view_as_real(local) if local.is_complex() else local
+        whole = local.reshape(-1).view(_WHOLE[local.itemsize])
+        wide = torch.int64 if local.itemsize > _WIDE else torch.int32
         odd = torch.arange(1, 2 * min(_CHUNK, len(whole)), 2, dtype=wide, device=whole.device)
         total = whole.new_zeros((), dtype=torch.int64)
         # in chunks: the products of all numbers at once would need as much memory again
         for chunk in whole.split(_CHUNK):
             total = total * 31 + (chunk * odd[: len(chunk)]).sum(dtype=torch.int64)
-        found[name] = total
-    return {name: int(total) for name, total in found.items()}
+        totals[name] = total
+    return {name: int(total) for name, total in totals.items()}
 
 
 BINS = 64  # of equal width, from the smallest number to the largest
@@ -110,22 +112,22 @@ def compute_histograms(
     held: what this rank holds of each, a part, all or nothing; every number of a tensor must be held as often. sizes:
     numbers of the whole tensors, by all names, the same on every rank. factor: what all numbers are multiplied by.
     """
-    names, own = sorted(sizes), {name: _finite_numbers(tensor) for name, tensor in held.items()}
-    low, high = _limits(names, own, ranks)
+    names, numbers = sorted(sizes), {name: _finite_numbers(tensor) for name, tensor in held.items()}
+    low, high = _limits(names, numbers, ranks)
     counted = torch.zeros(len(names), BINS + 3, dtype=torch.float64)  # a row: bins, sum, squares, numbers held
     for at, name in enumerate(names):
         if name in held:
-            counted[at, :-1] = _count_bins(own[name], low[at], high[at])
+            counted[at, :-1] = _count_bins(numbers[name], low[at], high[at])
             counted[at, -1] = held[name].numel()
     ranks.all_reduce_sum_(counted).wait()  # all ranks; 8 bytes a bin
-    found: dict[str, Histogram] = {}
+    result: dict[str, Histogram] = {}
     for at, name in enumerate(names):
         # what several ranks hold was counted as often
         copies = float(counted[at, -1]) / max(sizes[name], 1)
         if copies and low[at] <= high[at]:
             *counts, total, squares = (counted[at, :-1] / copies).tolist()
-            found[name] = Histogram(low[at] * factor, high[at] * factor, counts, total * factor, squares * factor**2)
-    return found
+            result[name] = Histogram(low[at] * factor, high[at] * factor, counts, total * factor, squares * factor**2)
+    return result
 
 
 def _finite_numbers(tensor: Tensor) -> Tensor:
@@ -134,12 +136,12 @@ def _finite_numbers(tensor: Tensor) -> Tensor:
     return numbers[numbers.isfinite()]
 
 
-def _limits(names: Sequence[str], own: Mapping[str, Tensor], ranks: Ranks) -> tuple[list[float], list[float]]:
+def _limits(names: Sequence[str], numbers: Mapping[str, Tensor], ranks: Ranks) -> tuple[list[float], list[float]]:
     """Collective: the smallest and the largest number of each tensor, inf and -inf where there is none."""
     limits = torch.full((2, len(names)), -torch.inf, dtype=torch.float64)
     for at, name in enumerate(names):
-        if name in own and own[name].numel():
-            low, high = own[name].aminmax()
+        if name in numbers and numbers[name].numel():
+            low, high = numbers[name].aminmax()
             limits[0, at], limits[1, at] = -low.double().cpu(), high.double().cpu()
     ranks.all_reduce_max_(limits).wait()  # all ranks; two numbers a tensor
     return (-limits[0]).tolist(), limits[1].tolist()

@@ -27,11 +27,11 @@ SEALED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecod
 
 def require_modules(network: nn.Module, key: str, what: str, instead: str = "") -> dict[str, nn.Module]:
     """The modules that a plan's key means, by name. Refusal where there is none, in the words for this key."""
-    found = dict(matching_modules(network, key))
-    if not found:
+    modules = dict(matching_modules(network, key))
+    if not modules:
         names = [name for name, _ in network.named_modules() if name]
         raise Refusal(f"{what} {key!r} matches no module{did_you_mean(key, names)}{instead}")
-    return found
+    return modules
 
 
 def matching_modules(network: nn.Module, key: str) -> Iterator[tuple[str, nn.Module]]:
@@ -58,10 +58,10 @@ def _planned_units(network: nn.Module, plan: Plan) -> list[str]:
     """The units that the plan names. Of what a wildcard fits, modules without parameters are left out."""
     sharing, named = _sharing_modules(network), set()
     for key in plan.shard:
-        found = require_modules(network, key, "the plan's shard")
-        for name, module in found.items():
+        modules = require_modules(network, key, "the plan's shard")
+        for name, module in modules.items():
             _refuse(name, module, network, sharing)
-        full = {name for name, module in found.items() if any(True for _ in module.parameters())}
+        full = {name for name, module in modules.items() if any(True for _ in module.parameters())}
         if not full:
             raise Refusal(f"the plan's shard {key!r} names only modules without parameters")
         named |= full
@@ -102,13 +102,17 @@ def repeated_blocks(parent: nn.Module) -> dict[str, nn.Module]:
         return {}
     inside = dict(_listed_modules(parent))
     kinds = Counter(type(child) for child in inside.values())
-    return {name: one for name, one in inside.items() if kinds[type(one)] > 1 and any(True for _ in one.children())}
+    return {
+        name: module
+        for name, module in inside.items()
+        if kinds[type(module)] > 1 and any(True for _ in module.children())
+    }
 
 
 def _listed_modules(parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for word, child in parent.named_children():
         if isinstance(child, LISTS) and not _has_forward(child):
-            yield from ((f"{word}.{name}", one) for name, one in _listed_modules(child))
+            yield from ((f"{word}.{name}", module) for name, module in _listed_modules(child))
         else:
             yield word, child
 

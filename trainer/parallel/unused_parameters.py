@@ -126,17 +126,17 @@ def _use_in_forward(step: nn.Module, example: Any, answer: bool) -> tuple[Counte
     """How often one forward calls each module, and which parameters a backward would reach."""
     mode = _FixedAnswers(answer)
     network = step.get_submodule(NETWORK)
-    own = fake_tensors(network, torch.device("cpu"), mode)
-    for before, shape in own.items():
+    fakes = fake_tensors(network, torch.device("cpu"), mode)
+    for before, shape in fakes.items():
         shape.requires_grad_(before.requires_grad)
-    copy = copy_step(step, own)
+    copy = copy_step(step, fakes)
     calls: Counter[str] = Counter()
     for name, module in copy.get_submodule(NETWORK).named_modules():
         module.register_forward_pre_hook(partial(_count, calls, name))
     with mode:
         batch = map_tensors(example, lambda x: torch.empty(x.shape, dtype=x.dtype))
     reached = set(graph_leaves(tensors(copy(*batch))))
-    return calls, frozenset(name for name, x in network.named_parameters() if own[x] in reached)
+    return calls, frozenset(name for name, x in network.named_parameters() if fakes[x] in reached)
 
 
 def _count(calls: Counter[str], name: str, *_: Any) -> None:

@@ -69,12 +69,12 @@ class PP(Meshed):
     def layout(self, world_size: int) -> StageLayout:
         """Which rank holds which stages. Refusal of a number of stages that the schedule has no place for."""
         kind = SCHEDULES[self.schedule]
-        each = (2 if kind.several else 1) if self.stages_per_rank is None else self.stages_per_rank
-        if each < 1 or (each > 1 and not kind.several) or (each != 2 and kind.turns_back):
-            fitting = "2" if kind.turns_back else "1" if not kind.several else "1 or more"
-            several = "" if kind.several else "; strategy.schedule=Interleaved1F1B takes several"
+        each = (2 if kind.multi_stage else 1) if self.stages_per_rank is None else self.stages_per_rank
+        if each < 1 or (each > 1 and not kind.multi_stage) or (each != 2 and kind.v_shaped):
+            fitting = "2" if kind.v_shaped else "1" if not kind.multi_stage else "1 or more"
+            several = "" if kind.multi_stage else "; strategy.schedule=Interleaved1F1B takes several"
             raise Refusal(f"strategy.stages_per_rank={each}: {self.schedule} wants {fitting}{several}")
-        return StageLayout(self.degrees(world_size)["pipe"], each, kind.turns_back)
+        return StageLayout(self.degrees(world_size)["pipe"], each, kind.v_shaped)
 
     @override
     def least_layers(self, world_size: int) -> int:
@@ -139,7 +139,7 @@ class PP(Meshed):
 
     def _refuse_fields(self, world_size: int) -> None:
         """Refuse fields that do not go together."""
-        splits = SCHEDULES[self.schedule].splits  # into gradients of inputs and of weights
+        splits = SCHEDULES[self.schedule].splits_backward  # into gradients of inputs and of weights
         if self.machine.compile and splits:
             raise Refusal(
                 f"compile=true: {self.schedule} computes gradients of inputs and weights apart, which compiled stages"

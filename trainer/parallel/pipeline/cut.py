@@ -1,4 +1,12 @@
-"""Cutting a network into stages: modules that run one after the other, each with its own parameters."""
+"""Where a network is cut into stages, and which of two ways makes the stages.
+
+1. The forward is read as a graph of calls (torch.fx), and a stage is a range of it (`stages`). This way is preferred:
+   a stage runs its own calls only, and a cut may be before any module.
+2. Where fx cannot follow the forward (it depends on values, on the mode, or on chance), each stage runs the whole
+   forward, with fake tensors in place of what other stages hold (`untraced_stage`). Then cuts are between blocks only.
+
+The plan's cuts are used where there are as many as needed; otherwise the network is cut into about equal parts.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +27,10 @@ from trainer.parallel.pipeline.stages import ALTERNATIVE, make_traced_stages
 from trainer.parallel.pipeline.untraced_stage import make_untraced_stages
 from trainer.parallel.units import repeated_blocks, require_modules
 
+# The heaviest stage may be so many times as heavy as need be, where only one value travels instead of several.
+UNEVEN = 1.5
+Weights = dict[str, float]  # name of a module or parameter → its fraction of the network, in bytes and arithmetic
+
 
 def cut_stages(
     step: nn.Module,
@@ -28,44 +40,48 @@ def cut_stages(
     held: Collection[int] | None = None,
     may_draw: bool = False,
 ) -> dict[int, nn.Module]:
-    """The stages of a network by their numbers; parameters, buffers and modules are its own, under its names.
+    """The stages of a network by their numbers. Parameters, buffers and modules are the network's, with its names.
 
-    step: the module that is called with (inputs, targets) and calls its `network`. Every stage is called with those,
-    and what the stage before handed on; it returns a tuple to hand on, the last one the step's output.
+    step: the module that is called with (inputs, targets) and calls its `network`. Every stage is called with those and
+    with what the stage before handed on. It returns a tuple to hand on; the last stage returns the step's output.
 
-    `cuts`: the first module of each stage after the first; where they are not as many as `count` asks for, the network
-    is cut into about equal parts, weighed with an `example`. A forward that cannot be read as a graph is cut between
-    blocks and run by every stage; without an example to run it with, only their names are looked at, and there are no
-    stages. held: the stages that are wanted; None: all. may_draw: what a forward draws by itself follows from numbers,
-    and is the same in every stage. Refusal where the network cannot be cut so.
+    cuts: the first module of each stage after the first. example: (inputs, targets), to weigh modules and to run a
+    forward that is no graph; without it only names are checked for such a forward, and there are no stages. held: the
+    stages that are wanted; None: all. may_draw: random numbers of a forward follow from numbers alone, so they are the
+    same in every stage. Refusal where the network cannot be cut so.
     """
     network = step.get_submodule(NETWORK)
+    wanted = range(count) if held is None else held
     planned = list(cuts) if len(cuts) == count - 1 else []
     for name in planned:
         require_modules(network, name, "the plan's cut", f"; {ALTERNATIVE}")
+    # the first way: stages are ranges of a graph
     try:
-        graphs = make_traced_stages(step, planned or _require_equal_cuts(step, count, example), count)
-        return {number: graphs[number] for number in (range(count) if held is None else held)}
+        names = planned or _require_equal_cuts(step, count, example)
+        traced = make_traced_stages(step, names, count)
+        return {number: traced[number] for number in wanted}
     except Untraceable as error:
         why = str(error)
+    # the second way: each stage runs the whole forward
     names = planned or find_cuts_between_blocks(network, count)
-    said = f"{type(network).__name__} cannot be cut into stages:"
+    refusal = f"{type(network).__name__} cannot be cut into stages:"
     if not names:
         raise Refusal(
-            f"{said} its forward cannot be followed ({why}); nor does it repeat {count} blocks in a list, between which"
-            f" it could be cut all the same: name the first module of each stage in the plan's cuts; {ALTERNATIVE}"
+            f"{refusal} its forward cannot be followed ({why}); nor does it repeat {count} blocks in a list, between"
+            " which it could be cut all the same: name the first module of each stage in the plan's cuts;"
+            f" {ALTERNATIVE}"
         )
     try:
-        wanted = range(count) if held is None else held
         return {} if example is None else make_untraced_stages(step, names, example, wanted, may_draw)
     except CannotCut as error:
         raise Refusal(
-            f"{said} {error}. (Where it can be read as a graph of calls it can be cut anywhere, but {why}.)"
+            f"{refusal} {error}. (Where it can be read as a graph of calls it can be cut anywhere, but {why}.)"
             f" {ALTERNATIVE}"
         ) from error
 
 
 def _require_equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
+    """Cuts into about equal parts. Refusal, with the number that works, where there are too few places to cut."""
     names = find_equal_cuts(step, count, example)
     if len(names) < count - 1:
         kind = type(step.get_submodule(NETWORK)).__name__
@@ -77,26 +93,22 @@ def _require_equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
     return names
 
 
-UNEVEN = 1.5  # times as heavy as need be: so much may the heaviest stage be where one value travels instead of several
-
-
-Weights = dict[str, float]  # name of a module or parameter → its share of the network, in bytes and arithmetic
-
-
 def find_equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
     """The first module of each stage after the first, so that the heaviest stage is as light as can be.
 
-    Cuts where one value is handed on come first, and modules are left whole as long as that serves. Shorter than asked
-    for where there are fewer places to cut. Untraceable where the forward cannot be followed; into what outweighs a
-    stage, where there are blocks to cut between. example: (inputs, targets), of which only shapes are looked at, on the
-    meta device.
+    Cuts over which one value is handed on are preferred, and modules are left whole as long as that is enough. There
+    are fewer names than asked for where there are fewer places to cut. example: (inputs, targets), of which only shapes
+    are looked at, on the meta device.
+
+    Untraceable where the forward cannot be followed; or where that of a module which outweighs a stage cannot, and
+    there are blocks to cut between instead.
     """
     network = step.get_submodule(NETWORK)
     weight = _module_weights(step, example)
-    heavy = {name for name, share in weight.items() if share > weight[""] / count}
+    heavy = {name for name, fraction in weight.items() if fraction > weight[""] / count}  # more than a stage's part
     lists = {name for name, module in network.named_modules() if type(module).forward is nn.Sequential.forward}
     names: list[str] = []
-    # what is heavy must be opened to be shared out; everything is, only where that was not enough
+    # first look into what is heavy, which must be divided; then into everything, where that was not enough
     for wanted in (heavy | lists, set(weight)):
         graph, closed = _trace_opened(step, wanted)
         if (whole := sorted(heavy & closed.keys())) and find_cuts_between_blocks(network, count):
@@ -104,12 +116,14 @@ def find_equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
         flow = GraphFlow(graph, network)
         # one value is the least that can travel; with skip connections there may be no such cut, or none in the middle
         starts = _possible_starts(flow)
-        lean = _balance(flow, [each for each in starts if len(flow.handed(flow.at[each])) <= 1], count, weight)
-        free = _balance(flow, starts, count, weight)
-        chosen = lean if (len(lean[1]), -lean[0]) >= (len(free[1]), -UNEVEN * free[0]) else free
-        if len(chosen[1]) == count - 1:
-            return chosen[1]
-        names = max(names, chosen[1], key=len)
+        narrow = [start for start in starts if len(flow.handed(flow.at[start])) <= 1]
+        heaviest_narrow, cuts_narrow = _balance(flow, narrow, count, weight)
+        heaviest, cuts = _balance(flow, starts, count, weight)
+        if (len(cuts_narrow), -heaviest_narrow) >= (len(cuts), -UNEVEN * heaviest):
+            cuts = cuts_narrow
+        if len(cuts) == count - 1:
+            return cuts
+        names = max(names, cuts, key=len)
     return names
 
 
@@ -119,16 +133,16 @@ def find_cuts_between_blocks(network: nn.Module, count: int) -> list[str]:
     The blocks are those that the network repeats in a list, of several lists in the one with the most bytes.
     """
     lists = {name: repeated_blocks(module) for name, module in network.named_modules()}
-    weight = {name: sum(map(_bytes, found.values())) for name, found in lists.items()}
+    weight = {name: sum(map(_bytes, members.values())) for name, members in lists.items()}
     name = max(weight, key=weight.__getitem__)
-    words = list(lists[name])
-    if len(words) < count:
+    blocks = list(lists[name])
+    if len(blocks) < count:
         return []
-    return [f"{name}.{words[len(words) * stage // count]}".strip(".") for stage in range(1, count)]
+    return [f"{name}.{blocks[len(blocks) * stage // count]}".strip(".") for stage in range(1, count)]
 
 
 def _module_weights(step: nn.Module, example: Any) -> Weights:
-    """How heavy each module and parameter is: its share of all bytes, plus that of the arithmetic of a forward.
+    """How heavy each module and parameter is: its fraction of all bytes, plus that of the arithmetic of a forward.
 
     Without an example, or where the forward needs values, bytes alone count. The same on every rank.
     """
@@ -139,7 +153,7 @@ def _module_weights(step: nn.Module, example: Any) -> Weights:
     weight |= {name: parameter.nbytes / total for name, parameter in network.named_parameters()}
     # arithmetic: all wait for the slowest stage
     work = {} if example is None else _count_flops(step, example)
-    return {name: share + work.get(name, 0) / max(work.get("", 0), 1) for name, share in weight.items()}
+    return {name: fraction + work.get(name, 0) / max(work.get("", 0), 1) for name, fraction in weight.items()}
 
 
 def _trace_opened(step: nn.Module, wanted: set[str]) -> tuple[fx.Graph, dict[str, str]]:
@@ -182,29 +196,32 @@ def _possible_starts(flow: GraphFlow) -> list[fx.Node]:
 
 
 def _balance(flow: GraphFlow, starts: list[fx.Node], count: int, weight: Weights) -> tuple[float, list[str]]:
-    """The cuts before these modules whose heaviest stage is lightest; as many stages as can be, at most `count`.
+    """The weight of the heaviest stage, and the names of the cuts with which it is lightest.
 
-    The weight of that stage, and the cuts. Every stage has a parameter.
+    starts: the modules before which there may be a cut. As many stages as can be, at most `count`; every stage has a
+    parameter.
     """
     # sums from the flow's beginning: what lies between two of them is a difference
     ends = [0, *(flow.at[start] for start in starts), len(flow.nodes)]
-    brought = [node.op in ("call_module", "get_attr") for node in flow.nodes]
-    own = [weight.get(str(node.target), 0.0) * some for node, some in zip(flow.nodes, brought, strict=True)]
-    sums = [0.0, *accumulate(own)]
-    seen = [0, *accumulate(sum(isinstance(one, nn.Parameter) for one in flow.state(node)) for node in flow.nodes)]
-    # best[e]: for stages that end at ends[e], (heaviest, squares of all, the cuts), by the number of stages so far
+    weights = [
+        weight.get(str(node.target), 0.0) if node.op in ("call_module", "get_attr") else 0.0 for node in flow.nodes
+    ]
+    counts = [sum(isinstance(tensor, nn.Parameter) for tensor in flow.state(node)) for node in flow.nodes]
+    sums, parameters = [0.0, *accumulate(weights)], [0, *accumulate(counts)]
+    # Dynamic programming over the places to cut. best[e]: number of stages → the best way to have so many up to
+    # ends[e]: (weight of the heaviest, sum of squares of all, the cuts). Of equal maxima the evener way wins.
     best: list[dict[int, tuple[float, float, list[int]]]] = [{0: (0.0, 0.0, [])}]
     for e in range(1, len(ends)):
         best.append({})
         for s in range(e):
-            if seen[ends[s]] == seen[ends[e]]:
-                continue
+            if parameters[ends[s]] == parameters[ends[e]]:
+                continue  # a stage without a parameter
             # the last stage from s to e, behind the best of all ways to s
-            mass = sums[ends[e]] - sums[ends[s]]
+            stage_weight = sums[ends[e]] - sums[ends[s]]
             for stages, (heaviest, squares, cuts) in best[s].items():
-                found = (max(heaviest, round(mass, 6)), squares + mass**2, [*cuts, s])
-                if stages < count and found[:2] < best[e].get(stages + 1, (float("inf"), 0.0, []))[:2]:
-                    best[e][stages + 1] = found
+                candidate = (max(heaviest, round(stage_weight, 6)), squares + stage_weight**2, [*cuts, s])
+                if stages < count and candidate[:2] < best[e].get(stages + 1, (float("inf"), 0.0, []))[:2]:
+                    best[e][stages + 1] = candidate
     if not best[-1]:
         return 0.0, []
     heaviest, _, cuts = best[-1][max(best[-1])]  # as many stages as can be; the first one begins without a cut

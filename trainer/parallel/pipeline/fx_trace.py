@@ -1,4 +1,9 @@
-"""Reading a forward as a graph of the modules it calls, and what flows through it: it can be cut between any two."""
+"""Reading a forward as a graph of calls (torch.fx), and what flows through this graph.
+
+The reading is strict: a forward that could compute something else than its graph is refused as `Untraceable`. For that
+this file asks who looks at the type of a value (`_StrictProxy`), and reads the bytecode of the code that turns a value
+into a bool (`_is_assertion`). tests/test_cut.py notices if torch or Python change there.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +26,11 @@ from trainer.messages import first_line
 
 NETWORK = "network"  # the attribute under which the traced module holds the network
 
+# attributes and methods of a value that are no part of its values
 _FACTS = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "stride", "is_floating_point"}
+# parts of the names of functions that draw random numbers
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "exponential", "uniform")
-# Of a size that is not known yet they would give nothing: while a forward is read they are taken down like operations.
+# Their sizes are not known while a forward is read: they are recorded like operations.
 _MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros)
 _IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.imatmul, operator.iand}
 
@@ -33,11 +40,11 @@ class Untraceable(Exception):
 
 
 def trace(step: nn.Module, opened: set[str]) -> fx.Graph:
-    """The forward of a module that holds a network and calls it: a graph of calls, in order; nothing is computed.
+    """The forward of a module that holds a network and calls it, as a graph of calls in order; nothing is computed.
 
-    `opened`: the network's own modules to look into. Every other one stays a single call, so that its code, its mode
-    and its weights remain its own; what an opened one's forward reads from Python's numbers is fixed from here on.
-    Targets are the network's own names. Untraceable where the forward depends on values, on the mode or on chance.
+    opened: the network's modules to look into. Every other one stays a single call, so that its code, its mode and its
+    weights remain its own. What an opened one's forward reads from Python's numbers is fixed from here on. Targets are
+    names in the network. Untraceable where the forward depends on values, on the mode or on chance.
     """
     inside = {f"{NETWORK}.{name}" for name in opened} | {NETWORK}
     # a stage has an opened module's children, not the module: nobody would call its own train()
@@ -45,7 +52,7 @@ def trace(step: nn.Module, opened: set[str]) -> fx.Graph:
         if name in inside and type(module).train is not nn.Module.train:
             raise Untraceable("it has a train() of its own, which stages would not call")
     with _preserve_flags(step):
-        # once as if learning in another precision, once as if evaluating: whoever asks for one of these is found out
+        # read twice, in training with autocast and in evaluation: a forward that asks for either gives two graphs
         with ExitStack() as precisions:
             for kind in device_types():
                 precisions.enter_context(torch.autocast(kind))
@@ -59,10 +66,11 @@ def trace(step: nn.Module, opened: set[str]) -> fx.Graph:
 
 
 class _StrictProxy(fx.Proxy):
-    """A value of a forward that is being read. Whoever asks for its type would be told the stand-in's."""
+    """Stands for a value while a forward is read. Code that asks for its type would get that of the proxy."""
 
     @property  # type: ignore[misc]  # the base has it as an attribute
     def __class__(self) -> Any:
+        # fx itself may ask, and finds the module of the code that asks; a network's code may not
         frame = currentframe()
         asker = frame.f_back.f_globals.get("__name__", "") if frame and frame.f_back else ""
         if not asker.startswith(("torch.fx", "torch.utils._pytree", "torch.nn.parameter")):
@@ -79,9 +87,10 @@ class _StrictProxy(fx.Proxy):
 
 
 def _is_assertion(frame: FrameType) -> bool:
-    """Is it an assert statement that asks? Where the value is true, Python jumps over the loading of its error."""
-    code = (one for one in get_instructions(frame.f_code) if one.offset >= frame.f_lasti)
-    ahead = [one for one in code if one.opname not in ("NOT_TAKEN", "PRECALL")]  # of Python 3.14; of 3.11
+    """Does an assert statement ask? Where the value is true, its bytecode jumps over the loading of the error."""
+    following = (each for each in get_instructions(frame.f_code) if each.offset >= frame.f_lasti)
+    # these two do nothing here; Python 3.14 has the one, 3.11 the other
+    ahead = [each for each in following if each.opname not in ("NOT_TAKEN", "PRECALL")]
     for jump, load in pairwise(ahead[:3]):  # at most one operation before the jump: a comparison that ends in a bool
         if "JUMP" in jump.opname:
             return "IF_TRUE" in jump.opname and ("ASSERTION" in load.opname or load.argval is AssertionError)
@@ -89,6 +98,8 @@ def _is_assertion(frame: FrameType) -> bool:
 
 
 class _Tracer(fx.Tracer):
+    """Records calls, and refuses what a graph would not repeat."""
+
     proxy_buffer_attributes = True  # a buffer is read in the graph, not frozen into it
 
     def __init__(self, step: nn.Module, opened: set[str]) -> None:
@@ -96,16 +107,16 @@ class _Tracer(fx.Tracer):
         self._autowrap_search.append(torch)  # under torch's own name, too
         self._opened = opened
         self._surroundings = _context_state()
-        self._learns = {parameter: parameter.requires_grad for parameter in step.parameters()}
+        self._learns = {parameter: parameter.requires_grad for parameter in step.parameters()}  # as it begins
         self._calls: Counter[str] = Counter()  # of each module, as names in the step
-        self._drawn: Counter[tuple[str, int]] = Counter()  # in each call
+        self._draws: Counter[tuple[str, int]] = Counter()  # in each call
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """What stands for a node's value while a forward is read."""
         return _StrictProxy(node, self)
 
     def create_node(self, *words: Any, **more: Any) -> fx.Node:
-        """Take down one operation. Untraceable where it happens under a context that the graph would not have."""
+        """Record one operation. Untraceable where it happens under a context that the graph would not have."""
         if _context_state() != self._surroundings:
             raise Untraceable("a part of it runs without gradient, or in a precision of its own")
         if any(parameter.requires_grad != learns for parameter, learns in self._learns.items()):
@@ -114,19 +125,19 @@ class _Tracer(fx.Tracer):
         if node.op in ("call_function", "call_method") and is_random(node):
             # in a stage's graph nobody could tell any more in which module's code this stands
             path = self.scope.module_path
-            self._drawn[path, self._calls[path]] += 1
+            self._draws[path, self._calls[path]] += 1
             name = path.removeprefix(NETWORK).removeprefix(".") if path else None
-            node.meta["drawn"] = name, self._calls[path], self._drawn[path, self._calls[path]]
+            node.meta["call_site"] = name, self._calls[path], self._draws[path, self._calls[path]]
         return node
 
     def create_arg(self, a: Any) -> Any:
-        """Take down a value. Untraceable where fx would make another kind of it: of transformers' outputs."""
+        """Record a value. Untraceable where fx would make another kind of it: of transformers' outputs."""
         if issubclass(type(a), dict) and is_dataclass(type(a)):
             raise Untraceable(f"it answers with a {type(a).__name__}, which would become a plain dict")
         return super().create_arg(a)
 
     def call_module(self, m: nn.Module, *words: Any) -> Any:
-        """Take down a call. Untraceable where the module has been given parameters that the graph would not have."""
+        """Record a call. Untraceable where the module has been given parameters that the graph would not have."""
         if not self._learns.keys() >= set(m.parameters()):
             raise Untraceable("it calls a module with other parameters than its own")
         self._calls[self.path_of_module(m)] += 1
@@ -145,15 +156,16 @@ class _Tracer(fx.Tracer):
 
 
 def _context_state() -> tuple[bool, ...]:
-    """What a forward may change around some of its lines, and fx does not take down."""
-    precisions = [torch.is_autocast_enabled(kind) for kind in device_types()]
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *precisions)
+    """What a forward may change around some of its lines, and fx does not record."""
+    autocast = [torch.is_autocast_enabled(kind) for kind in device_types()]
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
 
 
 def _trace_once(step: nn.Module, opened: set[str]) -> fx.Graph:
+    """Read the forward in the step's present mode. opened: names in the step."""
     try:
         graph = _Tracer(step, opened).trace(step)
-    except Exception as error:  # whatever a forward does with a stand-in for a tensor
+    except Exception as error:  # whatever a forward does with a proxy of a tensor
         raise Untraceable(first_line(error).strip(" .")) from error
     # from names in the step to names in the network; what lies outside of it fx has made from a tensor of the forward
     for node in graph.nodes:
@@ -167,7 +179,7 @@ def _trace_once(step: nn.Module, opened: set[str]) -> fx.Graph:
 
 @contextmanager
 def _preserve_flags(module: nn.Module) -> Iterator[None]:
-    """Modes, and what learns, are afterwards as they were: a forward may break off before it has put them back."""
+    """Restore `training` and `requires_grad` afterwards: a forward may break off before it has restored them itself."""
     modes = {each: each.training for each in module.modules()}
     learning = {parameter: parameter.requires_grad for parameter in module.parameters()}
     try:
@@ -180,17 +192,17 @@ def _preserve_flags(module: nn.Module) -> Iterator[None]:
 
 
 class GraphFlow:
-    """The nodes of a graph in order, and for each the values that it needs.
+    """The nodes of a graph in order, and the values that flow between them: what must be handed on at a cut.
 
-    Whatever follows from the batch, from buffers and from shapes alone is worked out again by every stage that needs
-    it: each of them has the batch, and numbers or masks could not be handed on with a gradient.
+    What follows from the batch, from buffers and from shapes alone is not handed on. Its nodes are *copied*: every
+    stage that needs them computes them again. All have the batch, and masks could not travel with a gradient.
     """
 
     def __init__(self, graph: fx.Graph, network: nn.Module) -> None:
         self.nodes: list[fx.Node] = list(graph.nodes)
-        self.at = {node: index for index, node in enumerate(self.nodes)}
+        self.at = {node: index for index, node in enumerate(self.nodes)}  # where each node stands
         self._network = network
-        # what is worked out in several stages must be the same in each: nobody may write into it
+        # what several stages compute must be the same in each: nobody may write into it
         changed = {node.args[0] for node in self.nodes if is_in_place(node) and node.args}
         self._copied: set[fx.Node] = set()
         for node in self.nodes:
@@ -200,11 +212,11 @@ class GraphFlow:
                 self._copied.add(node)
 
     def is_copied(self, node: fx.Node) -> bool:
-        """Does every stage work this node out for itself?"""
+        """Does every stage that needs this node compute it by itself?"""
         return node in self._copied
 
     def sources(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The values that a node needs, directly or through what is worked out again."""
+        """The values that a node needs, directly or through copied nodes; copied nodes are left out."""
         for source in node.all_input_nodes:
             if source in self._copied:
                 yield from self.sources(source)
@@ -213,8 +225,8 @@ class GraphFlow:
 
     def handed(self, at: int) -> list[fx.Node]:
         """The values from before this position that are needed from there on, in order."""
-        late = (source for node in self.nodes[at:] if node not in self._copied for source in self.sources(node))
-        return sorted({source for source in late if self.at[source] < at}, key=self.at.__getitem__)
+        needed = (source for node in self.nodes[at:] if node not in self._copied for source in self.sources(node))
+        return sorted({source for source in needed if self.at[source] < at}, key=self.at.__getitem__)
 
     def state(self, node: fx.Node) -> list[Tensor]:
         """The parameters and buffers that a node brings with it."""
@@ -230,9 +242,9 @@ class GraphFlow:
             return not isinstance(get_tensor(self._network, str(node.target)), nn.Parameter)
         if node.op not in ("call_function", "call_method") or is_in_place(node):
             return False
-        # facts about a value are known wherever it is; what follows from copies alone is copied, unless it is drawn
-        word = _function_name(node)
-        if word in _FACTS or (word == "getattr" and node.args[1] in _FACTS):
+        # a shape is known wherever the value is; what follows from copied nodes alone is copied, unless it is random
+        function = _function_name(node)
+        if function in _FACTS or (function == "getattr" and node.args[1] in _FACTS):
             return True
         return not is_random(node) and all(n in self._copied for n in node.all_input_nodes)
 
@@ -246,9 +258,9 @@ def is_in_place(node: fx.Node) -> bool:
     """Does a node visibly change its first argument in place?"""
     if node.op not in ("call_function", "call_method"):
         return False
-    word = _function_name(node)
-    named = word.endswith("_") and not word.endswith("__")
-    return named or node.target in _IN_PLACE or bool(node.kwargs.get("inplace"))
+    function = _function_name(node)
+    named_so = function.endswith("_") and not function.endswith("__")  # by torch's convention
+    return named_so or node.target in _IN_PLACE or bool(node.kwargs.get("inplace"))
 
 
 def get_tensor(network: nn.Module, name: str) -> Tensor:

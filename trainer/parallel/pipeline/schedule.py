@@ -1,4 +1,4 @@
-"""What travels between the ranks of a pipeline outside of a schedule: values between stages, sums from the last one."""
+"""How micro-batches pass through the stages: torch's schedules in training, and a chain of forwards in evaluation."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ ScheduleName = Literal[
 
 @dataclass(frozen=True)
 class ScheduleTraits:
-    """What is particular about a schedule."""
+    """What is special about one of torch's schedules."""
 
-    several: bool = True  # a rank may hold several stages
-    turns_back: bool = False  # two stages a rank, down the ranks and back up: rank 0 holds the first and the last
-    splits: bool = False  # gradients of inputs and of weights are computed apart
-    rounds: bool = False  # micro-batches come in equal rounds of about as many as there are ranks
-    full: bool = False  # as many micro-batches as stages, or more
+    multi_stage: bool = True  # a rank may hold several stages
+    v_shaped: bool = False  # two stages a rank, down the ranks and back up: rank 0 holds the first and the last
+    splits_backward: bool = False  # gradients of inputs and of weights are computed apart
+    in_rounds: bool = False  # micro-batches come in equal rounds of about as many as there are ranks
+    fills_pipeline: bool = False  # as many micro-batches as stages, or more
 
 
 SCHEDULES: dict[str, ScheduleTraits] = {
-    "1F1B": ScheduleTraits(several=False),
-    "GPipe": ScheduleTraits(several=False),
-    "Interleaved1F1B": ScheduleTraits(rounds=True),
+    "1F1B": ScheduleTraits(multi_stage=False),
+    "GPipe": ScheduleTraits(multi_stage=False),
+    "Interleaved1F1B": ScheduleTraits(in_rounds=True),
     "LoopedBFS": ScheduleTraits(),
-    "InterleavedZeroBubble": ScheduleTraits(splits=True, rounds=True),
-    "ZBVZeroBubble": ScheduleTraits(turns_back=True, splits=True),
-    "DualPipeV": ScheduleTraits(turns_back=True, splits=True, full=True),
+    "InterleavedZeroBubble": ScheduleTraits(splits_backward=True, in_rounds=True),
+    "ZBVZeroBubble": ScheduleTraits(v_shaped=True, splits_backward=True),
+    "DualPipeV": ScheduleTraits(v_shaped=True, splits_backward=True, fills_pipeline=True),
 }
 
 
@@ -50,18 +50,18 @@ class StageLayout:
     """Which rank of a pipeline holds which stages."""
 
     ranks: int
-    each: int  # stages a rank
-    turns_back: bool = False
+    per_rank: int  # stages
+    v_shaped: bool = False
 
     @property
     def count(self) -> int:
         """How many stages there are."""
-        return self.ranks * self.each
+        return self.ranks * self.per_rank
 
     def owner(self, stage: int) -> int:
         """The rank that holds a stage: in turn, or back up again."""
         loop, at = divmod(stage, self.ranks)
-        return self.ranks - 1 - at if self.turns_back and loop % 2 else at
+        return self.ranks - 1 - at if self.v_shaped and loop % 2 else at
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a rank, in order."""
@@ -69,41 +69,41 @@ class StageLayout:
 
 
 def can_run(name: str, layout: StageLayout, micro_batches: int) -> bool:
-    """Can this schedule run so many micro-batches? What it cannot is an error or a hang in torch."""
-    kind = SCHEDULES[name]
-    if kind.full and micro_batches < layout.count:
+    """Can this schedule run so many micro-batches? With others torch raises an error or hangs."""
+    traits = SCHEDULES[name]
+    if traits.fills_pipeline and micro_batches < layout.count:
         return False
-    return not kind.rounds or micro_batches % max(1, micro_batches // layout.ranks) == 0
+    return not traits.in_rounds or micro_batches % max(1, micro_batches // layout.ranks) == 0
 
 
 def runs_over_gloo(name: str) -> bool:
     """Can gloo run it? Before torch 2.13 two neighbouring stages on one rank begin with a message to themselves."""
-    return not SCHEDULES[name].turns_back or torch.__version__ >= "2.13"
+    return not SCHEDULES[name].v_shaped or torch.__version__ >= "2.13"
 
 
 def make_schedule(name: str, stages: list[Any], micro_batches: int) -> Any:
-    """A schedule over this rank's stages (torch's PipelineStage), of which the last of all returns the loss itself.
+    """torch's schedule over this rank's stages (its PipelineStage). The last stage of all returns the loss itself.
 
-    1F1B wants as many micro-batches as stages; with fewer it is the same work in GPipe's order.
+    1F1B needs as many micro-batches as stages; with fewer it is the same work in GPipe's order.
     """
     from torch.distributed import pipelining  # here, because the import takes seconds
 
     if name == "1F1B" and micro_batches < stages[0].num_stages:
         name = "GPipe"
     make: Callable[..., Any] = getattr(pipelining, f"Schedule{name}")
-    own = stages if SCHEDULES[name].several else stages[0]
+    stage_or_stages = stages if SCHEDULES[name].multi_stage else stages[0]
     # the last stage knows the targets and returns its loss; torch wants a function all the same
-    return make(own, micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
+    return make(stage_or_stages, micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
 
-PATIENCE = timedelta(seconds=10)  # for the last word of a rank that has failed
+ERROR_TIMEOUT = timedelta(seconds=10)  # of the message with which a rank that has failed tells the next one
 
 
 class StageChain:
-    """Runs stages over the ranks of a pipeline, one after the other, forwards only.
+    """Runs the stages of a pipeline one after the other, forwards only, for batches of any size.
 
-    Shapes go ahead of the values, as CPU tensors. Where a stage fails its error goes that way instead, so that no rank
-    waits for what will not come.
+    Shapes are sent before the values, as CPU tensors. A stage that fails sends its error instead, so that no rank waits
+    for values that will not come.
     """
 
     def __init__(self, ranks: Group, layout: StageLayout, device: torch.device) -> None:
@@ -112,8 +112,8 @@ class StageChain:
     def run(self, stages: Mapping[int, Callable[..., Any]]) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
         """Collective over the pipeline: call this rank's stages, by number, with what the stage before hands on.
 
-        Returns what the last stage of all returns, where that is here; and what went into each stage at whose boundary
-        this rank is, on the meta device. RuntimeError where something else than tensors is handed on.
+        Returns the output of the last stage of all, if this rank has it; and by stage what this rank received or sent,
+        on the meta device. RuntimeError where something else than tensors is handed on.
         """
         # a chain: at any time one rank computes, and the next one waits for it
         values: Any = ()
@@ -131,13 +131,13 @@ class StageChain:
                 _refuse_non_tensors(stage, values)
                 handed[stage + 1] = _meta_copies(values)
             except Exception as error:  # whatever a stage does: the next rank waits to be told
-                self._pass_on(stage, str(error))
+                self._send_error(stage, str(error))
                 raise
             if not self._is_here(stage + 1):
-                facts = [[list(value.shape), str(value.dtype).removeprefix("torch.")] for value in values]
+                header = [[list(value.shape), str(value.dtype).removeprefix("torch.")] for value in values]
                 peer = self._layout.owner(stage + 1)
                 # to the rank of the next stage: shapes and types, then every value
-                under_way += self._ranks.send_value(facts, peer)
+                under_way += self._ranks.send_value(header, peer)
                 under_way += [self._ranks.send(value, peer) for value in values]
         # only now, so that a rank of several stages could go on while values travelled
         for work, _ in under_way:
@@ -148,20 +148,21 @@ class StageChain:
         return self._layout.owner(stage) == self._ranks.rank
 
     def _receive(self, stage: int) -> tuple[Tensor, ...]:
+        """Wait for what the stage before this one hands on. RuntimeError where that has failed."""
         peer = self._layout.owner(stage - 1)
-        facts = self._ranks.receive_value(peer)  # from the rank of the stage before
-        if isinstance(facts, str):
-            raise RuntimeError(f"an earlier stage failed: {facts}")
-        spaces = (torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in facts)
+        header = self._ranks.receive_value(peer)  # from the rank of the stage before: shapes and types, or an error
+        if isinstance(header, str):
+            raise RuntimeError(f"an earlier stage failed: {header}")
+        spaces = (torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in header)
         return tuple(self._ranks.receive_(space, peer) for space in spaces)
 
-    def _pass_on(self, stage: int, error: str) -> None:
+    def _send_error(self, stage: int, error: str) -> None:
         """Tell the rank that waits for what follows this stage."""
         for later in range(stage + 1, self._layout.count):
             if not self._is_here(later):
                 for work, _ in self._ranks.send_value(error, self._layout.owner(later)):
                     with suppress(RuntimeError):  # it may have failed itself by now
-                        work.wait(PATIENCE)
+                        work.wait(ERROR_TIMEOUT)
                 return
 
 
@@ -183,36 +184,36 @@ def broadcast_sums(
 ) -> dict[str, Tensor]:
     """Collective: the source's sums on every rank, whole numbers as int64, all others in the device's widest type.
 
-    like: empty the first time, when names and shapes travel; to be given again each time after. RuntimeError where the
-    source's are others then.
+    like: names, shapes and types of the sums. It is empty the first time, and filled then; give the same dict again
+    each time after. RuntimeError where the source has other sums then.
     """
     numbers = {name: to_accumulator(value).detach().contiguous() for name, value in sums.items()}
-    own = to_device(cast_floats(numbers, accumulation_dtype(device)), device)
-    facts = [(name, value.shape, value.dtype) for name, value in own.items()]
+    local = to_device(cast_floats(numbers, accumulation_dtype(device)), device)
+    layout = [(name, value.shape, value.dtype) for name, value in local.items()]
     # who receives must have room of the right shapes, which are the same in every step: they travel once
     if not like:
-        first = ranks.broadcast_value(facts, source)  # the group; names and shapes, once
+        first = ranks.broadcast_value(layout, source)  # the group; names and shapes, once
         like.update({name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in first})
     known = [(name, value.shape, value.dtype) for name, value in like.items()]
-    here = ranks.rank == source
-    if here and facts != known:
-        raise RuntimeError(f"the sums have other names or shapes than before: {facts}, not {known}")
-    # ranks before the source have no sums: what they are given is empty until it comes
-    told_sums = own if here else {name: torch.empty_like(value, device=device) for name, value in like.items()}
-    for value in told_sums.values():
+    is_source = ranks.rank == source
+    if is_source and layout != known:
+        raise RuntimeError(f"the sums have other names or shapes than before: {layout}, not {known}")
+    # other ranks have no sums: room for them
+    result = local if is_source else {name: torch.empty_like(value, device=device) for name, value in like.items()}
+    for value in result.values():
         dist.broadcast(value, group_src=source, group=ranks.group)  # the group; 8 bytes a number
-    return told_sums
+    return result
 
 
 def contiguous_copies(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a stage hands on, ready to be sent: copies in order in memory, that nothing else looks at or writes to."""
+    """What a stage hands on, ready to be sent: contiguous copies that nothing else reads or writes."""
     return tuple(
         value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value for value in values
     )
 
 
 class ContiguousGradient(torch.autograd.Function):
-    """A value that was received; its gradient goes back in order in memory, for else it cannot be sent.
+    """Returns a received value unchanged, and makes its gradient contiguous: no other can be sent back.
 
     Schedules that compute gradients of inputs by themselves send them as autograd made them.
     """

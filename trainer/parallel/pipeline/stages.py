@@ -1,4 +1,4 @@
-"""The stages of a network that one rank holds, and the orders in which torch runs their micro-batches."""
+"""Stages as modules: made from a graph of the forward, and all stages of one rank as one module."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ BATCH = 2  # arguments of every stage before what is handed on: inputs, targets
 
 
 def make_traced_stages(step: nn.Module, names: list[str], count: int) -> list[fx.GraphModule]:
-    """The stages as ranges of a graph of calls. Untraceable where the forward is none."""
+    """The stages as ranges of a graph of calls. Untraceable where the forward is none.
+
+    names: the first module of each stage after the first. Refusal where there can be no cut.
+    """
     network = step.get_submodule(NETWORK)
+    # look into what a cut lies inside of; everything else stays one call
     flow = GraphFlow(trace(step, {above for name in names for above in ancestors(name)}), network)
     # what is refused here would hang or train wrongly later
     bounds = [0, *_stage_starts(flow, names), len(flow.nodes)]
@@ -43,57 +47,61 @@ def _stage_starts(flow: GraphFlow, names: list[str]) -> list[int]:
         if name not in calls:
             near = did_you_mean(name, calls)
             raise Refusal(f"the plan's cut {name!r} is never called by the forward{near}; {ALTERNATIVE}")
-    ends = [calls[name] for name in names]
-    if ends != sorted(set(ends)):
+    starts = [calls[name] for name in names]
+    if starts != sorted(set(starts)):
         order = ", ".join(sorted(names, key=calls.__getitem__))
         raise Refusal(f"the plan's cuts are not in the order of the forward, which is {order}")
-    return ends
+    return starts
 
 
 def _refuse_stages(network: nn.Module, flow: GraphFlow, bounds: list[int]) -> None:
     """Refuse parameters that two stages would share, and stages that have none."""
-    held: dict[int, tuple[int, str]] = {}
+    first_use: dict[int, tuple[int, str]] = {}  # id of a tensor → the stage that has it, and under which name
     for index, (start, end) in enumerate(pairwise(bounds)):
-        held_any = False
+        has_parameter = False
         for node in flow.nodes[start:end]:
             if flow.is_copied(node):
                 continue
             # a tensor in two stages would be two tensors, which learn different things
             for tensor in flow.state(node):
-                held_any |= isinstance(tensor, nn.Parameter)
-                other, name = held.setdefault(id(tensor), (index, str(node.target)))
+                has_parameter |= isinstance(tensor, nn.Parameter)
+                other, name = first_use.setdefault(id(tensor), (index, str(node.target)))
                 if other != index:
                     raise Refusal(
                         f"{name} and {node.target} share a parameter or buffer, and would lie in stages {other} and"
                         f" {index}: tied parts must be in one stage; {ALTERNATIVE}"
                     )
-        if not held_any:
+        if not has_parameter:
             raise Refusal(f"stage {index} of {len(bounds) - 1} would have no parameter: cut elsewhere; {ALTERNATIVE}")
         if index and not flow.handed(start):
             raise Refusal(f"stage {index - 1} gives stage {index} no value: cut elsewhere; {ALTERNATIVE}")
 
 
 def _make_stage(network: nn.Module, flow: GraphFlow, bounds: list[int], index: int) -> fx.GraphModule:
-    """One stage's piece of the graph, with the modules that it calls."""
+    """One stage: its range of the graph, with the modules that it calls.
+
+    It is called with (inputs, targets, *received) and returns what the next stage receives.
+    """
     graph = fx.Graph()
-    here: dict[fx.Node, fx.Node] = {}
+    nodes = flow.nodes[bounds[index] : bounds[index + 1]]
+    here: dict[fx.Node, fx.Node] = {}  # a node of the whole forward → the same in this stage
     for node in flow.nodes[:BATCH]:
         here[node] = graph.placeholder(str(node.target))
-    # beside the batch, a stage takes what earlier ones have worked out
+    # beside the batch, a stage takes what earlier ones have computed
     received = flow.handed(bounds[index]) if index else []
     for node in received:
         here[node] = graph.placeholder(node.name)
     for node in received:
-        if _may_be_written(network, flow.nodes[bounds[index] : bounds[index + 1]], node):
+        if _may_be_written(network, nodes, node):
             here[node] = graph.call_method("clone", (here[node],))  # autograd forbids writing into what it began with
 
     def find(node: fx.Node) -> fx.Node:
         if node not in here:
-            here[node] = graph.node_copy(node, find)  # worked out here again
+            here[node] = graph.node_copy(node, find)  # computed here again
         return here[node]
 
-    # its own nodes, in their order; what every stage has anyway is worked out when somebody asks for it
-    for node in flow.nodes[bounds[index] : bounds[index + 1]]:
+    # this stage's nodes, in their order; what every stage computes by itself is copied when a node needs it
+    for node in nodes:
         if node.op == "output":
             graph.output(fx.node.map_arg(node.args[0], find))
         elif not flow.is_copied(node):
@@ -111,12 +119,12 @@ def _make_stage(network: nn.Module, flow: GraphFlow, bounds: list[int], index: i
 
 
 def _set_call_sites(graph: fx.Graph) -> None:
-    """Have functions that draw know the module in whose code they stood; a graph has the code of several."""
-    for node in [node for node in graph.nodes if "drawn" in node.meta]:
+    """Let functions that draw know the module in whose code they stood; a graph has the code of several."""
+    for node in [node for node in graph.nodes if "call_site" in node.meta]:
         function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
         with graph.inserting_before(node):
-            told = graph.call_function(with_call_site(node.meta["drawn"], function), node.args, node.kwargs)
-        node.replace_all_uses_with(told)
+            replacement = graph.call_function(with_call_site(node.meta["call_site"], function), node.args, node.kwargs)
+        node.replace_all_uses_with(replacement)
         graph.erase_node(node)
 
 
@@ -135,9 +143,9 @@ def _may_be_written(network: nn.Module, nodes: list[fx.Node], value: fx.Node) ->
 
 
 def _keep_state(network: nn.Module, stages: list[fx.GraphModule]) -> None:
-    """See to it that the stages together have the network's own names, no more and no fewer.
+    """Make sure that the stages together have exactly the names of the network's state.
 
-    What no stage uses stays with the first. A buffer that is no part of the network's state is none of a stage's.
+    What no stage uses stays with the first. A buffer that the network does not store is not stored by a stage either.
     """
     # a checkpoint is the union of all stages: it must be that of the whole network
     stored = set(network.state_dict())
@@ -221,11 +229,11 @@ class RankStages(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take over the values of all stages here; what other ranks hold is passed over."""
         for stage in self.children():
-            own = stage.state_dict()  # it also holds the versions of modules, which some ask for
-            for name in own.keys() - state_dict.keys():
-                del own[name]
-            own.update({name: state_dict[name] for name in own})
-            stage.load_state_dict(own, strict, assign)
+            values = stage.state_dict()  # it also holds the versions of modules, which some ask for
+            for name in values.keys() - state_dict.keys():
+                del values[name]
+            values.update({name: state_dict[name] for name in values})
+            stage.load_state_dict(values, strict, assign)
 
 
 @contextmanager

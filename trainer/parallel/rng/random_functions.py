@@ -177,9 +177,9 @@ _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 def bypass_modes(function: Any) -> Any:
     """The same function of Python, which does not ask for modes: inside of it they stay on."""
     names = {**function.__globals__, "has_torch_function": lambda *_: False}
-    own = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _backward(x: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -272,8 +272,8 @@ def _dropout_mask(draw: RandomDraw, x: Tensor, p: float) -> Tensor:
     # one axis of ranks splits activations, in equal parts
     for axis, placement in enumerate(x.placements):
         if isinstance(placement, Shard):
-            own = ActivationShard(placement.dim, 0, Pieces((mesh.get_local_rank(axis),), mesh.size(axis)))
-            draw.shard = draw.shard.within(own) if isinstance(draw.shard, SequenceShard) else own
+            shard = ActivationShard(placement.dim, 0, Pieces((mesh.get_local_rank(axis),), mesh.size(axis)))
+            draw.shard = draw.shard.within(shard) if isinstance(draw.shard, SequenceShard) else shard
     hidden = draw.bernoulli(p, tuple(local.shape))
     return DTensor.from_local(hidden, mesh, x.placements, run_check=False)
 
