@@ -1,4 +1,8 @@
-"""Context parallelism: what a plan says of modules that work on parts of sequences, and how those are cut."""
+"""Context parallelism: each rank has a part of every sequence, in one or two pieces, and a plan says what modules do.
+
+A batch is cut along its tokens, (B, T, …) to (B, T / ranks, …). Most modules work on each token by itself. Attention
+and positions do not: a plan's `context` gives them a style of this file.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +30,22 @@ from trainer.parallel.units import require_modules
 
 
 class Pieces(NamedTuple):
-    """Some of so many equal pieces, by their numbers from the front."""
+    """Which pieces of a sequence a rank has, of a sequence in so many equal pieces."""
 
-    numbers: tuple[int, ...]
-    of: int
+    numbers: tuple[int, ...]  # from the front of the sequence
+    of: int  # pieces of the whole sequence
 
     def part(self, other: Pieces) -> Pieces:
-        """Some of these, which lie one behind the other, and of which all together are pieces of once more."""
-        finer = lcm(len(self.numbers), other.of) // len(self.numbers)
-        parts = [number * finer + at for number in self.numbers for at in range(finer)]
+        """A part of these pieces: laid one behind the other, they are divided once more, as `other` says."""
+        finer = lcm(len(self.numbers), other.of) // len(self.numbers)  # parts of each piece
+        parts = [number * finer + index for number in self.numbers for index in range(finer)]
         each = len(parts) // other.of
         selected = [part for number in other.numbers for part in parts[number * each : (number + 1) * each]]
         return Pieces(tuple(selected), self.of * finer)
 
 
 def rank_pieces(rank: int, ranks: int, tokens: int, most: int) -> Pieces:
-    """Those of a rank that has so many tokens of each sequence: all ranks have as many, so they know alike.
+    """The pieces of a rank that has so many tokens of each sequence. All ranks have as many, so nothing is sent for it.
 
     Two pieces, one from the front and one from the back, so that causal attention is the same work for all ranks
     (zigzag, as Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2); one where the tokens are odd, or `most` is 1.
@@ -51,14 +55,14 @@ def rank_pieces(rank: int, ranks: int, tokens: int, most: int) -> Pieces:
     return Pieces((rank,), ranks)
 
 
-# the call of a module, the same object for all its pieces; and which one of the rank's pieces it computes at present
-_PIECE: ContextVar[tuple[object, int] | None] = ContextVar("computed", default=None)
+# (the call of a module, one object for all its pieces; the index of the piece that it computes at present)
+_PIECE: ContextVar[tuple[object, int] | None] = ContextVar("piece", default=None)
 
 
 @contextmanager
-def computing_piece(call: object, at: int) -> Iterator[None]:
-    """Inside it a module computes one piece: what it draws is as if the module had all pieces at once."""
-    token = _PIECE.set((call, at))
+def computing_piece(call: object, index: int) -> Iterator[None]:
+    """Inside it a module computes one piece. `SampleRNG` asks for it: a piece draws as if all were computed at once."""
+    token = _PIECE.set((call, index))
     try:
         yield
     finally:
@@ -70,43 +74,48 @@ def current_piece() -> tuple[object, int] | None:
     return _PIECE.get()
 
 
-Forward = Callable[..., Any]  # what a module answers
+Forward = Callable[..., Any]  # of a module
 
 
 class _PiecewiseStyle(ParallelStyle):
-    """A style for modules that are called once for each piece of a stretch, or are told of all pieces."""
+    """A style for modules that are called once for each piece of this rank's sequence, or get all pieces at once."""
 
-    pieces = 2  # that a stretch has at most: 1 where the plan has styles of others, which may not know of two
-    _dim: int
+    pieces = 2  # that a rank has at most: 1 where the plan has styles of others, which may not know of two
+    _dim: int  # of the tokens in the first argument
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """What torch calls, in 2.11 to 2.15: no public name is meant for styles of one's own."""
-        vars(module)["stretched"] = partial(self._call, module.forward, device_mesh, device_mesh.get_local_rank())
+        """Give the module another forward. torch calls this method, in 2.11 to 2.15: there is no public one."""
+        rank = device_mesh.get_local_rank()
+        vars(module)["piecewise_forward"] = partial(self._call, module.forward, device_mesh, rank)
         vars(module).pop("forward", None)  # it is in the line above
+        # another class, not another forward of the object: a unit's forward must be its class's to be recomputed
         module.__class__ = _piecewise_class(type(module))  # type: ignore[arg-type]  # mypy takes no class for hashable
         return module
 
     @abstractmethod
     def _call(self, forward: Forward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
-        """What the module answers for a rank's stretch."""
+        """Call the module's own forward for a rank's part of the sequences. args: (B, T / ranks, …)."""
 
-    def _each(
+    def _call_pieces(
         self, forward: Forward, mine: Pieces, piece_arguments: Callable[..., list[Any]], *args: Any, **more: Any
     ) -> Any:
-        """Its answers for all pieces, one behind the other. told: of a piece's number and arguments, which ones."""
+        """The outputs for all pieces, one behind the other.
+
+        piece_arguments: called with a piece's number and the arguments cut to it; what the module is called with.
+        """
         dim, dims, tokens = self._dim, args[0].dim(), args[0].shape[self._dim]
-        call, size, answers = object(), tokens // len(mine.numbers), []
+        call, size, outputs = object(), tokens // len(mine.numbers), []
         for index, number in enumerate(mine.numbers):
 
             def cut(x: Tensor, start: int = index * size) -> Tensor:
                 return x.narrow(dim, start, size) if x.dim() == dims and x.shape[dim] == tokens else x
 
             with nullcontext() if torch.compiler.is_compiling() else computing_piece(call, index):
-                answers.append(forward(*piece_arguments(number, map_tensors([*args], cut)), **map_tensors(more, cut)))
-        if len(answers) == 1:
-            return answers[0]
-        several = zip(*map(tensors, answers), strict=True)
-        return replace_tensors(answers[0], [_concatenate(each, dim % dims, dims, size) for each in several])
+                outputs.append(forward(*piece_arguments(number, map_tensors([*args], cut)), **map_tensors(more, cut)))
+        if len(outputs) == 1:
+            return outputs[0]
+        by_tensor = zip(*map(tensors, outputs), strict=True)  # an output may have several tensors
+        return replace_tensors(outputs[0], [_concatenate(pieces, dim % dims, dims, size) for pieces in by_tensor])
 
 
 class GatheredKeys(_PiecewiseStyle):
@@ -126,17 +135,17 @@ class GatheredKeys(_PiecewiseStyle):
         ranks, tokens, widths = mesh.size(), queries.shape[self._dim], (keys.shape[-1], values.shape[-1])
         mine = rank_pieces(rank, ranks, tokens, self.pieces)
         size = tokens // len(mine.numbers)
-        # they come rank by rank; of later pieces nothing is seen
-        arrived = [
-            number for other in range(ranks) for number in rank_pieces(other, ranks, tokens, self.pieces).numbers
-        ]
+        # they arrive rank by rank, and are put in the order of the sequence; later pieces are not seen
+        of_ranks = [rank_pieces(other, ranks, tokens, self.pieces).numbers for other in range(ranks)]
+        arrived = [number for numbers in of_ranks for number in numbers]
         chunks = _all_gather(cat((keys, values), -1), mesh, self._dim).split(size, self._dim)
+        # (…, S, key width + value width): all tokens up to the end of this rank's last piece
         earlier = cat([chunks[arrived.index(number)] for number in range(mine.numbers[-1] + 1)], self._dim)
 
         def piece_arguments(number: int, cut: list[Any]) -> list[Any]:
             return [cut[0], *earlier.narrow(self._dim, 0, (number + 1) * size).split(widths, -1), *cut[3:]]
 
-        return self._each(forward, mine, piece_arguments, *args, **more)
+        return self._call_pieces(forward, mine, piece_arguments, *args, **more)
 
 
 class ShiftedPlaces(_PiecewiseStyle):
@@ -155,43 +164,46 @@ class ShiftedPlaces(_PiecewiseStyle):
         size = tokens // len(mine.numbers)
         dims = [self._dim] if index == 0 else range(positions.dim())[::-1] if isinstance(positions, Tensor) else ()
         along = next((dim for dim in dims if positions.shape[dim] == tokens), None)
-        if along is not None:  # the places of all
-            each = zip(mine.numbers, range(len(mine.numbers)), positions.split(size, along), strict=True)
-            shifted = cat([x + (number - before) * size for number, before, x in each], along)
+        if along is not None:  # the positions of all tokens
+            pieces = zip(mine.numbers, range(len(mine.numbers)), positions.split(size, along), strict=True)
+            shifted = cat([x + (number - before) * size for number, before, x in pieces], along)
             return forward(*args[:index], shifted, *args[index + 1 :], **more)
 
         def piece_arguments(number: int, cut: list[Any]) -> list[Any]:
             return [*cut[:index], positions + number * size, *cut[index + 1 :]]
 
-        return self._each(forward, mine, piece_arguments, *args, **more)
+        return self._call_pieces(forward, mine, piece_arguments, *args, **more)
 
 
 @cache
 def _piecewise_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of the same name, as recomputing makes one: so both may be asked of a module."""
+    """A class of the same name whose forward is `piecewise_forward`. Modules of one class share it, and its code."""
 
     def forward(self: Any, *args: Any, **more: Any) -> Any:
-        return self.stretched(*args, **more)
+        return self.piecewise_forward(*args, **more)
 
     attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": forward}
     return type(kind.__name__, (kind,), attributes)
 
 
-def _concatenate(each: tuple[Tensor, ...], dim: int, dims: int, size: int) -> Tensor:
-    """Answers for pieces of so many tokens, one behind the other; their tokens may lie elsewhere, as (B, T, …)."""
-    last = each[-1]
-    order = [*[dim] * (last.dim() == dims), *range(1, last.dim())]
-    along = next((at for at in order if last.shape[at] == size), None)
+def _concatenate(pieces: tuple[Tensor, ...], dim: int, dims: int, size: int) -> Tensor:
+    """Outputs for pieces of so many tokens, one behind the other.
+
+    dim: of the tokens in the inputs, which have `dims` dimensions; in an output they may lie elsewhere, as (B, T, …).
+    """
+    last = pieces[-1]
+    candidates = [*[dim] * (last.dim() == dims), *range(1, last.dim())]
+    along = next((candidate for candidate in candidates if last.shape[candidate] == size), None)
     if along is None:
         raise RuntimeError(f"a module under GatheredKeys or ShiftedPlaces gave {tuple(last.shape)} for {size} tokens")
-    # of weights of attention, (…, T, S), each piece has as many as it sees
-    return cat([pad(x, (0, last.shape[-1] - x.shape[-1])) for x in each], along)
+    # weights of attention, (…, T, S), have another S in each piece: the tokens that it sees
+    return cat([pad(x, (0, last.shape[-1] - x.shape[-1])) for x in pieces], along)
 
 
 def _all_gather(sequence_shard: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """Collective: the stretches of all context ranks, one behind the other; gradients go back to whom they belong."""
+    """Collective: the parts of all context ranks, one behind the other. Gradients go back to the rank of each part."""
     sharded = DTensor.from_local(sequence_shard, mesh, [Shard(dim)], run_check=False)
-    # the context ranks; forward: each one's keys and values to all, backward: the sum of what all have found for them
+    # the context ranks; forward: each one's keys and values to all, backward: each rank gets the sum of its gradients
     return sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
@@ -200,7 +212,7 @@ ALTERNATIVE = "strategy=ddp and strategy=fsdp need no such plan"
 
 
 def apply_context_parallel(network: nn.Module, plan: Plan, ranks: Ranks, device_type: str) -> None:
-    """Let the modules that the plan names work on stretches, in place."""
+    """Let the modules that the plan names work on parts of sequences, in place."""
     if isinstance(ranks, Group):
         mesh = DeviceMesh.from_group(ranks.group, device_type, mesh_dim_names=("context",))
         styles = {key: copy(style) for key, style in plan.context.items()}
@@ -210,14 +222,14 @@ def apply_context_parallel(network: nn.Module, plan: Plan, ranks: Ranks, device_
 
 
 def max_pieces(plan: Plan) -> int:
-    """Of how many pieces a stretch may be: of two, or of one where the plan has styles of others, who know of one."""
+    """How many pieces a rank may have: two, or one where the plan has styles of others, which know of one only."""
     return 2 if {type(style) for style in plan.context.values()} <= {GatheredKeys, ShiftedPlaces} else 1
 
 
 def shard_sequences(tree: Any, ranks: Ranks, most: int) -> Any:
-    """This rank's stretch of every sequence of a batch, (B, T, …) to (B, T / ranks, …), of at most so many pieces.
+    """This rank's part of every sequence of a batch, (B, T, …) to (B, T / ranks, …), in at most so many pieces.
 
-    Refusal where there is none.
+    Refusal where lengths do not divide.
     """
     if ranks.size == 1:
         return tree
@@ -225,8 +237,8 @@ def shard_sequences(tree: Any, ranks: Ranks, most: int) -> Any:
 
     def cut(x: Tensor) -> Tensor:
         numbers, of = rank_pieces(ranks.rank, ranks.size, x.shape[TOKENS] // ranks.size, most)
-        each = x.chunk(of, TOKENS)
-        return cat([each[number] for number in numbers], TOKENS)
+        chunks = x.chunk(of, TOKENS)
+        return cat([chunks[number] for number in numbers], TOKENS)
 
     return map_tensors(tree, cut)
 
@@ -249,7 +261,7 @@ def refuse_context(network: nn.Module, plan: Plan) -> None:
 
 def refuse_sequences(tree: Any, what: str, context: int, plan: Plan, tensor: int) -> None:
     """Refuse tensors that are no sequences, (B, T, …), or whose length these ranks do not divide."""
-    # a plan may have tensor ranks split the tokens of a stretch once more
+    # in some plans tensor ranks split the tokens of a context rank once more
     split = any(isinstance(style, SequenceParallel) for style in plan.tensor.values())
     pieces = context * (tensor if split else 1)
     ranks = f"{context} context ranks" + (f" / {tensor} tensor ranks" if pieces > context else "")

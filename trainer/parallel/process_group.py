@@ -27,8 +27,8 @@ def backend_of(kind: str, wanted: str | None) -> str:
 
 def refuse_backend(kind: str, wanted: str | None) -> None:
     """Refuse a group of processes where torch, or the backend that is wanted, cannot send tensors of this kind."""
-    own, able = backend_of(kind, None), dist.Backend.backend_capability  # backend → the kinds that it sends
-    if kind not in able.get(own, []):
+    default, able = backend_of(kind, None), dist.Backend.backend_capability  # backend → the kinds that it sends
+    if kind not in able.get(default, []):
         raise Refusal(
             f"torch has nothing that sends tensors of {kind} from process to process; use strategy=single in one"
             " process, or device=cpu in several"
@@ -36,7 +36,7 @@ def refuse_backend(kind: str, wanted: str | None) -> None:
     if wanted is not None and kind not in able.get(wanted, []):
         others = " and ".join(able.get(wanted, ["nothing"]))
         raise Refusal(
-            f"distributed.backend={wanted} sends tensors of {others}, and this run computes on {kind}; use {own}"
+            f"distributed.backend={wanted} sends tensors of {others}, and this run computes on {kind}; use {default}"
             " (or null)"
         )
 
@@ -52,14 +52,14 @@ def join_group(launch: Launch, device: torch.device, backend: str | None, timeou
     store = launch.store()
     if store is None:  # a process that was started alone: a group of one
         store = dist.HashStore()
-    own = backend_of(device.type, backend)
+    chosen = backend_of(device.type, backend)
     dist.init_process_group(
-        backend="gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}",
+        backend="gloo" if chosen == "gloo" else f"cpu:gloo,{device.type}:{chosen}",
         store=dist.PrefixStore("world", store),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,
-        device_id=None if own == "gloo" else device,  # binds NCCL from the start; gloo so bound makes no sub-groups
+        device_id=None if chosen == "gloo" else device,  # binds NCCL from the start; gloo so bound makes no sub-groups
     )
     assert dist.group.WORLD is not None
     return Group(dist.group.WORLD)

@@ -26,9 +26,8 @@ class CompletedWork:
 COMPLETED = CompletedWork()
 
 
-Waitable = (
-    CompletedWork | dist.Work
-)  # a collective under way: wait() until the result stands in the tensor that was given
+# a collective under way: after wait() the result stands in the tensor that was given
+Waitable = CompletedWork | dist.Work
 
 
 class Vote:
@@ -182,9 +181,11 @@ class Group(Ranks):
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Collective: the tensors of all ranks, in rank order; shapes must agree."""
-        own = tensor.contiguous()
-        tensors = [torch.empty_like(own) for _ in range(self.size)]  # in order as well: NCCL copies memory, not values
-        dist.all_gather(tensors, own, group=self.group)
+        local = tensor.contiguous()
+        tensors = [
+            torch.empty_like(local) for _ in range(self.size)
+        ]  # in order as well: NCCL copies memory, not values
+        dist.all_gather(tensors, local, group=self.group)  # these ranks; every tensor to all
         return tensors
 
     def all_gather_values(self, value: Any) -> list[Any]:
@@ -205,9 +206,9 @@ class Group(Ranks):
 
     def duplicate(self, timeout: timedelta) -> Ranks:
         """Collective: the same ranks for another thread, whose collectives of CPU tensors mix with no others."""
-        own = dist.get_process_group_ranks(self.group)
+        members = dist.get_process_group_ranks(self.group)
         # these ranks alone: those beside them may be in several such groups
-        group = dist.new_group(own, timeout, backend="gloo", use_local_synchronization=True)
+        group = dist.new_group(members, timeout, backend="gloo", use_local_synchronization=True)
         assert isinstance(group, ProcessGroup)  # this rank is in it
         return Group(group)
 

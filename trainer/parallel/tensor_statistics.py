@@ -1,6 +1,6 @@
-"""Is a state finite, and do copies of a tensor hold the same bits?
+"""Facts about the numbers of tensors: are they finite, what their bits come to, how they are distributed.
 
-Of what training moves, which tensors hold NaN or infinity.
+The first two look at what this rank holds; histograms are of whole tensors, of which ranks hold shards or copies.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from trainer.parallel.ranks import Ranks
 
 
 def trained_tensors(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a checkpoint's tensors those that training moves, so that all their numbers must be finite.
+    """The tensors of a checkpoint that training changes: all their numbers must be finite.
 
     Trainable parameters, BatchNorm's running statistics, the averages of both, and the memories of optimizer and
     strategy. Other buffers and frozen parameters may be infinite by design (masks of -inf, a best value that starts at
     inf), and so may lone numbers that an optimizer keeps.
     """
-    trainable = {
-        name for name, parameter in network.named_parameters(remove_duplicate=False) if parameter.requires_grad
-    }
+    trainable = {name for name, p in network.named_parameters(remove_duplicate=False) if p.requires_grad}
     trained = trainable | running_statistics(network).keys()
     return {
         name: x
@@ -36,7 +34,7 @@ def trained_tensors(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str
 
 
 def find_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of those that hold NaN or infinity, in what this rank holds of them. Waits for the device."""
+    """The names of the tensors of which this rank's part holds NaN or infinity. Waits for the device."""
     # one type and device at a time: their answers are one number to wait for; an empty shard has no extremes
     alike: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -50,42 +48,45 @@ def find_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for local in broken for name, x in local.items() if not x.isfinite().all()]
 
 
-_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numbers of as many bytes
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the type of so many bytes
 _CHUNK = 2**20  # numbers
 _WIDE = 4  # bytes of numbers that are added up in their own type: in a wider one it takes four times as long
 
 
+def _local_integers(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, its bits read as whole numbers, in the same shape."""
+    local = to_local(tensor).detach()
+    local = torch.view_as_real(local) if local.is_complex() else local
+    return local.view(_INTEGERS[local.itemsize])
+
+
 @torch.no_grad()
 def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By name the sum of what this rank holds of each, read as whole numbers: 0-d int64, where it lies.
+    """By name the sum of the bits that this rank holds, read as whole numbers: 0-d int64, on the tensor's device.
 
     Sums wrap. One bit that differs always shows; several cancel each other out about once in 2³².
     """
     sums = {}
     for name, tensor in tensors.items():
-        local = to_local(tensor)
-        local = torch.view_as_real(local) if local.is_complex() else local
-        whole = _WHOLE[local.itemsize]
-        sums[name] = local.view(whole).sum(dtype=whole if local.itemsize >= _WIDE else torch.int64).long()
+        integers = _local_integers(tensor)
+        sums[name] = integers.sum(dtype=integers.dtype if integers.itemsize >= _WIDE else torch.int64).long()
     return sums
 
 
 @torch.no_grad()
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """By name what the bits that this rank holds of each come to, where they stand counts, too. Waits for the device.
+    """By name a hash of the bits that this rank holds, in which places count, too. Waits for the device.
 
     One number that differs always shows, and so do numbers that changed places, but about once in 2³².
     """
     totals = {}
     for name, tensor in tensors.items():
-        local = to_local(tensor).detach()
-        local = torch.view_as_real(local) if local.is_complex() else local
-        whole = local.reshape(-1).view(_WHOLE[local.itemsize])
-        wide = torch.int64 if local.itemsize > _WIDE else torch.int32
-        odd = torch.arange(1, 2 * min(_CHUNK, len(whole)), 2, dtype=wide, device=whole.device)
-        total = whole.new_zeros((), dtype=torch.int64)
+        integers = _local_integers(tensor).reshape(-1)
+        wide = torch.int64 if integers.itemsize > _WIDE else torch.int32
+        odd = torch.arange(1, 2 * min(_CHUNK, len(integers)), 2, dtype=wide, device=integers.device)  # a factor a place
+        total = integers.new_zeros((), dtype=torch.int64)
         # in chunks: the products of all numbers at once would need as much memory again
-        for chunk in whole.split(_CHUNK):
+        for chunk in integers.split(_CHUNK):
             total = total * 31 + (chunk * odd[: len(chunk)]).sum(dtype=torch.int64)
         totals[name] = total
     return {name: int(total) for name, total in totals.items()}
@@ -95,7 +96,7 @@ BINS = 64  # of equal width, from the smallest number to the largest
 
 
 class Histogram(NamedTuple):
-    """How many numbers of a tensor lie where."""
+    """How the numbers of a tensor are distributed."""
 
     low: float  # the smallest number
     high: float  # the largest
@@ -107,26 +108,29 @@ class Histogram(NamedTuple):
 def compute_histograms(
     held: Mapping[str, Tensor], sizes: Mapping[str, int], factor: float, ranks: Ranks
 ) -> dict[str, Histogram]:
-    """Collective: the histograms of whole tensors; what is no finite number is not counted.
+    """Collective: the histograms of whole tensors, without NaN and infinity.
 
-    held: what this rank holds of each, a part, all or nothing; every number of a tensor must be held as often. sizes:
-    numbers of the whole tensors, by all names, the same on every rank. factor: what all numbers are multiplied by.
+    held: what this rank holds of each: a shard, all or nothing. Every number of a tensor must be held by equally many
+    ranks. sizes: how many numbers each whole tensor has, with all names, the same on every rank. factor: all numbers
+    are multiplied by it.
     """
     names, numbers = sorted(sizes), {name: _finite_numbers(tensor) for name, tensor in held.items()}
     low, high = _limits(names, numbers, ranks)
-    counted = torch.zeros(len(names), BINS + 3, dtype=torch.float64)  # a row: bins, sum, squares, numbers held
-    for at, name in enumerate(names):
+    # (tensors, BINS + 3): the bins, the sum, the sum of squares, how many numbers were held
+    counted = torch.zeros(len(names), BINS + 3, dtype=torch.float64)
+    for row, name in enumerate(names):
         if name in held:
-            counted[at, :-1] = _count_bins(numbers[name], low[at], high[at])
-            counted[at, -1] = held[name].numel()
+            counted[row, :-1] = _count_bins(numbers[name], low[row], high[row])
+            counted[row, -1] = held[name].numel()
     ranks.all_reduce_sum_(counted).wait()  # all ranks; 8 bytes a bin
     result: dict[str, Histogram] = {}
-    for at, name in enumerate(names):
+    for row, name in enumerate(names):
         # what several ranks hold was counted as often
-        copies = float(counted[at, -1]) / max(sizes[name], 1)
-        if copies and low[at] <= high[at]:
-            *counts, total, squares = (counted[at, :-1] / copies).tolist()
-            result[name] = Histogram(low[at] * factor, high[at] * factor, counts, total * factor, squares * factor**2)
+        copies = float(counted[row, -1]) / max(sizes[name], 1)
+        if copies and low[row] <= high[row]:
+            *counts, total, squares = (counted[row, :-1] / copies).tolist()
+            ends = low[row] * factor, high[row] * factor
+            result[name] = Histogram(*ends, counts, total * factor, squares * factor**2)
     return result
 
 
