@@ -17,8 +17,8 @@ from tests.commands import PATIENCE, SMALL, Command, curve, single, status
 from trainer.api import processes_to_start
 from trainer.configuration.compose import compose
 from trainer.jobs.goodput_report import read_costs
-from trainer.launch import child_processes
-from trainer.launch.child_processes import run_with_restarts
+from trainer.launch import local_launcher
+from trainer.launch.child_processes import ProcessStarter, start_program
 from trainer.launch.failure import STOPPED
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_status import read_status
@@ -36,7 +36,7 @@ def end_of(
     left = list(tries)
 
     def start(
-        words: Sequence[str], count: int, scratch: Path, attempt: int, _: child_processes.ProcessStarter
+        words: Sequence[str], count: int, scratch: Path, attempt: int, _: ProcessStarter
     ) -> tuple[int, list[int]]:
         code, step, saved, why = left.pop(0)
         assert attempt == len(tries) - len(left) - 1
@@ -52,10 +52,10 @@ def end_of(
             (scratch / "0" / "error.json").write_text(json.dumps(account))
         return code, list(asked)
 
-    monkeypatch.setattr(child_processes, "run_ranks", start)
+    monkeypatch.setattr(local_launcher, "run_ranks", start)
     scratch = folder / "scratch"
     scratch.mkdir()
-    code, _, _ = run_with_restarts([], 2, scratch, folder, restarts, child_processes.start_program)
+    code, _, _ = local_launcher.run_with_restarts([], 2, scratch, folder, restarts, start_program)
     return code, len(tries) - len(left)
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.commands import SMALL
-from trainer.launch.forked_processes import can_fork
+from trainer.launch.child_processes import can_fork
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 
 # in a process that has nothing but what it needs: this one has threads
 ENDS = """
 import os, signal, sys, time
-from trainer.launch.forked_processes import ForkedProcess
+from trainer.launch.child_processes import ForkedProcess
 def fails():
     raise ValueError("of the function")
 def waits():
@@ -35,21 +35,21 @@ print("all")
 
 SPARE = """
 import os, sys
-from trainer.launch import forked_processes
+from trainer.launch import child_processes
 def main():
     print("ran", *sys.argv[1:], os.environ["ANSWER"], len(os.environ), os.getsid(0) == os.getpid(), flush=True)
     print("and failed", file=sys.stderr, flush=True)
     os._exit(7)
-spare = forked_processes.Spare(main)
-forked_processes.alone = lambda words, environment: (0, "a program of its own")
+spare = child_processes.PreforkedProcess(main)
+child_processes.run_program = lambda words, environment: (0, "a program of its own")
 print(spare(["one", "two"], {"ANSWER": "42"}))
 print(spare(["one"], {}))
 """
 
 ALONE = """
 import os
-from trainer.launch.forked_processes import Spare
-print(Spare(print)._process.pid, flush=True)
+from trainer.launch.child_processes import PreforkedProcess
+print(PreforkedProcess(print)._process.pid, flush=True)
 os._exit(0)
 """
 

@@ -16,8 +16,8 @@ import pytest
 
 from tests.commands import SMALL, Command, curve, finish, single, status, torchrun
 from trainer.launch import watchdog
+from trainer.launch.hang_detection import RollCallAnswer, describe_blocking_rank
 from trainer.launch.rendezvous import Launch
-from trainer.launch.rollcall import RollCallAnswer, describe_blocking_rank
 from trainer.launch.stop_signals import StopRequest
 from trainer.launch.watchdog import IdleTimer, RankProgress, Watchdog, current_line, is_in_debugger
 

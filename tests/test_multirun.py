@@ -12,8 +12,8 @@ import pytest
 
 from tests.commands import SMALL, Command, files_below, finish, single, status, torchrun
 from trainer.configuration.multirun import Multirun, parse_multirun, run_arguments
-from trainer.launch.child_processes import combine_exit_codes
 from trainer.launch.failure import STOPPED
+from trainer.launch.local_launcher import combine_exit_codes
 from trainer.messages import Refusal
 
 # --------------------------------------------------------------------------------------------------- what is asked for

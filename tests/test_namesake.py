@@ -70,7 +70,7 @@ def test_from_python_it_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_empty_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer.launch.namesake import refuse_namesake
+    from trainer.launch.child_processes import refuse_namesake
 
     (tmp_path / "trainer").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,6 @@ from types import ModuleType
 import pytest
 
 from scripts.benchmarks.report import COLUMNS, picture, ratio, tables
-from tests.quick import quickly
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
@@ -76,6 +75,18 @@ def test_what_the_words_leave_open_is_filled_in(words: str, whole: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "whole"),
+    [
+        ("", "experiment=digits strategy=ddp processes=4"),
+        ("-m seed=1,2", "-m experiment=digits strategy=ddp processes=4 seed=1,2"),
+        ("model=mlp processes=3", "strategy=ddp model=mlp processes=3"),
+    ],
+)
+def test_the_number_of_processes_is_an_override(words: str, whole: str) -> None:
+    assert launch.with_defaults(words.split(), 4) == whole.split()
+
+
+@pytest.mark.parametrize(
     ("nproc", "words", "processes"),
     [(None, [], 2), ("3", [], 3), (None, ["strategy=single"], 1), ("2", ["strategy=single"], 2), ("4", ["--help"], 1)],
 )
@@ -119,19 +130,16 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 STAND_IN = """
 import os, signal, sys
-from pathlib import Path
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-os.write(1, b"up\\n")                           # in one piece, whoever else writes
-main, word = os.environ["RANK"] == "0", sys.argv[-1]
-if word == "ending=stopped":                    # as a preempted run: exit code 0, and the meaning in the file
+print(*sys.argv[1:], flush=True)
+end = sys.argv[-1].removeprefix("ending=")
+if end == "stopped":
     signal.sigwait({signal.SIGTERM})
-    if main:
-        Path(os.environ["TRAINER_EXIT_FILE"]).write_text("75")
-elif word == "ending=killed":
-    os.kill(os.getpid(), signal.SIGKILL) if main else signal.sigwait({signal.SIGTERM})
-else:
-    sys.exit(int(word.removeprefix("ending=")))
+    sys.exit(75)
+if end == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(int(end))
 """
 
 
@@ -145,26 +153,32 @@ def start(cwd: Path, word: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("word", "code", "said"), quickly([("0", 0, ""), ("2", 2, ""), ("killed", 1, "ended by SIGKILL")], ("2", 2, ""))
-)
-def test_the_exit_code_is_the_runs_own(tmp_path: Path, word: str, code: int, said: str) -> None:
+@pytest.mark.parametrize(("word", "code"), [("0", 0), ("2", 2), ("killed", -signal.SIGKILL)])
+def test_the_exit_code_is_the_runs_own(tmp_path: Path, word: str, code: int) -> None:
     process = start(tmp_path, f"ending={word}")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == code, errors
-    assert said in errors
-    assert len(errors.splitlines()) <= 1  # nothing of the launcher's own after the run's last words
+    words, errors = process.communicate(timeout=120)
+    assert words == f"experiment=digits strategy=ddp processes=2 ending={word}\n"
+    assert (process.returncode, errors) == (code, "")
 
 
-@pytest.mark.slow
 def test_a_stopped_run_ends_with_75(tmp_path: Path) -> None:
     process = start(tmp_path, "ending=stopped")
     assert process.stdout is not None
-    assert [process.stdout.readline(), process.stdout.readline()] == ["up\n", "up\n"]
+    assert process.stdout.readline() == "experiment=digits strategy=ddp processes=2 ending=stopped\n"
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (75, "")
+
+
+@pytest.mark.slow
+def test_the_run_itself_has_two_processes(tmp_path: Path) -> None:
+    words = ["device=cpu", "loop.steps=1", "run.dir=run", "log=[]"]
+    command = [sys.executable, "-P", str(SCRIPTS / "launch.py"), *words]
+    env = {name: value for name, value in os.environ.items() if name != "NPROC"}
+    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["world_size"]) == ("completed", 2)
 
 
 # --- the set-up, with a product that needs nothing from the network

@@ -23,7 +23,7 @@ from trainer.configuration.multirun import Trial, parse_multirun, shorten_floats
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.sweeps import sweep
-from trainer.sweeps.device_shares import divide_machine
+from trainer.sweeps.local_runner import divide_machine
 from trainer.sweeps.results import Outcome, SweepResults, format_best, format_table, short_headings, shorten
 from trainer.sweeps.sweep import run_sweep
 
@@ -301,7 +301,7 @@ def test_a_table_of_losses_of_several_figures_and_of_nothing() -> None:
         ["0", "0.5000", "1:01", "0_*"],
     ]
     mixed = format_table([outcome(0, 0.5, "-loss", task="a"), outcome(1, 0.2, "accuracy", task="b")])
-    assert "best figure" in mixed
+    assert "best metric" in mixed
     assert "loss 0.5000" in mixed
     assert not mixed.endswith("best")
     assert format_table([outcome(0, None, None, seed="0")]).splitlines()[1].split() == [
@@ -356,7 +356,7 @@ def test_optuna_looks_for_the_best_and_goes_on_later(place: Path, capfd: pytest.
     # it has learned where to look
     assert max(line["best"] for line in after) > 0.95
     assert "20 completed" in capfd.readouterr().out
-    with pytest.raises(Refusal, match=r"other words; these differ: loop.steps=3"):
+    with pytest.raises(Refusal, match=r"other overrides; these differ: loop.steps=3"):
         here(*SEARCH, "loop.steps=3")
 
 

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-from dataclasses import fields
 from functools import reduce
 from inspect import signature
 from pathlib import Path
@@ -112,23 +111,6 @@ def test_a_fused_step_is_left_out_on_the_device_when_found_inf_says_so(kind: typ
     optimizer.found_inf = torch.zeros(())
     optimizer.step()
     assert parameter[0] < 1
-
-
-def test_the_launcher_takes_what_it_is_given() -> None:
-    """scripts/launch.py: torchrun's own machinery, because torchrun keeps the exit codes to itself."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    place = {"min_nodes", "max_nodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "local_addr"}
-    rest = {"run_id", "max_restarts", "signals_to_handle", "logs_specs"}
-    assert place | rest <= {field.name for field in fields(LaunchConfig)}
-    assert "log_dir" in signature(DefaultLogsSpecs.__init__).parameters
-    assert {"pid", "exitcode"} <= {field.name for field in fields(ProcessFailure)}
-    assert callable(ProcessFailure.signal_name)
-    assert callable(ChildFailedError.get_first_failure)
-    assert issubclass(SignalException, Exception)
-    assert callable(elastic_launch)
 
 
 def test_a_modules_tensors_lie_in_these_tables() -> None:

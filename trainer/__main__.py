@@ -14,10 +14,17 @@ from trainer.api import build_run, import_run_modules, print_report, processes_t
 from trainer.configuration.command_line import parse_command_line
 from trainer.configuration.compose import compose, needs_reference, only_reads_files
 from trainer.launch import failure
-from trainer.launch.child_processes import ProgramRunner, run_program, start_program
-from trainer.launch.forked_processes import ForkedProcess, PreforkedProcess, can_fork, set_up_forked_child
+from trainer.launch.child_processes import (
+    ForkedProcess,
+    PreforkedProcess,
+    ProgramRunner,
+    can_fork,
+    refuse_overwritten,
+    run_program,
+    set_up_forked_child,
+    start_program,
+)
 from trainer.launch.launcher_environment import read_launch
-from trainer.launch.namesake import refuse_overwritten
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_status import process_age

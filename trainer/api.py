@@ -33,9 +33,9 @@ from trainer.configuration.interpolation import flatten_unresolved, format_value
 from trainer.configuration.schema import parse_settings
 from trainer.configuration.suggestions import suggest_overrides, unknown_key_message
 from trainer.launch import failure
-from trainer.launch.child_processes import ProcessStarter, ProgramRunner, run_program, run_with_restarts, start_program
+from trainer.launch.child_processes import ProcessStarter, ProgramRunner, refuse_namesake, run_program, start_program
 from trainer.launch.launcher_environment import read_launch
-from trainer.launch.namesake import refuse_namesake
+from trainer.launch.local_launcher import run_with_restarts
 from trainer.launch.preserve_process_state import preserve_process_state
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from copy import deepcopy
@@ -22,7 +21,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from trainer.launch.child_processes import trainer_command
+from trainer.launch.child_processes import start_job_program
 from trainer.launch.slurm_requeue import requeue_if_unfinished
 from trainer.messages import Refusal, first_line
 
@@ -70,7 +69,7 @@ def run_job(_: DictConfig) -> tuple[int, float]:
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
     began = time.monotonic()
     # Slurm sends the signal for submitit to all processes; the run's own request is the SIGTERM that follows
-    child = subprocess.Popen(trainer_command(words), preexec_fn=_ignore_submitit_signal)
+    child = start_job_program(words, signal.SIGUSR2)
     try:
         code = child.wait()
     except BaseException:  # the requeueing, too: nothing may be left running
@@ -80,7 +79,3 @@ def run_job(_: DictConfig) -> tuple[int, float]:
     if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and requeue_if_unfinished(code):
         os._exit(code)  # without a result, for which the command that submitted the job goes on waiting
     return code, time.monotonic() - began
-
-
-def _ignore_submitit_signal() -> None:
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)

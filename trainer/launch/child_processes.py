@@ -1,40 +1,41 @@
-"""Several processes of one run on this machine (`processes=N`), and their restarts after a failure.
+"""Every way in which this program starts itself again: as a new program, as a fork, at once or later.
 
-They meet at a store in a file: a store at a port asks nobody for a password, so other users of the machine could read
-and change it. Who started them waits, hands on requests to stop, and ends with the run's own exit code. Nothing here
-needs torch.
+- `start_program`: ranks of `processes=N`, and runs of a sweep
+- `start_job_program`: a job that a plugin of Hydra has brought to its machine
+- `run_program`: one process whose output somebody waits for (the reference of `job=verify`)
+- `ForkedProcess`, `PreforkedProcess`: the same as copies of this process. What it has imported they need not import
+  again, which takes seconds. Only a process that computes nothing itself may be forked: threads, locks and what an
+  accelerator's driver keeps are not copied with it.
+
+Nothing here needs torch.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NoReturn, Protocol
 
-from trainer.launch.failure import STOPPED
-from trainer.launch.rank_output import OutputRelay, say
-from trainer.launch.run_status import read_status
+import trainer
 from trainer.launch.stop_signals import STOP_SIGNALS
-from trainer.launch.validation import DamagedFile, Whole, read_json
-from trainer.messages import format_count
+from trainer.messages import Refusal
 
-_POLL_INTERVAL = 0.1  # seconds between two looks at the processes
-_NOTICE_TIMEOUT = 10.0  # seconds that the others have to notice that one has failed, and to say so
-_KILL_TIMEOUT = 20.0  # seconds more until those are killed that did not end when they were asked to
+_PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 
 
 class ChildProcess(Protocol):
-    """A process that was started, with the verbs of `subprocess.Popen`."""
+    """A process that was started, with the methods of `subprocess.Popen`."""
 
     def poll(self) -> int | None:
         """The exit code; None: it has not ended."""
@@ -52,38 +53,47 @@ class ChildProcess(Protocol):
         """End it now."""
 
 
-# Starts the words in an environment; what the process prints goes to two descriptors (None: to those of this process).
+# (arguments, environment, stdout, stderr) → a process. The latter two are descriptors; None: those of this process.
 ProcessStarter = Callable[[Sequence[str], Mapping[str, str], int | None, int | None], ChildProcess]
-
-
-def trainer_command(words: Sequence[str]) -> list[str]:
-    """The program that runs the words, as this process runs its own."""
-    return [sys.executable, "-m", "trainer", *words]
-
-
-def start_program(
-    words: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
-) -> ChildProcess:
-    """A process that is a program of its own, and imports what it needs by itself."""
-    return subprocess.Popen(
-        trainer_command(words),
-        env=environment,
-        # who has its words in a file is not at the terminal, and must not read from it either
-        stdin=None if stdout is None else subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is handed on once
-    )
-
-
-# Runs the words in an environment and waits; the exit code, and all that was printed.
+# (arguments, environment) → the exit code, and all that was printed, once the process has ended.
 ProgramRunner = Callable[[Sequence[str], Mapping[str, str]], tuple[int, str]]
 
 
-def run_program(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run the words in a process of its own and wait for it; the exit code, and all that was printed."""
+# ------------------------------------------------------------------------------------------------ programs of their own
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "trainer", *arguments]
+
+
+def start_program(
+    arguments: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
+) -> ChildProcess:
+    """Start a program with these arguments; it imports what it needs by itself."""
+    return subprocess.Popen(
+        _command(arguments),
+        env=environment,
+        # a process that prints into a file is not at the terminal, and must not read from it either
+        stdin=None if stdout is None else subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,  # a terminal's Ctrl-C comes to this process alone, which forwards it once
+    )
+
+
+def start_job_program(arguments: Sequence[str], ignored_signal: int) -> ChildProcess:
+    """Start a program in the session of this job, where a scheduler's signals reach it; it ignores one of them."""
+
+    def ignore() -> None:
+        signal.signal(ignored_signal, signal.SIG_IGN)
+
+    return subprocess.Popen(_command(arguments), preexec_fn=ignore)
+
+
+def run_program(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run a program with these arguments and wait for it; the exit code, and all that was printed."""
     ended = subprocess.run(
-        trainer_command(words),
+        _command(arguments),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -95,196 +105,178 @@ def run_program(words: Sequence[str], environment: Mapping[str, str]) -> tuple[i
     return ended.returncode, ended.stdout
 
 
-def run_ranks(
-    words: Sequence[str], count: int, scratch: Path, attempt: int = 0, starter: ProcessStarter = start_program
-) -> tuple[int, list[int]]:
-    """Run the words in so many processes and wait for all; the run's exit code, and which signals asked it to stop.
-
-    scratch: an empty folder that other users may not look into; where a rank is refused or fails its account is then in
-    `<rank>/error.json`. attempt: how often the same words have been started before.
-    """
-    children: list[ChildProcess] = []
-    with OutputRelay() as relay, forward_signals(children) as asked:
-        try:
-            for rank in range(count):
-                environment = _rank_environment(rank, count, scratch) | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
-                children.append(starter(words, environment, relay.stdout, relay.stderr))
-            code = combine_exit_codes(_wait_for_all(children, relay, asked), bool(asked))
-        finally:
-            for child in children:
-                child.kill()  # does nothing to those that have ended
-    # a sweep that has started this command looks for the account where launchers do
-    if (first := _first_error_file(scratch)) and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
-        shutil.copyfile(first, file)
-    return code, asked
-
-
-def combine_exit_codes(codes: Sequence[int], stop: bool) -> int:
-    """The exit code of a run from those of its processes; stop: somebody asked it to stop."""
-    bad = [code for code in codes if code not in (0, STOPPED)]
-    if not bad:
-        return codes[0]  # the main rank knows whether it was stopped
-    if stop and all(-code in STOP_SIGNALS for code in bad):
-        return STOPPED  # before there was anything to save
-    return 2 if 2 in bad else 1
-
-
-def read_failure(scratch: Path) -> str:
-    """What the rank that failed first has left about it; empty where none has."""
-    first = _first_error_file(scratch)
-    return json.loads(first.read_text(encoding="utf-8"))["message"]["message"] if first else ""
-
-
-def _first_error_file(scratch: Path) -> Path | None:
-    def when(path: Path) -> int:
-        return int(json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]["timestamp"])
-
-    return min(scratch.glob("*/error.json"), key=when, default=None)
-
-
-def _rank_environment(rank: int, count: int, scratch: Path) -> dict[str, str]:
-    """What torchrun would export for this rank, with a file in the place of its store."""
-    threads = max(1, (os.cpu_count() or 1) // count)
-    return {
-        "OMP_NUM_THREADS": str(threads),  # more threads than cores wait for each other
-        **_loopback_interfaces(),
-        **child_environment(scratch, rank),
-        # what can be imported here can be imported there, wherever it lies; mp.spawn does as much
-        "PYTHONPATH": os.pathsep.join(str(path) for path in sys.path if path),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(count),
-        "TRAINER_STORE": str(scratch / "store"),
-    }
-
-
 def child_environment(scratch: Path, rank: int = 0) -> dict[str, str]:
-    """That of this process; and a child learns who its parent is, and where it leaves an account of its failure."""
+    """This process's environment; it also names the parent, and the file where the child reports its failure."""
     file = scratch / str(rank) / "error.json"
     file.parent.mkdir(parents=True)
-    # once the parent is gone, killed perhaps, the child stops
+    # the child stops once its parent is gone, which may have been killed
     return {**os.environ, "TORCHELASTIC_ERROR_FILE": str(file), "TRAINER_PARENT": str(os.getpid())}
-
-
-def _loopback_interfaces() -> dict[str, str]:
-    """Let gloo and NCCL listen where no other machine gets in; they would take the interface of the host's name."""
-    own = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    # the sign: no other name that begins like this one
-    return {"GLOO_SOCKET_IFNAME": own[0], "NCCL_SOCKET_IFNAME": f"={own[0]}"} if own else {}
 
 
 @contextmanager
 def forward_signals(children: Sequence[ChildProcess]) -> Iterator[list[int]]:
     """Inside, requests to stop go to all children, and into the list; only the main thread can hear them."""
-    asked: list[int] = []
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield received
         return
 
-    def hand_on(number: int, _: object) -> None:
-        asked.append(number)
+    def forward(number: int, _: object) -> None:
+        received.append(number)
         for child in children:
             child.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in STOP_SIGNALS}
+    handlers = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     try:
-        yield asked
+        yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _wait_for_all(children: Sequence[ChildProcess], relay: OutputRelay, requests: list[int]) -> list[int]:
-    """The exit codes of all; where one has failed the others have a while to notice it by themselves."""
-    failed, asked = None, False
-    # a sweep that is killed tells nobody: its runs stop, so that the next sweep finds their folders free
-    parent = os.getppid() if os.environ.get("TRAINER_PARENT") == str(os.getppid()) else None
-    while any(child.poll() is None for child in children):
-        if parent not in (None, os.getppid()):
-            parent = None
-            requests.append(signal.SIGTERM)
-            for child in children:
-                child.terminate()
-        if failed is None and any(child.poll() not in (None, 0, STOPPED) for child in children):
-            failed = time.monotonic()
-            for child in children:  # one that was stopped (SIGSTOP) must run to hear that the run is over
-                child.send_signal(signal.SIGCONT)
-        late = time.monotonic() - failed if failed is not None else 0.0
-        if late > _NOTICE_TIMEOUT and not asked:
-            asked = True
-            for child in children:
-                child.terminate()
-        if late > _NOTICE_TIMEOUT + _KILL_TIMEOUT:
-            for child in children:
-                child.kill()
-        relay.pass_on(_POLL_INTERVAL)
-    return [child.wait() for child in children]
+# ---------------------------------------------------------------------------------------------------------------- forks
+
+_POLL_INTERVAL = 0.02  # seconds
+# NVIDIA's, AMD's, and both under Windows: there each process imports on a core of its own, and no driver is copied
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
-_FINAL_CODES = (0, STOPPED, 2)  # a refusal would be the same the next time
+def can_fork(device: str) -> bool:
+    """Can processes that compute on this device (the value of the key) be forked safely?"""
+    return sys.platform == "linux" and (device == "cpu" or not any(map(os.path.exists, _ACCELERATORS)))
 
 
-class FailedAttempt(NamedTuple):
-    """How a try ended. One that is the same twice is no accident."""
+class ForkedProcess:
+    """A copy of this process that calls a function, and ends; with the methods of `subprocess.Popen`."""
 
-    step: int  # the last one that was reported
-    saved: int  # the newest checkpoint; -1: none
-    reason: str
+    def __init__(self, target: Callable[[], object]) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # or both processes would print what is still in the buffer
+        gc.freeze()  # a garbage collection would write into every page, and so copy all of them
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            _call_and_exit(target)
+
+    def poll(self) -> int | None:
+        """The exit code, the negative number of a signal; None: it has not ended."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> int:
+        """The exit code, once there is one."""
+        while (code := self.poll()) is None:
+            time.sleep(_POLL_INTERVAL)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to it, unless it has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to stop."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it now."""
+        self.send_signal(signal.SIGKILL)
 
 
-def run_with_restarts(
-    words: Sequence[str], count: int, scratch: Path, folder: Path, restarts: int, starter: ProcessStarter
-) -> tuple[int, list[int], str]:
-    """Run the words in so many processes, again after a failure, up to `restarts` times without a new checkpoint.
+def _call_and_exit(target: Callable[[], object]) -> NoReturn:
+    """In the new process: after the function, nothing of the process that forked it may run here."""
+    try:
+        target()
+        os._exit(0)
+    except BaseException:  # nobody else would report what main() lets through
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
-    The exit code of the last try, which signals asked it to stop, and its account of what went wrong; scratch: an empty
-    folder; folder: of the run.
+
+def set_up_forked_child(
+    arguments: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
+) -> None:
+    """Make this process, which was just forked, like one that was started with these arguments and environment.
+
+    stdout, stderr: descriptors; None: those that it has.
     """
-    left, faults = restarts, list[FailedAttempt]()
-    while True:
-        place = scratch / f"attempt_{len(faults)}"
-        place.mkdir()
-        code, asked = run_ranks(words, count, place, len(faults), starter)
-        said = read_failure(place)
-        if not restarts or code in _FINAL_CODES or asked:
-            return code, asked, said
-        faults.append(describe_attempt(folder, said))
-        *earlier, last = faults
-        # what has been saved since is progress, however long it took
-        if earlier and last.saved > earlier[-1].saved:
-            left = restarts
-        if earlier and last == earlier[-1]:
-            say(f"no restart  the same failure twice at step {last.step:,}: {last.reason}")
-            return code, asked, said
-        if not left:
-            say(f"no restart  {format_count(restarts, 'restart')} without a new checkpoint (distributed.restarts)")
-            return code, asked, said
-        left -= 1
-        where = f"from step {last.saved:,}" if last.saved >= 0 else "from the beginning"
-        say(f"restart     {where}, after a failure at step {last.step:,}: {last.reason}; left without progress: {left}")
+    os.setsid()  # a terminal's Ctrl-C comes to the parent alone, which forwards it once
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for source, descriptor in ((stdout, 1), (stderr, 2)):
+        if source is not None:
+            os.dup2(source, descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[1:] = arguments
 
 
-def describe_attempt(folder: Path, said: str) -> FailedAttempt:
-    """How the last try ended, by the run's files and by what its processes have left."""
-    status = read_status(folder) or {}
-    return FailedAttempt(
-        status.get("step", 0),
-        _newest_checkpoint_step(folder),
-        next(iter(said.splitlines()), "killed, without a last word"),
+class PreforkedProcess:
+    """A ProgramRunner that forks its process now, while this one computes nothing yet; it waits for its arguments."""
+
+    def __init__(self, main: Callable[[], object]) -> None:
+        # one pipe takes the request to the child, the other one what it prints back to this process
+        request_read, self._request_write = os.pipe()
+        self._output_read, output_write = os.pipe()
+
+        def target() -> None:
+            os.close(self._request_write)  # or the end of the request would never come
+            os.close(self._output_read)
+            with open(request_read, encoding="utf-8") as pipe:
+                request = pipe.read()
+            if request:  # empty: the parent has ended without one
+                arguments, environment = json.loads(request)
+                set_up_forked_child(arguments, environment, output_write, output_write)
+                main()
+
+        self._process: ForkedProcess | None = ForkedProcess(target)
+        os.close(request_read)
+        os.close(output_write)
+
+    def __call__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+        """The exit code, and all that was printed. From the second time on it is a program of its own."""
+        if self._process is None:
+            return run_program(arguments, environment)
+        process, self._process = self._process, None
+        try:
+            # a broken pipe: the process was killed, as its exit code will say
+            with suppress(BrokenPipeError), open(self._request_write, "w", encoding="utf-8") as pipe:
+                json.dump([list(arguments), dict(environment)], pipe)
+            with open(self._output_read, encoding="utf-8", errors="replace") as pipe:
+                printed = pipe.read()
+            return process.wait(), printed
+        finally:
+            process.kill()  # does nothing to one that has ended
+
+
+# ------------------------------------------------------------------------------------- is `trainer` there this program?
+
+
+def refuse_overwritten() -> None:
+    """Refuse where another distribution has written its files over this program's, or taken them away again."""
+    if hasattr(trainer, "_HOMES"):
+        return
+    from importlib.metadata import packages_distributions, version  # looks at all that is installed
+
+    names = ", ".join(f"{name} {version(name)}" for name in packages_distributions().get("trainer", []))
+    raise Refusal(
+        f"{_PACKAGE_FOLDER} holds another program's __init__.py, or none. Installed there: {names or 'not known'}. Do:"
+        " pip uninstall trainer one-curve-trainer, then install one-curve-trainer into an environment of its own"
     )
 
 
-class _SavedStep(TypedDict):
-    """What is read here of a manifest.json."""
-
-    step: Whole
-
-
-def _newest_checkpoint_step(folder: Path) -> int:
-    """The step of the newest checkpoint; -1 where there is none."""
-    steps = [-1]
-    for path in (folder / "checkpoints").glob("[!.]*/manifest.json"):
-        with suppress(OSError, DamagedFile):  # removed just now; of no use to the next try either
-            steps.append(read_json(path, _SavedStep)[0]["step"])
-    return max(steps)
+def refuse_namesake() -> None:
+    """Refuse to start `python -m trainer` in the present folder, where something else of that name is found first."""
+    folder = os.getcwd()
+    spec = PathFinder.find_spec("trainer", [folder])
+    # a folder without Python is no package: it has no origin
+    if spec and spec.origin and Path(spec.origin).resolve().parent != _PACKAGE_FOLDER:
+        raise Refusal(
+            f"{spec.origin} is not this program, and processes that start in {folder} find it first, because it is"
+            " called trainer too; rename it, or start in another folder"
+        )

@@ -1,4 +1,4 @@
-"""sweep.jsonl: what became of each run of a sweep; and a table of them, the best first."""
+"""sweep.jsonl: how each run of a sweep ended; and the table of them, the best first."""
 
 from __future__ import annotations
 
@@ -29,56 +29,56 @@ _STATES = {0: "completed", STOPPED: "preempted"}  # as in status.json; whatever 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run ended last. The keys of a line."""
+    """How one run ended last. Its fields are the keys of a line."""
 
     folder: str  # its name in the sweep's folder
-    words: list[str]  # the command line, without the place
+    words: list[str]  # the command line, without the folder
     values: dict[str, str]  # those of them that differ
     state: str  # completed, preempted or failed
     exit_code: int
-    figure: str | None  # that marks the best checkpoint; a minus sign: smaller is better
+    figure: str | None  # the metric that marks the best checkpoint; a minus sign: smaller is better
     best: float | None  # of all evaluations
     best_step: int | None
-    last: dict[str, float]  # the figures of the last evaluation
+    last: dict[str, float]  # the metrics of the last evaluation
     seconds: float  # from start to end, starts before this one included
     reason: str | None  # why it failed
-    best_loss: float | None = None  # of the best evaluation; it decides between runs of equal figures
+    best_loss: float | None = None  # of the best evaluation; it decides between runs of equal metrics
 
     @property
     def name(self) -> str:
-        """What the figure is called, without a sign."""
+        """The name of the metric, without a sign."""
         return (self.figure or "").removeprefix("-")
 
     @property
     def score(self) -> float:
-        """Larger is better, of runs with the same figure; minus infinity where there is none."""
+        """Larger is better, of runs with the same metric; minus infinity where there is none."""
         return self.rank[0]
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The same, and where it is equal the loss."""
-        figure = self.figure or ""
-        return metric_rank({tie_break_loss(figure): self.best_loss, self.name: self.best}, figure)
+        """The score, and the loss that decides where scores are equal."""
+        metric = self.figure or ""
+        return metric_rank({tie_break_loss(metric): self.best_loss, self.name: self.best}, metric)
 
 
 class SweepResults:
-    """All outcomes of a folder. The file is replaced in one step at each, so that it is never torn."""
+    """All outcomes of a sweep, in the folder's file, which each `add` replaces in one step: it is never torn."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._path = folder, folder / RESULTS_FILE
-        self._all: dict[str, Outcome] = {}
+        self._outcomes: dict[str, Outcome] = {}
         for line in read_lines(self._path):
             with contextlib.suppress(TypeError):  # written by hand, or by another version
                 outcome = Outcome(**line)
-                self._all[outcome.folder] = outcome
+                self._outcomes[outcome.folder] = outcome
 
     def all(self) -> list[Outcome]:
         """Every outcome, in the order in which they came."""
-        return list(self._all.values())
+        return list(self._outcomes.values())
 
     def of(self, trial: Trial) -> Outcome | None:
-        """What became of a run; None where it has not ended yet, or where other words ended in its folder."""
-        outcome = self._all.get(trial.name)
+        """How a run ended; None where it has not yet, or where a run of other overrides ended in its folder."""
+        outcome = self._outcomes.get(trial.name)
         return outcome if outcome is not None and outcome.words == list(trial.words) else None
 
     def left(self, trials: Iterable[Trial]) -> list[Trial]:
@@ -87,70 +87,70 @@ class SweepResults:
 
     def forget(self, trials: Iterable[Trial]) -> None:
         """As if these had never been run: they begin anew."""
-        gone = [self._all.pop(trial.name, None) for trial in trials]
-        if any(gone):
+        forgotten = [self._outcomes.pop(trial.name, None) for trial in trials]
+        if any(forgotten):
             self._write()
 
     def add(self, trial: Trial, code: int, seconds: float, reason: str | None) -> Outcome:
-        """Write down how a run ended, with the figures that it has left in its folder."""
+        """Write down how a run ended, with the metrics that it has left in its folder."""
         before = self.of(trial)
-        name, best, last = _read_metrics(self.folder / trial.name)
+        metric, best, last = _read_metrics(self.folder / trial.name)
         outcome = Outcome(
             folder=trial.name,
             words=list(trial.words),
             values=trial.values,
             state=_STATES.get(code, "failed"),
             exit_code=code,
-            figure=name,
-            best=best.get((name or "").removeprefix("-")),
+            figure=metric,
+            best=best.get((metric or "").removeprefix("-")),
             best_step=best.get("step"),
             last=last,
             seconds=round(seconds + (before.seconds if before else 0.0), 2),
             reason=reason,
-            best_loss=best.get(tie_break_loss(name or "")),
+            best_loss=best.get(tie_break_loss(metric or "")),
         )
-        self._all.pop(trial.name, None)  # to the end: it has ended last
-        self._all[trial.name] = outcome
+        self._outcomes.pop(trial.name, None)  # so that it comes to the end of the file: it has ended last
+        self._outcomes[trial.name] = outcome
         self._write()
         return outcome
 
     def _write(self) -> None:
-        lines = [json.dumps(asdict(outcome), ensure_ascii=False) + "\n" for outcome in self._all.values()]
+        lines = [json.dumps(asdict(outcome), ensure_ascii=False) + "\n" for outcome in self._outcomes.values()]
         replace_file(self._path, "".join(lines))
 
 
 def _read_metrics(run: Path) -> tuple[str | None, dict[str, Any], dict[str, float]]:
-    """The name of the figure that counts in a run, its best evaluation, and the figures of the last one."""
-    name = None
+    """The metric that marks the best checkpoint of a run, its best evaluation, and the metrics of the last one."""
+    metric = None
     with contextlib.suppress(OSError, DamagedFile):  # it was refused before it had one
-        name = read_json(run / "environment.json", EnvironmentFields)[0].get("best")
-    figure = name or ""
+        metric = read_json(run / "environment.json", EnvironmentFields)[0].get("best")
     best: dict[str, Any] = {}
     last: dict[str, Any] = {}
+    sign_and_name = metric or ""
     for line in read_lines(run / "metrics.jsonl", word=b'"eval"'):
         if line.get("kind") == "eval":
-            last = line
-            if metric_score(line, figure) > -math.inf and metric_rank(line, figure) >= metric_rank(
-                best, figure
-            ):  # of equals the newer
+            last, has_score = line, metric_score(line, sign_and_name) > -math.inf
+            # of equal ones the newer
+            if has_score and metric_rank(line, sign_and_name) >= metric_rank(best, sign_and_name):
                 best = line
-    return name, best, metrics_of(last)
+    return metric, best, metrics_of(last)
 
 
 _MAX_ROWS = 30  # that are shown
 _MAX_WIDTH = 24  # characters of a value
-_STATE_WORDS = {"preempted": "stopped", "completed": ""}  # what is said of most would only fill the screen
+_STATE_CELLS = {"preempted": "stopped", "completed": ""}  # the state of most runs would only fill the screen
 
 
 def format_table(outcomes: Sequence[Outcome]) -> str:
-    """The runs as lines for the terminal that is there, as wide as it is: values, best figure, time, folder."""
+    """The runs as lines, as wide as the terminal is: values, best metric, time, folder."""
     from rich.console import Console
 
-    # the best first; those without a figure last
-    ranked = sorted(outcomes, key=lambda one: (one.figure or "~", *(-value for value in one.rank)))
-    screen = Console(highlight=False, emoji=False, markup=False)
-    with screen.capture() as captured:
-        screen.print(_make_table(ranked[:_MAX_ROWS], {one.figure or "" for one in ranked} - {""}))
+    # the best first; those without a metric last
+    ranked = sorted(outcomes, key=lambda outcome: (outcome.figure or "~", *(-value for value in outcome.rank)))
+    console = Console(highlight=False, emoji=False, markup=False)
+    with console.capture() as captured:
+        metrics = {outcome.figure for outcome in ranked if outcome.figure}
+        console.print(_make_table(ranked[:_MAX_ROWS], one_metric=len(metrics) == 1))
     lines = [line.rstrip() for line in captured.get().splitlines()]
     more = (
         [f"  … and {format_count(len(ranked) - _MAX_ROWS, 'run')} more, in {RESULTS_FILE}"]
@@ -160,47 +160,44 @@ def format_table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([*lines, *more])
 
 
-def _make_table(ranked: Sequence[Outcome], names: set[str]) -> Table:
-    """One row a run. names: the figures by which they are compared, as a rule one."""
+def _make_table(ranked: Sequence[Outcome], one_metric: bool) -> Table:
+    """A row for each run. one_metric: all runs are compared by the same metric, as a rule."""
     from rich.table import Table
     from rich.text import Text
 
-    # the values may be cut where the terminal ends, what was measured may not
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    keys, one_name = list(dict.fromkeys(key for one in ranked for key in one.values)), len(names) == 1
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    # where the terminal ends, values may be cut; measurements may not
+    keys = list(dict.fromkeys(key for outcome in ranked for key in outcome.values))
     for heading in short_headings(keys):
-        drawn.add_column(heading, overflow="ellipsis", max_width=_MAX_WIDTH)
-    drawn.add_column(ranked[0].name if one_name else "best figure", justify="right", no_wrap=True)
+        table.add_column(heading, overflow="ellipsis", max_width=_MAX_WIDTH)
+    table.add_column(ranked[0].name if one_metric else "best metric", justify="right", no_wrap=True)
     for heading in ("time", "folder", ""):
-        drawn.add_column(heading, justify="right" if heading == "time" else "left", no_wrap=True)
-    for place, one in enumerate(ranked):
-        # where runs of several figures stand together none is the best of all
-        first = place == 0 and one_name and one.best is not None
-        figure = "–" if one.best is None else f"{'' if one_name else one.name + ' '}{format_number(one.best)}"
-        state = "best" if first else _STATE_WORDS.get(one.state, one.state)
-        cells = [
-            *(shorten(shorten_floats(one.values.get(key, ""))) for key in keys),
-            figure,
-            format_duration(one.seconds),
-        ]
-        cells += [f"{one.folder.split('_')[0]}_*", state]
-        drawn.add_row(*map(Text, cells), style="bold" if first else "")
-    return drawn
+        table.add_column(heading, justify="right" if heading == "time" else "left", no_wrap=True)
+    for place, outcome in enumerate(ranked):
+        # where runs are compared by several metrics, none is the best of all
+        is_best = place == 0 and one_metric and outcome.best is not None
+        metric = "" if one_metric else f"{outcome.name} "
+        best = "–" if outcome.best is None else f"{metric}{format_number(outcome.best)}"
+        state = "best" if is_best else _STATE_CELLS.get(outcome.state, outcome.state)
+        cells = [*(shorten(shorten_floats(outcome.values.get(key, ""))) for key in keys), best]
+        cells += [format_duration(outcome.seconds), f"{outcome.folder.split('_')[0]}_*", state]
+        table.add_row(*map(Text, cells), style="bold" if is_best else "")
+    return table
 
 
 def format_best(outcomes: Sequence[Outcome], folder: Path) -> list[str]:
-    """Where the best run lies; nothing where none has a figure, or where they have several."""
-    best = max(outcomes, key=lambda one: one.rank, default=None)
-    if best is None or best.best is None or len({one.figure for one in outcomes if one.figure}) > 1:
+    """A line with the folder of the best run; nothing where none has a metric, or where they have several."""
+    best = max(outcomes, key=lambda outcome: outcome.rank, default=None)
+    if best is None or best.best is None or len({outcome.figure for outcome in outcomes if outcome.figure}) > 1:
         return []
     return [f"best        {best.name} {format_number(best.best)} at step {best.best_step}: {folder / best.folder}"]
 
 
 def short_headings(keys: Sequence[str]) -> list[str]:
     """The last part of each key where no other ends so: `lr` for optimizer.lr."""
-    last = [key.rpartition(".")[2] for key in keys]
-    seen = Counter(last)
-    return [name if seen[name] == 1 else key for name, key in zip(last, keys, strict=True)]
+    names = [key.rpartition(".")[2] for key in keys]
+    times = Counter(names)
+    return [name if times[name] == 1 else key for name, key in zip(names, keys, strict=True)]
 
 
 def shorten(value: str) -> str:
