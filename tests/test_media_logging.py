@@ -349,7 +349,7 @@ def test_drawing_holds_up_nobody_and_the_last_pictures_are_always_there(
         return numpy.zeros((4, 4, 3), numpy.uint8)
 
     monkeypatch.setattr(tensorboard, "monotonic", lambda: now[0])
-    monkeypatch.setattr(tensorboard, "confusion", slowly)
+    monkeypatch.setattr(tensorboard, "plot_confusion_matrix", slowly)
     monkeypatch.setattr(tensorboard, "grid", slowly)
     sink = tensorboard.TensorBoard()
     sink.open(tmp_path, 0, None, None)

@@ -343,7 +343,7 @@ def test_a_request_to_stop_finishes_the_step_and_saves(tmp_path: Path) -> None:
 
 def test_stopped_and_gone_on_with_it_is_the_run_that_nothing_happened_to(tmp_path: Path) -> None:
     def words(stop: Stop, **more: Any) -> dict[str, Any]:
-        return {"stop": stop, "log_trigger": Trigger([Interval(steps=1)]), "facts": {"note": "kept"}, **more}
+        return {"stop": stop, "log_trigger": Trigger([Interval(steps=1)]), "checkpoint_facts": {"note": "kept"}, **more}
 
     def weights(run: Made) -> dict[str, list[float]]:
         return {name: value.flatten().tolist() for name, value in run.trainer.model.network.state_dict().items()}

@@ -90,7 +90,7 @@ def load_run(
     _remove_status(launch, folder)
     stop = StopRequest(launch)
     # watched as an evaluation in training is; batches stand for steps
-    with stop, make_watchdog(launch, folder, stop, lambda: strategy.pulse(strategy.watch.done)), strategy:
+    with stop, make_watchdog(launch, folder, stop, lambda: strategy.pulse(strategy.watch.phases_done)), strategy:
         stream = evaluation_stream(run, samples)
         if launch.is_main and is_meta_model(network) and not all_in_state_dict(network):
             network = seeded_network(run)  # some of its values are in no checkpoint

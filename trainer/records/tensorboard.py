@@ -107,7 +107,7 @@ class TensorBoard(Sink):
         refuse_full_disk(self._folder)
         self._pictures.show(_chart_name("pictures", tag), partial(plot_image_grid, images, words), step)
 
-    def plot_confusion_matrix(self, tag: str, counts: Tensor, step: int, names: Sequence[str] = ()) -> None:
+    def confusion(self, tag: str, counts: Tensor, step: int, names: Sequence[str] = ()) -> None:
         """Show a confusion matrix as a picture."""
         refuse_full_disk(self._folder)
         self._pictures.show(_chart_name("pictures", tag), partial(plot_confusion_matrix, counts, names), step)

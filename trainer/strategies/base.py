@@ -1,7 +1,7 @@
-"""What a strategy is: how a network is spread over a place. The base spreads nothing: one process on one device.
+"""`Strategy`: how a network is spread over processes and devices. The base class: one process on one device.
 
-A strategy in a file of its own says what it does differently: here which processes it can use and what it refuses, in
-`process_topology.py` where ranks are and what they tell each other, in `parallel_model.py` the step of one network.
+Here is what a strategy checks before training, and what it builds. `rank_context.py` has device and groups of a rank,
+`parallel_model.py` one network with the methods of a step.
 """
 
 from __future__ import annotations
@@ -28,33 +28,36 @@ from trainer.strategies.step_timing import StragglerCheck
 class Strategy(RankContext):
     """How a network is spread over processes and devices; its fields are the keys of the group `strategy`.
 
-    Checks what it cannot do before training, then builds the network of this rank. This class itself: one process.
+    Before training it refuses what it cannot do, then it builds the network of this rank. This class: one process.
     """
 
     @property
     def name(self) -> str:
-        """The word that chose it."""
+        """Its name in the output: as the group `strategy` has it."""
         return type(self).__name__.lower()
 
-    # Before there is a process group.
+    # before there is a process group
 
     def data_ranks(self, world_size: int) -> int:
-        """Into how many slices this many processes divide the data. Refusal where the strategy cannot use them."""
+        """How many of these processes read different samples. Refusal if the strategy cannot use so many processes."""
         if world_size > 1:
             raise Refusal(f"strategy={self.name} uses one process, {world_size} were started; use strategy=ddp")
         return 1
 
     def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
-        """Refuse numbers of micro-batches, or shares (a data rank's samples in a step) of unequal size."""
+        """Refuse this number of micro-batches, or data ranks with different numbers of samples (`uneven`).
+
+        share: the samples of a data rank in a step.
+        """
 
     def least_layers(self, world_size: int) -> int:
         """How many layers of a kind a network must have at least, to be spread over so many processes."""
         return 1
 
     def outline(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
-        """The network to check and to place: here whole, as its constructor makes it, for every rank keeps all of it.
+        """The network, to be checked and built: here whole, because every rank keeps all of it.
 
-        Where ranks hold shards it has no values; or it has, and the text says why.
+        If ranks hold shards, it has no values (meta device); or it has values, and the text says why.
         """
         return make(), ""
 
@@ -65,55 +68,55 @@ class Strategy(RankContext):
         """Refuse a network for what its forward does. `example` makes one small (inputs, targets), on the host."""
 
     def refuse_alone(self, what: str) -> None:
-        """Refuse what one rank would do with the whole network by itself, where it has only a part."""
+        """Refuse something that one rank does alone with the whole network, if it has only a part of it."""
 
     def refuse_outputs(self, what: str, world_size: int) -> None:
-        """Refuse what needs all of a sample's output at once, where no rank has it."""
+        """Refuse something that needs the whole output of a sample, if no rank has it."""
 
-    # Inside.
+    # inside `with strategy:`
 
     def notes(self, network: nn.Module) -> list[str]:
-        """What a user should know about this network in this place, one line each, for the start of the run."""
+        """Sentences about this network under this strategy, for the first lines of the output."""
         notes = []
-        # layers whose effect depends on how samples are dealt to ranks and micro-batches: with them no two curves agree
+        # layers whose effect depends on which samples a micro-batch has: with them curves differ between strategies
         if norms := 0 if self.sync_bn else len(local_batch_norms(network)):
             layers = format_count(norms, "BatchNorm layer")
             notes.append(f"{layers}: the curve depends on micro-batches and, without strategy.sync_bn, on data ranks")
         drops = sum(isinstance(module, _DropoutNd) and module.p > 0 for module in network.modules())
         if drops and self.dropout == "native":
             layers = format_count(drops, "dropout layer")
-            mended = "loop.dropout=sample mends that" + (", without compile" if self.machine.compile else "")
-            notes.append(f"{layers}: the curve depends on micro-batches and data ranks; {mended}")
+            remedy = "loop.dropout=sample mends that" + (", without compile" if self.machine.compile else "")
+            notes.append(f"{layers}: the curve depends on micro-batches and data ranks; {remedy}")
         return notes
 
     @property
     def devices_used(self) -> float:
-        """How many devices compute for the run: one for each process, or a part of one that processes share."""
+        """How many devices compute for the run; a device that processes share counts once."""
         if not self.machine.on_gpu or not self.machine.shares_devices:
             return self.world.size
         return self.world.size * min(1.0, torch.accelerator.device_count() / self.machine.launch.local_world_size)
 
     def votes(self) -> StopVotes:
-        """What the ranks of one loop ask each other in its steps: to stop? has a clock run out?"""
+        """The votes of the ranks in the steps of one loop: is somebody to stop, has a clock run out?"""
         return StopVotes(self)
 
     def pace(self) -> StragglerCheck:
-        """Collective: what compares how fast the ranks of one loop are."""
+        """Collective: finds ranks that hold up the others in one loop."""
         return StragglerCheck(self.world, stage=0, on_cpu=self.device.type == "cpu")
 
     def copies(self, network: nn.Module) -> NoReplicaCheck:
-        """Collective: what compares the copies that ranks hold of one loop's network. Here nobody is to have any."""
+        """Collective: compares copies of tensors between ranks in one loop. Here there are none."""
         return NoReplicaCheck()
 
     def lookout(self, allowed: int = 0) -> NonFiniteCheck:
-        """What looks at the numbers of every step of one loop, and at what it saves: are they finite?
+        """Checks the numbers of every step of one loop, and what it saves, for NaN and infinity.
 
-        allowed: how many of a hundred steps may be left out instead.
+        allowed: how many of a hundred steps may be left out instead of ending the run.
         """
         if self.device.type == "cpu":
             return NonFiniteCheck(self.world, allowed)
         return NonFiniteCheckOnDevice(self.world, self.device, allowed)
 
     def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
-        """Collective: put a network here. `example`: one small (inputs, targets), for those that must see a step."""
+        """Collective: build the network of this rank. `example`: one small (inputs, targets), to see a step."""
         return ParallelModel(self, task, network, example)

@@ -1,4 +1,4 @@
-"""The moving average of the weights (EMA): kept beside them, evaluated in their place, saved under their names."""
+"""The exponential moving average of the weights (EMA): updated after steps, evaluated in their place, saved."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from trainer.parallel.batch_norm import running_statistics
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.optimizer_state import EMA_PREFIX
 
-METRIC_PREFIX = "ema_"  # of a figure's name
+METRIC_PREFIX = "ema_"  # of the names of the average's metrics
 
 Views = Iterator[tuple[str, AbstractContextManager[None]]]
 
 
 class NoMovingAverage:
-    """There is none: nothing is kept, and the weights are all that is evaluated and saved."""
+    """No average is kept: only the weights are evaluated and saved."""
 
     def update(self, step: int, skipped: Tensor | float) -> None:
-        """After an optimizer step, the `step`th; skipped: 1 where it was left out because of an overflow, else 0."""
+        """Follow the weights after step number `step`; skipped: 1 if it was left out, else 0."""
 
     def views(self) -> Views:
-        """What is to be evaluated: a prefix for its figures, and the context in which the network holds it."""
+        """What to evaluate: a prefix for the names of its metrics, and a context in which the network holds it."""
         yield "", nullcontext()
 
-    def synchronize_statistics(self, agree: Callable[[], None]) -> None:
-        """Collective if `agree` is, which brings the network's running statistics together."""
-        agree()
+    def synchronize_statistics(self, synchronize: Callable[[], None]) -> None:
+        """Collective if `synchronize` is, which makes the network's running statistics equal on all ranks."""
+        synchronize()
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint stores."""
+        """The tensors for a checkpoint."""
         return {}
 
     def empty(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors to read it into."""
+        """Empty tensors to read a checkpoint into."""
         return {}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -46,7 +46,7 @@ class NoMovingAverage:
 
 
 class MovingAverage(NoMovingAverage):
-    """Of each trainable parameter and of BatchNorm's running statistics, elementwise, of what this rank holds.
+    """The average of each trainable parameter and of BatchNorm's running statistics, elementwise, on local shards.
 
     The first update takes the weights as they are, each later one `decay` of the average and the rest of the weights:
     torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn. All other buffers stay the network's own.
@@ -56,27 +56,29 @@ class MovingAverage(NoMovingAverage):
         self._decay, self._every, self._move = decay, every, get_ema_multi_avg_fn(decay)
         self._statistics = running_statistics(network)
         trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
-        self._tensors: dict[str, Tensor] = {**trained, **self._statistics}  # the network's, by their names
-        self._averages: dict[str, Tensor] = {}  # their averages; none before the first update
+        self._tensors: dict[str, Tensor] = {**trained, **self._statistics}  # of the network, by name
+        self._averages: dict[str, Tensor] = {}  # empty before the first update
 
     @torch.no_grad()
     @override
     def update(self, step: int, skipped: Tensor | float) -> None:
-        """Move the average towards the weights, at every so many steps; not where the step was left out."""
+        """Move the average towards the weights after every so many steps; not if the step was left out."""
         if step % self._every:
             return
         if not self._averages:
-            self._averages = {name: own.detach().clone() for name, own in self._tensors.items()}
+            self._averages = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
             return
-        # shards and copies alike: nothing travels, and what ranks have in common stays the same bits
-        kept, own = ([to_local(tensor) for tensor in tensors.values()] for tensors in (self._averages, self._tensors))
+        # elementwise, on shards and on copies: nothing is sent, and copies stay the same bits
+        averages, weights = (
+            [to_local(tensor) for tensor in tensors.values()] for tensors in (self._averages, self._tensors)
+        )
         if not isinstance(skipped, Tensor):
-            self._move(kept, own, step)
+            self._move(averages, weights, step)
             return
-        # fp16: the device alone knows whether the step was left out, and nobody waits for its answer
+        # only the device knows whether the step was left out, and the host does not wait for it
         part = (1 - self._decay) * (1 - skipped)
-        for average, weights in zip(kept, own, strict=True):
-            average.lerp_(weights, part.to(average.device, average.dtype))
+        for average, tensor in zip(averages, weights, strict=True):
+            average.lerp_(tensor, part.to(average.device, average.dtype))
 
     @override
     def views(self) -> Views:
@@ -85,11 +87,11 @@ class MovingAverage(NoMovingAverage):
         yield METRIC_PREFIX, self._in_place(self._tensors)
 
     @override
-    def synchronize_statistics(self, agree: Callable[[], None]) -> None:
-        """Collective if `agree` is, which brings the network's running statistics together: them and their average."""
-        agree()
+    def synchronize_statistics(self, synchronize: Callable[[], None]) -> None:
+        """Collective if `synchronize` is: the running statistics, then their averages in their place."""
+        synchronize()
         with self._in_place(self._statistics):
-            agree()
+            synchronize()
 
     @override
     def state(self) -> dict[str, Tensor]:
@@ -98,23 +100,23 @@ class MovingAverage(NoMovingAverage):
 
     @override
     def empty(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Room for the averages that are stored; where there are none, the average begins from the weights."""
-        wanted = {EMA_PREFIX + name: own for name, own in self._tensors.items()}
-        return {name: torch.empty_like(own) for name, own in wanted.items() if name in stored}
+        """Memory for the averages that are stored; without them the average begins from the weights."""
+        tensors = {EMA_PREFIX + name: tensor for name, tensor in self._tensors.items()}
+        return {name: torch.empty_like(tensor) for name, tensor in tensors.items() if name in stored}
 
     @override
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take the averages over; where a checkpoint has none, the next update is the first one.
+        """Take the averages over; without any in the checkpoint, the next update is the first one.
 
-        What has none among others was frozen until now: it never moved, so it is its own average.
+        If only some tensors have no average, they were frozen until now: they never moved and are their own average.
         """
-        there = {name: state[EMA_PREFIX + name] for name in self._tensors if EMA_PREFIX + name in state}
-        own = self._tensors if there else {}
-        self._averages = {n: there[n] if n in there else tensor.detach().clone() for n, tensor in own.items()}
+        stored = {name: state[EMA_PREFIX + name] for name in self._tensors if EMA_PREFIX + name in state}
+        tensors = self._tensors if stored else {}
+        self._averages = {n: stored[n] if n in stored else tensor.detach().clone() for n, tensor in tensors.items()}
 
     @contextmanager
     def _in_place(self, names: Collection[str]) -> Iterator[None]:
-        """Inside, the network holds the averages of these; outside again what it held before, to the bit."""
+        """Inside, the network holds the averages of these tensors; afterwards the same bits as before."""
         self._exchange(names)
         try:
             yield
@@ -124,7 +126,7 @@ class MovingAverage(NoMovingAverage):
     @torch.no_grad()
     def _exchange(self, names: Collection[str]) -> None:
         for name in names if self._averages else ():
-            own, average = to_local(self._tensors[name]), to_local(self._averages[name])
-            aside = own.clone()  # one at a time: never is there a whole second copy
-            own.copy_(average)
-            average.copy_(aside)
+            tensor, average = to_local(self._tensors[name]), to_local(self._averages[name])
+            weights = tensor.clone()  # one tensor at a time: there is never a whole second copy
+            tensor.copy_(average)
+            average.copy_(weights)

@@ -1,4 +1,4 @@
-"""What a step learns from: the form of tensors, what the task makes of the network, losses with their weights."""
+"""From a forward to the loss of a step: memory format, task and network as one module, weighted losses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.parallel.ranks import Ranks
 
 
 class MemoryFormat:
-    """What batches and weights must look like to meet: fp64 for proofs, channels last where images are convolved.
+    """The type and memory layout of batches and weights: fp64 for proofs, channels-last for images and convolutions.
 
     Channels last is the faster layout of convolutions, on GPUs and (by a fifth, measured) on CPUs.
     """
@@ -56,7 +56,7 @@ def to_float64(network: nn.Module) -> nn.Module:
 
 
 def check_gradients(network: nn.Module) -> None:
-    """RuntimeError where a gradient lies in memory in another order than its parameter, as one made by hand may.
+    """RuntimeError if a gradient has another memory layout than its parameter, as one made by hand may have.
 
     Fused optimizers read memory, not indices: they would learn something else without a word.
     """
@@ -67,7 +67,7 @@ def check_gradients(network: nn.Module) -> None:
         wanted = torch.empty_like(parameter, device="meta").stride()  # as autograd would have laid it out
         # of a dimension of size 1 the stride means nothing
         strides = zip(parameter.shape, wanted, gradient.stride(), strict=True)
-        if any(size > 1 and own != other for size, own, other in strides):
+        if any(size > 1 and stride != grad_stride for size, stride, grad_stride in strides):
             raise RuntimeError(
                 f"the gradient of {name} has strides {gradient.stride()} instead of {wanted}; keep the parameter's: "
                 "torch.empty_like(parameter).copy_(gradient)"
@@ -92,7 +92,7 @@ class TaskNetwork(nn.Module):
     def __init__(self, task: Task, network: nn.Module) -> None:
         super().__init__()
         self.network = network
-        vars(self)["_task"] = task  # not registered, should it be a module: what it holds is not the network's
+        vars(self)["_task"] = task  # not registered, if it is a module: its parameters are not the network's
 
     @override
     def forward(self, inputs: Any, targets: Any) -> Any:
@@ -101,10 +101,10 @@ class TaskNetwork(nn.Module):
 
 
 class FlatOutput(nn.Module):
-    """A step that gives a list of its output's tensors, and the tree that they lie in: what a wrapper is sure to see.
+    """A step module whose output is a list of tensors, and the tree that they belong to.
 
-    Wrappers wait for the backward of an output's tensors. In a dataclass DDP finds none where its graph is static, nor
-    do older FSDPs, and would average nothing, without a word.
+    DDP and FSDP wait for the backward of the tensors in an output. In a dataclass DDP with a static graph finds none,
+    nor do older FSDPs, and would silently average nothing.
     """
 
     def __init__(self, step: nn.Module) -> None:
@@ -112,17 +112,17 @@ class FlatOutput(nn.Module):
         self.step = step
 
     @override
-    def forward(self, *given: Any) -> tuple[list[Tensor], Any]:
-        """What is there, and where it belongs."""
-        output = self.step(*given)
+    def forward(self, *args: Any) -> tuple[list[Tensor], Any]:
+        """The tensors of the output, and the output with empty tensors in their places."""
+        output = self.step(*args)
         return list(tensors(output)), map_tensors(output, lambda _: torch.empty(0, device="meta"))
 
 
-def unflatten_output(listing: Forward) -> Forward:
-    """The forward whose output a wrapped `Listing` has taken apart."""
+def unflatten_output(flat: Forward) -> Forward:
+    """The original forward of a wrapped `FlatOutput`."""
 
-    def forward(*given: Any) -> Any:
-        values, tree = listing(*given)
+    def forward(*args: Any) -> Any:
+        values, tree = flat(*args)
         return replace_tensors(tree, values)
 
     return forward
@@ -139,24 +139,24 @@ def name_losses(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def loss_shares(task: Task, batches: list[Any], ranks: Ranks, device: torch.device) -> Callable[[int], Any]:
-    """Collective: each micro-batch's share of the step, its weight over that of all micro-batches of all data ranks."""
+    """Collective: the share of a micro-batch in the step: its weight, relative to that of all data ranks."""
     weights = [loss_weight(task, batch.targets, len(batch.indices)) for batch in batches]
-    if type(task).weight is Task.weight:  # samples: how many others have is known, nothing needs to travel
+    if type(task).weight is Task.weight:  # samples: their number is known, and nothing is sent
         total = sum(weights) * batches[0].total / sum(len(batch.indices) for batch in batches) or 1
         return lambda index: weights[index] / total
     local = torch.stack([_as_device_tensor(device, weight) for weight in weights])  # (micro-batches,)
-    whole = local.sum()
-    pending = ranks.all_reduce_sum_(whole)  # the data ranks; 8 bytes, while the first forward computes
+    total_weight = local.sum()
+    pending = ranks.all_reduce_sum_(total_weight)  # the data ranks; 8 bytes, while the first forward computes
 
     def share(index: int) -> Tensor:
         pending.wait()
-        return local[index] / (whole + (whole == 0))  # of nothing every share is 0
+        return local[index] / (total_weight + (total_weight == 0))  # if nothing has a weight, every share is 0
 
     return share
 
 
 def scale_loss(x: Tensor, factor: float | Tensor) -> Tensor:
-    """The product. A lone micro-batch is the whole step: by one nothing need be multiplied."""
+    """The product; without a kernel if the factor is the number 1, as for a lone micro-batch."""
     return x if _is_one(factor) else x * factor
 
 
@@ -167,33 +167,33 @@ def _is_one(factor: float | Tensor) -> bool:
 def accumulate_losses(sums: dict[str, Tensor], losses: dict[str, Tensor], share: float | Tensor) -> None:
     """Add a micro-batch's losses to those of the step, on the device."""
     for name, loss in losses.items():
-        kept = loss.detach()
+        part = loss.detach()
         if not _is_one(share):
-            kept = to_accumulator(kept) * share  # a loss in bf16 has 8 bits, too few for a product or a sum
-        sums[name] = sums[name] + kept if name in sums else kept
+            part = to_accumulator(part) * share  # a loss in bf16 has 8 bits, too few for a product or a sum
+        sums[name] = sums[name] + part if name in sums else part
 
 
 def evaluation_sums(
     task: Task, call: Callable[..., Any], output: Any, targets: Any, samples: int
 ) -> dict[str, Tensor | float]:
-    """What an evaluation adds up over these samples: loss times weight, weight, samples, and the task's metrics.
+    """The sums of an evaluation over these samples: loss times weight, weight, samples, and the task's metrics.
 
-    call: how the loss is called, which may draw random numbers.
+    call: calls the loss, which may use random numbers.
     """
     loss, weight = total_loss(call(task.loss, output, targets)), loss_weight(task, targets, samples)
-    # what the host knows stays there: a number of Python costs no kernel
+    # a number that the host knows stays there: it costs no kernel
     weight = _as_device_tensor(loss.device, weight) if isinstance(weight, Tensor) else weight
     sums: dict[str, Tensor | float] = {"loss": to_accumulator(loss) * weight, "weight": weight, "samples": samples}
     return {name: to_accumulator(value) for name, value in task.metrics(output, targets).items()} | sums
 
 
 def zero_sums(sums: dict[str, Tensor | float]) -> dict[str, Tensor | float]:
-    """The sums over nothing, of the same names and shapes."""
+    """Zeros with the same names and shapes, for a rank whose samples do not count."""
     return {name: torch.zeros_like(to_accumulator(value)) for name, value in sums.items()}
 
 
 def _as_device_tensor(device: torch.device, number: Tensor | float) -> Tensor:
-    """A number as a tensor of this device: filled in there, for a copy from the host would wait for the device."""
+    """A number as a 0-d tensor of this device, filled there: a copy from the host would wait for the device."""
     if isinstance(number, Tensor) and number.device == device:
         return number.to(accumulation_dtype(device))
     # the host knows its own numbers

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16, and leaving out the update of a step that is not finite, on all ranks alike."""
+"""Loss scaling for fp16, and skipping the update of a step that is not finite, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL, INIT_SCALE = 2.0, 0.5, 2000, 655
 
 
 class NoScaler:
-    """Every precision but fp16: nothing is scaled, no step is left out."""
+    """For every precision but fp16: nothing is scaled, no step is left out."""
 
     needs_norm = False
     allowed = 0  # steps of a hundred that may be left out because they are not finite
-    skipped: Tensor | float = 0.0  # 1 where the last step was left out
+    skipped: Tensor | float = 0.0  # 1 if the last step was left out
 
     def begin(self) -> None:
-        """A step begins: nothing has been moved yet."""
+        """A step begins: nothing has changed yet."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
         return loss
 
     def observe_loss(self, loss: Tensor) -> None:
-        """Collective where it matters: this rank's share of the step's loss, with all gradients computed."""
+        """Collective in `StepSkipper`: take this rank's part of the step's loss, after the backward."""
 
     def unscale_(self, parameters: list[Tensor]) -> None:
         """Undo the scale in the gradients."""
 
     def unscale_factor(self) -> float:
-        """What `unscale_` would multiply the gradients by, as a number for people; may wait for the device."""
+        """The factor of `unscale_`, as a number for people; may wait for the device."""
         return 1.0
 
     def allows_step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> bool:
-        """Are the gradients fit to update the weights?"""
+        """Are the gradients finite, so that the optimizer is to be called?"""
         return True
 
     def overflow(self, norm: Tensor, broken: Tensor | float = 0.0) -> Tensor | float:
-        """1 where the scale was too large for the step just done, else 0; `broken`: 1 where its loss was no number."""
+        """1 if the scale was too large for this step, else 0; `broken`: 1 if its loss was not finite."""
         return 0.0
 
     def loss_and_count(self, loss: Tensor) -> tuple[Tensor, Tensor | int]:
-        """What a mean over steps takes of the step just done: its loss, and how many steps that is."""
+        """For a mean over steps: the loss of this step, and 1; zeros if it was left out."""
         return loss, 1
 
     def skipped_steps(self) -> int:
@@ -58,29 +58,29 @@ class NoScaler:
         return 0
 
     def norm_to_check(self, norm: Tensor | None) -> Tensor | None:
-        """The norm, where one that is not finite is a fault; None: it is not, or nobody has asked for it."""
+        """The norm, if an infinite one is a fault; None: it is not (fp16), or there is no norm."""
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint stores."""
+        """The tensors for a checkpoint."""
         return {}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take it back."""
+        """Take over a state from a checkpoint."""
 
 
 class Scaler(NoScaler):
     """Loss scaling without a device sync. An overflow on any rank shows in the global norm, which every rank knows.
 
-    Own code because torch.amp.GradScaler looks for overflows in local gradients only, so that ranks holding different
-    shards would disagree. Optimizers get `found_inf` through the attribute by which GradScaler hands it over.
+    torch.amp.GradScaler is not used because it looks for overflows in local gradients only: ranks with different shards
+    could disagree. Optimizers get `found_inf` through the same attribute as from GradScaler.
     """
 
     needs_norm = True
 
     def __init__(self, device: torch.device, ranks: int = 1) -> None:
-        """ranks: by which number of data ranks the loss was multiplied, because they average what they have."""
-        # inside a backward a sample's gradient is then as large as in one process, and overflows where it would there
+        """ranks: the number of data ranks, by which the loss was multiplied, because gradients are averaged."""
+        # divided by it again, the gradient of a sample is as large as in one process, and overflows like there
         self._ranks = ranks
         self._scale = torch.tensor(INIT_SCALE, device=device)
         self._good = torch.zeros((), device=device)  # steps since the last overflow or growth
@@ -106,7 +106,7 @@ class Scaler(NoScaler):
 
     @override
     def overflow(self, norm: Tensor, broken: Tensor | float = 0.0) -> Tensor:
-        """Halve the scale after an overflow, double it after many steps without one; nothing here waits."""
+        """Halve the scale after an overflow, double it after many steps without one. Nothing waits for the device."""
         overflow = (~torch.isfinite(norm)).to(torch.float32) * (1 - broken)
         self._good = (self._good + 1 - broken) * (1 - overflow)
         grown = (self._good >= GROWTH_INTERVAL).to(torch.float32)
@@ -118,25 +118,25 @@ class Scaler(NoScaler):
 
     @override
     def norm_to_check(self, norm: Tensor | None) -> Tensor | None:
-        """None: overflows are how a scale that fits is found."""
+        """None: an overflow is no fault, it only shows that the scale is too large."""
         return None
 
     @override
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint stores: the scale and the steps since it last changed."""
+        """The tensors for a checkpoint: the scale, and the steps since it last changed."""
         return {"scaler/scale": self._scale, "scaler/good": self._good}
 
     @override
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take it back; a checkpoint of another precision has none."""
+        """Take over the scale; a checkpoint of another precision has none."""
         self._scale = state.get("scaler/scale", self._scale).to(self._scale.device)
         self._good = state.get("scaler/good", self._good).to(self._good.device)
 
 
 def should_call_optimizer(left_out: Tensor, optimizer: torch.optim.Optimizer) -> bool:
-    """Is the optimizer to be called, where 1 says that its step is left out, 0 that it is not?
+    """Is the optimizer to be called? left_out: 1 if its step is to be left out, else 0.
 
-    One that takes `found_inf` is called anyway and decides on the device; for others the host waits for the answer.
+    A fused optimizer takes `found_inf`: it is always called, and decides on the device. For others the host waits.
     """
     if all(group.get("fused") for group in optimizer.param_groups):
         optimizer.grad_scale, optimizer.found_inf = None, left_out  # type: ignore[attr-defined]
@@ -145,10 +145,10 @@ def should_call_optimizer(left_out: Tensor, optimizer: torch.optim.Optimizer) ->
 
 
 class StepSkipper(NoScaler):
-    """A scaler, and a step without effect where a loss or the gradient is not finite on any rank.
+    """A scaler around the scaler: a step has no effect if a loss or the gradient is not finite on any rank.
 
-    Weights, the optimizer's memory and the moving average stay as they were, and so do buffers that the forward has
-    moved in place (BatchNorm's running statistics) and what passes from batch to batch.
+    Weights, the optimizer's state and the moving average stay as they were. So do buffers that the forward changes in
+    place (BatchNorm's running statistics), and the state that passes from batch to batch.
     """
 
     needs_norm = True
@@ -158,14 +158,12 @@ class StepSkipper(NoScaler):
         self, scaler: NoScaler, network: nn.Module, carried: NoRecurrentState, ranks: Ranks, device: torch.device
     ) -> None:
         self._scaler, self._carried, self._ranks = scaler, carried, ranks
-        # by type, so that all of a type are copied as one
-        own = sorted(
-            (to_local(buffer) for buffer in network.buffers()), key=lambda one: (str(one.device), str(one.dtype))
-        )
-        self._buffers = make_buckets(own)
-        self._before: list[Tensor] = []  # what was in them as the step began
-        self._broken = torch.zeros((), device=device)  # 1 where the last step was left out
-        self._under_way: Waitable = COMPLETED
+        # sorted by type, so that all of a type are copied as one
+        buffers = sorted(map(to_local, network.buffers()), key=lambda x: (str(x.device), str(x.dtype)))
+        self._buffers = make_buckets(buffers)
+        self._before: list[Tensor] = []  # their values when the step began
+        self._broken = torch.zeros((), device=device)  # 1 if the last step was left out
+        self._pending: Waitable = COMPLETED
         self._count = torch.zeros((), device=device)  # steps left out so far
 
     @override
@@ -174,14 +172,14 @@ class StepSkipper(NoScaler):
 
     @override
     def begin(self) -> None:
-        """Keep what the forward may move."""
+        """Copy the buffers, which the forward may change."""
         self._before = [pack(bucket) for bucket in self._buffers]
 
     @override
     def observe_loss(self, loss: Tensor) -> None:
-        """Collective: ask whether any rank's loss is not finite, while the norm is computed."""
+        """Collective: begin to ask all ranks whether a loss is not finite; it travels while the norm is computed."""
         self._broken = (~torch.isfinite(loss)).to(torch.float32)
-        self._under_way = self._ranks.all_reduce_max_(self._broken)  # all ranks; one number
+        self._pending = self._ranks.all_reduce_max_(self._broken)  # all ranks; one number
 
     @override
     def unscale_(self, parameters: list[Tensor]) -> None:
@@ -193,20 +191,20 @@ class StepSkipper(NoScaler):
 
     @override
     def allows_step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> bool:
-        """Was all of it finite? Where not, what the forward has moved is put back."""
+        """Were all losses and the gradient finite? If not, buffers and states get their old values."""
         assert norm is not None, "the norm tells of gradients"
-        self._under_way.wait()
-        # the norm is the same on every rank; of an fp16 step it may be infinite because the scale is too large
-        if (judged := self._scaler.norm_to_check(norm)) is not None:
-            self._broken = torch.maximum(self._broken, (~torch.isfinite(judged)).to(self._broken))
+        self._pending.wait()
+        # the norm is the same on every rank; in fp16 it may be infinite because the scale is too large
+        if (checked := self._scaler.norm_to_check(norm)) is not None:
+            self._broken = torch.maximum(self._broken, (~torch.isfinite(checked)).to(self._broken))
         self._count = self._count + self._broken
-        self._put_back()
+        self._restore()
         self.skipped = self._broken + self._scaler.overflow(norm, self._broken)
         return should_call_optimizer(self.skipped.to(norm.device), optimizer)
 
     @torch.no_grad()
-    def _put_back(self) -> None:
-        """Give buffers and what passes on their numbers from before, if the step is broken; nothing here waits."""
+    def _restore(self) -> None:
+        """If the step is broken, give buffers and states their old values. Nothing waits for the device."""
         broken = self._broken > 0
         for bucket, before in zip(self._buffers, self._before, strict=True):
             chosen = torch.where(broken.to(before.device), before, pack(bucket))
@@ -219,7 +217,7 @@ class StepSkipper(NoScaler):
 
     @override
     def loss_and_count(self, loss: Tensor) -> tuple[Tensor, Tensor | int]:
-        """The loss of one step; of a step that was left out nothing, of none."""
+        """The loss, and 1; of a step that was left out zeros."""
         return torch.where(self._broken > 0, torch.zeros_like(loss), loss), 1 - self._broken
 
     @override
@@ -228,11 +226,11 @@ class StepSkipper(NoScaler):
 
     @override
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint stores: the scaler's, and how many steps were left out."""
+        """The tensors for a checkpoint: the scaler's, and how many steps were left out."""
         return {**self._scaler.state(), "scaler/left_out": self._count}
 
     @override
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take it back; a checkpoint of a run that left none out has none."""
+        """Take over the state; a checkpoint of a run without `on_nonfinite=skip` has no count."""
         self._scaler.load(state)
         self._count = state.get("scaler/left_out", self._count).to(self._count.device)

@@ -1,4 +1,4 @@
-"""What a strategy is told about the machine, beside its own configuration."""
+"""`Machine`: device, precision, seed and timeouts, which every strategy gets beside its own configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Machine:
     """Where a run computes, in which precision, from which seed, and which of the launched processes this is."""
 
     launch: Launch = field(default_factory=Launch)
-    device: str = "auto"  # auto: the accelerator that torch finds; cpu; or the kind that it must be: cuda, xpu, mps
+    device: str = "auto"  # auto: the accelerator that torch finds, else cpu; or cpu, cuda, xpu, mps
     precision: str = "auto"  # auto, fp32, bf16, fp16, fp64
     tf32: bool = False  # CUDA GPUs multiply what is fp32 with 10 bits instead of 23, also in convolutions
     channels_last: bool = True  # images and the weights of convolutions lie so in memory
@@ -43,28 +43,29 @@ class Machine:
 
     def check(self) -> None:
         """Refuse a device, a precision or a network interface that is not there, before any process group."""
-        there = [name for _, name in socket.if_nameindex()]
-        if self.interface is not None and self.interface not in there:
+        interfaces = [name for _, name in socket.if_nameindex()]
+        if self.interface is not None and self.interface not in interfaces:
             raise Refusal(
                 f"distributed.interface={self.interface}: {socket.gethostname()} has no such network interface; it has "
-                + ", ".join(there)
+                + ", ".join(interfaces)
             )
-        found = accelerator_type()
-        if self.device not in ("auto", "cpu", found):
-            seen = f"only {found}" if found else "no GPU"
+        accelerator = accelerator_type()
+        if self.device not in ("auto", "cpu", accelerator):
+            seen = f"only {accelerator}" if accelerator else "no GPU"
             raise Refusal(
-                f"device={self.device}: torch sees {seen} on this machine; use device={found or 'cpu'} (or auto)"
+                f"device={self.device}: torch sees {seen} on this machine; use device={accelerator or 'cpu'} (or auto)"
             )
         if self.backend is not None or self.launch.world_size > 1:
             refuse_backend(self.kind, self.backend)
         self._refuse_precision()
 
     def refuse_shared_devices(self) -> None:
-        """Collective: refuse, on all ranks, more processes than devices where each must have one of its own.
+        """Collective: refuse, on all ranks, two processes with the same device, if each must have its own.
 
-        Only together do they know: a process may see all devices of its machine, or one alone (`--gpus-per-task=1`).
+        A process may see all devices of its machine, or only one (`--gpus-per-task=1`). So they compare through the
+        store.
         """
-        # what is asked here is the same on all ranks, whatever their machines have
+        # a condition that has the same value on all ranks, on different machines, too
         if self.launch.world_size > 1 and self.device != "cpu" and self.backend != "gloo":
             run_on_all_ranks(self.launch, "devices", self._claim_exclusively)
 
@@ -107,40 +108,40 @@ class Machine:
 
     @property
     def torch_device(self) -> torch.device:
-        """The device of this process: neighbouring ranks take neighbouring ones; over gloo they may share one."""
+        """The device of this process: by its local rank; over gloo processes may share one."""
         if not self.on_gpu:
             return torch.device("cpu")
         return torch.device(self.kind, self.launch.local_rank % torch.accelerator.device_count())
 
     def claim_device(self) -> torch.device:
-        """The device of this process, made the current one; and the network interface, for the group to come."""
+        """Make the device of this process the current one and return it; set the network interface for the groups."""
         if self.interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = self.interface
             os.environ["NCCL_SOCKET_IFNAME"] = f"={self.interface}"  # without the sign eth1 would mean eth10, too
         with warnings.catch_warnings():
             # torch 2.9 and some after it recommend names that break `cudnn.flags` (#179445)
             warnings.simplefilter("ignore", UserWarning)
-            torch.backends.cudnn.allow_tf32 = self.tf32  # torch's default is true: an fp32 that is none
+            torch.backends.cudnn.allow_tf32 = self.tf32  # torch's default is true, which is no fp32
             torch.backends.cuda.matmul.allow_tf32 = self.tf32
         device = self.torch_device
         if self.on_gpu:
-            torch.accelerator.set_device_index(device)  # so that nothing lands on GPU 0 by accident
+            torch.accelerator.set_device_index(device)  # so that nothing is allocated on GPU 0 by accident
         return device
 
     @cached_property  # every micro-batch asks
     def resolved_precision(self) -> str:
-        """The precision that `auto` stands for: bf16 where the GPU says that it has it, else fp32."""
+        """The precision; `auto` is bf16 if the GPU has it, else fp32."""
         if self.precision != "auto":
             return self.precision
         return "bf16" if self.on_gpu and is_bf16_supported(self.kind, emulated=False) else "fp32"
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """What weights are held in: fp64 for proofs, else fp32 (bf16 and fp16 are for the arithmetic only)."""
+        """The type of weights: fp64 for proofs, else fp32 (bf16 and fp16 are autocast only)."""
         return torch.float64 if self.resolved_precision == "fp64" else torch.float32
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context of a forward pass in the resolved precision; in fp64 new tensors (noise, a time) have it too."""
+        """The context of a forward in the resolved precision; in fp64 new tensors (noise, a time) have it, too."""
         if self.resolved_precision == "fp64":
             return default_dtype(torch.float64)
         dtype = _AUTOCAST.get(self.resolved_precision)
@@ -149,7 +150,7 @@ class Machine:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, tensors that are made from nothing (`torch.randn`, `torch.zeros`) have this type; torch's is float32."""
+    """Inside, new tensors (`torch.randn`, `torch.zeros`) have this type; torch's default is float32."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -234,7 +234,7 @@ class ParallelModel:
         valid: how many of its samples count, all or none. Of none the sums are zeros of the same shapes.
         """
         self.set_mode(training=False)
-        self.watch.done += 1  # an evaluation may take hours: it gets further with each batch
+        self.watch.phases_done += 1  # an evaluation may take hours: it gets further with each batch
         rehearsing = without_compile() if self.before_first_step else nullcontext()  # its batch may be of another size
         self.rng.begin_evaluation(batch.indices)
         computing = self.machine.autocast(self.strategy.device)

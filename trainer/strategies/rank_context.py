@@ -1,4 +1,7 @@
-"""Where a rank is: its device, its groups of ranks, and what they tell each other. Here: one process alone."""
+"""`RankContext`: the device of a rank, its groups of ranks, its time limits; and the votes between ranks.
+
+`Strategy` derives from it. This class is for one process; `multi_process.py` has the ones for several.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,15 @@ from trainer.strategies.machine import Machine
 from trainer.strategies.step_timing import NoStallClock, StepTimer
 
 ActivationCheckpointing = Literal["none", "units", "operators"]
-WATCHDOG_MARGIN = timedelta(
-    seconds=30
-)  # torch ends a collective so much later than the watchdog, which can say who hangs
+# torch ends a collective so much later than the watchdog does, which can say who hangs
+WATCHDOG_MARGIN = timedelta(seconds=30)
 
 
 @dataclass
 class RankContext:
-    """A device and groups of ranks, and what every rank does there. It remembers no network.
+    """The device and the groups of this rank. It holds no network.
 
-    Its fields are its configuration. The facts below hold inside `with place:`.
+    Its fields are its configuration. Those with `init=False` are set by `with` (or later).
     """
 
     narrowing: ClassVar[tuple[str, ...]] = ()  # fields that make numbers narrower than the precision; null: they do not
@@ -45,9 +47,9 @@ class RankContext:
     device: torch.device = field(init=False, repr=False)  # where this rank computes
     world: Ranks = field(init=False, repr=False)  # all ranks
     data_group: Ranks = field(init=False, repr=False)  # the ranks that read different data
-    # how long a rank may take to get further at present; joining has a limit of its own
-    patience: timedelta = field(init=False, repr=False, default=timedelta.max)
-    # where the time of its steps goes, and whether any are done
+    # how long a rank may take for a phase at present; joining has a limit of its own
+    time_limit: timedelta = field(init=False, repr=False, default=timedelta.max)
+    # the time of each phase of its steps
     watch: StepTimer = field(init=False, repr=False, compare=False, default_factory=partial(StepTimer, NoStallClock()))
 
     def __enter__(self) -> Self:
@@ -57,50 +59,50 @@ class RankContext:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Leave; never waits for anyone after an error."""
+        """Leave the groups; after an error without waiting for other ranks."""
 
     def groups(self) -> list[ProcessGroup]:
-        """The process groups of this place."""
+        """All process groups, so that timeouts can be set on them."""
         return []
 
     @property
     def loss_group(self) -> Ranks:
-        """The ranks whose losses make up the step's: those that read different data, or other parts of the same."""
+        """The ranks whose losses make up the step's: they read different samples, or other parts of the same."""
         return self.data_group
 
     @property
     def slice(self) -> RankSampler:
-        """Which samples this rank reads, and where they go."""
+        """Which samples this rank reads, and the device that they are needed on."""
         return RankSampler(self.data_group.rank, self.data_group.size, self.device, self.machine.seed)
 
     @property
     def dropout(self) -> Literal["sample", "native"]:
-        """Whose random numbers a forward has: each sample's own, wherever that can be; or torch's."""
+        """Whose random numbers a forward has: each sample's own, or, with `compile`, torch's."""
         return self.machine.dropout or ("native" if self.machine.compile else "sample")
 
-    # How late a rank may be.
+    # time limits
 
     def use_long_timeout(self) -> None:
-        """From now on a rank may be as late as in the first step, an evaluation or a save."""
+        """From now on a collective may take as long as in the first step, an evaluation or a save."""
         self._set_time_limit(self.machine.timeout)
 
     def use_step_timeout(self) -> None:
-        """From now on nothing takes longer than a step does: what is slower than that hangs."""
+        """From now on a collective takes no longer than in a step: what is slower hangs."""
         if self.time_limit != self.machine.step_timeout:
             self._set_time_limit(self.machine.step_timeout)
 
     def pulse(self, step: int) -> RankProgress:
-        """How far this rank is in a run, in this step, and how late it may be; any thread may ask."""
-        times = self.time_limit, self.machine.step_timeout
-        return RankProgress(step, self.watch.done, *(time.total_seconds() for time in times))
+        """How far this rank is in a run, in this step, and how long it may take; any thread may ask."""
+        limits = self.time_limit, self.machine.step_timeout
+        return RankProgress(step, self.watch.phases_done, *(limit.total_seconds() for limit in limits))
 
-    def _set_time_limit(self, patience: timedelta) -> None:
-        self.time_limit = patience
-        # When NCCL's time is over its watchdog aborts the process, and nobody is left to say why. The vote of the same
-        # step waits on the CPU and raises an error: with twice the time for NCCL it is heard first.
-        set_timeouts(self.groups(), (patience if self.device.type == "cpu" else patience * 2) + WATCHDOG_MARGIN)
+    def _set_time_limit(self, time_limit: timedelta) -> None:
+        self.time_limit = time_limit
+        # After its timeout NCCL aborts the process, which can print no message any more. The vote of the same step
+        # waits on the CPU and raises an error: NCCL gets twice the time, so the vote's timeout comes first.
+        set_timeouts(self.groups(), (time_limit if self.device.type == "cpu" else time_limit * 2) + WATCHDOG_MARGIN)
 
-    # Collectives: every rank calls them, in the same order.
+    # collectives: every rank calls them, in the same order
 
     def totals(self, sums: Sums, alike: Mapping[str, Tensor] | None = None) -> PendingSums:
         """Collective: start adding up these sums over the data ranks, each sample counted once; read them later.

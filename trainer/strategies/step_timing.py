@@ -1,4 +1,8 @@
-"""Where a run's time goes, step by step; and how long its process stood still."""
+"""One timer of the phases of a step, and what is read from it: stalls, stragglers, the utilisation of the devices.
+
+`StepTimer` reads the host's clock at the end of each phase. Its readers: the table at the end of a run and status.json
+(`laps`), the watchdog (`phases_done`), `StragglerCheck` between the ranks, and `Utilization` in a training line.
+"""
 
 from __future__ import annotations
 
@@ -22,63 +26,65 @@ PHASES = (*STEP_PHASES, "evaluation", "save")
 
 
 class StepTimer:
-    """Laps of the host's clock. They cost some microseconds a step and never wait for a device."""
+    """Seconds by phase, from the host's clock. It costs some microseconds a step and never waits for a device."""
 
-    def __init__(self, stalls: NoStallClock) -> None:
-        self.steps, self._stalls = 0, stalls  # steps that have begun
-        self.done = 0  # phases, and batches of evaluations: where it stands still nothing goes on
-        self._begin()
-        self._since, self._stood, self._worked = perf_counter(), 0.0, 0.0
+    def __init__(self, stall_clock: NoStallClock) -> None:
+        self.steps, self._stall_clock = 0, stall_clock  # steps that have begun
+        self.phases_done = 0  # and batches of evaluations: while this number stands still, nothing goes on
+        self._reset()
+        self._last, self._last_stalled, self._last_cpu = perf_counter(), 0.0, 0.0
 
-    def _begin(self) -> None:
-        # seconds, since the second step began: of the clock, and in which this process stood still
+    def _reset(self) -> None:
+        # by phase, since the second step began: seconds of the clock, and those in which this process stood still
         self.elapsed, self.stalled = (dict.fromkeys(PHASES, 0.0) for _ in range(2))
-        self.cpu_seconds = 0.0  # of the processors, in forward and backward
+        self.cpu_seconds = 0.0  # of all processors, in forward and backward
 
     @property
     def measured(self) -> int:
-        """How many steps it is about: all but the first, which compiles, allocates and opens files."""
+        """How many steps are measured: all but the first, which compiles, allocates and opens files."""
         return max(self.steps - 1, 0)
 
     @property
     def laps(self) -> dict[str, float]:
-        """Seconds by phase of the steps that are measured; none before the second of them."""
+        """Seconds by phase of the measured steps; nothing before the second step."""
         return self.elapsed if self.measured else {}
 
     def step(self) -> None:
-        """A step begins: what passed since the last one ended went into its data."""
+        """A step begins: the time since the last one ended was spent on its data."""
         self.lap("data")
         self.steps += 1
         if self.steps == 2:
-            self._begin()
-        self._worked = process_time()
+            self._reset()
+        self._last_cpu = process_time()
 
     def end_forward_backward(self) -> None:
-        """A lap of forward and backward; of these the processors' time is known, too, which costs a microsecond."""
-        self.cpu_seconds += process_time() - self._worked
+        """The end of forward and backward. Here the processors' time is measured, too; it costs a microsecond."""
+        self.cpu_seconds += process_time() - self._last_cpu
         self.lap("forward and backward")
 
     def lap(self, phase: str) -> None:
-        """What passed since the last lap went into this phase."""
-        now, stood = perf_counter(), self._stalls.seconds
-        self.elapsed[phase] += now - self._since
-        self.stalled[phase] += stood - self._stood
-        self._since, self._stood = now, stood
-        self.done += 1
+        """The end of a phase: the time since the last lap was spent on it."""
+        now, stalled = perf_counter(), self._stall_clock.seconds
+        self.elapsed[phase] += now - self._last
+        self.stalled[phase] += stalled - self._last_stalled
+        self._last, self._last_stalled = now, stalled
+        self.phases_done += 1
 
+
+# ----------------------------------------------------------------------------------------------------------- stalls
 
 _TICK = 0.025  # seconds from tick to tick
-_MIN_LATE = 0.05  # a tick that is later than that tells of more than a busy machine
+_MIN_LATE = 0.05  # seconds: on a busy machine ticks are late by less
 
 
 class NoStallClock:
-    """Nobody looks, for nobody waits for this process."""
+    """Nothing is measured: no other process waits for this one."""
 
     seconds = 0.0
 
 
 class StallClock(NoStallClock):
-    """A thread that only sleeps and looks at the clock: what its ticks are late by, the process stood still.
+    """How long this process stood still (stopped, swapped out): a thread sleeps, and counts by how much it is late.
 
     40 ticks a second cost about 0.1 % of a core. The thread ends with this object.
     """
@@ -92,98 +98,105 @@ def _tick(owner: ref[StallClock]) -> None:
         before = monotonic()
         sleep(_TICK)  # not for an event: time itself is what is measured
         late = monotonic() - before - _TICK
-        stalls = owner()
-        if stalls is None:
+        clock = owner()
+        if clock is None:
             return
-        stalls.seconds += late if late > _MIN_LATE else 0.0
-        del stalls  # or the thread would keep it through the next sleep
+        clock.seconds += late if late > _MIN_LATE else 0.0
+        del clock  # or the thread would keep it alive through the next sleep
 
 
-MIN_STEPS, MIN_SECONDS = 10, 2.0  # what is judged at once: lines of so many steps at least, which took so long
-THRESHOLD = 0.25  # of the time, by which a rank is above the others: without it steps would be so much shorter
+# ------------------------------------------------------------------------------------------------------- stragglers
+
+MIN_STEPS, MIN_SECONDS = 10, 2.0  # ranks are compared over at least so many steps that took at least so long
+THRESHOLD = 0.25  # part of the time by which a rank is above the others: without it steps would be so much shorter
 CAUSES = ("stood still (stopped, swapped out, or without a processor)", "read its data", "computed")
-COMPUTED = 2  # the last cause, which says something among ranks of equal work alone
+COMPUTED = 2  # the cause that can be compared only among ranks with the same work
 _CPU = torch.device("cpu")
 
 
 class StragglerCheck:
-    """How fast the ranks of one loop are: of each, how long it stood still, read its data, and computed.
+    """Finds a rank that holds up all others, by what each rank spends on its own: stalls, data, computing.
 
-    Nothing of it is waiting for others. One that is alone holds up nobody.
+    Time in which a rank waits for others is not in it. In a run of one process nobody is held up.
     """
 
     def __init__(self, ranks: Ranks, stage: int, on_cpu: bool) -> None:
-        """Collective. `stage`: which one of a pipeline this rank has: ranks of another have other work."""
+        """Collective. `stage`: the stage of a pipeline that this rank has: other stages have other work."""
         self._ranks, self._on_cpu = ranks, on_cpu
-        told = ranks.all_gather_values((socket.gethostname(), stage))  # all ranks, once
-        self._hosts, self._stages = [host for host, _ in told], [stage for _, stage in told]
-        # (ranks, causes, then seconds of all phases and steps): what was heard since the last judgement
-        self._seen = torch.zeros(ranks.size, len(CAUSES) + 2, dtype=torch.float64)
-        self._before = torch.zeros_like(self._seen[0])  # what this rank's watch had counted at the last line
-        self._under_way: PendingSums | None = None
-        self._slow: set[int] = set()  # ranks that were told of, and are not well yet
+        places = ranks.all_gather_values((socket.gethostname(), stage))  # all ranks, once
+        self._hosts, self._stages = [host for host, _ in places], [stage for _, stage in places]
+        # (ranks, causes, then seconds of all phases and steps): the sum since the last comparison
+        self._sums = torch.zeros(ranks.size, len(CAUSES) + 2, dtype=torch.float64)
+        self._before = torch.zeros_like(self._sums[0])  # what the timer of this rank had at the last line
+        self._pending: PendingSums | None = None
+        self._slow: set[int] = set()  # ranks that were reported and have not recovered yet
 
-    def start(self, watch: StepTimer) -> None:
-        """Collective, at a line: start telling all ranks what this one spent since the last line."""
-        # a processor's time says how slow it is; beside a GPU it says nothing, for it spins while it waits
-        computed = watch.cpu_seconds / torch.get_num_threads() if self._on_cpu else 0.0
-        stood, whole = (sum(times[phase] for phase in STEP_PHASES) for times in (watch.stalled, watch.elapsed))
-        now = self._before.new_tensor([stood, watch.elapsed["data"], computed, whole, watch.measured])
-        now *= watch.measured > 0  # after the first step the watch begins anew
-        table = torch.zeros_like(self._seen)
+    def start(self, timer: StepTimer) -> None:
+        """Collective, at a line: begin to tell all ranks what this one has spent since the last line."""
+        # the processors' time says how slow a CPU is; beside a GPU it says nothing, because waiting for it costs time
+        computed = timer.cpu_seconds / torch.get_num_threads() if self._on_cpu else 0.0
+        stalled, elapsed = (sum(seconds[phase] for phase in STEP_PHASES) for seconds in (timer.stalled, timer.elapsed))
+        now = self._before.new_tensor([stalled, timer.elapsed["data"], computed, elapsed, timer.measured])
+        now *= timer.measured > 0  # after the first step the timer begins anew
+        table = torch.zeros_like(self._sums)
         table[self._ranks.rank], self._before = now - self._before, now
-        self._under_way = PendingSums({"": table}, self._ranks, _CPU)  # all ranks; each fills in its row, 40 bytes
+        self._pending = PendingSums({"": table}, self._ranks, _CPU)  # all ranks; each fills in its row, 40 bytes
 
     def read(self) -> list[str]:
-        """After what was told has arrived: a sentence for each rank that has begun to hold up the others."""
-        if self._under_way is None:
+        """When the numbers have arrived: a sentence for each rank that has begun to hold up the others."""
+        if self._pending is None:
             return []
-        self._seen += self._under_way.read()[""]
-        self._under_way = None
-        seconds, steps = self._seen[:, len(CAUSES) :].amax(0).tolist()
+        self._sums += self._pending.read()[""]
+        self._pending = None
+        seconds, steps = self._sums[:, len(CAUSES) :].amax(0).tolist()
         if steps < MIN_STEPS or seconds < MIN_SECONDS:
             return []
-        parts = (self._seen[:, : len(CAUSES)] / seconds).tolist()  # rank → cause → part of the time
-        self._seen.zero_()
-        return [said for rank, own in enumerate(parts) for said in self._judge(rank, own, parts)]
+        parts = (self._sums[:, : len(CAUSES)] / seconds).tolist()  # rank → cause → part of the time
+        self._sums.zero_()
+        return [message for rank in range(len(parts)) for message in self._compare(rank, parts)]
 
-    def _judge(self, rank: int, own: list[float], parts: list[list[float]]) -> list[str]:
-        """What is new of a rank: who is slow is told once, and again only after it was well."""
-        others = [at for at in range(len(parts)) if at != rank]
-        rest = others or [rank]  # one that is alone is compared with itself
-        alike = [at for at in others if self._stages[at] == self._stages[rank]] or [rank]
-        usual = [median(parts[at][cause] for at in (alike if cause == COMPUTED else rest)) for cause in range(len(own))]
-        far, cause = max((mine - theirs, cause) for cause, (mine, theirs) in enumerate(zip(own, usual, strict=True)))
-        new = far > THRESHOLD and rank not in self._slow
-        self._slow = self._slow | {rank} if far > THRESHOLD else self._slow - {rank}
+    def _compare(self, rank: int, parts: list[list[float]]) -> list[str]:
+        """The message about this rank, if it is new: a slow rank is reported again only after it has recovered."""
+        others = [other for other in range(len(parts)) if other != rank] or [rank]  # a lone rank equals itself
+        same_stage = [other for other in others if self._stages[other] == self._stages[rank]] or [rank]
+        usual = [
+            median(parts[other][cause] for other in (same_stage if cause == COMPUTED else others))
+            for cause in range(len(CAUSES))
+        ]
+        excess, cause = max((parts[rank][cause] - usual[cause], cause) for cause in range(len(CAUSES)))
+        is_new = excess > THRESHOLD and rank not in self._slow
+        self._slow = self._slow | {rank} if excess > THRESHOLD else self._slow - {rank}
         return [
-            f"rank {rank} on {self._hosts[rank]} holds up the others: it {CAUSES[cause]} for {100 * own[cause]:.0f} %"
-            f" of the time, they for {100 * usual[cause]:.0f} %"
-        ] * new
+            f"rank {rank} on {self._hosts[rank]} holds up the others: it {CAUSES[cause]} for"
+            f" {100 * parts[rank][cause]:.0f} % of the time, they for {100 * usual[cause]:.0f} %"
+        ] * is_new
+
+
+# ------------------------------------------------------------------------------------------------------ utilisation
 
 
 class NoUtilization:
-    """Nobody has counted what a step computes."""
+    """The operations of a step were not counted."""
 
     def metrics(self, inputs: Any, seconds: float) -> dict[str, float]:
-        """What a training line says of it. inputs: of a micro-batch of the last step; seconds: of a step."""
+        """Metrics for a training line. inputs: of a micro-batch of the last step; seconds: of a step."""
         return {}
 
 
 class Utilization(NoUtilization):
-    """The operations of a step of the whole network, beside the most that all devices together can do.
+    """Model FLOPs utilisation: the operations of a step, relative to the most that all devices together can do.
 
-    Chowdhery et al. 2022, arXiv:2204.02311, appendix B: forward and backward count, what is computed again does not.
+    Chowdhery et al. 2022, arXiv:2204.02311, appendix B: forward and backward count, recomputing does not.
     """
 
     def __init__(self, flops: float, peak: float, inputs: Any, say: Callable[[str], None]) -> None:
-        """flops: of a step; peak: a second; inputs: such as the step was counted with; say: tells a sentence."""
+        """flops: of a step; peak: a second; inputs: those that were counted; say: prints a sentence."""
         self._flops, self._peak, self._say = flops, peak, say
         self._counted = first_tensor(inputs).shape[1:]  # of a sample
 
     @override
     def metrics(self, inputs: Any, seconds: float) -> dict[str, float]:
-        """The utilisation, 0 to 1; from the first samples of another size on nothing, for those were not counted."""
+        """The utilisation, 0 to 1. From the first samples of another shape on nothing: they were not counted."""
         if self._peak and first_tensor(inputs).shape[1:] != self._counted:
             self._peak = 0.0
             self._say("note        no utilisation from here on: the samples are not all of one size")
