@@ -132,8 +132,8 @@ class ReplicaCheck(NoReplicaCheck):
         raise ReplicaDriftError(
             f"step {pending.step}: the copies of the network have drifted apart: {who} in {name}{more}. Nothing of it"
             " is saved: the same command goes on from the newest checkpoint, if there is one.\nLook for code that"
-            " changes weights on one rank alone (Task.after_step, a random number), or for a machine with faulty memory."
-            " Where ranks are to differ, or have different hardware: distributed.compare_copies=false"
+            " changes weights on one rank alone (Task.after_step, a random number), or for a machine with faulty"
+            " memory. Where ranks are to differ, or have different hardware: distributed.compare_copies=false"
         )
 
 
