@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from trainer.verify.verdict import differences, picture
+from trainer.verify.loss_plot import largest_differences, plot_curves
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 WORDS = ["model=vit_tiny", "model.dropout=0.1", "loop.epochs=4", "loop.log_every=1", "checkpoint.keep=1"]
@@ -48,8 +48,8 @@ def main() -> None:
     curves = {named(run): [run.losses[step] for step in steps] for run in runs}
     shared = " ".join(["trainer", *(word for word in runs[0].words if all(word in run.words for run in runs))])
     title = "Training loss at every step: one configuration, several strategies"
-    asked.out.write_text(picture(title, shared, curves, steps[0]), encoding="utf-8")
-    apart = differences([*curves.values()])
+    asked.out.write_text(plot_curves(title, shared, curves, steps[0]), encoding="utf-8")
+    apart = largest_differences([*curves.values()])
     print(f"{asked.out}: {len(runs)} runs, {len(steps)} steps, the same samples at every step")
     for count in (8, 24, len(steps)):
         if count <= len(steps):

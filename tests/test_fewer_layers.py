@@ -24,8 +24,8 @@ from tests.quick import quickly
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
-from trainer.verify.reference import made_apart
-from trainer.verify.training_record import RATE, Record
+from trainer.verify.reference import make_in_process
+from trainer.verify.training_record import Phase, TrainingRecord
 
 pytestmark = pytest.mark.slow
 
@@ -100,14 +100,14 @@ def test_a_shorter_network_is_proven_under_every_strategy(processes: Processes, 
     assert "of blocks: 2 of 9 Block (of 9 layers these: 0, 8)\n" in said
 
 
-def short(place: Path, words: list[str], name: str = "short") -> Record:
+def short(place: Path, words: list[str], name: str = "short") -> TrainingRecord:
     """The reference that these words make."""
     file = place / f"{name}.safetensors"
     assert product(Launch(), place, [*words, EXACT, "job=verify", f"job.record={file}", f"run.dir={file}.run"]) == 0
-    return Record.read(file)
+    return TrainingRecord.read(file)
 
 
-def places(record: Record) -> dict[str, list[int]]:
+def places(record: TrainingRecord) -> dict[str, list[int]]:
     """The layers that stay, by list."""
     return {fewer["name"]: fewer["places"] for fewer in record.facts["fewer"]}
 
@@ -141,7 +141,7 @@ def test_what_is_frozen_and_what_has_a_rate_of_its_own_stays_so(home: Path) -> N
     words = [*NET, "model=deep", "model.kind=plain", "model.freeze=['layers.[0-2]']", "job.layers=1"]
     record = short(home, [*words, "optimizer.groups=[{pattern:layers.8,lr:0.5},{pattern:layers.7,lr:0.25}]"])
     assert places(record) == {"layers": [0, 3, 7, 8]}
-    rates = {key.name: record.table(key)[0, 0].item() for key in record.values if key[:2] == (1, RATE)}
+    rates = {key.name: record.table(key)[0, 0].item() for key in record.values if key[:2] == (1, Phase.RATE)}
     weights = [f"layers.{at}.weight" for at in range(5)]
     assert [name in rates for name in weights] == [False, True, True, True, False]
     usual, quarter, half = (rates[name] for name in weights[1:4])
@@ -178,7 +178,7 @@ def test_what_one_process_cannot_hold_is_made_shorter_by_itself(processes: Proce
     file = home / "shortage.safetensors"
     words = [*DEEP["gpt"], EXACT, f"job.record={file}", f"run.dir={home / 'shortage'}"]
     assert processes.run(1, with_memory, home, words, 3e6) == [(0, "")]
-    facts = Record.read(file).facts
+    facts = TrainingRecord.read(file).facts
     assert facts["fewer"][0]["places"] == [0, 8]
     # (weights, gradients, two moments of AdamW, and a copy of all but the gradients) of 8 bytes
     assert " numbers × 56 bytes = 7." in facts["shorter"]
@@ -194,10 +194,10 @@ def test_a_reference_whose_memory_ran_out_is_made_again_with_fewer_layers(home: 
 
     def made(run: PreparedRun, samples: int, path: Path, layers: int | None) -> str:
         asked.append(layers)
-        return made_apart(run, samples, path, layers) if layers else "can't allocate memory"
+        return make_in_process(run, samples, path, layers) if layers else "can't allocate memory"
 
     words = [*NET, EXACT, "device=cpu", "model=deep", "model.kind=plain", f"run.dir={home / 'again'}", "job=verify"]
-    with patch("trainer.verify.reference.made_apart", made):
+    with patch("trainer.verify.reference.make_in_process", made):
         assert product(Launch(), home, words) == 0
         assert asked == [None, 2]
         said = json.loads((home / "again/verify/verify.json").read_text())

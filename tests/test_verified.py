@@ -132,7 +132,7 @@ def breaking(launch: Launch, place: Path, words: list[str]) -> tuple[Any, str]:
 
     with (
         patch("trainer.strategies.parallel_model.times", one),
-        patch("trainer.verify.cause_experiments.trial", fails),
+        patch("trainer.verify.cause_experiments.train_and_record", fails),
         redirect_stdout(io.StringIO()) as said,
         pytest.raises(ValueError, match="planted"),
     ):

@@ -15,12 +15,19 @@ from tests.planted.plant import NET, write_lab
 from tests.planted.proofs import said_of, verdict, verified
 from tests.processes import Processes
 from tests.quick import quickly
-from trainer.verify import training_record as phases_of
-from trainer.verify.causes import AGAIN, ANEW, DIVIDED, SHOWN, Circumstances, First, Tried, likely
-from trainer.verify.comparison import EXACTNESS, compared
-from trainer.verify.tensor_sketch import signatures
-from trainer.verify.training_record import INITIAL, LOSS, Key, Record
-from trainer.verify.verdict import picture
+from trainer.verify.comparison import TOLERANCES, compare
+from trainer.verify.loss_plot import plot_curves
+from trainer.verify.training_record import Key, Phase, TrainingRecord, sketch_rows
+from trainer.verify.verdict import (
+    DIVIDED,
+    PROCESSES_VISIBLE,
+    RECREATED,
+    REPEATED,
+    ExperimentResults,
+    FirstDifference,
+    RunFacts,
+    explain_cause,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -34,44 +41,46 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_phase_has_words_for_every_cause() -> None:
-    phases = {value for name, value in vars(phases_of).items() if name.isupper() and isinstance(value, str)}
+    phases = {value for name, value in vars(Phase).items() if name.isupper() and isinstance(value, str)}
     assert len(phases) == 12
-    here = Circumstances(2, 2, planned=True, native=False, kinds={})
+    here = RunFacts(2, 2, planned=True, native=False, kinds={})
     for phase in phases:
-        first = First(1, phase, "name", 1.0, 2.0, (0,), 1, True)
-        for name in (ANEW, AGAIN, SHOWN, DIVIDED):
-            assert likely(first, here, Tried({name: True})).startswith("the ")
-        assert likely(first, here, Tried({DIVIDED: False})).startswith("the strategy, or the plan")
+        first = FirstDifference(1, phase, "name", 1.0, 2.0, (0,), 1, True)
+        for name in (RECREATED, REPEATED, PROCESSES_VISIBLE, DIVIDED):
+            assert explain_cause(first, here, ExperimentResults({name: True})).startswith("the ")
+        assert explain_cause(first, here, ExperimentResults({DIVIDED: False})).startswith("the strategy, or the plan")
 
 
 @pytest.mark.parametrize("losses", [[2.0], [float("nan"), 1.0], [-3e7, 2e9], [0.0, 0.0], [2.3, float("inf"), 1e-9]])
 def test_any_curve_can_be_drawn(losses: list[float]) -> None:
-    drawn = picture("<loss>", "a & b" * 50, {"one": losses, "<two>": [loss + 1e-8 for loss in losses]}, 1, floor=1e-7)
+    drawn = plot_curves(
+        "<loss>", "a & b" * 50, {"one": losses, "<two>": [loss + 1e-8 for loss in losses]}, 1, floor=1e-7
+    )
     assert len(drawn) < 10_000
     ElementTree.fromstring(drawn)
 
 
 def test_no_floor_excuses_a_mistake() -> None:
-    one, other = Record(), Record()
+    one, other = TrainingRecord(), TrainingRecord()
     for record, loss in ((one, 1.0), (other, 1.00001)):
-        record.add(Key(1, LOSS, "loss"), [0], signatures(torch.tensor([[loss]])))
-        record.floors[Key(1, LOSS, "loss")] = float("inf")
-    assert compared(one, other, EXACTNESS["fp64"]).differences
-    assert not compared(one, one, EXACTNESS["fp64"]).differences
+        record.add(Key(1, Phase.LOSS, "loss"), [0], sketch_rows(torch.tensor([[loss]])))
+        record.floors[Key(1, Phase.LOSS, "loss")] = float("inf")
+    assert compare(one, other, TOLERANCES["fp64"]).differences
+    assert not compare(one, one, TOLERANCES["fp64"]).differences
 
 
 def test_what_is_infinite_is_equal_where_it_is_and_hides_no_other_number() -> None:
     inf, nan = float("inf"), float("nan")
     held = [0.0, -inf, -inf, 1.0, nan, inf]
     for numbers in (held, [0.0, -inf, inf, 1.0, nan, inf], [-inf, 0.0, -inf, 1.0, nan, inf], [nan, 0, 0, 0, 0, 0]):
-        records = Record(), Record()
+        records = TrainingRecord(), TrainingRecord()
         for record, values in zip(records, (held, numbers), strict=True):
-            record.add(Key(0, INITIAL, "mask"), [0], signatures(torch.tensor([values])))
-        assert bool(compared(*records, EXACTNESS["fp64"]).differences) == (numbers is not held)
-    one, other = Record(), Record()
+            record.add(Key(0, Phase.INITIAL, "mask"), [0], sketch_rows(torch.tensor([values])))
+        assert bool(compare(*records, TOLERANCES["fp64"]).differences) == (numbers is not held)
+    one, other = TrainingRecord(), TrainingRecord()
     for record, last in ((one, 1.0), (other, 1.0001)):
-        record.add(Key(0, INITIAL, "mask"), [0], signatures(torch.tensor([[-inf, -inf, last]])))
-    (difference,) = compared(one, other, EXACTNESS["fp64"]).differences
+        record.add(Key(0, Phase.INITIAL, "mask"), [0], sketch_rows(torch.tensor([[-inf, -inf, last]])))
+    (difference,) = compare(one, other, TOLERANCES["fp64"]).differences
     assert 0.9e-4 < difference.gap < 1.1e-4
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from trainer.verify.verdict import DARK, LIGHT, text
+from trainer.verify.loss_plot import DARK, LIGHT, svg_text
 
 Row = Mapping[str, Any]  # work, peer, round, and figures or error
 
@@ -79,7 +79,7 @@ def picture(rows: Sequence[Row]) -> str:
         "text { font-family: system-ui, sans-serif; font-size: 13px } text.title { font-size: 16px; font-weight: 600 }",
         f"{schemes[0]} @media (prefers-color-scheme: dark) {{ {schemes[1]} }}</style>",
         f'<rect class="card" width="{WIDTH}" height="{bottom + 40}" rx="8"/>',
-        text(LEFT, 30, "Time of a step, as a ratio to the loop by hand (raw = 1; left is faster)", "title"),
+        svg_text(LEFT, 30, "Time of a step, as a ratio to the loop by hand (raw = 1; left is faster)", "title"),
     ]
     for tick in (value for value in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if low <= value <= high):
         x = across(tick)
@@ -87,13 +87,13 @@ def picture(rows: Sequence[Row]) -> str:
         parts.append(
             f'<line class="grid" stroke-width="{width}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 16}" y2="{bottom}"/>'
         )
-        parts.append(text(x, bottom + 20, f"{tick:g}", "faint", "middle"))
+        parts.append(svg_text(x, bottom + 20, f"{tick:g}", "faint", "middle"))
     for row, work in enumerate(works):
         y = TOP + LINE * row + 8
-        parts.append(text(LEFT - 14, y + 4, work, "", "end"))
+        parts.append(svg_text(LEFT - 14, y + 4, work, "", "end"))
         dots = [(found[work, peer], shade) for peer, shade in zip(peers, SHADES[1:], strict=False)]
         parts += [f'<circle cx="{across(value):.1f}" cy="{y}" r="6" fill="{shade}"/>' for value, shade in dots if value]
     for number, (peer, shade) in enumerate(zip(peers, SHADES[1:], strict=False)):
         parts.append(f'<circle cx="{LEFT + 120 * number + 6}" cy="52" r="6" fill="{shade}"/>')
-        parts.append(text(LEFT + 120 * number + 18, 56, peer))
+        parts.append(svg_text(LEFT + 120 * number + 18, 56, peer))
     return "\n".join([*parts, "</svg>", ""])

@@ -23,12 +23,12 @@ from trainer.parallel.meta_model import build_meta_model, named_tensors
 from trainer.parallel.pipeline.fake_forward import fake_tensors
 from trainer.parallel.units import ancestors, matching_modules
 
-_LISTS = (nn.Sequential, nn.ModuleList)
+_LIST_TYPES = (nn.Sequential, nn.ModuleList)
 _SHOWN = 4  # kinds of a list in a line
 
 
 @dataclass(frozen=True)
-class Fewer:
+class KeptLayers:
     """What stays of a list of layers."""
 
     name: str  # of the list
@@ -37,54 +37,55 @@ class Fewer:
     of: int  # layers in the whole list
 
     @classmethod
-    def read(cls, data: Mapping[str, Any]) -> Fewer:
+    def read(cls, data: Mapping[str, Any]) -> KeptLayers:
         """What stands in the record of a reference."""
         kinds = tuple((kind, few, every) for kind, few, every in data["kinds"])
         return cls(data["name"], tuple(data["places"]), kinds, data["of"])
 
     def __str__(self) -> str:
-        cut = [f"{few} of {every} {kind}" for kind, few, every in self.kinds if few < every]
-        more = f" and {len(cut) - _SHOWN} kinds more" if len(cut) > _SHOWN else ""
+        shortened = [f"{few} of {every} {kind}" for kind, few, every in self.kinds if few < every]
+        more = f" and {len(shortened) - _SHOWN} kinds more" if len(shortened) > _SHOWN else ""
         numbers = ", ".join(map(str, self.places))
-        return f"{self.name or 'the network'}: {', '.join(cut[:_SHOWN])}{more} (of {self.of} layers these: {numbers})"
+        which = f"(of {self.of} layers these: {numbers})"
+        return f"{self.name or 'the network'}: {', '.join(shortened[:_SHOWN])}{more} {which}"
 
 
-def short_of(fewer: Sequence[Fewer]) -> str:
+def describe_kept(fewer: Sequence[KeptLayers]) -> str:
     """What such a network is called, in a sentence."""
     if not fewer:
         return ", and no list of its layers can be made shorter"
     return f" with fewer layers, either ({'; '.join(map(str, fewer))})"
 
 
-def shorter_lines(fewer: Sequence[Fewer], why: str) -> list[str]:
+def kept_lines(fewer: Sequence[KeptLayers], why: str) -> list[str]:
     """What was compared instead of the whole network, and why; nothing where it was the whole."""
     if why and not fewer:
         return [f"note        all layers: no list has more of a kind that can be left out ({why})"]
-    told = [f"note        fewer layers, here and in the reference: {why}"] if why else []
-    return told + [f"            of {own}" for own in fewer]
+    lines = [f"note        fewer layers, here and in the reference: {why}"] if why else []
+    return lines + [f"            of {layers}" for layers in fewer]
 
 
-def fewer_layers(run: PreparedRun, each: int) -> list[Fewer]:
+def select_layers(run: PreparedRun, each: int) -> list[KeptLayers]:
     """Which layers stay, so many of each kind in each list: the first and the last, and others between them.
 
     A list stays whole where the network, or its plan, cannot do without its layers. Of every layer that stays, what is
     learned in the whole network is learned in the shorter one.
     """
     network = run.network  # of one process: with values, as some forwards need them
-    found = {fewer.name: fewer for fewer in _lists(network, run.task.plan(network), run.rules, each)}
-    if not found:
+    by_name = {fewer.name: fewer for fewer in _find_lists(network, run.task.plan(network), run.rules, each)}
+    if not by_name:
         return []
-    attempt = _Attempt(run.task, network, small_example(run, run.training))
-    if attempt.right(found.values()):
-        return [*found.values()]
-    right: list[Fewer] = []  # one at a time, as each may be the one that is missed
-    for fewer in found.values():
-        if attempt.right([*right, fewer]):
-            right.append(fewer)
-    return right
+    forward = _ShortForward(run.task, network, small_example(run, run.training))
+    if forward.right(by_name.values()):
+        return [*by_name.values()]
+    kept: list[KeptLayers] = []  # one at a time, as each may be the one that is missed
+    for fewer in by_name.values():
+        if forward.right([*kept, fewer]):
+            kept.append(fewer)
+    return kept
 
 
-def shortened(run: PreparedRun, fewer: Iterable[Fewer]) -> PreparedRun:
+def shorten_network(run: PreparedRun, fewer: Iterable[KeptLayers]) -> PreparedRun:
     """The same run, whose networks are made with these layers alone. What is frozen, or has its own rate, stays so.
 
     Refusal where the strategy cannot spread so short a network.
@@ -92,63 +93,68 @@ def shortened(run: PreparedRun, fewer: Iterable[Fewer]) -> PreparedRun:
     fewer, make, settings = [*fewer], run.make_network, run.settings
     if not fewer:
         return run
-    stay, least = sum(len(own.places) for own in fewer), run.strategy.least_layers(run.machine.launch.world_size)
-    if stay < least:  # blocks would be cut into pieces, unlike in the run itself
+    count, least = sum(len(layers.places) for layers in fewer), run.strategy.least_layers(run.machine.launch.world_size)
+    if count < least:  # blocks would be cut into pieces, unlike in the run itself
         raise Refusal(
-            f"job=verify: {stay} layers stay ({'; '.join(map(str, fewer))}), and strategy={run.strategy.name} has"
+            f"job=verify: {count} layers stay ({'; '.join(map(str, fewer))}), and strategy={run.strategy.name} has"
             f" {least} stages: a layer for each is needed; job.layers={least} works"
         )
     frozen = settings.model.freeze
 
-    def made() -> nn.Module:
-        return without_layers(freeze(make(), frozen), fewer)  # before the names change
+    def make_short() -> nn.Module:
+        return remove_layers(freeze(make(), frozen), fewer)  # before the names change
 
-    renamed = _renamed(run.rules, build_meta_model(partial(seeded_network, run))[0], fewer) if run.rules else []
+    renamed = _rename_rules(run.rules, build_meta_model(partial(seeded_network, run))[0], fewer) if run.rules else []
     model, optimizer = replace(settings.model, freeze=()), replace(settings.optimizer, groups=tuple(renamed))
-    run = replace(run, make_network=made, settings=replace(settings, model=model, optimizer=optimizer))
+    run = replace(run, make_network=make_short, settings=replace(settings, model=model, optimizer=optimizer))
     # once more as the run itself was prepared: may the strategy spread the shorter one?
     return replace(run, **vars(prepare_network(run, partial(small_example, run, run.training))))
 
 
-def without_layers(network: nn.Module, fewer: Iterable[Fewer]) -> nn.Module:
+def remove_layers(network: nn.Module, fewer: Iterable[KeptLayers]) -> nn.Module:
     """The network, in place, without the layers that do not stay; those behind them move up, and so do their names."""
-    for own in sorted(fewer, key=lambda one: len(one.name), reverse=True):  # lists in layers before lists of them
-        layers: Any = network.get_submodule(own.name)
-        words = [word for word, _ in _entries(layers)]
-        numbered = words == [str(at) for at in range(len(words))]
-        for at in reversed(range(len(words))):
-            if at not in own.places:
+    for kept in sorted(
+        fewer, key=lambda layers: len(layers.name), reverse=True
+    ):  # lists in layers before lists of them
+        modules: Any = network.get_submodule(kept.name)
+        entry_names = [word for word, _ in _entries(modules)]
+        numbered = entry_names == [str(at) for at in range(len(entry_names))]
+        for at in reversed(range(len(entry_names))):
+            if at not in kept.places:
                 if numbered:
-                    del layers[at]
+                    del modules[at]
                 else:  # a Sequential that names its layers: they keep their names
-                    delattr(layers, words[at])
+                    delattr(modules, entry_names[at])
     return network
 
 
-def _lists(network: nn.Module, plan: Plan, rules: list[Rule], each: int) -> Iterator[Fewer]:
+def _find_lists(network: nn.Module, plan: Plan, rules: list[Rule], per_kind: int) -> Iterator[KeptLayers]:
     """The lists that have more than so many layers of a kind. Where a plan has units, those of units alone."""
-    lists = {name: module for name, module in network.named_modules() if isinstance(module, _LISTS)}
+    lists = {name: module for name, module in network.named_modules() if isinstance(module, _LIST_TYPES)}
     planned = {
         name
         for name, module in lists.items()
         if any(matches_exactly(key, f"{name}.{word}".strip(".")) for key in plan.shard for word, _ in _entries(module))
     }
-    gone = set[str]()  # the layers that do not stay
+    removed = set[str]()  # the names of layers that do not stay
     for name, module in lists.items():
-        if (planned and name not in planned) or not gone.isdisjoint(ancestors(name)):
+        if (planned and name not in planned) or not removed.isdisjoint(ancestors(name)):
             continue
-        places: dict[Any, list[int]] = {}
-        for at, (word, layer) in enumerate(_entries(module)):
+        entries = _entries(module)
+        positions: dict[Any, list[int]] = {}  # of the layers of each kind; what learns nothing always stays
+        for at, (word, layer) in enumerate(entries):
             if any(True for _ in layer.parameters()):
-                places.setdefault(_kind(f"{name}.{word}".strip("."), layer, rules), []).append(at)
-        stay = {kind: _spread(own, each) for kind, own in places.items()}
-        left_out = {at for kind, own in places.items() for at in own} - {at for own in stay.values() for at in own}
+                positions.setdefault(_layer_kind(f"{name}.{word}".strip("."), layer, rules), []).append(at)
+        kept = {kind: _spaced(of_kind, per_kind) for kind, of_kind in positions.items()}
+        left_out = {at for kind, of_kind in positions.items() for at in of_kind if at not in kept[kind]}
         if left_out:
-            words = [word for word, _ in _entries(module)]
-            gone |= {f"{name}.{words[at]}".strip(".") for at in left_out}
-            count = len(words)
-            kinds = tuple((kind[0][0][1].__name__, len(stay[kind]), len(own)) for kind, own in places.items())
-            yield Fewer(name, tuple(at for at in range(count) if at not in left_out), kinds, count)
+            removed |= {f"{name}.{entries[at][0]}".strip(".") for at in left_out}
+            # the class of the first module of a kind is that of the layer
+            kinds = tuple(
+                (kind[0][0][1].__name__, len(kept[kind]), len(of_kind)) for kind, of_kind in positions.items()
+            )
+            stay = tuple(at for at in range(len(entries)) if at not in left_out)
+            yield KeptLayers(name, stay, kinds, len(entries))
 
 
 def _entries(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -157,16 +163,16 @@ def _entries(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(word, module.get_submodule(word)) for word in every]
 
 
-def _spread(places: list[int], each: int) -> list[int]:
+def _spaced(positions: list[int], count: int) -> list[int]:
     """So many of them: the first, the last, and others at equal distances."""
-    if len(places) <= each:
-        return places
-    return [places[round(at * (len(places) - 1) / max(1, each - 1))] for at in range(each)]
+    if len(positions) <= count:
+        return positions
+    return [positions[round(at * (len(positions) - 1) / max(1, count - 1))] for at in range(count)]
 
 
-def _kind(name: str, layer: nn.Module, rules: list[Rule]) -> Any:
+def _layer_kind(name: str, layer: nn.Module, rules: list[Rule]) -> Any:
     """What layers of one kind have in common: classes, words and switches of all in it, and what it learns, and how."""
-    modules = tuple((inner, type(module), _words(module)) for inner, module in layer.named_modules())
+    modules = tuple((inner, type(module), _module_options(module)) for inner, module in layer.named_modules())
     parameters = tuple(
         (inner, x.shape, x.dtype, x.requires_grad, tuple(rule.applies_to(f"{name}.{inner}") for rule in rules))
         for inner, x in layer.named_parameters()
@@ -174,46 +180,48 @@ def _kind(name: str, layer: nn.Module, rules: list[Rule]) -> Any:
     return modules, parameters, tuple((inner, x.shape, x.dtype) for inner, x in layer.named_buffers())
 
 
-def _words(module: nn.Module) -> Any:
+def _module_options(module: nn.Module) -> Any:
     """What else tells a module from another one of its class. Not its numbers: they count layers, or are rates."""
     if type(module).__module__.startswith("torch.nn.") and "Drop" not in type(module).__name__:
         return module.extra_repr()  # strides, groups
-    own = vars(module).items()
-    return tuple((key, value) for key, value in own if isinstance(value, bool | str) and not key.startswith("_"))
+    options = vars(module).items()
+    return tuple((key, value) for key, value in options if isinstance(value, bool | str) and not key.startswith("_"))
 
 
-class _Attempt:
+class _ShortForward:
     """A forward and a backward of the network, with fewer layers than it has: does it do what it did before?"""
 
     def __init__(self, task: Task, network: nn.Module, example: Any) -> None:
         self._task, self._network, self._example = task, network, example
         try:
-            self._learned: set[Tensor] | None = _learned(task, network, example, _shapes(network))
+            self._learned: set[Tensor] | None = _find_learned(task, network, example, _trainable_fakes(network))
         except Exception:  # a forward that looks at values: then it is run with them, as short as it is to be
             self._learned = None
 
-    def right(self, fewer: Iterable[Fewer]) -> bool:
+    def right(self, fewer: Iterable[KeptLayers]) -> bool:
         """Does the forward run, is of what stays the same learned, and does the plan find its modules?"""
         fewer = [*fewer]
         # modules of its own, with the same tensors
         own = deepcopy(self._network, {id(x): x for _, x in named_tensors(self._network)})
-        for layer in _left_out(own, fewer):
-            layer.register_forward_pre_hook(_not_there)
-        short = without_layers(own, fewer)
+        for layer in _removed_layers(own, fewer):
+            layer.register_forward_pre_hook(_refuse_call)
+        short = remove_layers(own, fewer)
         try:
             plan = self._task.plan(short)
             named = [*plan.tensor, *plan.shard, *plan.cuts, *plan.context]
             if not all(any(True for _ in matching_modules(short, key)) for key in named):
                 return False
             if self._learned is None:
-                _learned(self._task, short, self._example, {x: x for _, x in named_tensors(short)})
+                _find_learned(self._task, short, self._example, {x: x for _, x in named_tensors(short)})
                 return True
-            return _learned(self._task, short, self._example, _shapes(short)) == self._learned & {*short.parameters()}
+            return _find_learned(self._task, short, self._example, _trainable_fakes(short)) == self._learned & {
+                *short.parameters()
+            }
         except Exception:  # whatever a forward does without a layer that it counts on
             return False
 
 
-def _learned(task: Task, network: nn.Module, example: Any, instead: Mapping[Tensor, Tensor]) -> set[Tensor]:
+def _find_learned(task: Task, network: nn.Module, example: Any, instead: Mapping[Tensor, Tensor]) -> set[Tensor]:
     """The parameters to which a gradient comes back, with these tensors in the place of the network's own."""
     copy = deepcopy(network, {id(value): other for value, other in instead.items()}).train()
     inputs, targets = map_tensors(example, torch.clone)
@@ -224,14 +232,14 @@ def _learned(task: Task, network: nn.Module, example: Any, instead: Mapping[Tens
     return {value for value, other in instead.items() if other.grad is not None}
 
 
-def _shapes(network: nn.Module) -> dict[Tensor, Tensor]:
+def _trainable_fakes(network: nn.Module) -> dict[Tensor, Tensor]:
     own = fake_tensors(network, torch.device("cpu"))
     for value, shape in own.items():
         shape.requires_grad_(value.requires_grad)
     return own
 
 
-def _left_out(network: nn.Module, fewer: Iterable[Fewer]) -> list[nn.Module]:
+def _removed_layers(network: nn.Module, fewer: Iterable[KeptLayers]) -> list[nn.Module]:
     """The layers that do not stay, and are nowhere else among those that do."""
     stay, gone = set[nn.Module](), list[nn.Module]()
     for own in fewer:
@@ -243,17 +251,17 @@ def _left_out(network: nn.Module, fewer: Iterable[Fewer]) -> list[nn.Module]:
     return [layer for layer in gone if layer not in stay]
 
 
-def _not_there(module: nn.Module, given: Any) -> None:
+def _refuse_call(module: nn.Module, given: Any) -> None:
     """A hook of a layer that is left out: who calls it all the same holds it in a way of its own."""
     raise RuntimeError(f"{type(module).__name__} is called from outside of its list")
 
 
-def _renamed(rules: list[Rule], network: nn.Module, fewer: Iterable[Fewer]) -> list[Rule]:
+def _rename_rules(rules: list[Rule], network: nn.Module, fewer: Iterable[KeptLayers]) -> list[Rule]:
     """The rules for the network without these layers: for the same parameters, whatever they are called there."""
     before: dict[Tensor, list[str]] = {}  # a tied weight has several
     for name, x in network.named_parameters(remove_duplicate=False):
         before.setdefault(x, []).append(name)
-    short = without_layers(network, fewer)
+    short = remove_layers(network, fewer)
     renamed: list[Rule] = []
     for rule in rules:
         learning = ((name, x) for name, x in short.named_parameters() if x.requires_grad)

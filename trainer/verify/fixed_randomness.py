@@ -17,18 +17,18 @@ from trainer.parallel.rng.random_functions import RandomOperatorInterceptor
 _PLACES = {"drop": ("p", "drop_prob"), "stochasticdepth": ("p",), "attention": ("dropout",)}
 
 
-def drop_nothing(network: nn.Module) -> int:
+def disable_dropout(network: nn.Module) -> int:
     """Set the probability of all layers that drop something to 0, in place; how many there were."""
-    dropping = 0
+    count = 0
     for module in network.modules():
         kind = type(module).__name__.lower()
-        places = {name for word, names in _PLACES.items() if word in kind for name in names}
-        places |= {"dropout"} if isinstance(module, nn.RNNBase) else set()
-        found = [name for name in places if isinstance(vars(module).get(name), float) and vars(module)[name] > 0]
-        for name in found:
+        attributes = {name for word, names in _PLACES.items() if word in kind for name in names}
+        attributes |= {"dropout"} if isinstance(module, nn.RNNBase) else set()
+        active = [name for name in attributes if isinstance(vars(module).get(name), float) and vars(module)[name] > 0]
+        for name in active:
             setattr(module, name, 0.0)
-        dropping += bool(found)
-    return dropping
+        count += bool(active)
+    return count
 
 
 _AT = torch.ops.aten
@@ -38,7 +38,7 @@ _HALVES = (_AT.uniform_, _AT.rand, _AT.rand_like, _AT.exponential_, _AT.geometri
 _WHOLE = (_AT.random_, _AT.randint, _AT.randint_like)
 
 
-class AsDrawn:
+class UsualRandomness:
     """Random numbers as they come."""
 
     def __enter__(self) -> None:
@@ -51,15 +51,15 @@ class AsDrawn:
         """A forward begins."""
 
 
-AS_DRAWN = AsDrawn()
+USUAL_RANDOMNESS = UsualRandomness()
 
 
-class FixedDraws(AsDrawn):
+class FixedRandomness(UsualRandomness):
     """Every draw of torch gives its middle, and Python's and NumPy's generators begin anew with every forward."""
 
     def __init__(self) -> None:
-        self.moved: set[str] = set()  # whose numbers were drawn
-        self._mode = _Middle(self.moved)
+        self.used_generators: set[str] = set()
+        self._mode = _MiddleValues(self.used_generators)
         self._seeded: tuple[Any, str] | None = None
 
     def __enter__(self) -> None:
@@ -68,27 +68,27 @@ class FixedDraws(AsDrawn):
 
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
-        self._look()
+        self._note_use()
 
     def begin(self) -> None:
         """A forward begins."""
-        self._look()
+        self._note_use()
         random.seed(0)
         numpy.random.seed(0)
-        self._seeded = _states()
+        self._seeded = _python_states()
 
-    def _look(self) -> None:
+    def _note_use(self) -> None:
         if self._seeded is None:
             return
-        for name, before, now in zip(("Python's random", "NumPy's"), self._seeded, _states(), strict=True):
+        for name, before, now in zip(("Python's random", "NumPy's"), self._seeded, _python_states(), strict=True):
             if before != now:
-                self.moved.add(name)
+                self.used_generators.add(name)
 
 
-class _Middle(RandomOperatorInterceptor):
-    def __init__(self, moved: set[str]) -> None:
+class _MiddleValues(RandomOperatorInterceptor):
+    def __init__(self, used: set[str]) -> None:
         super().__init__()
-        self._moved = moved
+        self._used = used
 
     def drawn(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """The middle of what it may give."""
@@ -97,33 +97,33 @@ class _Middle(RandomOperatorInterceptor):
             x, p, train = args
             if train is False or not 0 < p < 1:
                 return func(*args, **kwargs)
-            self._moved.add("torch's")
+            self._used.add("torch's")
             return x * (1 / (1 - p)), torch.ones_like(x, dtype=torch.bool)  # as its backward will have it
         # of what more than draws it is at least the same each time; whether it draws at all its generator shows
         device = next((x.device for x in args if isinstance(x, Tensor)), torch.device(kwargs.get("device") or "cpu"))
         seed_torch(0, device)
-        before, drawn = _state(device), func(*args, **kwargs)
-        if not torch.equal(_state(device), before):
-            self._moved.add("torch's")
+        before, values = _torch_state(device), func(*args, **kwargs)
+        if not torch.equal(_torch_state(device), before):
+            self._used.add("torch's")
         if packet is _AT.randperm:
             # not as they are: samples that are mixed with others of their batch must show that
-            return torch.arange(len(drawn), dtype=drawn.dtype, device=drawn.device).roll(1)
-        middle = _middle(packet, args)
-        return drawn if middle is None else drawn.fill_(middle)
+            return torch.arange(len(values), dtype=values.dtype, device=values.device).roll(1)
+        middle = _middle_value(packet, args)
+        return values if middle is None else values.fill_(middle)
 
 
-def _state(device: torch.device) -> Tensor:
-    of = torch if device.type == "cpu" else torch.get_device_module(device)
-    return of.get_rng_state()
+def _torch_state(device: torch.device) -> Tensor:
+    module = torch if device.type == "cpu" else torch.get_device_module(device)
+    return module.get_rng_state()
 
 
-def _middle(packet: Any, args: Any) -> float | None:
+def _middle_value(packet: Any, args: Any) -> float | None:
     """What stands for all that it may give; None: it does more than draw."""
     if packet in _WHOLE:  # (low, high), (high) or neither
-        bounds = [each for each in args if isinstance(each, int)]
+        bounds = [bound for bound in args if isinstance(bound, int)]
         return bounds[0] if len(bounds) > 1 else 0
     return next((middle for kinds, middle in ((_ONES, 1.0), (_ZEROS, 0.0), (_HALVES, 0.5)) if packet in kinds), None)
 
 
-def _states() -> tuple[Any, str]:
+def _python_states() -> tuple[Any, str]:
     return random.getstate(), repr(numpy.random.get_state(legacy=False))

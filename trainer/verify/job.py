@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
-
-import torch
-from torch import nn
 
 from trainer.jobs.preparation import prepare
 from trainer.jobs.run_parts import Job, PreparedRun, RunParts
@@ -21,36 +18,42 @@ from trainer.launch.stop_signals import StopRequest
 from trainer.launch.store_collectives import broadcast_from_main
 from trainer.messages import Refusal, expand_home, format_count
 from trainer.records.run_folder import RunFolder, choose_path
-from trainer.verify.cause_experiments import Experiments
-from trainer.verify.causes import Circumstances, likely
+from trainer.verify.cause_experiments import Experiments, collect_facts
 from trainer.verify.comparison import (
-    COMPARED,
-    EXACTNESS,
+    PHASES_IN_PRECISION,
+    TOLERANCES,
     Rounding,
-    compared,
-    compared_there,
-    exactness,
-    floor,
-    floors,
-    losses,
-    rounded,
-    shake,
+    compare,
+    compare_in_precision,
+    curve_noise_floor,
+    judge_rounding,
+    loss_curve,
+    noise_floors,
+    perturbation_size,
+    tolerances_in,
 )
-from trainer.verify.fewer_layers import Fewer, fewer_layers, short_of, shortened, shorter_lines
-from trainer.verify.reference import SMALLER, given, have_made, how_few, recorded, shortage
+from trainer.verify.fewer_layers import KeptLayers, describe_kept, kept_lines, select_layers, shorten_network
+from trainer.verify.loss_plot import plot_curves
+from trainer.verify.reference import (
+    SMALLER,
+    choose_layers,
+    make_reference,
+    memory_shortage,
+    read_reference,
+    record_reference,
+)
 from trainer.verify.short_run import (
-    exactly,
-    named_modules,
-    plainly,
-    trial,
-    with_batch,
-    without_dropout,
+    computing_in,
+    make_plain,
+    remove_dropout,
+    set_batch_size,
+    train_and_record,
 )
-from trainer.verify.training_record import Key, Record
-from trainer.verify.verdict import Verdict, difference, judged, picture, spoken
+from trainer.verify.training_record import Key, Phase, TrainingRecord
+from trainer.verify.verdict import Verdict, explain_cause, judge
 
 Curves = Sequence[Sequence[float]]  # the losses of one process, and of the strategy
-Tell = Callable[[Verdict, Curves], None]
+Report = Callable[[Verdict, Curves], None]
 
 
 class Verify(Job):
@@ -76,130 +79,135 @@ class Verify(Job):
     def __call__(self, parts: RunParts) -> int:
         """Compare; the exit code: 0 the same, 1 something differs. Refusal where the run itself would be refused."""
         if self.record is not None:
-            return self._write(parts, Path(self.record).resolve())
+            return self._write_reference(parts, Path(self.record).resolve())
         launch = parts.machine.launch
         out = verify_folder(parts)
         path, reference = out / "reference.safetensors", None
         if self.reference is not None:
             path = Path(self.reference)
-            reference = given(path)
-        samples = with_batch(parts, reference.facts.get("samples") if reference else self.batch)
-        run, dropped = self._prepared(parts, out / "trial")
+            reference = read_reference(path)
+        samples = set_batch_size(parts, reference.facts.get("samples") if reference else self.batch)
+        run, dropped = self._prepare(parts, out / "trial")
         if reference is None:
             # one process before the others: side by side both would need their memory at once
-            why = have_made(run, samples, path, self.layers)
-            reference = Record.read(path)
+            why = make_reference(run, samples, path, self.layers)
+            reference = TrainingRecord.read(path)
             reference.facts["shorter"] = why or reference.facts["shorter"]
-        run = shortened(run, map(Fewer.read, reference.facts["fewer"]))
+        run = shorten_network(run, map(KeptLayers.read, reference.facts["fewer"]))
         rank_output.redirect_output(launch.rank, out)
-        tell = partial(self._tell, run, reference, out, dropped)
+        report = partial(self._report, run, reference, out, dropped)
         with StopRequest(launch) as stop, run.strategy:
-            verdict, curves, done = self._exactly(run, reference, tell, stop)
+            verdict, curves, done = self._verify_exactly(run, reference, report, stop)
             # then as the run itself would compute: there rounding is what a mistake was before
-            file = beside(path, run)
+            file = path_in_precision(path, run)
             if done and file.is_file():
-                verdict, curves, done = self._in_precision(run, verdict, Record.read(file), stop)
+                verdict, curves, done = self._verify_in_precision(run, verdict, TrainingRecord.read(file), stop)
         if not done:
             return failure.exit_code(False, launch)
         if launch.is_main:
-            tell(verdict, curves)
-            self._leave(run)
+            report(verdict, curves)
+            self._remove_folder(run)
         return 0 if verdict.same else 1
 
-    def _exactly(
-        self, run: PreparedRun, reference: Record, tell: Tell, stop: StopRequest
+    def _verify_exactly(
+        self, run: PreparedRun, reference: TrainingRecord, report: Report, stop: StopRequest
     ) -> tuple[Verdict, Curves, bool]:
         """Collective: the verdict in fp64, with its cause as far as experiments confirm one; both curves."""
-        record, precision = Record(layouts=reference.layouts), reference.facts["precision"]
-        exact, ends = exactness(precision, self.tolerance), self._ends(run)
-        with exactly(run, precision):
-            done = trial(run, record, ends, stop)
-            found = run.strategy.world.all_gather_values(compared(reference, record, exact))  # all ranks
-            verdict, curves = replace(judged(reference, found, ends[0]), precision=precision), both(reference, record)
+        record, precision = TrainingRecord(layouts=reference.layouts), reference.facts["precision"]
+        tolerances, ends = tolerances_in(precision, self.tolerance), self._ends(run)
+        with computing_in(run, precision):
+            done = train_and_record(run, record, ends, stop)
+            comparison = compare(reference, record, tolerances)
+            comparisons = run.strategy.world.all_gather_values(comparison)  # all ranks
+            verdict = replace(judge(reference, comparisons, ends[0]), precision=precision)
+            curves = [loss_curve(reference), loss_curve(record)]
             if not done or verdict.first is None:
                 return verdict, curves, done
             try:
-                tried = Experiments(run, reference, verdict.first, ends, exact, stop).tried()
+                results = Experiments(run, reference, verdict.first, ends, tolerances, stop).run_all()
             except Exception as error:
-                # a mistake may break what is tried to find it: what is known is told before this ends
+                # a mistake may break the experiments as well: what is known is reported before this ends
                 if run.strategy.world.is_main:
-                    tell(replace(verdict, cause=f"not known: an experiment failed, {type(error).__name__}"), curves)
-                    self._leave(run)
+                    report(replace(verdict, cause=f"not known: an experiment failed, {type(error).__name__}"), curves)
+                    self._remove_folder(run)
                 raise
-        cause = likely(verdict.first, circumstances(run, record.facts["heard"]), tried)
-        return replace(verdict, cause=cause, tried=tried), curves, done
+        cause = explain_cause(verdict.first, collect_facts(run, record.facts["heard"]), results)
+        return replace(verdict, cause=cause, tried=results), curves, done
 
-    def _in_precision(
-        self, run: PreparedRun, verdict: Verdict, plain: Record, stop: StopRequest
+    def _verify_in_precision(
+        self, run: PreparedRun, verdict: Verdict, plain: TrainingRecord, stop: StopRequest
     ) -> tuple[Verdict, Curves, bool]:
         """Collective: the same verdict, with what the precision of the run shows; both curves there."""
-        precision, ends = run.machine.resolved_precision, self._narrow_ends(run)
+        precision, ends = run.machine.resolved_precision, self._ends_in_precision(run)
 
-        def shown(name: str) -> tuple[Rounding, Curves, bool]:
-            spread = Record(phases=COMPARED)
-            done = trial(run, spread, ends, stop, name=name)
-            found = run.strategy.world.all_gather_values(compared_there(plain, spread, precision))  # all ranks
-            return rounded(precision, plain, found, both(plain, spread)), both(plain, spread), done
+        def measure(name: str) -> tuple[Rounding, Curves, bool]:
+            record = TrainingRecord(phases=PHASES_IN_PRECISION)
+            done = train_and_record(run, record, ends, stop, name=name)
+            comparison = compare_in_precision(plain, record, precision)
+            comparisons = run.strategy.world.all_gather_values(comparison)  # all ranks
+            curves = [loss_curve(plain), loss_curve(record)]
+            return judge_rounding(precision, plain, comparisons, curves), curves, done
 
-        rounding, curves, done = shown("")
+        rounding, curves, done = measure("")
         verdict = replace(verdict, rounding=rounding)
         if verdict.first is None and not rounding.explains:
-            narrowing = narrow(run)
-            with exactly(run, precision):  # is it as it should be, with nothing narrower than that?
-                mended = bool(narrowing) and shown("wide")[0].explains
-            verdict = replace(verdict, cause=unexplained(precision, narrowing if mended else ""))
+            narrowing = narrowing_keys(run)
+            with computing_in(run, precision):  # is it as it should be, with nothing narrower than that?
+                explained = bool(narrowing) and measure("wide")[0].explains
+            verdict = replace(verdict, cause=explain_precision(precision, narrowing if explained else ""))
         return verdict, curves, done
 
-    def _tell(
-        self, run: PreparedRun, reference: Record, out: Path, dropped: int, verdict: Verdict, curves: Curves
+    def _report(
+        self, run: PreparedRun, reference: TrainingRecord, out: Path, dropped: int, verdict: Verdict, curves: Curves
     ) -> None:
         """The main rank's: the verdict on the screen and in files."""
         steps, processes = self._ends(run)[-1], run.machine.launch.world_size
-        told = lines(verdict, run, steps, dropped, reference.facts["because"])
+        lines = verdict_lines(verdict, run, steps, dropped, reference.facts["because"])
         facts = {name: reference.facts[name] for name in ("fewer", "shorter")}
-        told += shorter_lines([*map(Fewer.read, facts["fewer"])], facts["shorter"])
-        print("\n".join(told))
-        said = {"verdict": told[0], "strategy": run.strategy.name, "processes": processes, "steps": steps}
+        lines += kept_lines([*map(KeptLayers.read, facts["fewer"])], facts["shorter"])
+        print("\n".join(lines))
         named = dict(zip(("one process", f"{run.strategy.name} on {processes}"), curves, strict=True))
-        said |= {**verdict.data(), **facts, "losses": named}
-        replace_file(out / "verify.json", json.dumps(said, indent=1) + "\n")
-        replace_file(out / "curves.svg", drawn(named, run.arguments, verdict.rounding, verdict.precision))
+        content = {"verdict": lines[0], "strategy": run.strategy.name, "processes": processes, "steps": steps}
+        content |= {**verdict.data(), **facts, "losses": named}
+        replace_file(out / "verify.json", json.dumps(content, indent=1) + "\n")
+        replace_file(out / "curves.svg", plot_verdict(named, run.arguments, verdict.rounding, verdict.precision))
         print(f"written     {out / 'verify.json'}, and both curves as a picture, curves.svg", flush=True)
 
-    def _write(self, parts: RunParts, path: Path) -> int:
+    def _write_reference(self, parts: RunParts, path: Path) -> int:
         """Write to a file what one process does, with one micro-batch, and nothing recomputed or compiled."""
         if parts.machine.launch.world_size > 1:
             raise Refusal("job.record: the reference is what one process does; leave out processes and torchrun")
         make_folder(path.parent)
-        plainly(parts)
-        with_batch(parts, self.batch or parts.settings.loop.global_batch)
-        run, _ = self._prepared(parts, path.parent / f"{path.stem}.trial")
-        layers, why = how_few(run, self.layers, least=2)
-        fewer = fewer_layers(run, layers) if layers else []
-        run = shortened(run, fewer)
-        if self.layers != "all" and (still := shortage(run, largest=1.0)):
-            self._leave(run)
-            raise Refusal(f"job=verify: one process cannot hold it{short_of(fewer)}: {still}. {SMALLER}")
-        ends, precision = self._narrow_ends(run), run.machine.resolved_precision
-        beside(path, run).unlink(missing_ok=True)  # of an earlier one
+        make_plain(parts)
+        set_batch_size(parts, self.batch or parts.settings.loop.global_batch)
+        run, _ = self._prepare(parts, path.parent / f"{path.stem}.trial")
+        layers, why = choose_layers(run, self.layers, least=2)
+        fewer = select_layers(run, layers) if layers else []
+        run = shorten_network(run, fewer)
+        if self.layers != "all" and (shortage := memory_shortage(run, largest=1.0)):
+            self._remove_folder(run)
+            raise Refusal(f"job=verify: one process cannot hold it{describe_kept(fewer)}: {shortage}. {SMALLER}")
+        ends, precision = self._ends_in_precision(run), run.machine.resolved_precision
+        path_in_precision(path, run).unlink(missing_ok=True)  # of an earlier one
         with StopRequest(run.machine.launch) as stop, run.strategy:
-            record, done = recorded(run, self._ends(run), self.tolerance, stop)
-            plain, moved = Record(phases=COMPARED), Record(phases=COMPARED)
+            record, done = record_reference(run, self._ends(run), self.tolerance, stop)
+            plain, perturbed = (TrainingRecord(phases=PHASES_IN_PRECISION) for _ in range(2))
             if done and precision != record.facts["precision"]:
-                done = trial(run, plain, ends, stop) and trial(run, moved, ends, stop, shake=shake(precision))
+                done = train_and_record(run, plain, ends, stop)
+                done = done and train_and_record(run, perturbed, ends, stop, shake=perturbation_size(precision))
         if done and plain.values:
-            plain.facts = {"floor": floor(losses(plain), losses(moved), precision)}
-            plain.floors = floors(plain, moved, EXACTNESS[precision])
-            plain.write(beside(path, run))
+            plain.facts = {"floor": curve_noise_floor(loss_curve(plain), loss_curve(perturbed), precision)}
+            plain.floors = noise_floors(plain, perturbed, TOLERANCES[precision])
+            plain.write(path_in_precision(path, run))
         if done:
-            record.facts |= {"fewer": [asdict(own) for own in fewer], "shorter": why}
+            record.facts |= {"fewer": [asdict(layers) for layers in fewer], "shorter": why}
             record.write(path)
-        self._leave(run)
+        self._remove_folder(run)
         return failure.exit_code(done, run.machine.launch)
 
-    def _prepared(self, parts: RunParts, out: Path) -> tuple[PreparedRun, int]:
-        """All that happens before there is a process group; and how many layers drop nothing for the comparison."""
-        dropped = without_dropout(parts)
+    def _prepare(self, parts: RunParts, out: Path) -> tuple[PreparedRun, int]:
+        """All that happens before there is a process group; and how many layers had their dropout switched off."""
+        dropped = remove_dropout(parts)
         # what differs is to be named by what comes, not by what guards a run
         parts.machine = parts.strategy.machine = replace(parts.machine, compare_copies=False)
         replace(parts.machine, precision="fp64").check()
@@ -209,7 +217,7 @@ class Verify(Job):
         run.sinks = []
         return run, dropped()
 
-    def _leave(self, run: PreparedRun) -> None:
+    def _remove_folder(self, run: PreparedRun) -> None:
         """Nothing stays of the checkpoint that was resumed from."""
         run.folder.close()
         shutil.rmtree(run.folder.path, ignore_errors=True)
@@ -219,12 +227,12 @@ class Verify(Job):
         steps = min(self.steps, run.length.steps)
         return [max(1, steps // 2), steps]
 
-    def _narrow_ends(self, run: PreparedRun) -> list[int]:
+    def _ends_in_precision(self, run: PreparedRun) -> list[int]:
         """The same in the precision of the run: a resume shows nothing new, but of fp16 the scale of losses."""
         return self._ends(run)[0 if run.machine.resolved_precision == "fp16" else -1 :]
 
 
-def beside(path: Path, run: PreparedRun) -> Path:
+def path_in_precision(path: Path, run: PreparedRun) -> Path:
     """Where the reference in the precision of the run lies: beside that in fp64."""
     return path.with_suffix(f".{run.machine.resolved_precision}{path.suffix}")
 
@@ -242,46 +250,24 @@ def verify_folder(parts: RunParts) -> Path:
     return resolve_links(broadcast_from_main(launch, "verify-folder", decide))
 
 
-def circumstances(run: PreparedRun, strays: Collection[str]) -> Circumstances:
-    """What else is known of the training that is compared."""
-    return Circumstances(
-        data_ranks=run.strategy.data_group.size,
-        micro_batches=run.batches.micro_batches,
-        planned=run.strategy.world.size > run.strategy.data_group.size,
-        native=run.strategy.dropout == "native",
-        kinds=named_modules(run.network),
-        strays=strays,
-        stepping=foreign_optimizer(run) if run.sharded else "",
-    )
-
-
-def foreign_optimizer(run: PreparedRun) -> str:
-    """The class of the optimizer, where it is not one of torch's."""
-    kind = type(run.make_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}]))
-    return "" if kind.__module__.startswith("torch.") else kind.__name__
-
-
-def drawn(curves: Mapping[str, Sequence[float]], words: Sequence[str], rounding: Rounding | None, exact: str) -> str:
+def plot_verdict(
+    curves: Mapping[str, Sequence[float]], words: Sequence[str], rounding: Rounding | None, exact: str
+) -> str:
     """Both curves and how far they are apart, in the precision of the run; in the exact one where that is all."""
     precision = rounding.precision if rounding else exact
     smallest = rounding.floor * abs(next(iter(curves.values()))[0]) if rounding else 0.0  # the floor is relative
     title = f"Training loss at every step in {precision}: one process, and the strategy"
-    return picture(title, " ".join(["trainer", *words]), curves, 1, smallest)
+    return plot_curves(title, " ".join(["trainer", *words]), curves, 1, smallest)
 
 
-def both(reference: Record, record: Record) -> Curves:
-    """The curves of both."""
-    return [losses(reference), losses(record)]
-
-
-def narrow(run: PreparedRun) -> str:
+def narrowing_keys(run: PreparedRun) -> str:
     """What of the strategy is narrower than the precision of the run, as its keys say."""
     return " ".join(
         f"strategy.{name}={value}" for name in run.strategy.narrowing if (value := getattr(run.strategy, name))
     )
 
 
-def unexplained(precision: str, narrowing: str) -> str:
+def explain_precision(precision: str, narrowing: str) -> str:
     """The cause where fp64 is the same, and the precision of the run is not. narrowing: keys without which it is."""
     if narrowing:
         return f"{narrowing}, which is narrower than precision={precision}; without it the strategy trains the same"
@@ -291,27 +277,37 @@ def unexplained(precision: str, narrowing: str) -> str:
     )
 
 
-def lines(verdict: Verdict, run: PreparedRun, steps: int, dropped: int, because: str) -> list[str]:
+def verdict_lines(verdict: Verdict, run: PreparedRun, steps: int, dropped: int, because: str) -> list[str]:
     """The verdict, as it stands on the screen. because: why it is none in fp64."""
     what = f"{run.strategy.name} on {run.machine.launch.world_size}"
     compared, called = verdict.modules
-    told = [f"compared    {compared} of {format_count(called, 'module')}, all gradients, weights and optimizer states"]
-    told.append(f"samples     {run.settings.loop.global_batch} in a step (job.batch)")
+    lines = [f"compared    {compared} of {format_count(called, 'module')}, all gradients, weights and optimizer states"]
+    lines.append(f"samples     {run.settings.loop.global_batch} in a step (job.batch)")
     if dropped:
-        told.append(f"note        {format_count(dropped, 'dropout layer')} switched off, here and in the reference")
+        lines.append(f"note        {format_count(dropped, 'dropout layer')} switched off, here and in the reference")
     if because:
-        told.append(f"note        it does not compute in fp64 ({because}): compared in fp32, where less is seen")
+        lines.append(f"note        it does not compute in fp64 ({because}): compared in fp32, where less is seen")
     gap = f"{verdict.precision} gap {verdict.gap:.1e}"
     rounding = f"; {verdict.rounding}" if verdict.rounding else ""
     if verdict.same:
-        return [f"SAME: {what}, {format_count(steps, 'step')}, {gap}{rounding}", *told]
+        return [f"SAME: {what}, {format_count(steps, 'step')}, {gap}{rounding}", *lines]
     if verdict.first is None:
         there = verdict.rounding.first if verdict.rounding else None
         assert there is not None
-        where = f"{spoken(Key(there.step, there.phase, there.name))}, {there.gap:.1e} (noise floor {there.floor:.1e})"
-        return [
-            f"DIFFERS in its precision alone: {what}, {gap}{rounding}; first at {where}; cause: {verdict.cause}",
-            *told,
-        ]
-    told += [f"then        {one}" for one in verdict.others]
-    return [f"DIFFERS at {difference(verdict)}; cause: {verdict.cause}", *told]
+        where = f"{Key(there.step, there.phase, there.name)}, {there.gap:.1e} (noise floor {there.floor:.1e})"
+        headline = f"DIFFERS in its precision alone: {what}, {gap}{rounding}; first at {where}; cause: {verdict.cause}"
+        return [headline, *lines]
+    lines += [f"then        {place}" for place in verdict.others]
+    return [f"DIFFERS at {describe_first(verdict)}; cause: {verdict.cause}", *lines]
+
+
+def describe_first(verdict: Verdict) -> str:
+    """Where the first difference is, in words: what, on whom, how much."""
+    first = verdict.first
+    assert first is not None
+    who = ""
+    if not first.ranks:
+        who = ", which no rank has"
+    elif first.others:
+        who = f", {'samples of ' if first.phase == Phase.FORWARD else ''}rank {', '.join(map(str, first.ranks))}"
+    return f"{Key(first.step, first.phase, first.name)}{who}, {first.gap:.1e}"

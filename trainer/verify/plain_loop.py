@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
@@ -34,28 +31,26 @@ from trainer.parallel.batch_norm import local_batch_norms
 from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.ranks import Ranks
-from trainer.verify.fixed_randomness import FixedDraws
-from trainer.verify.recorded_model import SignatureRecorder
-from trainer.verify.recorded_step import Stepping
-from trainer.verify.short_run import some_batches
-from trainer.verify.tensor_sketch import signatures, whole
-from trainer.verify.training_record import EVALUATION, GRADIENT, INITIAL, LOSS, NORM, RESUME, UPDATE, Key, Record
+from trainer.verify.fixed_randomness import FixedRandomness
+from trainer.verify.recorded_model import OptimizerStepRecorder, SketchingObserver
+from trainer.verify.short_run import compared_batches, hide_other_processes
+from trainer.verify.training_record import Key, Phase, TrainingRecord, full_tensor, sketch_rows
 
 
-class How(NamedTuple):
-    """What is different from the plain loop over whole batches."""
+class Variation(NamedTuple):
+    """How a plain loop differs from one over whole batches."""
 
-    ranks: int = 1  # into so many shares each global batch is dealt
-    micro_batches: int = 1  # into so many spans it is cut before
-    anew: bool = False  # at the resume all but weights and the optimizer's memory is made anew
-    still_norms: bool = False  # BatchNorm by its running statistics: they are somebody else's matter
-    hidden: bool = True  # that there are other processes
-    backwards: bool = False  # the parts of a batch are computed in the other order
-    evaluates: bool = True  # after each step, as a loop does after an epoch
+    ranks: int = 1  # each global batch is divided over so many ranks
+    micro_batches: int = 1  # and before that into so many micro-batches
+    recreates: bool = False  # at the resume all but weights and the optimizer's memory is made anew
+    frozen_norms: bool = False  # BatchNorm by its running statistics: they are somebody else's matter
+    hides_processes: bool = True  # that there are other processes
+    reverses: bool = False  # the parts of a batch are computed in the other order
+    evaluates: bool = True  # a small evaluation after each step, as a loop does after an epoch
     rehearses: bool = False  # a forward before the first step that leaves no trace in buffers, as strategies do
 
 
-class Nobody(Ranks):
+class UnreachableRanks(Ranks):
     """Ranks that cannot be asked: what needs the samples of others cannot be divided by hand."""
 
     size = 2
@@ -64,49 +59,49 @@ class Nobody(Ranks):
         raise Refusal("the task gathers rows of all ranks")
 
 
-class Dealt(NamedTuple):
+class BatchPart(NamedTuple):
     """Some samples of a global batch."""
 
     batch: Batch
     weight: float  # units that its loss is the mean of
-    seat: Seat  # whose it is
+    rank: ImaginaryRank  # whose samples they are
 
 
-def by_hand(
-    run: PreparedRun, layouts: Any, start: Progress, ends: Sequence[int], last: int, how: How
-) -> tuple[Record, set[str]]:
-    """Train from `start` in the data to the step `last`; what it leaves, and whose random numbers were drawn.
+def run_plain_loop(
+    run: PreparedRun, layouts: Any, start: Progress, ends: Sequence[int], last: int, variation: Variation
+) -> tuple[TrainingRecord, set[str]]:
+    """Train from `start` in the data to the step `last`; its record, and the generators that it used.
 
-    ends: the step after which the run resumes, and the last one of all, with an evaluation. What is drawn is the same
-    for every sample: two of these differ in something else.
+    ends: the step after which the run resumes, and the last one of all, with an evaluation. Random numbers are the
+    same for every sample: two such loops differ in something else.
     """
-    record, draws = Record(layouts=layouts), FixedDraws()
-    with unseen() if how.hidden else nullcontext():
-        plain = ByHand(run, how, record, draws)
-        plain.start()
-        plain.train(start, last, ends[0])
+    record, randomness = TrainingRecord(layouts=layouts), FixedRandomness()
+    with hide_other_processes() if variation.hides_processes else nullcontext():
+        loop = PlainLoop(run, variation, record, randomness)
+        loop.start()
+        loop.train(start, last, ends[0])
         if run.evaluation is not None and last == ends[-1]:
-            plain.evaluate(last)
-    return record, draws.moved
+            loop.evaluate(last)
+    return record, randomness.used_generators
 
 
 @dataclass
-class ByHand:
-    """What a start of a run makes, and a loop over it."""
+class PlainLoop:
+    """A loop in one process over whole batches, or over the parts that ranks and micro-batches would have."""
 
     run: PreparedRun
-    how: How
-    record: Record
-    draws: FixedDraws
+    variation: Variation
+    record: TrainingRecord
+    randomness: FixedRandomness
 
     def start(self) -> None:
         """Make everything as a start of the run does."""
         run = self.run = replace(self.run, **self.run.make_anew())
         run.training, run.evaluation = read_data_sets(run)
         network = seeded_network(run)
-        initial = InitialWeights(run.settings.init_from, run.best_metric)
-        initial.find(network)
-        initial.load_into(network)
+        weights = InitialWeights(run.settings.init_from, run.best_metric)
+        weights.find(network)
+        weights.load_into(network)
         network = network.to(torch.float64) if run.machine.resolved_precision == "fp64" else network
         self.network = network.to(run.strategy.device)
         groups = parameter_groups(self.network, run.spare_vectors, run.rules)
@@ -117,15 +112,15 @@ class ByHand:
             group["lr"] *= run.schedule.scale(run.settings.loop.global_batch)
         init_momentum(self.optimizer)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
-        # before the hooks: copies would call them, too
-        self.of_ranks = [(self.network, run.task), *(self._copied() for _ in range(1, self.how.ranks))]
-        modules = chain.from_iterable(each.named_modules() for each, _ in self.of_ranks)
-        self.ear = SignatureRecorder(modules, Ranks(), self.record)
+        # network and task of each rank; before the hooks, which copies would call, too
+        self.of_ranks = [(self.network, run.task), *(self._copy_for_rank() for _ in range(1, self.variation.ranks))]
+        modules = chain.from_iterable(network.named_modules() for network, _ in self.of_ranks)
+        self.observer = SketchingObserver(modules, Ranks(), self.record)
         self.size = dataset_size(run.training)
         self.length = len(self._order(0))
-        self._mode(True)
+        self._set_mode(True)
 
-    def _copied(self) -> tuple[nn.Module, Task]:
+    def _copy_for_rank(self) -> tuple[nn.Module, Task]:
         """Network and task of another rank, with buffers and fields of its own; the weights that learn are the same."""
         trained = {id(parameter): parameter for parameter in self.network.parameters() if parameter.requires_grad}
         fields = [field for module in self.network.modules() for field in vars(module).values()]
@@ -139,12 +134,12 @@ class ByHand:
     def train(self, progress: Progress, last: int, resume: int) -> None:
         """So many steps from here in the data; after one of them a run resumes."""
         loop = self.run.settings.loop
-        if self.how.rehearses:
+        if self.variation.rehearses:
             self._rehearse(self._order(0)[:2])
-        self._values(0, INITIAL)
-        evaluates = self.run.evaluation is not None and self.how.evaluates
-        if evaluates:  # a rehearsal, as a run begins with one
-            self.figures([0])
+        self._record_values(0, Phase.INITIAL)
+        evaluates = self.run.evaluation is not None and self.variation.evaluates
+        if evaluates:  # a trial evaluation, as a run begins with one
+            self.evaluate_batches([0])
         progress = replace(progress)
         while progress.step < last:
             indices = self._order(progress.epoch)[progress.position :][: loop.global_batch]
@@ -152,16 +147,16 @@ class ByHand:
             progress.advance(loop.global_batch, self.length)
             self.step(step, epoch, indices)
             if evaluates:
-                self.run.schedule.observe(self.figures([0]), self.run.best_metric)
+                self.run.schedule.observe(self.evaluate_batches([0]), self.run.best_metric)
             if step + 1 == resume:
-                if self.how.anew:
-                    self.again()
-                self._values(resume, RESUME)
+                if self.variation.recreates:
+                    self.restart()
+                self._record_values(resume, Phase.RESUME)
 
     def _rehearse(self, indices: Tensor) -> None:
         """A forward in training, after which buffers are what they were."""
         buffers = [(buffer, buffer.clone()) for buffer in self.network.buffers()]
-        (part, *_) = self._divided(0, indices)
+        (part, *_) = self._batch_parts(0, indices)
         with self._forward(part) as (inputs, targets):
             self.run.task.loss(self.run.task.forward(self.network, inputs, targets), targets)
         for buffer, value in buffers:
@@ -170,7 +165,7 @@ class ByHand:
     def _order(self, epoch: int) -> Tensor:
         return make_epoch_order(self.run.data, self.size, self.run.settings.seed, epoch)
 
-    def again(self) -> None:
+    def restart(self) -> None:
         """Everything anew, with the values that there were."""
         values, memory, schedule = self.network.state_dict(), self.optimizer.state_dict(), self.run.schedule.state()
         self.start()
@@ -182,138 +177,137 @@ class ByHand:
         """One optimizer step over a global batch."""
         run, network = self.run, self.network
         set_rates(self.optimizer, self._rates, run.schedule(step, epoch, run.length.steps))
-        self.ear.begin(step + 1)
-        parts = list(self._divided(epoch, indices))[:: -1 if self.how.backwards else 1]
+        self.observer.begin(step + 1)
+        parts = list(self._batch_parts(epoch, indices))[:: -1 if self.variation.reverses else 1]
         total = sum(part.weight for part in parts) or 1.0
         sums: dict[str, Tensor] = {}
         for part in parts:
-            self.ear.ranks, (own, task) = part.seat, self.of_ranks[part.seat.rank]
-            with self.ear.listening([part.batch]), self._forward(part) as (inputs, targets):
-                losses = _parts(task.loss(task.forward(own, inputs, targets), targets))
-                share = part.weight / total
-                sums = {name: sums.get(name, 0.0) + loss.detach() * share for name, loss in losses.items()}
-                (losses["loss"] * share).backward()
+            self.observer.ranks = part.rank
+            network_of_rank, task = self.of_ranks[part.rank.rank]
+            with self.observer.listening([part.batch]), self._forward(part) as (inputs, targets):
+                losses = _loss_terms(task.loss(task.forward(network_of_rank, inputs, targets), targets))
+                fraction = part.weight / total
+                sums = {name: sums.get(name, 0.0) + loss.detach() * fraction for name, loss in losses.items()}
+                (losses["loss"] * fraction).backward()
         for name, loss in sums.items():
-            self._add(step + 1, LOSS, name, loss)
+            self._record(step + 1, Phase.LOSS, name, loss)
         # as a backward comes to them: the last layer first
         gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
         for name, gradient in reversed(gradients.items()):
-            self._add(step + 1, GRADIENT, name, gradient)
+            self._record(step + 1, Phase.GRADIENT, name, gradient)
         # in fp64: what differs from it is then the run's own rounding
-        norm = get_total_norm([whole(gradient).to("cpu", torch.float64) for gradient in gradients.values()])
-        self._add(step + 1, NORM, "norm", norm)
+        norm = get_total_norm([full_tensor(gradient).to("cpu", torch.float64) for gradient in gradients.values()])
+        self._record(step + 1, Phase.NORM, "norm", norm)
         if run.settings.loop.max_norm is not None:
             for gradient in gradients.values():
                 gradient.mul_((run.settings.loop.max_norm / (norm + 1e-6)).clamp(max=1.0))
-        with Stepping(network, self.optimizer, self.record, step + 1):
+        with OptimizerStepRecorder(network, self.optimizer, self.record, step + 1):
             self.optimizer.step()
         network.zero_grad()
         self._after_step(step + 1)
-        self._values(step + 1, UPDATE)
+        self._record_values(step + 1, Phase.UPDATE)
 
     @torch.no_grad()
     def _after_step(self, step: int) -> None:
         """What the task of each rank does after a step, each with the weights as the optimizer has left them."""
-        stepped = [parameter.clone() for parameter in self.network.parameters()] if self.how.ranks > 1 else []
+        stepped = [parameter.clone() for parameter in self.network.parameters()] if self.variation.ranks > 1 else []
         for network, task in self.of_ranks[:0:-1]:
             task.after_step(network, step)
+            # the ranks share these weights: what one task did to them the next one must not see
             for parameter, value in zip(self.network.parameters(), stepped, strict=True):
                 parameter.copy_(value)
         self.run.task.after_step(self.network, step)
 
     def evaluate(self, step: int) -> None:
-        """The figures of some batches of the evaluation set."""
+        """Record the metrics of some batches of the evaluation set."""
         width = evaluation_batch_size(self.run.settings.loop)
-        for name, value in self.figures(some_batches(-(-dataset_size(self.run.evaluation) // width))).items():
-            self._add(step, EVALUATION, name, torch.tensor(value, dtype=torch.float64))
+        for name, value in self.evaluate_batches(
+            compared_batches(-(-dataset_size(self.run.evaluation) // width))
+        ).items():
+            self._record(step, Phase.EVALUATION, name, torch.tensor(value, dtype=torch.float64))
 
-    def figures(self, numbers: Sequence[int]) -> dict[str, float]:
-        """Those of these batches of the evaluation set, as the loop would have them."""
+    def evaluate_batches(self, numbers: Sequence[int]) -> dict[str, float]:
+        """The metrics of these batches of the evaluation set, as the loop would have them."""
         run, sums = self.run, dict[str, Any]()
-        self._mode(False)
+        self._set_mode(False)
         size, width = dataset_size(run.evaluation), evaluation_batch_size(run.settings.loop)
         for at in numbers:
-            for part in self._divided(0, torch.arange(size)[at * width : (at + 1) * width], training=False):
-                network, task = self.of_ranks[part.seat.rank]
+            for part in self._batch_parts(0, torch.arange(size)[at * width : (at + 1) * width], training=False):
+                network, task = self.of_ranks[part.rank.rank]
                 with torch.no_grad(), self._forward(part) as (inputs, targets):
                     output = task.forward(network, inputs, targets)
-                    loss = _parts(task.loss(output, targets))["loss"]
-                    own = {"loss": loss * part.weight, "weight": part.weight, "samples": len(part.batch.indices)}
-                    for name, value in {**task.metrics(output, targets), **own}.items():
+                    loss = _loss_terms(task.loss(output, targets))["loss"]
+                    counts = {"loss": loss * part.weight, "weight": part.weight, "samples": len(part.batch.indices)}
+                    for name, value in {**task.metrics(output, targets), **counts}.items():
                         sums[name] = sums.get(name, 0) + value  # int and int stay whole, as in the loop
         totals = {name: to_accumulator(value) for name, value in sums.items()}
-        self._mode(True)
-        every = [task.finish(totals) for _, task in self.of_ranks]  # a rank asks its own
-        return {"loss": float(totals["loss"] / (totals["weight"] or 1)), **every[0]}
+        self._set_mode(True)
+        finished = [task.finish(totals) for _, task in self.of_ranks]  # each rank asks its own task
+        return {"loss": float(totals["loss"] / (totals["weight"] or 1)), **finished[0]}
 
     @contextmanager
-    def _forward(self, part: Dealt) -> Iterator[tuple[Any, Any]]:
-        others: Any = set_gather_ranks(Nobody()) if self.how.ranks > 1 else nullcontext()
-        with self.draws, others, set_gather_span(part.batch.span), self.run.machine.autocast(self.run.strategy.device):
-            self.draws.begin()
+    def _forward(self, part: BatchPart) -> Iterator[tuple[Any, Any]]:
+        others: Any = set_gather_ranks(UnreachableRanks()) if self.variation.ranks > 1 else nullcontext()
+        with (
+            self.randomness,
+            others,
+            set_gather_span(part.batch.span),
+            self.run.machine.autocast(self.run.strategy.device),
+        ):
+            self.randomness.begin()
             yield cast_floats((part.batch.inputs, part.batch.targets), self.run.machine.parameter_dtype)
 
-    def _divided(self, epoch: int, indices: Tensor, training: bool = True) -> Iterator[Dealt]:
+    def _batch_parts(self, epoch: int, indices: Tensor, training: bool = True) -> Iterator[BatchPart]:
         """The parts of a global batch, each read by itself, of one rank after the other."""
         run, size = self.run, len(indices)
-        for seat in (Seat(rank, self.how.ranks) for rank in range(self.how.ranks)):
-            for span in split_evenly(size, min(self.how.micro_batches, size)):
-                rows = torch.tensor([row for row in span if row % seat.size == seat.rank])
+        for rank in (ImaginaryRank(number, self.variation.ranks) for number in range(self.variation.ranks)):
+            for span in split_evenly(size, min(self.variation.micro_batches, size)):
+                rows = torch.tensor([row for row in span if row % rank.size == rank.rank])
                 if not len(rows):
                     continue
                 inputs, targets = self._read(epoch, indices, rows, training)
                 batch = Batch(inputs, targets, indices[rows], span, size)
-                yield Dealt(batch, float(loss_weight(run.task, targets, len(rows))), seat)
+                yield BatchPart(batch, float(loss_weight(run.task, targets, len(rows))), rank)
 
     def _read(self, epoch: int, indices: Tensor, rows: Tensor, training: bool) -> tuple[Any, Any]:
         """These samples of a global batch, each mixed with its partner where the data mixes."""
         run, seed, device = self.run, self.run.settings.seed, self.run.strategy.device
         data, dataset = run.data, run.training if training else run.evaluation
-        read = make_reader(dataset, data.collate, seed, LoaderOptions(workers=0), pin=False)
+        read_items = make_reader(dataset, data.collate, seed, LoaderOptions(workers=0), pin=False)
 
-        def augmented(own: Tensor) -> tuple[Any, Any]:
-            (items,) = read(epoch, [own])
+        def augmented(chosen: Tensor) -> tuple[Any, Any]:
+            (items,) = read_items(epoch, [chosen])
             inputs, targets = to_device(items, device)
-            return data.augment(inputs, targets, Random(seed, epoch, own.to(device)), training)
+            return data.augment(inputs, targets, Random(seed, epoch, chosen.to(device)), training)
 
-        inputs, targets = augmented(own := indices[rows])
+        inputs, targets = augmented(chosen := indices[rows])
         if data.mix is None or not training:
             return inputs, targets
         others = augmented(indices[(rows + len(indices) // 2) % len(indices)])
-        return data.mix(inputs, targets, *others, Random(mix_seeds(seed, MIX_SEED), epoch, own.to(device)))
+        return data.mix(inputs, targets, *others, Random(mix_seeds(seed, MIX_SEED), epoch, chosen.to(device)))
 
-    def _mode(self, training: bool) -> None:
+    def _set_mode(self, training: bool) -> None:
         for network, _ in self.of_ranks:
             network.train(training)
-            for norm in local_batch_norms(network) if self.how.still_norms else ():
+            for norm in local_batch_norms(network) if self.variation.frozen_norms else ():
                 norm.eval()
 
-    def _values(self, step: int, phase: str) -> None:
+    def _record_values(self, step: int, phase: str) -> None:
         for name, tensor in (self.network.state_dict() | optimizer_tensors(self.network, self.optimizer)).items():
-            self._add(step, phase, name, tensor)
+            self._record(step, phase, name, tensor)
 
-    def _add(self, step: int, phase: str, name: str, tensor: Tensor) -> None:
-        self.record.add(Key(step, phase, name), [0], signatures(whole(tensor).reshape(1, -1)))
+    def _record(self, step: int, phase: str, name: str, tensor: Tensor) -> None:
+        self.record.add(Key(step, phase, name), [0], sketch_rows(full_tensor(tensor).reshape(1, -1)))
 
 
-def _parts(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+def _loss_terms(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
     """What is minimised, beside its parts if it has any."""
     several = loss if isinstance(loss, dict) else {"loss": loss}
     return {**several, "loss": torch.stack(list(several.values())).sum()}
 
 
-class Seat(Ranks):
-    """A place among ranks that nobody sits on."""
+class ImaginaryRank(Ranks):
+    """A rank of a group that does not exist: its number and the number of ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Inside, code that asks torch or the environment for other processes learns of none."""
-    words = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SLURM_PROCID", "SLURM_NTASKS")
-    kept = {name: value for name, value in os.environ.items() if name not in words}
-    asked: dict[str, Any] = {"is_initialized": lambda: False, "get_rank": lambda *_: 0, "get_world_size": lambda *_: 1}
-    with patch.dict(os.environ, kept, clear=True), patch.multiple(dist, **asked):
-        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,8 +11,10 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from trainer.data.dataset_reader import LoaderOptions
@@ -32,10 +35,10 @@ from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 from trainer.strategies.parallel_model import ParallelModel
-from trainer.verify.fixed_randomness import AS_DRAWN, AsDrawn, drop_nothing
-from trainer.verify.recorded_model import RecordedModel, Surveyor
-from trainer.verify.tensor_sketch import signatures
-from trainer.verify.training_record import EVALUATION, Key, Record
+from trainer.verify.batch_dim_detection import LayoutDetector
+from trainer.verify.fixed_randomness import USUAL_RANDOMNESS, UsualRandomness, disable_dropout
+from trainer.verify.recorded_model import RecordedModel
+from trainer.verify.training_record import Key, Phase, TrainingRecord, sketch_rows
 
 _SCALE = 2.0**-8  # of the scale of losses in fp16, which begins at 2**16
 
@@ -43,7 +46,7 @@ _SCALE = 2.0**-8  # of the scale of losses in fp16, which begins at 2**16
 _SAMPLES = 4  # of each micro-batch of a rank: more would show nothing new
 
 
-class AtLast(AsyncSaver):
+class DeferredSaver(AsyncSaver):
     """It writes its copy only when somebody waits for it: after steps that change what it must be a copy of.
 
     read: will a later start read what is saved now? What nobody reads is copied, and not written: that takes seconds.
@@ -71,7 +74,7 @@ class AtLast(AsyncSaver):
         super().wait()
 
 
-class FirstBatch:
+class FirstBatchOnly:
     """An evaluation set that ends with its first batch: what an evaluation leaves behind, the steps after it show."""
 
     def __init__(self, stream: EvalLoader, width: int) -> None:
@@ -85,14 +88,14 @@ class FirstBatch:
         return self._stream.batches(range(1))
 
 
-def trial(
+def train_and_record(
     run: PreparedRun,
-    record: Record,
+    record: TrainingRecord,
     ends: Sequence[int],
     stop: StopRequest,
     resume: int | None = None,
     shake: float = 0.0,
-    draws: AsDrawn = AS_DRAWN,
+    draws: UsualRandomness = USUAL_RANDOMNESS,
     name: str = "",
     evaluates: bool = True,
 ) -> bool:
@@ -102,29 +105,29 @@ def trial(
     each weight is moved before the first step. draws: what forwards draw. name: tells it from others of its precision.
     evaluates: does a small evaluation follow each step, as one follows an epoch?
     """
-    run = _apart(run, f"{run.machine.resolved_precision}{shake:g}{name}")
+    run = _in_own_folder(run, f"{run.machine.resolved_precision}{shake:g}{name}")
 
     def read() -> bool:
         return follows and trainer.progress.step <= end  # the next part goes on from there
 
-    with make_checkpoints(run, partial(AtLast, read=read)) as checkpoints:
+    with make_checkpoints(run, partial(DeferredSaver, read=read)) as checkpoints:
         # saves when they are due alone: after better figures, what a save changes would look like the evaluation's
         vars(checkpoints)["is_best"] = lambda figures: False
         for part, end in enumerate(ends, 1):
-            run, follows = renewed(run), part < len(ends)
+            run, follows = restart(run), part < len(ends)
             start, evaluation = checkpoints.newest(), make_evaluation(run)
             build_values(run, resuming=start is not None)
-            trainer = make_trainer(run, checkpoints, Log([]), stop, beginning(run, ends[-1]))
+            trainer = make_trainer(run, checkpoints, Log([]), stop, initial_progress(run, ends[-1]))
             if shake and start is None:
-                shaken(trainer.model.network, shake)
-            _scale_down(trainer.model)
+                perturb_weights(trainer.model.network, shake)
+            _lower_loss_scale(trainer.model)
             watched: Any = RecordedModel(trainer.model, record, resume or ends[0], draws)
             if start is None:
                 watched.begin()
             # the loop itself, to this step; beside steps and saves it does no more than small evaluations
             between: Any = None
             if evaluation is not None and evaluates:
-                between = FirstBatch(evaluation, evaluation_batch_size(run.settings.loop))
+                between = FirstBatchOnly(evaluation, evaluation_batch_size(run.settings.loop))
             trainer.model, trainer.patience, trainer.eval_loader = watched, math.inf, between
             # a step after the save that is read back: a copy of it that is none would change with the step. This step
             # is recorded, as is the same one after the resume: it shows what a save has changed in what goes on
@@ -134,12 +137,12 @@ def trial(
                 return False
             if trainer.steps > end:
                 _discard(run, checkpoint_path(checkpoints.folder, trainer.steps))
-    if evaluation is not None and record.wants(EVALUATION):
-        _evaluated(run, watched, evaluation, record, ends[-1])
+    if evaluation is not None and record.wants(Phase.EVALUATION):
+        _record_evaluation(run, watched, evaluation, record, ends[-1])
     return True
 
 
-def _apart(run: PreparedRun, name: str) -> PreparedRun:
+def _in_own_folder(run: PreparedRun, name: str) -> PreparedRun:
     """The run in a folder of its own: each trial goes on from its own checkpoints alone."""
     keep, place = replace(run.settings.checkpoint, keep=2), run.folder.path / name
     if run.strategy.world.is_main:
@@ -153,37 +156,37 @@ def _discard(run: PreparedRun, checkpoint: Path) -> None:
         remove_checkpoint(checkpoint)
 
 
-def _scale_down(parallel_model: ParallelModel) -> None:
+def _lower_loss_scale(parallel_model: ParallelModel) -> None:
     """Which steps of fp16 overflow, and are left out, depends on how a batch is divided: so small, none does."""
     scaler = parallel_model.scaler
     scaler.load({name: value * _SCALE for name, value in scaler.state().items() if name == "scaler/scale"})
 
 
-def _evaluated(run: PreparedRun, watched: Any, stream: EvalLoader, record: Record, step: int) -> None:
+def _record_evaluation(run: PreparedRun, watched: Any, stream: EvalLoader, record: TrainingRecord, step: int) -> None:
     """Collective: the figures of some batches of the evaluation set."""
     watched.settle()
     # a metric may go wrong in a later batch, and the last one may be smaller, with ranks that have no sample of it
     count = len(stream)
-    for name, value in evaluate_batches(run.strategy, watched, run.task, stream, some_batches(count)).items():
-        record.add(Key(step, EVALUATION, name), [0], signatures(torch.tensor([[value]], dtype=torch.float64)))
+    for name, value in evaluate_batches(run.strategy, watched, run.task, stream, compared_batches(count)).items():
+        record.add(Key(step, Phase.EVALUATION, name), [0], sketch_rows(torch.tensor([[value]], dtype=torch.float64)))
     watched.unsettle()
 
 
-def some_batches(count: int) -> list[int]:
+def compared_batches(count: int) -> list[int]:
     """The numbers of those that are compared of so many: the first, one in the middle, the last."""
     return sorted({0, count // 2, count - 1})
 
 
-def surveyed(run: PreparedRun) -> Any:
+def detect_sample_layouts(run: PreparedRun) -> Any:
     """Where the samples of a batch lie in what each module gives: of a whole step, and of every other sample of it."""
-    run = renewed(run)
+    run = restart(run)
     build_values(run, resuming=False)
     own, loading, whole = run.strategy.slice, LoaderOptions(**vars(run.settings.loader)), run.settings.loop.global_batch
     # every other one, as the first of two ranks has them: there a sample stands at another place than in the whole
     slices = own, replace(own, ranks=2)
     streams = [TrainLoader(run.data, run.training, each, whole, 1, loading) for each in slices]
     parallel_model = run.strategy.build(run.task, run.network, streams[0].example())
-    surveyor = Surveyor(parallel_model.network.named_modules(), run.strategy.data_group)
+    surveyor = LayoutDetector(parallel_model.network.named_modules(), run.strategy.data_group)
     for stream, each in zip(streams, slices, strict=True):
         batches = [batch._replace(span=range(0, whole, each.ranks)) for batch in next(iter(stream.epoch(0)))]
         with surveyor.listening(batches):
@@ -192,14 +195,14 @@ def surveyed(run: PreparedRun) -> Any:
 
 
 @torch.no_grad()
-def shaken(network: nn.Module, by: float) -> None:
+def perturb_weights(network: nn.Module, by: float) -> None:
     """Move each weight by so much, relative to itself, up or down at random, in place."""
     generator = torch.Generator().manual_seed(0)
     for weight in network.parameters():
         weight.mul_(1 + by * (torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1).to(weight))
 
 
-def beginning(run: PreparedRun, last: int) -> Progress:
+def initial_progress(run: PreparedRun, last: int) -> Progress:
     """Where in the data a trial begins: so late that an epoch ends before its last step, where the run has several."""
     batch = run.settings.loop.global_batch
     epoch = run.length.per_epoch  # steps
@@ -209,7 +212,7 @@ def beginning(run: PreparedRun, last: int) -> Progress:
     return Progress(position=passed, left_out=passed)
 
 
-def renewed(run: PreparedRun) -> PreparedRun:
+def restart(run: PreparedRun) -> PreparedRun:
     """The same run as another start of it would be: what objects remember of an earlier trial is in no checkpoint."""
     run = replace(run, **run.make_anew())
     run.training, run.evaluation = read_data_sets(run)
@@ -220,14 +223,14 @@ def renewed(run: PreparedRun) -> PreparedRun:
     return run
 
 
-def plainly(run: RunParts) -> None:
+def make_plain(run: RunParts) -> None:
     """From now on one process does all of it as it is: one micro-batch, nothing recomputed, nothing compiled."""
     run.machine = replace(run.machine, compile=False)
     run.strategy = Strategy(machine=run.machine)
     run.settings = replace(run.settings, loop=replace(run.settings.loop, micro_batches=1, micro_batch=None))
 
 
-def with_batch(run: RunParts, samples: int | None) -> int:
+def set_batch_size(run: RunParts, samples: int | None) -> int:
     """From now on a step has so many samples, in as many micro-batches as before; how many it has.
 
     None: four for each micro-batch of a rank, if the run has more, and as many left over as it has.
@@ -242,7 +245,7 @@ def with_batch(run: RunParts, samples: int | None) -> int:
 
 
 @contextmanager
-def exactly(run: RunParts, precision: str) -> Iterator[None]:
+def computing_in(run: RunParts, precision: str) -> Iterator[None]:
     """Inside all is computed in this precision, and nothing is narrower on its way."""
     strategy, machine = run.strategy, run.machine
     own = {name: getattr(strategy, name) for name in strategy.narrowing}
@@ -259,7 +262,7 @@ def exactly(run: RunParts, precision: str) -> Iterator[None]:
         compute(machine, own)
 
 
-def without_dropout(run: RunParts) -> Callable[[], int]:
+def remove_dropout(run: RunParts) -> Callable[[], int]:
     """From now on networks are made with no dropout, unless what it leaves out is each sample's own.
 
     What is given back tells how many layers had some.
@@ -270,13 +273,22 @@ def without_dropout(run: RunParts) -> Callable[[], int]:
 
     def made() -> nn.Module:
         network = make()
-        dropped[0] = drop_nothing(network) if native else 0
+        dropped[0] = disable_dropout(network) if native else 0
         return network
 
     run.make_network = made
     return lambda: dropped[0]
 
 
-def named_modules(network: nn.Module) -> dict[str, str]:
-    """The classes of a network's modules, by name."""
-    return {name: type(module).__name__ for name, module in network.named_modules()}
+@contextmanager
+def hide_other_processes() -> Iterator[None]:
+    """Inside, code that asks torch or the environment for other processes learns of none."""
+    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SLURM_PROCID", "SLURM_NTASKS")
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
+    answers: dict[str, Any] = {
+        "is_initialized": lambda: False,
+        "get_rank": lambda *_: 0,
+        "get_world_size": lambda *_: 1,
+    }
+    with patch.dict(os.environ, environment, clear=True), patch.multiple(dist, **answers):
+        yield

@@ -1,32 +1,269 @@
-"""What all ranks together have found, in words, as data, and as curves on each other (SVG)."""
+"""What all ranks together have found: what differs first, and its cause as far as experiments confirm one."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
-from trainer.verify.causes import First, Tried
-from trainer.verify.comparison import Compared, Difference, Near, Rounding, nearest
-from trainer.verify.training_record import FORWARD, GRADIENT, RESUME, STEP, UPDATE, Key, Record
+from trainer.verify.comparison import Comparison, Difference, Margin, Rounding, nearest_to_limits
+from trainer.verify.training_record import Key, Phase, TrainingRecord
 
-_EVERY = (GRADIENT, STEP, UPDATE, RESUME)  # phases of which nothing may be missing on all ranks
+# The plain loop of one process once more, with one thing changed: is it another one then, in the same place?
+REPEATED, PROCESSES_VISIBLE, DIVIDED, RECREATED = (
+    "repeated",
+    "with the other processes in sight",
+    "divided",
+    "with all objects made anew",
+)
+# The strategy once more, with one thing taken out: is it as the plain loop then?
+FIXED_RANDOMNESS, NO_RESUME, ONE_MICRO_BATCH = "random numbers", "the resume", "micro-batches"
+NO_RECOMPUTING, UNCOMPILED, SYNC_BN = "recomputing", "compiling", "strategy.sync_bn=true"
+# The plain loop, divided, with its parts in the other order; either of them, with no evaluation between the steps
+REVERSED, NO_EVALUATIONS = "divided, in the other order", "evaluations between the steps"
+
+# The plain loop after a forward that belongs to no step
+TRIAL_FORWARD = "after a trial forward"
+
+_USER_CAUSES = {
+    Phase.INITIAL: "the network: its constructor",
+    Phase.DATA: "the data: an item or its augmentation",
+    Phase.FORWARD: "the network: what this module computes",
+    Phase.LOSS: "the task: its loss",
+    Phase.GRADIENT: "the network: a backward of it, or of the task,",
+    Phase.NORM: "the network: a gradient",
+    Phase.RATE: "the schedule: the rate",
+    Phase.CLIPPED: "the network: a gradient",
+    Phase.STEP: "the optimizer: what it makes of the same gradients",
+    Phase.UPDATE: "the task: after_step, or a buffer of the network,",
+    Phase.RESUME: "the network: what it or its optimizer gives a checkpoint, or takes from it,",
+    Phase.EVALUATION: "the evaluation: its forward or a metric",
+}
+_STATE_KEEPERS = {
+    Phase.DATA: "Data keeps",
+    Phase.FORWARD: "the forward reads (no parameter, no persistent buffer)",
+    Phase.LOSS: "Task keeps",
+    Phase.RATE: "Schedule keeps",
+    Phase.UPDATE: "Task keeps",
+}
+_STRATEGY_CAUSES = {
+    Phase.INITIAL: "the values that it gives to ranks",
+    Phase.DATA: "the samples that a rank reads, and where it goes on",
+    Phase.FORWARD: "what it makes of this forward",
+    Phase.LOSS: "how it adds up the losses of micro-batches and ranks",
+    Phase.GRADIENT: "how it adds up the gradients of micro-batches and ranks",
+    Phase.NORM: "the norm that it takes of the same gradients",
+    Phase.RATE: "the rate that it gives the optimizer",
+    Phase.CLIPPED: "what it does to the same gradients before the step, such as clipping",
+    Phase.STEP: "how a rank steps what is its own",
+    Phase.UPDATE: "what follows the optimizer's step: what ranks send each other, and averages",
+    Phase.RESUME: "saving or reading: the checkpoint does not give back what was there",
+    Phase.EVALUATION: "its forward in an evaluation, and which samples count",
+}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a training beside its signatures."""
+
+    data_ranks: int
+    micro_batches: int
+    planned: bool  # do ranks share the work on one sample, as a plan says?
+    native: bool  # are random numbers torch's own?
+    kinds: Mapping[str, str]  # of the network's modules, by name
+    strays: Collection[str] = ()  # what was heard of draws for rows that are no samples
+    stepping: str = ""  # the class of an optimizer that is not torch's, and is given shards
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first difference, as all ranks together see it."""
+
+    step: int
+    phase: str
+    name: str
+    gap: float
+    ratio: float  # of the norms: here over the reference's
+    ranks: tuple[int, ...]  # those that see it; none: nobody has what the reference has
+    others: int  # ranks that have the same thing, and see no difference
+    resumed: bool  # is it after the resume?
+
+
+@dataclass(frozen=True)
+class ExperimentResults:
+    """What experiments have shown; what was not tried is in none of them."""
+
+    alone: Mapping[str, bool] = field(default_factory=dict)  # does the plain loop differ there as well, so changed?
+    mended: Mapping[str, bool] = field(default_factory=dict)  # is the strategy right, with that taken out?
+    drawn: Collection[str] = ()  # generators that a forward draws from
+    failed: str = ""  # why there is nothing to compare with
+
+
+def explain_cause(first: FirstDifference, here: RunFacts, tried: ExperimentResults) -> str:
+    """The cause, in words: of what experiments have confirmed the nearest; else what they have ruled out."""
+    alone, mended = tried.alone, tried.mended
+    if alone.get(RECREATED):
+        return f"the resume: something that {_STATE_KEEPERS.get(first.phase, 'an object keeps')} is in no checkpoint"
+    if alone.get(REPEATED):
+        return (
+            f"{_USER_CAUSES[first.phase]} differs when the same steps are repeated in the same process: it draws"
+            " random numbers that no seed reaches, or depends on what was done before"
+        )
+    if alone.get(PROCESSES_VISIBLE):
+        return (
+            f"{_USER_CAUSES[first.phase]} differs when other processes are in sight: its code asks for the rank, or"
+            " for their number"
+        )
+    if alone.get(NO_EVALUATIONS):
+        return (
+            f"an evaluation before this step: {_USER_CAUSES[first.phase]} is another one without it, so something keeps"
+            " what an evaluation has left"
+        )
+    if alone.get(DIVIDED):
+        return _division_cause(first, here, alone, mended)
+    if alone.get(TRIAL_FORWARD):
+        return (
+            f"a forward before the first step: {_USER_CAUSES[first.phase]} is another one after it, so something that"
+            " is no buffer keeps what it has left. Strategies do such forwards, to see what a step uses"
+        )
+    if mended.get(FIXED_RANDOMNESS) and tried.drawn:
+        return _randomness_cause(here, tried.drawn)
+    if tried.failed:
+        return f"not known: the same steps cannot be done without the strategy ({tried.failed})"
+    if mended.get(FIXED_RANDOMNESS):
+        return (
+            "not known: with the strategy it is now as in a plain loop on one of these processes; it came once, or lies"
+            " in what both of them use"
+        )
+    return _strategy_cause(first, here, tried)
+
+
+def _division_cause(
+    first: FirstDifference, here: RunFacts, alone: Mapping[str, bool], mended: Mapping[str, bool]
+) -> str:
+    """One process differs as well where it divides its batch so."""
+    if "BatchNorm" in here.kinds.get(first.name, "") and first.phase == Phase.FORWARD:
+        if mended.get(SYNC_BN):
+            return (
+                "the network: BatchNorm takes its statistics over the samples of one rank; strategy.sync_bn=true: over"
+                " all ranks"
+            )
+        return "the network: BatchNorm takes its statistics over a micro-batch, so they depend on loop.micro_batches"
+    if alone.get(REVERSED):
+        return (
+            f"{_USER_CAUSES[first.phase]} depends on what was computed before it in the same step: something counts its"
+            " calls, or keeps what a micro-batch has left"
+        )
+    factor = _explain_ratio(first.ratio, here)
+    by = f" It is {factor} times that of one process" if factor else ""
+    return {
+        Phase.DATA: (
+            "the data: an item depends on the other samples of its batch; it may depend on the index, and on the"
+            " generators that are seeded for it (in Data.augment and Data.mix: `random`)"
+        ),
+        Phase.LOSS: (
+            "the task: Task.loss must be the mean over the Task.weight units of its own samples. A sum, or a division"
+            f" by another number (of the batch, of ranks, of all words), depends on how a batch is divided.{by}"
+        ),
+        Phase.GRADIENT: (
+            "the network: a backward of its own (autograd.Function, a hook), or of the task's, that is not linear in"
+            " the samples: it depends on how a batch is divided"
+        ),
+        Phase.UPDATE: (
+            "the network: a buffer that is updated from the samples that are there, and that nobody brings together"
+        ),
+        Phase.EVALUATION: (
+            "the evaluation: a metric that is no sum over samples, or a forward in evaluation mode that depends on the"
+            " other samples of its batch"
+        ),
+    }.get(
+        first.phase,
+        "the network: what this module computes for a sample depends on the other samples of its micro-batch (a mean or"
+        " a sort over the batch, or it chooses by them what it computes)",
+    )
+
+
+def _randomness_cause(here: RunFacts, drawn: Collection[str]) -> str:
+    """Without random numbers it is right."""
+    others = sorted(name for name in drawn if name != "torch's")
+    if others:
+        return (
+            f"random numbers: the forward draws from {' and '.join(others)} generator, which knows nothing of samples;"
+            " torch's draws are each sample's own"
+        )
+    if here.native:
+        return "random numbers: torch's own (loop.dropout=native) depend on ranks and micro-batches"
+    if here.strays:
+        return (
+            "random numbers for rows that are no samples: dropout over nodes of graphs that stand one after the other,"
+            " or over sequences that are padded on the left"
+        )
+    return "the strategy: the random numbers that it gives to a sample; without any it trains the same"
+
+
+def _strategy_cause(first: FirstDifference, here: RunFacts, tried: ExperimentResults) -> str:
+    """What users have written is right by itself, however it is divided."""
+    whose = "the strategy, or the plan that says how it divides the network" if here.planned else "the strategy"
+    what = _STRATEGY_CAUSES[first.phase]
+    if first.phase == Phase.STEP and here.stepping:
+        return (
+            f"not known: the strategy, or {here.stepping}, which is given shards here and is right without. An"
+            " optimizer must compute element by element, or with norms that torch takes of whole DTensors"
+        )
+    if tried.mended.get(NO_RESUME):
+        what = f"what it saves or reads for the resume; {what}"
+    elif tried.mended.get(NO_EVALUATIONS):
+        what = f"what an evaluation leaves behind; {what}"
+    if first.phase == Phase.GRADIENT and not first.ranks:
+        what = "no rank has this gradient: it was lost, or its weight is used outside of the unit that holds it"
+    elif first.phase in (Phase.GRADIENT, Phase.LOSS) and (factor := _explain_ratio(first.ratio, here)):
+        what += f"; it is {factor} times what it should be, as a sum is to a mean over as many"
+    right = next(
+        (
+            name
+            for name in (NO_RESUME, NO_EVALUATIONS, ONE_MICRO_BATCH, NO_RECOMPUTING, UNCOMPILED)
+            if tried.mended.get(name)
+        ),
+        "",
+    )
+    without = f"; without {right} it is right" if right else ""
+    divided = ", also divided as it divides them" if DIVIDED in tried.alone else ""
+    return f"{whose}: {what}{without}. Network, task and data are right on one process{divided}"
+
+
+def _explain_ratio(ratio: float, here: RunFacts) -> str:
+    """The ratio as a whole number, or one over it, that ranks or micro-batches explain; empty: they do not."""
+    ranks, slices = here.data_ranks, here.micro_batches
+    wholes = {n for n in (ranks, slices, ranks * slices) if n > 1}
+    fits = chain(
+        (str(n) for n in wholes if abs(ratio - n) < 1e-3 * n),
+        (f"1/{n}" for n in wholes if abs(ratio * n - 1) < 1e-3),
+    )
+    return next(iter(sorted(fits, key=len)), "")
+
+
+_NEVER_MISSING = (
+    Phase.GRADIENT,
+    Phase.STEP,
+    Phase.UPDATE,
+    Phase.RESUME,
+)  # phases of which nothing may be missing on all ranks
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Is the training the same? And if it is not, what differs first."""
 
-    first: First | None
+    first: FirstDifference | None
     gap: float  # the largest, relative to the norms
     gaps: dict[str, float]  # of each phase
     rows: Sequence[int]  # samples of the global batch that differ first
     cause: str = ""
-    tried: Tried = field(default_factory=Tried)  # the experiments that it follows from
+    tried: ExperimentResults = field(default_factory=ExperimentResults)  # the experiments that it follows from
     others: Sequence[str] = ()  # what differs after it, in the order of time
     modules: tuple[int, int] = (0, 0)  # compared, of those that were called
-    nearest: Mapping[str, Near] = field(default_factory=dict)  # to its limit, of each phase
+    nearest: Mapping[str, Margin] = field(default_factory=dict)  # to its limit, of each phase
     rounding: Rounding | None = None  # in the precision of the run, where that is another one
     precision: str = "fp64"  # in which all was compared
 
@@ -40,7 +277,7 @@ class Verdict:
         return {"same": self.same, **asdict(self)}
 
 
-def judged(reference: Record, found: Sequence[Compared], resume: int) -> Verdict:
+def judge(reference: TrainingRecord, found: Sequence[Comparison], resume: int) -> Verdict:
     """What the findings of all ranks mean, without a cause yet.
 
     resume: the step after which the run went on from a checkpoint.
@@ -56,193 +293,23 @@ def judged(reference: Record, found: Sequence[Compared], resume: int) -> Verdict
             by_key.setdefault(difference.at, []).append((rank, difference))
     keys = [*reference.values]
     held = {key for one in found for key in one.held}
-    missing = [at for at, key in enumerate(keys) if key.phase in _EVERY and key not in held]
-    forwards = {key.name for key in keys if key.phase == FORWARD}
-    modules = len({key.name for key in seen if key.phase == FORWARD}), len(forwards)
+    missing = [at for at, key in enumerate(keys) if key.phase in _NEVER_MISSING and key not in held]
+    forwards = {key.name for key in keys if key.phase == Phase.FORWARD}
+    modules = len({key.name for key in seen if key.phase == Phase.FORWARD}), len(forwards)
     gap = max(gaps.values(), default=0.0)
     order = sorted({*by_key, *missing})
     if not order:
-        return Verdict(None, gap, gaps, [], modules=modules, nearest=nearest(found))
-    first = _first(keys[order[0]], by_key.get(order[0], []), found, resume)
+        return Verdict(None, gap, gaps, [], modules=modules, nearest=nearest_to_limits(found))
+    first = _first_difference(keys[order[0]], by_key.get(order[0], []), found, resume)
     rows = sorted({row for _, one in by_key.get(order[0], []) for row in one.rows})
-    others = [spoken(keys[at]) for at in order[1:8]]
-    return Verdict(first, gap, gaps, rows, others=others, modules=modules, nearest=nearest(found))
+    others = [str(keys[at]) for at in order[1:8]]
+    return Verdict(first, gap, gaps, rows, others=others, modules=modules, nearest=nearest_to_limits(found))
 
 
-def _first(key: Key, here: Sequence[tuple[int, Difference]], found: Sequence[Compared], resume: int) -> First:
+def _first_difference(
+    key: Key, here: Sequence[tuple[int, Difference]], found: Sequence[Comparison], resume: int
+) -> FirstDifference:
     gap, ratio = max(((one.gap, one.ratio) for _, one in here), default=(1.0, 0.0))
     ranks = tuple(sorted({rank for rank, _ in here}))  # each once, in however many of its micro-batches
     others = sum(key in one.seen for one in found) - len(ranks)
-    return First(key.step, key.phase, key.name, gap, ratio, ranks, others, key.step == resume + 1 > 1)
-
-
-def spoken(key: Key) -> str:
-    """What a key is of, in words."""
-    call = f" (call {key.call + 1})" if key.call else ""
-    where = f"step {key.step}, " if key.step else ""
-    return f"{where}{key.phase}, {key.name or 'the output of the network'}{call}"
-
-
-def difference(verdict: Verdict) -> str:
-    """Where the first difference is, in words: what, on whom, how much."""
-    first = verdict.first
-    assert first is not None
-    who = ""
-    if not first.ranks:
-        who = ", which no rank has"
-    elif first.others:
-        who = f", {'samples of ' if first.phase == FORWARD else ''}rank {', '.join(map(str, first.ranks))}"
-    where = spoken(Key(first.step, first.phase, first.name))
-    return f"{where}{who}, {first.gap:.1e}"
-
-
-WIDTH, LEFT, RIGHT = 880, 72, 24  # pixels; the margins hold the numbers of the axes
-UPPER, LOWER = (118, 358), (428, 538)  # top and bottom of the two panels
-BOTTOM = 588
-_FIT = 108  # characters of a command
-STROKES = [("c0", 10, ""), ("c1", 6, ""), ("c2", 3, ""), ("c3", 1.4, "5 4")]  # each lies on the one before
-LIGHT = {
-    ".card": "fill: #ffffff",
-    "text, .dot": "fill: #1c2430",
-    "text.faint": "fill: #5b6675",
-    ".grid": "stroke: #e3e7ec",
-    ".floor": "stroke: #b3123f",
-    ".c0": "stroke: #b9c3d0",
-    ".c1": "stroke: #4f9bea",
-    ".c2": "stroke: #ffd23f",
-    ".c3": "stroke: #b3123f",
-}
-DARK = LIGHT | {
-    ".card": "fill: #12171e",
-    "text, .dot": "fill: #e8edf3",
-    "text.faint": "fill: #9aa7b6",
-    ".grid": "stroke: #2a323d",
-    ".floor": "stroke: #e0447a",
-    ".c0": "stroke: #566376",
-    ".c3": "stroke: #e0447a",
-}
-SHAPES = """  text { font-family: system-ui, sans-serif; font-size: 13px }
-  text.title { font-size: 16px; font-weight: 600 }
-  text.code { font-family: monospace; font-size: 12px }
-  .curve { fill: none; stroke-linecap: round; stroke-linejoin: round }
-"""
-
-
-def picture(title: str, words: str, curves: Mapping[str, Sequence[float]], first: int, floor: float = 0.0) -> str:
-    """The whole drawing, as SVG that follows the reader's light or dark scheme.
-
-    words: what made it, in one line. curves: up to four, of equal length, by name; the others are compared with the
-    first. first: the number of its first step. floor: a difference that means nothing, where one is known.
-    """
-    schemes = [" ".join(f"{name} {{ {what} }}" for name, what in colours.items()) for colours in (LIGHT, DARK)]
-    style = f"{SHAPES}  {schemes[0]}\n  @media (prefers-color-scheme: dark) {{ {schemes[1]} }}"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {BOTTOM}" width="{WIDTH}" role="img">',
-        f"<title>Training loss: {_escaped(', '.join(curves))}</title><style>\n{style}\n</style>",
-        f'<rect class="card" width="{WIDTH}" height="{BOTTOM}" rx="8"/>',
-        text(LEFT, 30, title, "title"),
-        text(LEFT, 50, words if len(words) <= _FIT else f"{words[: _FIT - 1]}…", "faint code"),
-        *_legend(list(curves)),
-        *_losses(list(curves.values())),
-        *_differences(list(curves.values()), next(iter(curves)), floor),
-        *_steps(len(next(iter(curves.values()))), first),
-        text((LEFT + WIDTH - RIGHT) / 2, BOTTOM - 10, "optimizer step", "faint", "middle"),
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def differences(curves: Sequence[Sequence[float]]) -> list[float]:
-    """How far each step's losses are from the first curve's, at most."""
-    return [max(abs(loss - losses[0]) for loss in losses) for losses in zip(*curves, strict=True)]
-
-
-def _legend(names: Sequence[str]) -> Iterator[str]:
-    """A sample of each stroke with its name."""
-    for number, (name, (colour, width, dash)) in enumerate(zip(names, STROKES, strict=False)):
-        x = LEFT + 200.0 * number
-        yield _curve([(x, 73), (x + 34, 73)], colour, width, dash)
-        yield text(x + 44, 78, name)
-
-
-def _losses(curves: Sequence[Sequence[float]]) -> Iterator[str]:
-    """The curves on each other."""
-    ticks = _round_numbers([loss for losses in curves for loss in losses if math.isfinite(loss)])
-    span = ticks[0], ticks[-1]
-    yield from _axis([(tick, f"{tick:g}") for tick in ticks], UPPER, "loss")
-    for losses, (colour, width, dash) in zip(curves, STROKES, strict=False):
-        points = [(_across(at, len(losses)), _height(loss, span, UPPER)) for at, loss in enumerate(losses)]
-        yield _curve([point for point in points if math.isfinite(point[1])], colour, width, dash)
-
-
-def _differences(curves: Sequence[Sequence[float]], first: str, floor: float) -> Iterator[str]:
-    """The largest difference at each step, on a logarithmic axis; none at all is the lowest line."""
-    apart = differences(curves)
-    powers = [math.log10(value) for value in [*apart, floor] if value and math.isfinite(value)] or [0.0]
-    low, high = math.floor(min(powers)) - 1, math.ceil(max(powers))
-    stride = -(-(high - low) // 8)  # between lines: a curve in fp64 is many powers away from one that is wrong
-    yield from _axis([(low, "0"), *((power, f"1e{power}") for power in range(high, low, -stride))][::-1], LOWER, "")
-    yield text(LEFT, LOWER[0] - 14, f"largest difference to {first}", "faint")
-    if floor:
-        y = _height(math.log10(floor), (low, high), LOWER)
-        ends = f'x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
-        yield f'<line class="floor" {ends} stroke-dasharray="4 4"/>'
-        yield text(WIDTH - RIGHT, y - 5, "noise floor", "faint", "end")
-    for at, value in enumerate(apart):
-        if math.isfinite(value):
-            y = _height(math.log10(value) if value else low, (low, high), LOWER)
-            yield f'<circle class="dot" cx="{_across(at, len(apart)):.1f}" cy="{y:.1f}" r="2.6"/>'
-
-
-def _steps(count: int, first: int) -> Iterator[str]:
-    """Numbers below the lower panel."""
-    stride = max(1, round(count / 40) * 4)
-    for step in range(first, first + count):
-        if step % stride == 0:
-            yield text(_across(step - first, count), LOWER[1] + 20, str(step), "faint", "middle")
-
-
-def _round_numbers(values: Sequence[float]) -> list[float]:
-    """Some five numbers, round ones, from below the smallest value, or 0, to above the largest."""
-    low, high = min(0.0, *values, 0.0), max(1e-12, *values, 0.0)
-    power = 10 ** math.floor(math.log10((high - low) / 4))
-    stride = next(power * factor for factor in (1, 2, 5, 10) if (high - low) / (power * factor) <= 6)
-    return [stride * number for number in range(math.floor(low / stride), math.ceil(high / stride) + 1)]
-
-
-def _axis(ticks: Sequence[tuple[float, str]], panel: tuple[int, int], name: str) -> Iterator[str]:
-    """Horizontal lines with their numbers, the lowest tick at the panel's bottom and the highest at its top."""
-    if name:
-        yield text(LEFT, panel[0] - 4, name, "faint")
-    values = [value for value, _ in ticks]
-    for value, words in ticks:
-        y = _height(value, (min(values), max(values)), panel)
-        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield text(LEFT - 10, y + 4, words, "faint", "end")
-
-
-def _across(at: int, count: int) -> float:
-    """Where a step stands, in pixels from the left."""
-    return LEFT + (WIDTH - LEFT - RIGHT) * at / max(count - 1, 1)
-
-
-def _height(value: float, span: tuple[float, float], panel: tuple[int, int]) -> float:
-    """Where a value stands, in pixels from the top."""
-    return panel[1] - (panel[1] - panel[0]) * (value - span[0]) / max(span[1] - span[0], 1e-12)
-
-
-def _curve(points: Sequence[tuple[float, float]], colour: str, width: float, dash: str) -> str:
-    """One stroke through all points."""
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<polyline class="curve {colour}" stroke-width="{width}"{dashes} points="{path}"/>'
-
-
-def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    """Words at a place."""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_escaped(words)}</text>'
-
-
-def _escaped(words: str) -> str:
-    """Words as they may stand between tags."""
-    return words.replace("&", "&amp;").replace("<", "&lt;")
+    return FirstDifference(key.step, key.phase, key.name, gap, ratio, ranks, others, key.step == resume + 1 > 1)

@@ -16,8 +16,8 @@ from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_verify import IMAGES, LISTS, NET, verdict, verified
 from trainer.launch.rendezvous import Launch
-from trainer.verify.plain_loop import How, by_hand
-from trainer.verify.short_run import beginning
+from trainer.verify.plain_loop import Variation, run_plain_loop
+from trainer.verify.short_run import initial_progress
 
 pytestmark = pytest.mark.slow
 home = test_verify.home  # the fixture
@@ -38,16 +38,16 @@ NETWORKS: dict[str, list[str]] = {
 }
 
 
-def by_itself(launch: Launch, place: Path, words: list[str], how: How) -> tuple[Any, str]:
+def by_itself(launch: Launch, place: Path, words: list[str], how: Variation) -> tuple[Any, str]:
     """What a proof says of the plain loop, in the place of the product's own."""
 
     def trial(run: Any, record: Any, ends: Sequence[int], *rest: Any, **more: Any) -> bool:
-        own, drawn = by_hand(run, record.layouts, beginning(run, ends[-1]), ends, ends[-1], how)
+        own, drawn = run_plain_loop(run, record.layouts, initial_progress(run, ends[-1]), ends, ends[-1], how)
         record.values, record.facts["heard"] = own.values, []
         assert not drawn
         return True
 
-    with patch("trainer.verify.job.trial", trial):
+    with patch("trainer.verify.job.train_and_record", trial):
         return verified(launch, place, words)
 
 
@@ -55,7 +55,7 @@ def by_itself(launch: Launch, place: Path, words: list[str], how: How) -> tuple[
 def test_whole_or_divided_the_plain_loop_does_what_one_process_does(
     processes: Processes, home: Path, name: str
 ) -> None:
-    ways = [How(), How(anew=True), How(hidden=False), How(3, 2)]
+    ways = [Variation(), Variation(recreates=True), Variation(hides_processes=False), Variation(3, 2)]
     for how in ways[:-1] if name == "norms" else ways:
         said = verdict(processes, home, 1, NETWORKS[name], [], partial(by_itself, how=how))
         assert said.startswith("SAME: single on 1, 3 steps, "), f"{how}\n{said}"
