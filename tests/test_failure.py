@@ -182,8 +182,8 @@ def test_one_process_fails_with_its_traceback_and_what_to_try(tmp_path, remedy):
 def test_only_one_rank_can_be_first():
     store = dist.HashStore()
     assert read_first_failure(store) is None
-    first = claim_first_failure(store, Launch(1, 2), "mine")
-    assert claim_first_failure(store, Launch(0, 2), "mine too") == first == read_first_failure(store)
+    first = claim_first_failure(store, Launch(1, 2), "mine", 1)
+    assert claim_first_failure(store, Launch(0, 2), "mine too", 0) == first == read_first_failure(store)
     assert first.rank == 1
 
 

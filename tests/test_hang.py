@@ -364,5 +364,5 @@ def test_time_in_which_the_process_did_not_run_does_not_count(monkeypatch) -> No
     idle, seconds = IdleTimer(), []
     for passed, laps in ((1, 5), (1, 5), (1, 5), (3600, 5), (1, 6), (1, 6)):
         now[0] += passed
-        seconds.append(idle.look(laps))
+        seconds.append(idle.update(laps))
     assert seconds == [0, 1, 2, 4, 0, 1]  # an hour asleep is two looks at most

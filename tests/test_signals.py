@@ -150,7 +150,7 @@ def test_a_sigterm_after_another_ranks_failure_ends_a_stuck_process(tmp_path):
     process.send_signal(signal.SIGTERM)  # a preemption: the main thread is left to finish its step
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0.6)
-    claim_first_failure(ours, launch, "ValueError: no")
+    claim_first_failure(ours, launch, "ValueError: no", launch.rank)
     assert process.wait(timeout=10) == 1
     assert '"root_rank": 1' in (tmp_path / "status.json").read_text()
     process.communicate()

@@ -130,7 +130,7 @@ class StopRequest:
         except RuntimeError:  # the store is gone, and with it the launcher: nothing more will be heard
             self._terminated = False
             return
-        if failure is not None and failure.teller != self._launch.rank:
+        if failure is not None and failure.reporter != self._launch.rank:
             self._quit(failure.reason, failure.rank)
 
     def _quit(self, reason: str, root_rank: int | None) -> None:
