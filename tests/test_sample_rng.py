@@ -15,7 +15,7 @@ from torch.distributions import Beta, Binomial, Gamma
 from torch.utils.checkpoint import checkpoint
 
 from trainer.data.rng import Random, TensorPart
-from trainer.parallel.rng import random_functions
+from trainer.parallel.rng import function_mode
 from trainer.parallel.rng.sample_rng import SampleRNG
 
 BATCH, WIDTH = 6, 8
@@ -356,9 +356,9 @@ def test_attention_that_keeps_all_its_weights_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For flash attention draws by itself; short sequences lose nothing that is worth a word."""
-    random_functions._warn_of_attention_weights.cache_clear()
+    function_mode._warn_of_attention_weights.cache_clear()
     chance, network = chanced(DRAWING["attention"]())
-    for many, words in ((random_functions._MANY_WEIGHTS, 0), (BATCH * 25, 1), (1, 1)):
-        monkeypatch.setattr(random_functions, "_MANY_WEIGHTS", many)
+    for many, words in ((function_mode._MANY_WEIGHTS, 0), (BATCH * 25, 1), (1, 1)):
+        monkeypatch.setattr(function_mode, "_MANY_WEIGHTS", many)
         drawn(chance, network, torch.randn(BATCH, 5, WIDTH), slice(0, BATCH))
         assert sum("loop.dropout=native" in record.getMessage() for record in caplog.records) == words

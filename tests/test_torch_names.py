@@ -31,7 +31,7 @@ PRIVATE = {
     # Weak references of LSTMs and their like to their weights, which keep these from being swapped; in 2.11 to 2.15.
     "torch.nn.LSTM(1, 1)._flat_weight_refs": "trainer/parallel/meta_model.py",
     # The mode that sees operators; torch's pages show it under this name, as there is no other.
-    "torch.utils._python_dispatch": "trainer/parallel/rng/random_functions.py",
+    "torch.utils._python_dispatch": "trainer/parallel/rng/dispatch_mode.py",
     # Tensors that have a shape and no values, and lie on any device: torch's pages describe them, under this name.
     "torch._subclasses": "trainer/parallel/pipeline/fake_forward.py",
     # What bool(), item() and unique() of a tensor are for who sees operators; the public names are not seen there.
@@ -121,6 +121,13 @@ def test_a_modules_tensors_lie_in_these_tables() -> None:
     assert set(TABLES) < vars(module).keys()
     module.weight = other = torch.nn.Parameter(torch.zeros(2, 2))
     assert vars(module)["_parameters"]["weight"] is other
+
+
+def test_a_backward_looks_for_modes_by_this_name() -> None:
+    """trainer/parallel/rng/function_mode.py: copies of these functions have another function under this name."""
+    for function in (torch.autograd.backward, torch.autograd.grad):
+        assert "has_torch_function" in function.__globals__
+        assert "has_torch_function" in function.__code__.co_names
 
 
 def test_a_style_of_ones_own_says_one_thing() -> None:

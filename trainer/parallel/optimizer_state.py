@@ -1,4 +1,7 @@
-"""An optimizer's tensors by the names of the parameters they belong to: `optimizer/<parameter>/<key>`."""
+"""An optimizer's state by the names of its parameters: `optimizer/<parameter>/<key>`, as a checkpoint stores it.
+
+Here are also the other prefixes of names in a checkpoint, and how its network differs from the one at hand.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,12 @@ OPTIMIZER_PREFIX = "optimizer/"
 EMA_PREFIX = "ema/"
 CARRIED_PREFIX = "carried/"
 STRATEGY_PREFIX = "strategy/"  # of what one strategy alone keeps, and no other reads
-OTHER_PREFIXES = (
-    OPTIMIZER_PREFIX,
-    EMA_PREFIX,
-    CARRIED_PREFIX,
-    STRATEGY_PREFIX,
-    "scaler/",
-)  # begin names in a checkpoint that are not the network's
+# names in a checkpoint that begin so are not the network's
+OTHER_PREFIXES = (OPTIMIZER_PREFIX, EMA_PREFIX, CARRIED_PREFIX, STRATEGY_PREFIX, "scaler/")
 
 
 def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What the optimizer remembers, flat. TypeError where that is more than tensors: nothing could give it back."""
+    """The optimizer's state as one flat dict. TypeError where not all of it are tensors."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in network.named_parameters()}
     flat: dict[str, Tensor] = {}
     for parameter, memory in optimizer.state.items():
@@ -43,67 +41,62 @@ def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> d
 def empty_optimizer_state(
     network: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], known: Collection[str]
 ) -> dict[str, Tensor]:
-    """Tensors for every stored memory that this rank's optimizer takes, split as the parameter it belongs to.
+    """Zeros for all stored optimizer state that this rank's optimizer takes, sharded as the parameter it belongs to.
 
-    Those of another shape than their parameter (step counts) are whole. `known`: the names of the whole network, of
-    which this rank may hold some; Refusal where a memory belongs to none of them.
+    State of another shape than its parameter (step counts) is whole. stored: name → what has a shape and a dtype.
+    known: the names of the whole network, of which this rank may hold some. Refusal where state belongs to none.
     """
     # a rank may own, or hold, a few of the network's parameters: others read the rest
-    taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    parameters = {name: parameter for name, parameter in network.named_parameters() if id(parameter) in taken}
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = {name: parameter for name, parameter in network.named_parameters() if id(parameter) in optimized}
     space: dict[str, Tensor] = {}
     for name, parameter_name, _ in _split_names(stored):
         if parameter_name not in known:
             raise Refusal(f"the checkpoint's {name} belongs to no parameter of this network")
         if parameter_name not in parameters:
             continue
-        parameter, fact = parameters[parameter_name], stored[name]
-        # moments lie as their parameter does; what has other dimensions as far as it shares them; numbers whole
-        if tuple(fact.shape) == tuple(parameter.shape):
-            space[name] = torch.zeros_like(parameter, dtype=fact.dtype, requires_grad=False)
-        elif isinstance(parameter, DTensor) and len(fact.shape):
-            space[name] = zeros(
-                tuple(fact.shape),
-                dtype=fact.dtype,
-                device_mesh=parameter.device_mesh,
-                placements=_memory_placements(parameter, fact.shape),
-            )
-        else:
-            space[name] = torch.zeros(tuple(fact.shape), dtype=fact.dtype)
+        parameter, shape, dtype = parameters[parameter_name], tuple(stored[name].shape), stored[name].dtype
+        if shape == tuple(parameter.shape):  # moments: they are sharded as their parameter is
+            space[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        elif isinstance(parameter, DTensor) and shape:  # for example one number a row: along the dimensions it shares
+            placements = _placements(parameter, shape)
+            space[name] = zeros(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements)
+        else:  # step counts
+            space[name] = torch.zeros(shape, dtype=dtype)
     return space
 
 
-def _memory_placements(parameter: DTensor, shape: Sequence[int]) -> list[Placement]:
-    """How a memory of another shape is spread: along its parameter's dimensions where it has them, else whole.
+def _placements(parameter: DTensor, shape: Sequence[int]) -> list[Placement]:
+    """How state of another shape is sharded: along its parameter's dimensions where it has them, else not.
 
-    One number for each row of a parameter whose rows are spread lies beside its row.
+    If rows of a parameter are sharded, a number for each row is on the rank that has the row.
     """
-    spread = []
+    placements = []
     for placement in parameter.placements:
         dim = getattr(placement, "dim", None)
         has = dim is not None and dim < len(shape) and shape[dim] == parameter.shape[dim]
-        spread.append(placement if has else Replicate())
-    return spread
+        placements.append(placement if has else Replicate())
+    return placements
 
 
 def restore_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
-    """Give the optimizer its memory back. Its groups and hyper-parameters stay those of the present configuration."""
-    memories: dict[str, dict[str, Tensor]] = {}
+    """Load the optimizer's state. Its groups and hyper-parameters stay those of the present configuration."""
+    by_parameter: dict[str, dict[str, Tensor]] = {}
     for name, parameter_name, key in _split_names(state):
-        memories.setdefault(parameter_name, {})[key] = state[name]
+        by_parameter.setdefault(parameter_name, {})[key] = state[name]
     names = {parameter: name for name, parameter in network.named_parameters()}
     order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     # load_state_dict puts step counts where this optimizer wants them (the device if it is fused, else the CPU)
     optimizer.load_state_dict(
         {
-            "state": {index: memories[name] for index, name in enumerate(order) if name in memories},
+            "state": {index: by_parameter[name] for index, name in enumerate(order) if name in by_parameter},
             "param_groups": optimizer.state_dict()["param_groups"],
         }
     )
 
 
 def refuse_other_network(shapes: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> None:
-    """Refusal, naming at most ten, where a checkpoint's network is not this one."""
+    """Refuse a checkpoint of another network than this one; the message names at most ten differences."""
     wrong = network_differences(shapes, stored)
     if wrong:
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
@@ -111,7 +104,7 @@ def refuse_other_network(shapes: Mapping[str, Sequence[int]], stored: Mapping[st
 
 
 def network_differences(shapes: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> list[str]:
-    """How a checkpoint's network (name → what has a shape) is not the one with these shapes, a sentence a tensor."""
+    """How a checkpoint's network (name → what has a shape) differs from these shapes: a sentence for each tensor."""
     # what belongs to optimizer, average, scaler and batches is compared when it is read
     theirs = {name for name in stored if not name.startswith(OTHER_PREFIXES)}
     other = [
@@ -124,6 +117,7 @@ def network_differences(shapes: Mapping[str, Sequence[int]], stored: Mapping[str
 
 
 def _split_names(names: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Of all optimizer state: its name, the name of its parameter, and the optimizer's key."""
     for name in names:
         if name.startswith(OPTIMIZER_PREFIX):
             parameter_name, _, key = name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")

@@ -1,4 +1,4 @@
-"""Which subtrees of a network are units: gathered, recomputed and compiled as one."""
+"""Which subtrees of a network are units: gathered, recomputed and compiled as one. And torch.compile of them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from trainer.learning.parallel_plan import Plan
 from trainer.learning.parameter_groups import matches_exactly
 from trainer.messages import Refusal, did_you_mean
 
-SMALL = 1 / 8  # of the network's parameters: what has no more than that is not taken apart
-LARGE = 1 / 4  # a repeated block of more than that is, where blocks repeat inside it, too
-CRUMB = 1 / 32  # a layer of less stays with what surrounds it
+# fractions of the network's parameters
+SMALL = 1 / 8  # a module of no more than that is one unit
+LARGE = 1 / 4  # a repeated block of more than that is taken apart, where blocks repeat inside it, too
+CRUMB = 1 / 32  # a layer of less is no unit, but stays with what surrounds it
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # They use the weights of the layers inside them without calling these, sometimes or always.
 SEALED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def require_modules(network: nn.Module, key: str, what: str, instead: str = "") -> dict[str, nn.Module]:
-    """The modules that a plan's key means, by name. Refusal where there is none, in the words for this key."""
+    """The modules that a plan's key means, by name. Refusal where there is none. what: the key in the message."""
     modules = dict(matching_modules(network, key))
     if not modules:
         names = [name for name, _ in network.named_modules() if name]
@@ -60,7 +61,7 @@ def _planned_units(network: nn.Module, plan: Plan) -> list[str]:
     for key in plan.shard:
         modules = require_modules(network, key, "the plan's shard")
         for name, module in modules.items():
-            _refuse(name, module, network, sharing)
+            _refuse_unit(name, module, network, sharing)
         full = {name for name, module in modules.items() if any(True for _ in module.parameters())}
         if not full:
             raise Refusal(f"the plan's shard {key!r} names only modules without parameters")
@@ -73,7 +74,8 @@ def _planned_units(network: nn.Module, plan: Plan) -> list[str]:
     return [name for name, _ in network.named_modules() if name in named]
 
 
-def _refuse(name: str, module: nn.Module, network: nn.Module, sharing: set[str]) -> None:
+def _refuse_unit(name: str, module: nn.Module, network: nn.Module, sharing: set[str]) -> None:
+    """Refuse what a plan names and FSDP could not gather when it is called. sharing: see `_sharing_modules`."""
     if not _has_forward(module):
         raise Refusal(
             f"the plan's shard names {name}, a {type(module).__name__}, which is never called; use {name + '.*'!r},"
@@ -94,22 +96,19 @@ def present_units(network: nn.Module, names: list[str]) -> list[str]:
 
 
 def repeated_blocks(parent: nn.Module) -> dict[str, nn.Module]:
-    """What repeats in a list, by name: those of its modules that hold modules and whose class occurs more than once.
+    """The blocks of a list, by name: modules that have children and whose class occurs more than once in the list.
 
-    Of lists in a list the modules inside count.
+    Modules in lists inside the list count, too.
     """
     if not isinstance(parent, LISTS):
         return {}
     inside = dict(_listed_modules(parent))
     kinds = Counter(type(child) for child in inside.values())
-    return {
-        name: module
-        for name, module in inside.items()
-        if kinds[type(module)] > 1 and any(True for _ in module.children())
-    }
+    return {name: module for name, module in inside.items() if kinds[type(module)] > 1 and has_children(module)}
 
 
 def _listed_modules(parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a list, and in lists inside it, that are called."""
     for word, child in parent.named_children():
         if isinstance(child, LISTS) and not _has_forward(child):
             yield from ((f"{word}.{name}", module) for name, module in _listed_modules(child))
@@ -136,11 +135,11 @@ class _UnitSearch:
             free = name not in self.sharing and can_be and (repeated or not blocks_only)
             if not free or not self._belongs_together(child, size, repeated):
                 yield from self.below(f"{name}.", child, blocks_only or _is_sealed(child))
-            elif repeated or any(True for _ in child.children()) or size >= CRUMB * self.total:
+            elif repeated or has_children(child) or size >= CRUMB * self.total:
                 yield name
 
     def _belongs_together(self, module: nn.Module, size: int, repeated: bool) -> bool:
-        """Is it better not taken apart?"""
+        """Is it better as one unit than taken apart?"""
         # where blocks repeat inside, these are the natural units, unless all of it is small
         if any(repeated_blocks(inner) for inner in module.modules()):
             return type(module) not in LISTS and size <= (LARGE if repeated else SMALL) * self.total
@@ -148,7 +147,7 @@ class _UnitSearch:
 
 
 def _sharing_modules(network: nn.Module) -> set[str]:
-    """Names of modules of whose parameters one has another name outside of them: tied weights, modules used twice."""
+    """Names of modules that share a parameter with something outside of them: tied weights, modules used twice."""
     users: dict[int, list[set[str]]] = defaultdict(list)
     for name, parameter in network.named_parameters(remove_duplicate=False):
         users[id(parameter)].append(ancestors(name))
@@ -168,6 +167,11 @@ def can_be_unit(network: nn.Module, name: str) -> bool:
     return _has_forward(module) and not _begins_in_place(module) and name not in _sharing_modules(network)
 
 
+def has_children(module: nn.Module) -> bool:
+    """Does it hold other modules?"""
+    return any(True for _ in module.children())
+
+
 def _has_forward(module: nn.Module) -> bool:
     """Can it be called? A ModuleList cannot."""
     return type(module).forward is not nn.Module.forward
@@ -182,15 +186,14 @@ def _begins_in_place(module: nn.Module) -> bool:
 
 def _is_sealed(module: nn.Module) -> bool:
     """Must what is inside stay with it, because it may use the weights there without a call?"""
-    children = list(module.children())
-    lists = any(isinstance(child, (nn.ParameterList, nn.ParameterDict)) for child in children)
+    lists = any(isinstance(child, (nn.ParameterList, nn.ParameterDict)) for child in module.children())
     owns = lists or any(True for _ in module.parameters(recurse=False))
-    return bool(children) and (owns or isinstance(module, SEALED) or is_parametrized(module))
+    return has_children(module) and (owns or isinstance(module, SEALED) or is_parametrized(module))
 
 
 def _is_one_layer(module: nn.Module) -> bool:
-    """Is it a layer, perhaps with some trimmings, so that nothing is gained by taking it apart?"""
-    layers = [_size(child) for child in module.children() if not any(True for _ in child.children())]
+    """Has one layer more than three quarters of its parameters, so that nothing is gained by taking it apart?"""
+    layers = [_size(child) for child in module.children() if not has_children(child)]
     return max(layers, default=_size(module)) > 0.75 * _size(module)
 
 
@@ -221,7 +224,7 @@ def compile_units(network: nn.Module, names: list[str]) -> None:
 
 
 def without_compile() -> AbstractContextManager[Any]:
-    """Inside it what was compiled runs as it was written: for a rehearsal, whose batch has another size than a step's.
+    """Inside it compiled modules run as they were written: for a trial batch, whose size is not that of a step.
 
     A first call of another size would cost a graph that is never used again, and have torch take the size for variable.
     """

@@ -1,6 +1,6 @@
-"""Modules and parameters that only some data use: which they are, and zeros for what a rank's data leave out.
+"""Parameters and modules that only some data use: which they are, and zero gradients for what a rank's data leave out.
 
-Ranks have other data, so that they would gather different units and send different gradients.
+Ranks have other data. Without this they would gather different units under FSDP, and reduce different gradients.
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ _AT = torch.ops.aten
 
 @dataclass(frozen=True)
 class Usage:
-    """What every forward of a network uses, by name, as far as is known."""
+    """What every forward of a network uses, by name, whatever the data are."""
 
     modules: frozenset[str]  # called as often in every forward
     parameters: frozenset[str]  # get a gradient in every backward
 
 
 def find_always_used(step: nn.Module, example: Any, ranks: Ranks) -> Usage:
-    """Collective: what the forward uses whatever the data are: it runs twice on shapes alone.
+    """Collective: what the forward uses whatever the data are. It runs twice with fake tensors.
 
-    Where it asks for a value, the answer is no the first time and yes the second, or no rows and all rows. Of a forward
-    that cannot be run so, all modules count as called, and no parameter is known to get a gradient.
+    Where it asks for a value, the answer is no (or: no rows) the first time, and yes (all rows) the second. If a
+    forward cannot be run so, all modules count as called, and no parameter is known to get a gradient.
     """
     network = step.get_submodule(NETWORK)
     return _agree(_use_in_two_forwards(step, network, example), network, ranks)
 
 
 def _use_in_two_forwards(step: nn.Module, network: nn.Module, example: Any) -> Usage:
-    chance = random.getstate()
+    """What is used the same with both answers, on this rank."""
+    python_rng = random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            no, yes = (_use_in_forward(step, example, answer) for answer in (False, True))
+            no, yes = (_use_in_forward(step, example, answer) for answer in (False, True))  # (calls, parameters)
     except Exception:  # whatever a forward does with what has no values
         return Usage(frozenset(name for name, _ in network.named_modules()), frozenset())
     finally:
-        random.setstate(chance)
+        random.setstate(python_rng)
     return Usage(frozenset(name for name, often in no[0].items() if often == yes[0][name]), no[1] & yes[1])
 
 
 def _agree(use: Usage, network: nn.Module, ranks: Ranks) -> Usage:
-    """Collective: what all of these ranks have found; their batches may have other shapes."""
+    """Collective: what is always used on all of these ranks; their batches may have other shapes."""
     modules, parameters = ([name for name, _ in each] for each in (network.named_modules(), network.named_parameters()))
     unsure = [name not in use.modules for name in modules] + [name not in use.parameters for name in parameters]
     sure = [not flag for flag in ranks.max_values(unsure)]  # these ranks; a byte for each name
@@ -66,25 +67,26 @@ def _agree(use: Usage, network: nn.Module, ranks: Ranks) -> Usage:
 
 
 def always_called_units(network: nn.Module, units: Iterable[str], use: Usage) -> list[str]:
-    """These units; in place of one that only some data call, the nearest module around it that is always called.
+    """These units; instead of a unit that only some data call, the nearest module around it that is always called.
 
-    Where that is the network alone, what is in the unit belongs to the network as a whole.
+    Where there is none but the network, what is in the unit belongs to the network as a whole.
     """
-    chosen = set()
+    called = set()
     for name in units:
         around = sorted(ancestors(name), key=len, reverse=True)
-        fit = [each for each in around if each and each in use.modules and can_be_unit(network, each)]
-        chosen |= {name} if name in use.modules else {*fit[:1]}
-    return [name for name, _ in network.named_modules() if name in chosen and not ancestors(name) & chosen]
+        fitting = [above for above in around if above and above in use.modules and can_be_unit(network, above)]
+        called |= {name} if name in use.modules else {*fitting[:1]}
+    return [name for name, _ in network.named_modules() if name in called and not ancestors(name) & called]
 
 
 class _FixedAnswers(FakeMode):
-    """Inside it a value that nobody has is always the same, and of rows that a mask chooses there are none, or all."""
+    """Inside it every value of a fake tensor is `answer`, and a mask selects no rows, or all."""
 
     def __init__(self, answer: bool) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._answer = answer
-        self._instead: dict[Any, Callable[..., Any]] = {
+        # operators whose output depends on values → what answers for them
+        self._answers: dict[Any, Callable[..., Any]] = {
             _AT._local_scalar_dense: self._value,
             _AT.nonzero: self._rows,
             _AT.masked_select: lambda x, mask: x.new_empty(self._count(mask)),
@@ -94,12 +96,12 @@ class _FixedAnswers(FakeMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(func, "overloadpacket", None)
-        if packet in self._instead and not has_values(args[0]):
+        if packet in self._answers and not has_values(args[0]):
             with self:
-                return self._instead[packet](*args, **(kwargs or {}))
+                return self._answers[packet](*args, **(kwargs or {}))
         if packet in (_AT.index, _AT.index_put, _AT.index_put_):
             with self:
-                args = (args[0], [at for each in args[1] for at in self._places(each)], *args[2:])
+                args = (args[0], [numbers for index in args[1] for numbers in self._places(index)], *args[2:])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _value(self, x: Tensor) -> bool | int | float:
@@ -116,7 +118,7 @@ class _FixedAnswers(FakeMode):
         return torch.empty(shape, dtype=torch.int64)
 
     def _places(self, index: Tensor | None) -> list[Tensor | None]:
-        """What an index chooses; of a mask, as many numbers as it has dimensions."""
+        """An index as numbers: a mask becomes as many tensors of numbers as it has dimensions."""
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             return [index]
         return [self._numbers(self._count(index)) for _ in range(index.dim())]
@@ -127,8 +129,8 @@ def _use_in_forward(step: nn.Module, example: Any, answer: bool) -> tuple[Counte
     mode = _FixedAnswers(answer)
     network = step.get_submodule(NETWORK)
     fakes = fake_tensors(network, torch.device("cpu"), mode)
-    for before, shape in fakes.items():
-        shape.requires_grad_(before.requires_grad)
+    for tensor, fake in fakes.items():
+        fake.requires_grad_(tensor.requires_grad)
     copy = copy_step(step, fakes)
     calls: Counter[str] = Counter()
     for name, module in copy.get_submodule(NETWORK).named_modules():
@@ -147,9 +149,10 @@ Places = dict[tuple[nn.Module, str], nn.Parameter]  # where a parameter is found
 
 
 class UnusedParameters:
-    """What `fully_shard` has spread and only some data use. It would reduce the gradients that a rank has, and no more.
+    """Sharded parameters that only some data use get zeros as gradients where a rank's data leave them out.
 
-    Where no rank has used a parameter in a step it has no gradient afterwards, as in one process.
+    fully_shard reduces the gradients that a rank has, and no others, so ranks would reduce different ones. If no rank
+    has used a parameter in a step, it has no gradient afterwards, as in one process.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -157,7 +160,7 @@ class UnusedParameters:
         self._used: dict[nn.Parameter, bool] = {}  # by any micro-batch of this step, here
 
     def watch(self, root: nn.Module, network: nn.Module, units: Collection[str], use: Usage) -> None:
-        """Look at the calls of those units, and of `root`, that hold such parameters. All of them are spread."""
+        """Watch the calls of those units, and of `root`, that hold such parameters. They must be sharded by now."""
         holders: dict[str, Places] = {}
         for name, parameter in network.named_parameters():
             spread = isinstance(parameter, DTensor) and "shard" in split_axes(parameter)
@@ -178,16 +181,16 @@ class UnusedParameters:
     def _end(
         self,
         begins: list[set[Any]],
-        places: dict[tuple[nn.Module, str], nn.Parameter],
+        places: Places,
         module: nn.Module,
         _: Any,
         output: Any,
     ) -> Any:
-        """A call has ended: what its output does not depend on gets zeros with the gradient of the output."""
-        learned = [tensor for tensor in tensors(output) if tensor.requires_grad]
-        if not torch.is_grad_enabled() or not learned:
+        """A call has ended: parameters that its output does not depend on will get zeros in its backward."""
+        differentiable = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        if not torch.is_grad_enabled() or not differentiable:
             return output
-        reached = set(graph_leaves(learned, begins[0]))
+        reached = set(graph_leaves(differentiable, begins[0]))
         left_out = []
         for (holder, key), parameter in places.items():
             gathered = getattr(holder, key)
@@ -197,8 +200,8 @@ class UnusedParameters:
                 left_out.append(gathered)
         if not left_out:
             return output
-        touched = _AddZeroGradients.apply(learned[0], *left_out)
-        return map_tensors(output, lambda tensor: touched if tensor is learned[0] else tensor)
+        touched = _AddZeroGradients.apply(differentiable[0], *left_out)
+        return map_tensors(output, lambda tensor: touched if tensor is differentiable[0] else tensor)
 
     def drop_gradients(self) -> None:
         """Collective, after the last backward of a step: what no rank has used has no gradient."""
@@ -212,7 +215,7 @@ class UnusedParameters:
 
 
 class _AddZeroGradients(torch.autograd.Function):
-    """The first tensor as it is; the others get zeros."""
+    """Returns the first tensor unchanged. In the backward the others, which it does not depend on, get zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.rng import seed_torch
-from trainer.parallel.rng.random_functions import RandomOperatorInterceptor
+from trainer.parallel.rng.dispatch_mode import RandomOperatorInterceptor
 
 # where classes keep their probability: nn.Dropout and its like and torchvision's StochasticDepth in `p`, timm's
 # DropPath in `drop_prob`, nn.MultiheadAttention and recurrent layers in `dropout`
@@ -90,7 +90,7 @@ class _MiddleValues(RandomOperatorInterceptor):
         super().__init__()
         self._used = used
 
-    def drawn(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def draw(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """The middle of what it may give."""
         packet = func.overloadpacket
         if packet is _AT.native_dropout:

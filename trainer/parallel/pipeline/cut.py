@@ -25,7 +25,7 @@ from trainer.parallel.pipeline.fake_forward import CannotCut, copy_step
 from trainer.parallel.pipeline.fx_trace import NETWORK, GraphFlow, Untraceable, trace
 from trainer.parallel.pipeline.stages import ALTERNATIVE, make_traced_stages
 from trainer.parallel.pipeline.untraced_stage import make_untraced_stages
-from trainer.parallel.units import repeated_blocks, require_modules
+from trainer.parallel.units import has_children, repeated_blocks, require_modules
 
 # The heaviest stage may be so many times as heavy as need be, where only one value travels instead of several.
 UNEVEN = 1.5
@@ -167,7 +167,7 @@ def _trace_opened(step: nn.Module, wanted: set[str]) -> tuple[fx.Graph, dict[str
         names = [
             name
             for name in dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "call_module")
-            if name in wanted - closed.keys() and any(True for _ in network.get_submodule(name).children())
+            if name in wanted - closed.keys() and has_children(network.get_submodule(name))
         ]
         if not names:
             return graph, closed

@@ -18,8 +18,8 @@ from trainer.data.rng import Random, mix_seeds, seed_torch, to_int64
 from trainer.learning.parallel_plan import Plan
 from trainer.parallel.context_parallel import Pieces, current_piece, rank_pieces
 from trainer.parallel.ranks import Ranks
+from trainer.parallel.rng.function_mode import RandomFunctionMode
 from trainer.parallel.rng.random_draw import ActivationShard, RandomDraw, RowCheck, SequenceShard, call_site
-from trainer.parallel.rng.random_functions import RandomFunctionMode
 from trainer.parallel.rng.torch_rng import TorchRNG
 from trainer.parallel.tensor_parallel import activation_layouts
 from trainer.parallel.units import matching_modules
