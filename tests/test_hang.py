@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import json
 import os
 import signal
 import socket
@@ -113,6 +114,9 @@ def test_a_stopped_rank_is_named_and_all_end_without_a_launcher(tmp_path) -> Non
     assert ended[0].screen.count("rank 1 of 2 does not answer") == 1
     assert "  rank 1: no answer\n  rank 0: step " in ended[0].screen
     assert "does not answer" not in ended[1].screen
+    # torch's record of the last collectives: the one that rank 0 waits in stands last, and has no end
+    waited = json.loads((tmp_path / "run" / "logs" / "collectives-0.json").read_text())["gloo"]["entries"][-1]
+    assert waited["profiling_name"].startswith("gloo:")
     # every rank's stacks; the stopped one was made to run again, to say where it was
     assert all("thread MainThread:\n" in log(tmp_path, rank) for rank in (0, 1))
 

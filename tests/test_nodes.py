@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -202,3 +203,31 @@ def test_machines_that_come_and_go_and_one_alone_give_one_curve(hosts, place, on
     assert curve(alone, "sample_digest") == curve(folder, "sample_digest")
     assert far(curve(alone)[:16], curve(place / "copy")) < 1e-5
     assert len(lines(folder, "train")) == STEPS
+
+
+@pytest.mark.long
+def test_the_doctor_names_a_link_of_limited_rate(hosts, place, on):
+    """Two machines whose cable passes 100 Mbit/s, though its ends say 10 Gbit/s."""
+    if hosts.missing or shutil.which("tc") is None:
+        pytest.skip(f"no network namespaces, or no tc: {hosts.missing}")
+    words = ("job=doctor", "job.seconds=2")
+
+    def examine(code: int) -> dict[str, Any]:
+        port = free_port()
+        ended = [command.end() for command in [on(number, static(hosts, number, port), *words) for number in range(2)]]
+        assert [each.code for each in ended] == [code] * 2, ended[0].screen[-6000:]
+        return json.loads((place / "run" / "doctor.json").read_text())
+
+    assert examine(0)["ok"]
+    (place / "run" / "doctor.json").unlink()  # it must not need to know how it was before
+    limit = ("qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", "100mbit", "burst", "64kb", "latency", "400ms")
+    for host in hosts:
+        subprocess.run([*host.prefix, "tc", *limit], check=True, capture_output=True, timeout=20)
+    try:
+        data = examine(1)
+    finally:
+        for host in hosts:
+            subprocess.run([*host.prefix, "tc", "qdisc", "delete", "dev", INTERFACE, "root"], check=False, timeout=20)
+    (error,) = [finding for finding in data["findings"] if finding["level"] == "error"]
+    assert error["what"].startswith("the link between rank 0 on ")
+    assert all(5e6 < link["bytes_per_s"] < 1.4e7 for link in data["links"])

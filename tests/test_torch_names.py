@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 from functools import reduce
 from inspect import signature
 from pathlib import Path
@@ -111,6 +112,16 @@ def test_a_fused_step_is_left_out_on_the_device_when_found_inf_says_so(kind: typ
     optimizer.found_inf = torch.zeros(())
     optimizer.step()
     assert parameter[0] < 1
+
+
+def test_the_record_of_the_last_collectives_can_be_read() -> None:
+    """trainer/launch/flight_recorder.py: torch says what it has recorded in pickle, or in JSON by these names alone."""
+    from trainer.launch.flight_recorder import RECORDERS
+
+    module = importlib.import_module("torch._C._distributed_c10d")
+    for backend, name in RECORDERS.items():
+        if backend != "nccl" or torch.distributed.is_nccl_available():
+            assert "version" in json.loads(getattr(module, name)())
 
 
 def test_a_modules_tensors_lie_in_these_tables() -> None:

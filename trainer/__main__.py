@@ -10,9 +10,16 @@ from functools import partial
 
 from omegaconf import DictConfig
 
-from trainer.api import build_run, import_run_modules, print_report, processes_to_start, run_in_processes
+from trainer.api import (
+    build_run,
+    examine_machines,
+    import_run_modules,
+    print_report,
+    processes_to_start,
+    run_in_processes,
+)
 from trainer.configuration.command_line import parse_command_line
-from trainer.configuration.compose import compose, needs_reference, only_reads_files
+from trainer.configuration.compose import compose, examines_machines, needs_reference, only_reads_files
 from trainer.launch import failure
 from trainer.launch.child_processes import (
     ForkedProcess,
@@ -49,6 +56,8 @@ def main() -> None:
             )
         elif only_reads_files(cfg):
             code = print_report(cfg, launch)
+        elif examines_machines(cfg):
+            code = examine_machines(cfg, launch)
         else:
             with failure.sys_exit_as_error():  # of a lab, as it is imported or its data are read
                 parts = build_run(words, launch, cfg, _program_runner(cfg, launch))

@@ -23,6 +23,8 @@ from trainer.configuration import resource_paths
 from trainer.configuration.command_line import parse_command_line
 from trainer.configuration.compose import (
     compose,
+    examined_folder,
+    examines_machines,
     is_verification,
     only_reads_files,
     opens_trained_run,
@@ -122,7 +124,10 @@ def _run_once(asked: list[str]) -> Result:
         launch = read_launch()
         count = processes_to_start(cfg, launch)
         # the folder is chosen here, because what the run has left is looked for in it afterwards
-        folder = report_folder(cfg) if only_reads_files(cfg) else choose_run_folder(cfg, launch)
+        if only_reads_files(cfg) or examines_machines(cfg):
+            folder = report_folder(cfg) if only_reads_files(cfg) else examined_folder(cfg)
+        else:
+            folder = choose_run_folder(cfg, launch)
         asked.append(f"run.dir={quote_value(str(folder))}")
         cfg.run.dir = str(folder)
         if threading.current_thread() is not threading.main_thread():
@@ -180,6 +185,21 @@ def print_report(cfg: DictConfig, launch: Launch) -> int:
     return Report()(report_folder(cfg)) if launch.is_main else 0
 
 
+def examine_machines(cfg: DictConfig, launch: Launch) -> int:
+    """Do the job `doctor`, on every rank; the exit code. Refusal where it cannot be done."""
+    from trainer.configuration.allowed_targets import AllowedTargets
+    from trainer.configuration.instantiate import instantiate
+    from trainer.jobs.doctor.job import Doctor
+    from trainer.jobs.run_parts import make_machine
+
+    # nothing of a run is built but this: none of it need be right
+    doctor = instantiate(cfg.job, Doctor, "job", AllowedTargets())
+    machine = make_machine(parse_settings(cfg), launch)
+    machine.check()
+    machine.refuse_shared_devices()
+    return doctor(machine, examined_folder(cfg))
+
+
 def choose_run_folder(cfg: DictConfig, launch: Launch) -> Path:
     """The folder that the configuration names, or one that is named now, on all ranks the same."""
     from trainer.launch.store_collectives import broadcast_from_main
@@ -198,6 +218,8 @@ def _run_in_this_process(words: Sequence[str], launch: Launch, cfg: DictConfig) 
     if only_reads_files(cfg):
         return print_report(cfg, launch)
     with preserve_process_state():
+        if examines_machines(cfg):
+            return examine_machines(cfg, launch)
         return _run_as_guest(words, launch, cfg)
 
 

@@ -240,6 +240,18 @@ def report_folder(cfg: DictConfig) -> Path:
     return resolve_links(expand_home(run.dir if run.dir is not None else f"{run.root}/{run.name}"))
 
 
+def examines_machines(cfg: DictConfig) -> bool:
+    """Does the job examine where a run would be? Then no part of a run is built for it."""
+    return bool(cfg.job.get("_target_") == "trainer.jobs.doctor.job.Doctor")
+
+
+def examined_folder(cfg: DictConfig) -> Path:
+    """The folder that the job `doctor` examines and writes into: of all runs, or of the one that is named."""
+    run = parse_settings(cfg).run
+    path = run.dir if run.dir is not None else run.root if run.name is None else f"{run.root}/{run.name}"
+    return resolve_links(expand_home(path))
+
+
 def is_verification(cfg: DictConfig) -> bool:
     """Does the job compare a strategy with one process? Then it leaves the run's own files as they are."""
     return bool(cfg.job.get("_target_") == "trainer.verify.job.Verify")

@@ -18,6 +18,7 @@ from trainer.configuration.command_line import CommandLine, override_text, parse
 from trainer.configuration.compose import (
     compose,
     compose_with_hydra,
+    examines_machines,
     only_reads_files,
     open_config_dirs,
     opens_trained_run,
@@ -332,6 +333,8 @@ def _compose_all(trials: Iterable[Trial]) -> DictConfig:
             problems += str(refusal).splitlines()
     if problems:
         raise Refusal(join_problems([*dict.fromkeys(problems)]))
+    if examines_machines(composed[0]):
+        raise Refusal("-m trains several runs, and job=doctor examines the machines once: leave out -m")
     if opens_trained_run(composed[0]) or only_reads_files(composed[0]):
         raise Refusal("-m trains several runs in one folder; a job that opens a run takes one run.dir: leave out -m")
     return composed[0]

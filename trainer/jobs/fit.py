@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import distributions
 from time import perf_counter
 from typing import Any
 
-import torch
-
-from trainer import __version__
 from trainer.data.class_names import read_class_names
 from trainer.jobs.build_trainer import make_checkpoints, make_trainer
+from trainer.jobs.doctor.host_facts import software_versions
 from trainer.jobs.memory import give_back_freed_memory, keep_freed_memory, memory_advice
 from trainer.jobs.preparation import build_values, determinism_advice, prepare
 from trainer.jobs.resume import ResumeDecision, decide_resume, open_start
@@ -47,8 +42,6 @@ from trainer.records.checkpoint.manifest import CheckpointInfo
 from trainer.records.console import LogFile
 from trainer.records.metrics_files import MetricsFile
 from trainer.records.sinks import Log
-
-_PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "rich")
 
 
 class Fit(Job):
@@ -116,13 +109,7 @@ def describe_environment(run: PreparedRun) -> dict[str, Any]:
     strategy, machine = run.strategy, run.machine
     hosts = strategy.world.all_gather_values(socket.gethostname())  # all ranks; each hears every name
     return {
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "packages": {
-            "trainer": __version__,
-            **{name: next((package.version for package in distributions(name=name)), None) for name in _PACKAGES},
-        },
-        **{name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")},  # what torch was built for
+        **software_versions(),
         "gpus": accelerator_names(),
         "cpus": os.cpu_count(),
         "git": git_revision(),

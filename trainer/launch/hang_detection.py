@@ -274,7 +274,8 @@ class RankWatchdog(Watchdog):
                 return None
             first = failure.claim_first_failure(calling.store, self._launch, what + when, blamed)
             if first.reporter == self._launch.rank:
-                lines = f"{format_answers(answers, size, blamed)}\nAll threads of each rank: logs/rank-N.log"
+                lines = f"{format_answers(answers, size, blamed)}\nAll threads of each rank: logs/rank-N.log;"
+                lines += " its last collectives: logs/collectives-N.json"
                 failure.report_failure(first, f"{first.reason}\n{lines}", self._launch, self._folder)
         return first
 

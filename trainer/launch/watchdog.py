@@ -18,6 +18,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Self
 
+from trainer.launch.flight_recorder import save_collectives
 from trainer.launch.rank_output import append_to_log, log_path
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_status import set_running_reason
@@ -151,9 +152,11 @@ class Watchdog:
         self._write_reason(self._log_stacks(self._stop.reason), self._launch.rank)
 
     def _log_stacks(self, occasion: str) -> str:
-        """Write the stacks of all threads into the log; the main thread's line, and where the rest stands."""
+        """Write the stacks of all threads into the log, the last collectives beside it; the main thread's line."""
         text = f"{occasion}; the threads are here:\n{format_stacks()}"
         append_to_log(text, self._folder, self._launch.rank)
+        with suppress(OSError):  # a full disk
+            save_collectives(self._folder, self._launch.rank)
         return f"{current_line(self._main_thread)[0]} (all threads: {log_path(self._folder, self._launch.rank)})"
 
     def _write_reason(self, what: str, rank: int | None) -> None:
