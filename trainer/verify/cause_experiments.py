@@ -1,4 +1,4 @@
-"""After a difference was found: the same steps with one suspect taken out at a time, to know whose it is."""
+"""Experiments after a difference: the same steps with one suspect taken out at a time, to know whose it is."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from trainer.verify.verdict import (
 
 @dataclass
 class Experiments:
-    """All that each of them needs."""
+    """The same steps again, each time with one suspect changed or taken out."""
 
     run: PreparedRun
     reference: TrainingRecord
     first: FirstDifference
     ends: Sequence[int]  # where the first part of the training ends, and the whole of it
-    exact: Tolerances
+    tolerances: Tolerances
     stop: StopRequest
 
     def run_all(self) -> ExperimentResults:
@@ -55,35 +55,38 @@ class Experiments:
         run, world = self.run, self.run.strategy.world
         if is_recurrent(run.task) or gathers_samples(run.task):
             return ExperimentResults(failed="the task keeps something from one batch to another")
-        run.strategy.use_long_timeout()
+        run.strategy.use_long_timeout()  # the other ranks wait for as long as a plain loop takes
+        # first the plain loop, with changes: does it differ in the same place, without any strategy?
         alone: dict[str, bool] = {}
-        plain, drawn, failed = TrainingRecord(), set[str](), ""
+        plain, generators, failed = TrainingRecord(), set[str](), ""
         for rank in range(world.size):  # side by side they would need the memory of as many networks
             if rank == world.rank:
                 try:
-                    plain, drawn, alone = self._alone()
+                    plain, generators, alone = self._vary_plain_loop()
                 except Exception as error:  # whatever a network may raise: what is known is told without it
                     failed = f"{type(error).__name__}: {error}".partition("\n")[0]
             world.barrier()  # all ranks
-        every = world.all_gather_values((alone, drawn, failed))  # all ranks; some words each
-        alone = {name: any(own.get(name, False) for own, _, _ in every) for own, _, _ in every for name in own}
-        generators = sorted({name for _, own, _ in every for name in own})
-        failed = next((why for _, _, why in every if why), "")
-        if failed or (any(alone.values()) and "BatchNorm" not in self._kind):
-            return ExperimentResults(alone, {}, generators, failed)
-        # what the main rank did by hand is what all compare with
-        (plain, *_) = world.all_gather_values(plain if world.is_main else None)  # all ranks
-        return ExperimentResults(alone, self._mended(plain), generators)
+        results = world.all_gather_values((alone, generators, failed))  # all ranks; some words each
+        names = dict.fromkeys(name for on_rank, _, _ in results for name in on_rank)
+        alone = {name: any(on_rank.get(name, False) for on_rank, _, _ in results) for name in names}
+        used = sorted({name for _, on_rank, _ in results for name in on_rank})
+        failed = next((why for _, _, why in results if why), "")
+        if failed or (any(alone.values()) and "BatchNorm" not in self._module_class):
+            return ExperimentResults(alone, {}, used, failed)
+        # then the strategy, with parts taken out: is it as the plain loop then? All compare with the main rank's
+        (plain, *_) = world.all_gather_values(plain if world.is_main else None)  # all ranks; a whole record
+        return ExperimentResults(alone, self._vary_strategy(plain), used)
 
     @property
-    def _kind(self) -> str:
+    def _module_class(self) -> str:
+        """The class of the module where the first difference is; that of None if it is in no module."""
         return type(dict(self.run.network.named_modules()).get(self.first.name)).__name__
 
-    def _alone(self) -> tuple[TrainingRecord, set[str], dict[str, bool]]:
-        """The plain loop, and which changes of it differ in the place that is looked at."""
+    def _vary_plain_loop(self) -> tuple[TrainingRecord, set[str], dict[str, bool]]:
+        """The plain loop, the generators that it used, and which changes of it differ in the place of interest."""
         run, first = self.run, self.first
         ranks, micro_batches = run.strategy.data_group.size, run.batches.micro_batches
-        plain, drawn = self._by_hand(Variation())
+        plain, generators = self._plain_loop(Variation())
         changes = {
             REPEATED: Variation(),
             PROCESSES_VISIBLE: Variation(hides_processes=False),
@@ -91,71 +94,69 @@ class Experiments:
         }
         if first.resumed or first.phase == Phase.RESUME:
             changes[RECREATED] = Variation(recreates=True)
-        if run.evaluation is not None and first.phase not in (
-            Phase.RATE,
-            Phase.EVALUATION,
-        ):  # a rate may follow figures
+        follows_metrics = first.phase in (Phase.RATE, Phase.EVALUATION)  # a rate may
+        if run.evaluation is not None and not follows_metrics:
             changes[NO_EVALUATIONS] = Variation(evaluates=False)
-        alone = {
-            name: self._there(self._compared(plain, self._by_hand(how)[0]), plain) for name, how in changes.items()
-        }
+        alone = {name: self._differs(plain, self._plain_loop(change)[0]) for name, change in changes.items()}
         if ranks * micro_batches > 1:
-            still = run.strategy.sync_bn  # then its statistics are not the network's own matter
+            # with sync_bn the statistics of BatchNorm are the strategy's: compared with a loop that has fixed ones
+            frozen = run.strategy.sync_bn
             try:
-                divided = self._by_hand(Variation(ranks, micro_batches, frozen_norms=still))[0]
+                divided = self._plain_loop(Variation(ranks, micro_batches, frozen_norms=frozen))[0]
             except Refusal:  # a task that gathers rows
-                return plain, drawn, alone
-            whole = self._by_hand(Variation(frozen_norms=True))[0] if still else plain
-            alone[DIVIDED] = self._there(self._compared(whole, divided), whole)
+                return plain, generators, alone
+            whole = self._plain_loop(Variation(frozen_norms=True))[0] if frozen else plain
+            alone[DIVIDED] = self._differs(whole, divided)
             if alone[DIVIDED]:
-                backwards = self._by_hand(Variation(ranks, micro_batches, frozen_norms=still, reverses=True))[0]
-                alone[REVERSED] = self._there(self._compared(divided, backwards), divided)
-        return plain, drawn, alone
+                reverse = Variation(ranks, micro_batches, frozen_norms=frozen, reverses=True)
+                alone[REVERSED] = self._differs(divided, self._plain_loop(reverse)[0])
+        return plain, generators, alone
 
-    def _by_hand(self, how: Variation) -> tuple[TrainingRecord, set[str]]:
+    def _plain_loop(self, variation: Variation) -> tuple[TrainingRecord, set[str]]:
+        """A plain loop up to the step of the first difference."""
         start = initial_progress(self.run, self.ends[-1])
-        return run_plain_loop(self.run, self.reference.layouts, start, self.ends, self.first.step, how)
+        return run_plain_loop(self.run, self.reference.layouts, start, self.ends, self.first.step, variation)
 
-    def _mended(self, plain: TrainingRecord) -> dict[str, bool]:
-        """Collective: without which part of it does the strategy as the plain loop does?"""
+    def _vary_strategy(self, plain: TrainingRecord) -> dict[str, bool]:
+        """Collective: without which part does the strategy train as the plain loop does?"""
         run, first, mended = self.run, self.first, dict[str, bool]()
         if first.phase == Phase.RESUME or self._position(plain) is None:
-            return mended  # nobody has it without the strategy
+            return mended  # the plain loop has no such thing
         strategy, machine = run.strategy, run.machine
-        mended[FIXED_RANDOMNESS] = self._right(plain, FIXED_RANDOMNESS, run)
+        # each with fixed random numbers; if these alone mend it, nothing else need be tried
+        mended[FIXED_RANDOMNESS] = self._is_mended(plain, FIXED_RANDOMNESS, run)
         if mended[FIXED_RANDOMNESS]:
             return mended
         if first.step > self.ends[0]:
-            mended[NO_RESUME] = self._right(plain, NO_RESUME, run, ends=self.ends[-1:])
+            mended[NO_RESUME] = self._is_mended(plain, NO_RESUME, run, ends=self.ends[-1:])
         if first.step and run.evaluation is not None:
-            mended[NO_EVALUATIONS] = self._right(plain, NO_EVALUATIONS, run, evaluates=False)
-        if run.batches.micro_batches > 1 and self._may_be_one():
+            mended[NO_EVALUATIONS] = self._is_mended(plain, NO_EVALUATIONS, run, evaluates=False)
+        if run.batches.micro_batches > 1 and self._allows_one_micro_batch():
             loop = replace(run.settings.loop, micro_batches=1, micro_batch=None)
             batches = replace(run.batches, micro_batches=1)
-            one = replace(run, settings=replace(run.settings, loop=loop), batches=batches)
-            mended[ONE_MICRO_BATCH] = self._right(plain, ONE_MICRO_BATCH, one)
+            undivided = replace(run, settings=replace(run.settings, loop=loop), batches=batches)
+            mended[ONE_MICRO_BATCH] = self._is_mended(plain, ONE_MICRO_BATCH, undivided)
         if strategy.activation_checkpointing != "none":
             with with_fields(strategy, activation_checkpointing="none"):
-                mended[NO_RECOMPUTING] = self._right(plain, NO_RECOMPUTING, run)
+                mended[NO_RECOMPUTING] = self._is_mended(plain, NO_RECOMPUTING, run)
         if machine.compile:
-            plainly = replace(machine, compile=False)
-            with with_fields(strategy, machine=plainly):
-                mended[UNCOMPILED] = self._right(plain, UNCOMPILED, replace(run, machine=plainly))
-        if "BatchNorm" in self._kind and not strategy.sync_bn and strategy.data_group.size > 1:
+            eager = replace(machine, compile=False)
+            with with_fields(strategy, machine=eager):
+                mended[UNCOMPILED] = self._is_mended(plain, UNCOMPILED, replace(run, machine=eager))
+        if "BatchNorm" in self._module_class and not strategy.sync_bn and strategy.data_group.size > 1:
             with with_fields(strategy, sync_bn=True):
-                mended[SYNC_BN] = self._right(plain, SYNC_BN, run)
+                mended[SYNC_BN] = self._is_mended(plain, SYNC_BN, run)
         return mended
 
-    def _may_be_one(self) -> bool:
-        run = self.run
-        world, rank_batch = run.strategy.world.size, run.settings.loop.global_batch // run.strategy.data_group.size
+    def _allows_one_micro_batch(self) -> bool:
+        strategy, loop = self.run.strategy, self.run.settings.loop
         try:
-            run.strategy.refuse_shares(world, rank_batch, 1, run.settings.loop.uneven)
+            strategy.refuse_shares(strategy.world.size, loop.global_batch // strategy.data_group.size, 1, loop.uneven)
         except Refusal:  # a pipeline needs several
             return False
         return True
 
-    def _right(
+    def _is_mended(
         self,
         plain: TrainingRecord,
         name: str,
@@ -163,43 +164,39 @@ class Experiments:
         ends: Sequence[int] | None = None,
         evaluates: bool = True,
     ) -> bool:
-        """Collective: is the strategy, changed so, the same as the plain loop up to the place that is looked at?"""
-        record, machine = (
-            TrainingRecord(layouts=self.reference.layouts),
-            replace(run.strategy.machine, dropout="native"),
-        )
+        """Collective: is the strategy, changed so, the same as the plain loop up to the place of interest?"""
+        record = TrainingRecord(layouts=self.reference.layouts)
+        machine = replace(run.strategy.machine, dropout="native")  # torch's own draws: FixedRandomness replaces them
         with with_fields(run.strategy, machine=machine):
-            run = replace(run, machine=machine)
-            ends, randomness = ends or self.ends, FixedRandomness()
+            run, ends, fixed = replace(run, machine=machine), ends or self.ends, FixedRandomness()
             train_and_record(
-                run, record, ends, self.stop, self.ends[0], draws=randomness, name=name, evaluates=evaluates
+                run, record, ends, self.stop, self.ends[0], randomness=fixed, name=name, evaluates=evaluates
             )
-        comparison, position = self._compared(plain, record), self._position(plain)
-        early = (
-            any(difference.at <= position for difference in comparison.differences) if position is not None else False
-        )
-        return not any(run.strategy.world.all_gather_values(early))  # all ranks; a flag each
+        position, differences = self._position(plain), self._compare(plain, record).differences
+        differs = position is not None and any(difference.at <= position for difference in differences)
+        return not any(run.strategy.world.all_gather_values(differs))  # all ranks; a flag each
 
-    def _compared(self, reference: TrainingRecord, record: TrainingRecord) -> Comparison:
-        return compare(replace(reference, floors=self.reference.floors), record, self.exact)
+    def _compare(self, reference: TrainingRecord, record: TrainingRecord) -> Comparison:
+        """With the noise floors of the reference: a plain loop has none of its own."""
+        return compare(replace(reference, floors=self.reference.floors), record, self.tolerances)
 
-    def _there(self, comparison: Comparison, plain: TrainingRecord) -> bool:
-        """Is the first difference the one that is looked for?"""
+    def _differs(self, plain: TrainingRecord, other: TrainingRecord) -> bool:
+        """Is the first difference of these two the one that is to be explained?"""
         position, keys = self._position(plain), [*plain.values]
-        first = min((difference.at for difference in comparison.differences), default=None)
+        first = min((difference.at for difference in self._compare(plain, other).differences), default=None)
         if first is None or (keys[first].step, keys[first].phase) != (self.first.step, self.first.phase):
             return False
         return position is None or first <= position
 
     def _position(self, plain: TrainingRecord) -> int | None:
-        """Where in the order of time the difference is that has been found."""
+        """Where the first difference stands in the record's order of time; None: the record has no such thing."""
         wanted = self.first.step, self.first.phase, self.first.name
         return next((at for at, key in enumerate(plain.values) if key[:3] == wanted), None)
 
 
 @contextmanager
 def with_fields(strategy: Any, **fields: Any) -> Iterator[None]:
-    """Inside a strategy has these fields."""
+    """Inside this context the strategy has these fields."""
     before = {name: getattr(strategy, name) for name in fields}
     try:
         for name, value in fields.items():

@@ -76,11 +76,11 @@ def select_layers(run: PreparedRun, each: int) -> list[KeptLayers]:
     if not by_name:
         return []
     forward = _ShortForward(run.task, network, small_example(run, run.training))
-    if forward.right(by_name.values()):
+    if forward.works_with(by_name.values()):
         return [*by_name.values()]
     kept: list[KeptLayers] = []  # one at a time, as each may be the one that is missed
     for fewer in by_name.values():
-        if forward.right([*kept, fewer]):
+        if forward.works_with([*kept, fewer]):
             kept.append(fewer)
     return kept
 
@@ -198,25 +198,24 @@ class _ShortForward:
         except Exception:  # a forward that looks at values: then it is run with them, as short as it is to be
             self._learned = None
 
-    def right(self, fewer: Iterable[KeptLayers]) -> bool:
+    def works_with(self, fewer: Iterable[KeptLayers]) -> bool:
         """Does the forward run, is of what stays the same learned, and does the plan find its modules?"""
         fewer = [*fewer]
-        # modules of its own, with the same tensors
-        own = deepcopy(self._network, {id(x): x for _, x in named_tensors(self._network)})
-        for layer in _removed_layers(own, fewer):
+        # modules of its own, with the same tensors; a layer that is called all the same is an error
+        short = deepcopy(self._network, {id(x): x for _, x in named_tensors(self._network)})
+        for layer in _removed_layers(short, fewer):
             layer.register_forward_pre_hook(_refuse_call)
-        short = remove_layers(own, fewer)
+        short = remove_layers(short, fewer)
         try:
             plan = self._task.plan(short)
-            named = [*plan.tensor, *plan.shard, *plan.cuts, *plan.context]
-            if not all(any(True for _ in matching_modules(short, key)) for key in named):
+            patterns = [*plan.tensor, *plan.shard, *plan.cuts, *plan.context]
+            if not all(any(True for _ in matching_modules(short, key)) for key in patterns):
                 return False
             if self._learned is None:
                 _find_learned(self._task, short, self._example, {x: x for _, x in named_tensors(short)})
                 return True
-            return _find_learned(self._task, short, self._example, _trainable_fakes(short)) == self._learned & {
-                *short.parameters()
-            }
+            learned = _find_learned(self._task, short, self._example, _trainable_fakes(short))
+            return learned == self._learned & {*short.parameters()}
         except Exception:  # whatever a forward does without a layer that it counts on
             return False
 
@@ -233,22 +232,22 @@ def _find_learned(task: Task, network: nn.Module, example: Any, instead: Mapping
 
 
 def _trainable_fakes(network: nn.Module) -> dict[Tensor, Tensor]:
-    own = fake_tensors(network, torch.device("cpu"))
-    for value, shape in own.items():
-        shape.requires_grad_(value.requires_grad)
-    return own
+    fakes = fake_tensors(network, torch.device("cpu"))
+    for value, fake in fakes.items():
+        fake.requires_grad_(value.requires_grad)
+    return fakes
 
 
 def _removed_layers(network: nn.Module, fewer: Iterable[KeptLayers]) -> list[nn.Module]:
     """The layers that do not stay, and are nowhere else among those that do."""
-    stay, gone = set[nn.Module](), list[nn.Module]()
-    for own in fewer:
-        for at, (_, layer) in enumerate(_entries(network.get_submodule(own.name))):
-            if at in own.places:
+    stay, removed = set[nn.Module](), list[nn.Module]()
+    for kept in fewer:
+        for at, (_, layer) in enumerate(_entries(network.get_submodule(kept.name))):
+            if at in kept.places:
                 stay.add(layer)
             else:
-                gone.append(layer)
-    return [layer for layer in gone if layer not in stay]
+                removed.append(layer)
+    return [layer for layer in removed if layer not in stay]
 
 
 def _refuse_call(module: nn.Module, given: Any) -> None:
@@ -265,9 +264,9 @@ def _rename_rules(rules: list[Rule], network: nn.Module, fewer: Iterable[KeptLay
     renamed: list[Rule] = []
     for rule in rules:
         learning = ((name, x) for name, x in short.named_parameters() if x.requires_grad)
-        every = [(name, any(map(rule.applies_to, before[x]))) for name, x in learning]
-        if all(rule.applies_to(name) == meant for name, meant in every):
-            renamed += [replace(rule, resolved=())] if any(meant for _, meant in every) else []
+        meant_names = [(name, any(map(rule.applies_to, before[x]))) for name, x in learning]
+        if all(rule.applies_to(name) == meant for name, meant in meant_names):
+            renamed += [replace(rule, resolved=())] if any(meant for _, meant in meant_names) else []
         else:
-            renamed += [replace(rule, pattern=name, resolved=()) for name, meant in every if meant]
+            renamed += [replace(rule, pattern=name, resolved=()) for name, meant in meant_names if meant]
     return renamed

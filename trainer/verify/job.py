@@ -251,13 +251,13 @@ def verify_folder(parts: RunParts) -> Path:
 
 
 def plot_verdict(
-    curves: Mapping[str, Sequence[float]], words: Sequence[str], rounding: Rounding | None, exact: str
+    curves: Mapping[str, Sequence[float]], arguments: Sequence[str], rounding: Rounding | None, exact: str
 ) -> str:
     """Both curves and how far they are apart, in the precision of the run; in the exact one where that is all."""
     precision = rounding.precision if rounding else exact
     smallest = rounding.floor * abs(next(iter(curves.values()))[0]) if rounding else 0.0  # the floor is relative
     title = f"Training loss at every step in {precision}: one process, and the strategy"
-    return plot_curves(title, " ".join(["trainer", *words]), curves, 1, smallest)
+    return plot_curves(title, " ".join(["trainer", *arguments]), curves, 1, smallest)
 
 
 def narrowing_keys(run: PreparedRun) -> str:

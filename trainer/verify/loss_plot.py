@@ -37,10 +37,10 @@ SHAPES = """  text { font-family: system-ui, sans-serif; font-size: 13px }
 """
 
 
-def plot_curves(title: str, words: str, curves: Mapping[str, Sequence[float]], first: int, floor: float = 0.0) -> str:
+def plot_curves(title: str, command: str, curves: Mapping[str, Sequence[float]], first: int, floor: float = 0.0) -> str:
     """The whole drawing, as SVG that follows the reader's light or dark scheme.
 
-    words: what made it, in one line. curves: up to four, of equal length, by name; the others are compared with the
+    command: what made it, in one line. curves: up to four, of equal length, by name; the others are compared with the
     first. first: the number of its first step. floor: a difference that means nothing, where one is known.
     """
     schemes = [" ".join(f"{name} {{ {what} }}" for name, what in colours.items()) for colours in (LIGHT, DARK)]
@@ -50,7 +50,7 @@ def plot_curves(title: str, words: str, curves: Mapping[str, Sequence[float]], f
         f"<title>Training loss: {_escape(', '.join(curves))}</title><style>\n{style}\n</style>",
         f'<rect class="card" width="{WIDTH}" height="{BOTTOM}" rx="8"/>',
         svg_text(LEFT, 30, title, "title"),
-        svg_text(LEFT, 50, words if len(words) <= _FIT else f"{words[: _FIT - 1]}…", "faint code"),
+        svg_text(LEFT, 50, command if len(command) <= _FIT else f"{command[: _FIT - 1]}…", "faint code"),
         *_legend(list(curves)),
         *_losses(list(curves.values())),
         *_differences(list(curves.values()), next(iter(curves)), floor),
@@ -124,10 +124,10 @@ def _axis(ticks: Sequence[tuple[float, str]], panel: tuple[int, int], name: str)
     if name:
         yield svg_text(LEFT, panel[0] - 4, name, "faint")
     values = [value for value, _ in ticks]
-    for value, words in ticks:
+    for value, label in ticks:
         y = _height(value, (min(values), max(values)), panel)
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield svg_text(LEFT - 10, y + 4, words, "faint", "end")
+        yield svg_text(LEFT - 10, y + 4, label, "faint", "end")
 
 
 def _across(at: int, count: int) -> float:
@@ -147,11 +147,11 @@ def _curve(points: Sequence[tuple[float, float]], colour: str, width: float, das
     return f'<polyline class="curve {colour}" stroke-width="{width}"{dashes} points="{path}"/>'
 
 
-def svg_text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    """Words at a place."""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_escape(words)}</text>'
+def svg_text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    """Text at a place."""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_escape(text)}</text>'
 
 
-def _escape(words: str) -> str:
-    """Words as they may stand between tags."""
-    return words.replace("&", "&amp;").replace("<", "&lt;")
+def _escape(text: str) -> str:
+    """Text as it may stand between tags."""
+    return text.replace("&", "&amp;").replace("<", "&lt;")

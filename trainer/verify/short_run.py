@@ -1,4 +1,4 @@
-"""A few steps of the loop as it is, watched: what `verify` compares."""
+"""A few steps of the loop as it is, recorded: what `verify` compares."""
 
 from __future__ import annotations
 
@@ -41,25 +41,23 @@ from trainer.verify.recorded_model import RecordedModel
 from trainer.verify.training_record import Key, Phase, TrainingRecord, sketch_rows
 
 _SCALE = 2.0**-8  # of the scale of losses in fp16, which begins at 2**16
-
-
 _SAMPLES = 4  # of each micro-batch of a rank: more would show nothing new
 
 
 class DeferredSaver(AsyncSaver):
     """It writes its copy only when somebody waits for it: after steps that change what it must be a copy of.
 
-    read: will a later start read what is saved now? What nobody reads is copied, and not written: that takes seconds.
+    is_read: will a later start read what is saved now? What nobody reads is copied, but not written: that is slow.
     """
 
-    def __init__(self, ranks: Ranks, timeout: timedelta, read: Callable[[], bool]) -> None:
+    def __init__(self, ranks: Ranks, timeout: timedelta, is_read: Callable[[], bool]) -> None:
         super().__init__(ranks, timeout)
-        self._read = read
+        self._is_read = is_read
         self._work: Callable[[], None] | None = None
 
     def start(self, work: Callable[[], None]) -> bool:
         """Begin later, unless there is no room for a copy; not at all where nobody will read it."""
-        if not self._read():
+        if not self._is_read():
             return False
         if not self._has_memory:
             return super().start(work)
@@ -95,40 +93,41 @@ def train_and_record(
     stop: StopRequest,
     resume: int | None = None,
     shake: float = 0.0,
-    draws: UsualRandomness = USUAL_RANDOMNESS,
+    randomness: UsualRandomness = USUAL_RANDOMNESS,
     name: str = "",
     evaluates: bool = True,
 ) -> bool:
     """Collective: train to each of these steps in turn, every time from the checkpoint of the last one.
 
     False where somebody asked to stop. resume: the step after which others resume. shake: how far, relative to itself,
-    each weight is moved before the first step. draws: what forwards draw. name: tells it from others of its precision.
-    evaluates: does a small evaluation follow each step, as one follows an epoch?
+    each weight is moved before the first step. randomness: what random numbers forwards get. name: tells it from others
+    of its precision. evaluates: does a small evaluation follow each step, as one follows an epoch?
     """
     run = _in_own_folder(run, f"{run.machine.resolved_precision}{shake:g}{name}")
 
-    def read() -> bool:
+    def is_read() -> bool:
         return follows and trainer.progress.step <= end  # the next part goes on from there
 
-    with make_checkpoints(run, partial(DeferredSaver, read=read)) as checkpoints:
+    with make_checkpoints(run, partial(DeferredSaver, is_read=is_read)) as checkpoints:
         # saves when they are due alone: after better figures, what a save changes would look like the evaluation's
         vars(checkpoints)["is_best"] = lambda figures: False
         for part, end in enumerate(ends, 1):
             run, follows = restart(run), part < len(ends)
+            # everything as a start of a run makes it; the second part resumes from the first one's checkpoint
             start, evaluation = checkpoints.newest(), make_evaluation(run)
             build_values(run, resuming=start is not None)
             trainer = make_trainer(run, checkpoints, Log([]), stop, initial_progress(run, ends[-1]))
             if shake and start is None:
                 perturb_weights(trainer.model.network, shake)
             _lower_loss_scale(trainer.model)
-            watched: Any = RecordedModel(trainer.model, record, resume or ends[0], draws)
+            recorded: Any = RecordedModel(trainer.model, record, resume or ends[0], randomness)
             if start is None:
-                watched.begin()
+                recorded.begin()
             # the loop itself, to this step; beside steps and saves it does no more than small evaluations
             between: Any = None
             if evaluation is not None and evaluates:
                 between = FirstBatchOnly(evaluation, evaluation_batch_size(run.settings.loop))
-            trainer.model, trainer.patience, trainer.eval_loader = watched, math.inf, between
+            trainer.model, trainer.patience, trainer.eval_loader = recorded, math.inf, between
             # a step after the save that is read back: a copy of it that is none would change with the step. This step
             # is recorded, as is the same one after the resume: it shows what a save has changed in what goes on
             trainer.steps = min(end + 1, ends[-1])
@@ -138,7 +137,7 @@ def train_and_record(
             if trainer.steps > end:
                 _discard(run, checkpoint_path(checkpoints.folder, trainer.steps))
     if evaluation is not None and record.wants(Phase.EVALUATION):
-        _record_evaluation(run, watched, evaluation, record, ends[-1])
+        _record_evaluation(run, recorded, evaluation, record, ends[-1])
     return True
 
 
@@ -156,20 +155,20 @@ def _discard(run: PreparedRun, checkpoint: Path) -> None:
         remove_checkpoint(checkpoint)
 
 
-def _lower_loss_scale(parallel_model: ParallelModel) -> None:
+def _lower_loss_scale(model: ParallelModel) -> None:
     """Which steps of fp16 overflow, and are left out, depends on how a batch is divided: so small, none does."""
-    scaler = parallel_model.scaler
+    scaler = model.scaler
     scaler.load({name: value * _SCALE for name, value in scaler.state().items() if name == "scaler/scale"})
 
 
-def _record_evaluation(run: PreparedRun, watched: Any, stream: EvalLoader, record: TrainingRecord, step: int) -> None:
-    """Collective: the figures of some batches of the evaluation set."""
-    watched.settle()
+def _record_evaluation(run: PreparedRun, recorded: Any, stream: EvalLoader, record: TrainingRecord, step: int) -> None:
+    """Collective: record the metrics of some batches of the evaluation set."""
+    recorded.settle()
     # a metric may go wrong in a later batch, and the last one may be smaller, with ranks that have no sample of it
     count = len(stream)
-    for name, value in evaluate_batches(run.strategy, watched, run.task, stream, compared_batches(count)).items():
+    for name, value in evaluate_batches(run.strategy, recorded, run.task, stream, compared_batches(count)).items():
         record.add(Key(step, Phase.EVALUATION, name), [0], sketch_rows(torch.tensor([[value]], dtype=torch.float64)))
-    watched.unsettle()
+    recorded.unsettle()
 
 
 def compared_batches(count: int) -> list[int]:
@@ -181,17 +180,18 @@ def detect_sample_layouts(run: PreparedRun) -> Any:
     """Where the samples of a batch lie in what each module gives: of a whole step, and of every other sample of it."""
     run = restart(run)
     build_values(run, resuming=False)
-    own, loading, whole = run.strategy.slice, LoaderOptions(**vars(run.settings.loader)), run.settings.loop.global_batch
+    sampler, batch_size = run.strategy.slice, run.settings.loop.global_batch
     # every other one, as the first of two ranks has them: there a sample stands at another place than in the whole
-    slices = own, replace(own, ranks=2)
-    streams = [TrainLoader(run.data, run.training, each, whole, 1, loading) for each in slices]
-    parallel_model = run.strategy.build(run.task, run.network, streams[0].example())
-    surveyor = LayoutDetector(parallel_model.network.named_modules(), run.strategy.data_group)
-    for stream, each in zip(streams, slices, strict=True):
-        batches = [batch._replace(span=range(0, whole, each.ranks)) for batch in next(iter(stream.epoch(0)))]
-        with surveyor.listening(batches):
-            parallel_model.forward_backward(batches, 0)
-    return surveyor.layouts()
+    samplers = sampler, replace(sampler, ranks=2)
+    options = LoaderOptions(**vars(run.settings.loader))
+    loaders = [TrainLoader(run.data, run.training, each, batch_size, 1, options) for each in samplers]
+    model = run.strategy.build(run.task, run.network, loaders[0].example())
+    detector = LayoutDetector(model.network.named_modules(), run.strategy.data_group)
+    for loader, each in zip(loaders, samplers, strict=True):
+        batches = [batch._replace(span=range(0, batch_size, each.ranks)) for batch in next(iter(loader.epoch(0)))]
+        with detector.listening(batches):
+            model.forward_backward(batches, 0)
+    return detector.layouts()
 
 
 @torch.no_grad()
@@ -216,7 +216,7 @@ def restart(run: PreparedRun) -> PreparedRun:
     """The same run as another start of it would be: what objects remember of an earlier trial is in no checkpoint."""
     run = replace(run, **run.make_anew())
     run.training, run.evaluation = read_data_sets(run)
-    # one that was placed cannot be placed again
+    # a network that a strategy has built a model of cannot be used for another one
     run.network, run.whole_because = run.strategy.outline(partial(seeded_network, run))
     if run.machine.launch.is_main:
         run.initial.find(run.network)
@@ -248,18 +248,18 @@ def set_batch_size(run: RunParts, samples: int | None) -> int:
 def computing_in(run: RunParts, precision: str) -> Iterator[None]:
     """Inside all is computed in this precision, and nothing is narrower on its way."""
     strategy, machine = run.strategy, run.machine
-    own = {name: getattr(strategy, name) for name in strategy.narrowing}
+    narrow = {name: getattr(strategy, name) for name in strategy.narrowing}  # for example reduce_dtype
 
     def compute(machine: Machine, narrowing: Mapping[str, Any]) -> None:
         run.machine = strategy.machine = machine
         for name, value in narrowing.items():
             setattr(strategy, name, value)
 
-    compute(replace(machine, precision=precision), dict.fromkeys(own))
+    compute(replace(machine, precision=precision), dict.fromkeys(narrow))
     try:
         yield
     finally:
-        compute(machine, own)
+        compute(machine, narrow)
 
 
 def remove_dropout(run: RunParts) -> Callable[[], int]:
@@ -271,12 +271,12 @@ def remove_dropout(run: RunParts) -> Callable[[], int]:
     # where the default is torch's own numbers, too; the reference must come to the same answer from the same words
     native = settings.loop.dropout == "native" or settings.compile
 
-    def made() -> nn.Module:
+    def make_without() -> nn.Module:
         network = make()
         dropped[0] = disable_dropout(network) if native else 0
         return network
 
-    run.make_network = made
+    run.make_network = make_without
     return lambda: dropped[0]
 
 

@@ -65,14 +65,14 @@ _STRATEGY_CAUSES = {
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a training beside its signatures."""
+    """What is known of a training beside its sketches."""
 
     data_ranks: int
     micro_batches: int
     planned: bool  # do ranks share the work on one sample, as a plan says?
     native: bool  # are random numbers torch's own?
     kinds: Mapping[str, str]  # of the network's modules, by name
-    strays: Collection[str] = ()  # what was heard of draws for rows that are no samples
+    strays: Collection[str] = ()  # notes about random draws for rows that are no samples
     stepping: str = ""  # the class of an optimizer that is not torch's, and is given shards
 
 
@@ -100,9 +100,9 @@ class ExperimentResults:
     failed: str = ""  # why there is nothing to compare with
 
 
-def explain_cause(first: FirstDifference, here: RunFacts, tried: ExperimentResults) -> str:
-    """The cause, in words: of what experiments have confirmed the nearest; else what they have ruled out."""
-    alone, mended = tried.alone, tried.mended
+def explain_cause(first: FirstDifference, facts: RunFacts, results: ExperimentResults) -> str:
+    """The cause in words: the nearest one that experiments have confirmed; else what they have ruled out."""
+    alone, mended = results.alone, results.mended
     if alone.get(RECREATED):
         return f"the resume: something that {_STATE_KEEPERS.get(first.phase, 'an object keeps')} is in no checkpoint"
     if alone.get(REPEATED):
@@ -121,29 +121,29 @@ def explain_cause(first: FirstDifference, here: RunFacts, tried: ExperimentResul
             " what an evaluation has left"
         )
     if alone.get(DIVIDED):
-        return _division_cause(first, here, alone, mended)
+        return _division_cause(first, facts, alone, mended)
     if alone.get(TRIAL_FORWARD):
         return (
             f"a forward before the first step: {_USER_CAUSES[first.phase]} is another one after it, so something that"
             " is no buffer keeps what it has left. Strategies do such forwards, to see what a step uses"
         )
-    if mended.get(FIXED_RANDOMNESS) and tried.drawn:
-        return _randomness_cause(here, tried.drawn)
-    if tried.failed:
-        return f"not known: the same steps cannot be done without the strategy ({tried.failed})"
+    if mended.get(FIXED_RANDOMNESS) and results.drawn:
+        return _randomness_cause(facts, results.drawn)
+    if results.failed:
+        return f"not known: the same steps cannot be done without the strategy ({results.failed})"
     if mended.get(FIXED_RANDOMNESS):
         return (
             "not known: with the strategy it is now as in a plain loop on one of these processes; it came once, or lies"
             " in what both of them use"
         )
-    return _strategy_cause(first, here, tried)
+    return _strategy_cause(first, facts, results)
 
 
 def _division_cause(
-    first: FirstDifference, here: RunFacts, alone: Mapping[str, bool], mended: Mapping[str, bool]
+    first: FirstDifference, facts: RunFacts, alone: Mapping[str, bool], mended: Mapping[str, bool]
 ) -> str:
     """One process differs as well where it divides its batch so."""
-    if "BatchNorm" in here.kinds.get(first.name, "") and first.phase == Phase.FORWARD:
+    if "BatchNorm" in facts.kinds.get(first.name, "") and first.phase == Phase.FORWARD:
         if mended.get(SYNC_BN):
             return (
                 "the network: BatchNorm takes its statistics over the samples of one rank; strategy.sync_bn=true: over"
@@ -155,7 +155,7 @@ def _division_cause(
             f"{_USER_CAUSES[first.phase]} depends on what was computed before it in the same step: something counts its"
             " calls, or keeps what a micro-batch has left"
         )
-    factor = _explain_ratio(first.ratio, here)
+    factor = _explain_ratio(first.ratio, facts)
     by = f" It is {factor} times that of one process" if factor else ""
     return {
         Phase.DATA: (
@@ -184,17 +184,17 @@ def _division_cause(
     )
 
 
-def _randomness_cause(here: RunFacts, drawn: Collection[str]) -> str:
+def _randomness_cause(facts: RunFacts, generators: Collection[str]) -> str:
     """Without random numbers it is right."""
-    others = sorted(name for name in drawn if name != "torch's")
+    others = sorted(name for name in generators if name != "torch's")
     if others:
         return (
             f"random numbers: the forward draws from {' and '.join(others)} generator, which knows nothing of samples;"
             " torch's draws are each sample's own"
         )
-    if here.native:
+    if facts.native:
         return "random numbers: torch's own (loop.dropout=native) depend on ranks and micro-batches"
-    if here.strays:
+    if facts.strays:
         return (
             "random numbers for rows that are no samples: dropout over nodes of graphs that stand one after the other,"
             " or over sequences that are padded on the left"
@@ -202,39 +202,39 @@ def _randomness_cause(here: RunFacts, drawn: Collection[str]) -> str:
     return "the strategy: the random numbers that it gives to a sample; without any it trains the same"
 
 
-def _strategy_cause(first: FirstDifference, here: RunFacts, tried: ExperimentResults) -> str:
+def _strategy_cause(first: FirstDifference, facts: RunFacts, results: ExperimentResults) -> str:
     """What users have written is right by itself, however it is divided."""
-    whose = "the strategy, or the plan that says how it divides the network" if here.planned else "the strategy"
+    whose = "the strategy, or the plan that says how it divides the network" if facts.planned else "the strategy"
     what = _STRATEGY_CAUSES[first.phase]
-    if first.phase == Phase.STEP and here.stepping:
+    if first.phase == Phase.STEP and facts.stepping:
         return (
-            f"not known: the strategy, or {here.stepping}, which is given shards here and is right without. An"
+            f"not known: the strategy, or {facts.stepping}, which is given shards here and is right without. An"
             " optimizer must compute element by element, or with norms that torch takes of whole DTensors"
         )
-    if tried.mended.get(NO_RESUME):
+    if results.mended.get(NO_RESUME):
         what = f"what it saves or reads for the resume; {what}"
-    elif tried.mended.get(NO_EVALUATIONS):
+    elif results.mended.get(NO_EVALUATIONS):
         what = f"what an evaluation leaves behind; {what}"
     if first.phase == Phase.GRADIENT and not first.ranks:
         what = "no rank has this gradient: it was lost, or its weight is used outside of the unit that holds it"
-    elif first.phase in (Phase.GRADIENT, Phase.LOSS) and (factor := _explain_ratio(first.ratio, here)):
+    elif first.phase in (Phase.GRADIENT, Phase.LOSS) and (factor := _explain_ratio(first.ratio, facts)):
         what += f"; it is {factor} times what it should be, as a sum is to a mean over as many"
     right = next(
         (
             name
             for name in (NO_RESUME, NO_EVALUATIONS, ONE_MICRO_BATCH, NO_RECOMPUTING, UNCOMPILED)
-            if tried.mended.get(name)
+            if results.mended.get(name)
         ),
         "",
     )
     without = f"; without {right} it is right" if right else ""
-    divided = ", also divided as it divides them" if DIVIDED in tried.alone else ""
+    divided = ", also divided as it divides them" if DIVIDED in results.alone else ""
     return f"{whose}: {what}{without}. Network, task and data are right on one process{divided}"
 
 
-def _explain_ratio(ratio: float, here: RunFacts) -> str:
+def _explain_ratio(ratio: float, facts: RunFacts) -> str:
     """The ratio as a whole number, or one over it, that ranks or micro-batches explain; empty: they do not."""
-    ranks, slices = here.data_ranks, here.micro_batches
+    ranks, slices = facts.data_ranks, facts.micro_batches
     wholes = {n for n in (ranks, slices, ranks * slices) if n > 1}
     fits = chain(
         (str(n) for n in wholes if abs(ratio - n) < 1e-3 * n),
@@ -277,39 +277,40 @@ class Verdict:
         return {"same": self.same, **asdict(self)}
 
 
-def judge(reference: TrainingRecord, found: Sequence[Comparison], resume: int) -> Verdict:
-    """What the findings of all ranks mean, without a cause yet.
+def judge(reference: TrainingRecord, comparisons: Sequence[Comparison], resume: int) -> Verdict:
+    """The verdict that follows from the comparisons of all ranks, without a cause yet.
 
     resume: the step after which the run went on from a checkpoint.
     """
     gaps: dict[str, float] = {}
-    for one in found:
-        for phase, gap in one.gaps.items():
+    differences: dict[int, list[tuple[int, Difference]]] = {}  # place in the order of time → rank, what differs
+    for rank, comparison in enumerate(comparisons):
+        for phase, gap in comparison.gaps.items():
             gaps[phase] = max(gap, gaps.get(phase, 0.0))
-    seen = {key for one in found for key in one.seen}
-    by_key: dict[int, list[tuple[int, Difference]]] = {}
-    for rank, one in enumerate(found):
-        for difference in one.differences:
-            by_key.setdefault(difference.at, []).append((rank, difference))
+        for difference in comparison.differences:
+            differences.setdefault(difference.at, []).append((rank, difference))
     keys = [*reference.values]
-    held = {key for one in found for key in one.held}
+    held = {key for comparison in comparisons for key in comparison.held}
     missing = [at for at, key in enumerate(keys) if key.phase in _NEVER_MISSING and key not in held]
-    forwards = {key.name for key in keys if key.phase == Phase.FORWARD}
-    modules = len({key.name for key in seen if key.phase == Phase.FORWARD}), len(forwards)
-    gap = max(gaps.values(), default=0.0)
-    order = sorted({*by_key, *missing})
+    # how many of the modules that one process calls were compared
+    called = {key.name for key in keys if key.phase == Phase.FORWARD}
+    compared = {key.name for comparison in comparisons for key in comparison.seen if key.phase == Phase.FORWARD}
+    modules = len(compared), len(called)
+    gap, nearest = max(gaps.values(), default=0.0), nearest_to_limits(comparisons)
+    order = sorted({*differences, *missing})
     if not order:
-        return Verdict(None, gap, gaps, [], modules=modules, nearest=nearest_to_limits(found))
-    first = _first_difference(keys[order[0]], by_key.get(order[0], []), found, resume)
-    rows = sorted({row for _, one in by_key.get(order[0], []) for row in one.rows})
+        return Verdict(None, gap, gaps, [], modules=modules, nearest=nearest)
+    at_first = differences.get(order[0], [])
+    first = _first_difference(keys[order[0]], at_first, comparisons, resume)
+    rows = sorted({row for _, difference in at_first for row in difference.rows})
     others = [str(keys[at]) for at in order[1:8]]
-    return Verdict(first, gap, gaps, rows, others=others, modules=modules, nearest=nearest_to_limits(found))
+    return Verdict(first, gap, gaps, rows, others=others, modules=modules, nearest=nearest)
 
 
 def _first_difference(
-    key: Key, here: Sequence[tuple[int, Difference]], found: Sequence[Comparison], resume: int
+    key: Key, differences: Sequence[tuple[int, Difference]], comparisons: Sequence[Comparison], resume: int
 ) -> FirstDifference:
-    gap, ratio = max(((one.gap, one.ratio) for _, one in here), default=(1.0, 0.0))
-    ranks = tuple(sorted({rank for rank, _ in here}))  # each once, in however many of its micro-batches
-    others = sum(key in one.seen for one in found) - len(ranks)
+    gap, ratio = max(((difference.gap, difference.ratio) for _, difference in differences), default=(1.0, 0.0))
+    ranks = tuple(sorted({rank for rank, _ in differences}))  # each once, in however many of its micro-batches
+    others = sum(key in comparison.seen for comparison in comparisons) - len(ranks)
     return FirstDifference(key.step, key.phase, key.name, gap, ratio, ranks, others, key.step == resume + 1 > 1)
