@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.quick import quickly
 from trainer.messages import FatalRunError
 from trainer.parallel.ranks import Group, Ranks
-from trainer.records.checkpoint import store, writer
+from trainer.records.checkpoint import store, tensor_files, writer
 from trainer.records.checkpoint.manager import CheckpointManager, FailedSave
 from trainer.records.checkpoint.manifest import CorruptCheckpoint, encode_manifest, read_manifest
 from trainer.records.checkpoint.store import describe_damage, list_complete, open_checkpoint
@@ -457,9 +457,9 @@ def test_too_little_space_is_said_before_writing(tmp_path, monkeypatch):
 LIMITED = """
 import resource, signal, sys, torch
 from pathlib import Path
-from trainer.records.checkpoint.manager import Checkpoints, FailedSave
+from trainer.records.checkpoint.manager import CheckpointManager, FailedSave
 from trainer.parallel.ranks import Ranks
-store = Checkpoints(Path(sys.argv[1]), Ranks())
+store = CheckpointManager(Path(sys.argv[1]), Ranks())
 store.save(1, {"weight": torch.ones(1000)}, {})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
@@ -496,13 +496,13 @@ SAVING = """
 import os, sys, torch
 from datetime import timedelta
 from pathlib import Path
-from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.records.checkpoint.writer import AsyncSaver, SyncSaver
 from trainer.parallel.ranks import Ranks
 
 def save_for_ever():
     saver = AsyncSaver(Ranks(), timedelta(seconds=60)) if sys.argv[2] == "beside" else SyncSaver(Ranks())
-    store = Checkpoints(Path(sys.argv[1]), Ranks(), keep=2, saver=saver)
+    store = CheckpointManager(Path(sys.argv[1]), Ranks(), keep=2, saver=saver)
     found, frozen = store.newest(), torch.arange(100_000)
     step = found.step if found else 0
     if found:
@@ -563,13 +563,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from trainer.parallel.ranks import Group
 from trainer.records.checkpoint import tensor_files  # what a save imports, once for all children
-from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.records.checkpoint.writer import AsyncSaver
 
 def save_for_ever(rank, meeting):
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     ranks, mesh = Group(dist.group.WORLD), init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    store = Checkpoints(Path(sys.argv[1]), ranks, keep=2, saver=AsyncSaver(ranks, timedelta(seconds=60)))
+    store = CheckpointManager(Path(sys.argv[1]), ranks, keep=2, saver=AsyncSaver(ranks, timedelta(seconds=60)))
     found = store.newest()
     step = found.step if found else 0
     os.write(1, f"{rank} {os.getpid()} {step}\\n".encode())  # in one call, as both speak at once
@@ -628,9 +628,10 @@ def test_a_kill_while_two_ranks_save_beside_their_steps_leaves_one_step_whole(tm
 TRACED = """
 import sys, torch
 from pathlib import Path
-from trainer.records.checkpoint.manager import Checkpoints
+from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.parallel.ranks import Ranks
-Checkpoints(Path(sys.argv[1]), Ranks()).save(1, {"weight": torch.ones(9), "optimizer/weight/m": torch.ones(9)}, {})
+store = CheckpointManager(Path(sys.argv[1]), Ranks())
+store.save(1, {"weight": torch.ones(9), "optimizer/weight/m": torch.ones(9)}, {})
 """
 
 
@@ -708,15 +709,19 @@ class Copies(TorchDispatchMode):
 
 def headers_read(ranks, action):
     """The names of the files whose headers the ranks look into meanwhile, each as often as that happens."""
-    names = []
+    names, read_header = [], tensor_files._read_header
 
     def counting(path, *words, **more):
         names.append(Path(path).name)
         return safe_open(path, *words, **more)
 
+    def counting_header(path):
+        names.append(path.name)
+        return read_header(path)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("safetensors.safe_open", counting)  # torch's reader
-        patch.setattr("trainer.records.checkpoint.manifest.safe_open", counting)
+        patch.setattr("trainer.records.checkpoint.tensor_files._read_header", counting_header)
         action()
     return sorted(name for each in ranks.all_gather_values(names) for name in each)
 

@@ -69,7 +69,7 @@ def test_every_sink_goes_on_when_there_is_room_again(disk: Disk, caplog: pytest.
     log.flush()
     said = [record.getMessage() for record in caplog.records]
     assert sorted(" ".join(line.split()[1:4]) for line in said) == [
-        f"{name} cannot write," for name in ("CSV", "Figures", "LogFile", "TensorBoard")
+        f"{name} cannot write," for name in ("CSV", "LogFile", "MetricsFile", "TensorBoard")
     ]
     assert "metrics.jsonl: No space left on device; waiting for room: 1 line" in "\n".join(said)
     assert (disk.path / "metrics.jsonl").read_bytes().endswith(b"}\n")  # whoever reads meanwhile sees no half line
@@ -79,7 +79,7 @@ def test_every_sink_goes_on_when_there_is_room_again(disk: Disk, caplog: pytest.
     assert table(disk.path) == lines(disk.path)
     said = [record.getMessage().split("note        ")[1] for record in caplog.records][4:]
     assert [line for line in said if "LogFile" not in line] == [
-        f"{name} writes again; nothing was lost" for name in ("Figures", "CSV", "TensorBoard")
+        f"{name} writes again; nothing was lost" for name in ("MetricsFile", "CSV", "TensorBoard")
     ]
     assert re.search(r"LogFile writes again; \d+ calls meanwhile were lost", "\n".join(said))
     log.close()

@@ -168,8 +168,8 @@ def test_lines_that_do_not_fit_on_the_disk_wait_and_leave_no_half(tmp_path):
 WRITING = """
 import sys
 from pathlib import Path
-from trainer.records.metrics_files import Figures
-log, step = Figures(), 0
+from trainer.records.metrics_files import MetricsFile
+log, step = MetricsFile(), 0
 log.open(Path(sys.argv[1]), 0, None, None)
 while True:
     step += 1

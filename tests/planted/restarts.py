@@ -111,7 +111,7 @@ PLANTS = {
         ("at step 1, resume, ",),
         RESUME,
         {
-            "trainer.records.checkpoint.writer.AsyncSaver.copied": lambda original: (
+            "trainer.records.checkpoint.writer.AsyncSaver.snapshot": lambda original: (
                 lambda self, tensors: {name: to_local(one.detach()) for name, one in tensors.items()}
             )
         },

@@ -39,7 +39,7 @@ class WandB(ServiceSink):
         """Show images (B, C, H, W) in a grid, with words below them."""
         self._show(tag, plot_image_grid(images, words), step)
 
-    def plot_confusion_matrix(self, tag: str, counts: Tensor, step: int, names: Sequence[str] = ()) -> None:
+    def confusion(self, tag: str, counts: Tensor, step: int, names: Sequence[str] = ()) -> None:
         """Show a confusion matrix as a picture."""
         self._show(tag, plot_confusion_matrix(counts, names), step)
 
