@@ -45,13 +45,13 @@ class Stored(Launch):
     """A launch of torchrun with a store in this process."""
 
     run_id: str = "run"
-    hosted: bool = True
+    launcher_serves_store: bool = True
     kept: dist.Store = None
 
-    def store(self, patience=None):
+    def store(self, timeout=None):
         return dist.PrefixStore(f"round-{self.attempt}", self.kept)
 
-    def lasting_store(self):
+    def launcher_store(self):
         return self.kept
 
 
@@ -300,7 +300,7 @@ def test_a_requeued_job_goes_on_where_it_was_told_to_start_fresh(tmp_path):
 
 def test_a_launcher_that_remembers_nothing_needs_a_name(tmp_path):
     """torchrun without a store of its own starts the processes again in the folder that the time would name then."""
-    launch = Stored(hosted=False, kept=dist.HashStore())
+    launch = Stored(launcher_serves_store=False, kept=dist.HashStore())
     with pytest.raises(Refusal, match=r"^give run\.name: torchrun keeps no store here"):
         open_folder(tmp_path, launch=launch)
     assert list(tmp_path.iterdir()) == []
