@@ -1,4 +1,4 @@
-"""Activation checkpointing: a unit forgets what it computed in the forward and computes it again."""
+"""Activation checkpointing: a unit drops its activations in the forward and computes them again in the backward."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def in_backward() -> bool:
 
 Mode = Literal["units", "operators"]
 
-# What is dear to compute, by namespace of torch.ops; torch 2.11 to 2.15 and builds without some of them have these or
-# fewer. Attention by itself has many kernels.
+# Operators whose results "operators" keeps, by namespace of torch.ops. torch 2.11 to 2.15 have these; some builds have
+# fewer. Attention has many kernels.
 EXPENSIVE = {
     "aten": (
         "mm",
@@ -65,7 +65,7 @@ def apply_activation_checkpointing(network: nn.Module, names: list[str], mode: M
                 vars(inner)["inplace"] = False  # would write over what is kept, and saves nothing any more
         if "forward" in vars(unit):
             raise Refusal(f"{name} cannot be recomputed: its forward was replaced by one that is not its class's")
-        # not a wrapper, which would be one level more in every name
+        # another class, not a wrapper, which would be one level more in every name
         # recurrent layers write into products that "operators" would keep, which no version counter sees
         recurrent = any(isinstance(inner, nn.RNNBase | nn.RNNCellBase) for inner in unit.modules())
         unit.__class__ = _checkpointed_class(type(unit), "units" if recurrent else mode)  # type: ignore[arg-type]  # mypy takes no class for hashable
@@ -73,13 +73,13 @@ def apply_activation_checkpointing(network: nn.Module, names: list[str], mode: M
 
 @cache
 def _checkpointed_class(kind: type[nn.Module], mode: Mode) -> type[nn.Module]:
-    """A class of the same name whose forward is recomputed. Alike units share it, and so a compiled graph."""
+    """A class of the same name whose forward is recomputed. Units of one class share it, and so a compiled graph."""
     attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "recomputed_mode": mode}
     return type(kind.__name__, (_Checkpointed, kind), attributes)
 
 
 class _Checkpointed(nn.Module):
-    """A unit of a network. Attributes begin with `recomputed`, so that they are none of the unit's own."""
+    """The class that a unit gets. Its attributes begin with `recomputed`, so that they are none of the unit's own."""
 
     recomputed_mode: ClassVar[Mode]
 
@@ -106,7 +106,7 @@ class _Checkpointed(nn.Module):
 
 
 def _refuse_cache(arguments: list[Any], unit: str) -> None:
-    """A cache of keys and values is filled in the forward, and would be filled again in its repetition."""
+    """ValueError for a cache of keys and values: the second forward would fill it a second time."""
     if any(hasattr(each, "get_seq_length") for each in arguments):  # transformers.Cache, whichever kind
         raise ValueError(  # no Refusal: the run has begun, and its status.json must say that it failed
             f"strategy.activation_checkpointing: {unit} is given a cache of keys and values, which a second forward "
@@ -120,11 +120,11 @@ def _contexts(unit: nn.Module, before: dict[str, Tensor], contexts: Callable[[],
 
 
 class _InitialBuffers:
-    """Inside it a unit has copies of the buffers that its forward began with. Can be entered several times."""
+    """Around the second forward: the unit has the buffers that the first began with. Can be entered several times."""
 
     def __init__(self, unit: nn.Module, before: dict[str, Tensor], inner: AbstractContextManager[Any]) -> None:
         self._unit, self._before, self._inner = unit, before, inner
-        self._dtype = torch.get_default_dtype()  # autocast is repeated by torch, this is not
+        self._dtype = torch.get_default_dtype()  # torch repeats autocast, but not this
 
     def __enter__(self) -> None:
         self._now = {name: self._unit.get_buffer(name) for name in self._before}
@@ -146,10 +146,10 @@ class _InitialBuffers:
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Which results stay. Attention with dropout does not: skipping it would shift the random numbers that follow."""
-    drops = any(isinstance(value, float) and value > 0 for value in args) or kwargs.get("dropout_p", 0.0) > 0
-    dear = operator in _expensive_operators() and not (drops and "attention" in str(operator))
-    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+    """Keep results of expensive operators, but not of attention with dropout: later random numbers would shift."""
+    has_dropout = any(isinstance(value, float) and value > 0 for value in args) or kwargs.get("dropout_p", 0.0) > 0
+    save = operator in _expensive_operators() and not (has_dropout and "attention" in str(operator))
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Rows of all data ranks, inside the methods of a task."""
+"""`gather`: the rows of all data ranks for a micro-batch, inside the methods of a task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.parallel.ranks import Ranks
 
 
 class _Scope(NamedTuple):
-    """Whom to collect from, and which samples of a global batch these ranks have, dealt to them in turn."""
+    """Ranks to gather from, and which samples of a global batch they have: sample i is on rank i modulo `size`."""
 
     ranks: Ranks
     span: range | None = None
@@ -45,7 +45,7 @@ def gather(x: Tensor) -> Tensor:
         return x
     span, size = place.span, place.ranks.size
     if span is None or (span.start % size == 0 and span.stop % size == 0):
-        span = range(len(x) * size)  # equal shares: rows are dealt as samples are, there may be several of each
+        span = range(len(x) * size)  # as many samples on each rank: x may have several rows for a sample
     return _Gather.apply(x, place.ranks, span)
 
 
@@ -55,7 +55,7 @@ def set_gather_ranks(ranks: Ranks) -> AbstractContextManager[None]:
 
 
 def set_gather_span(span: range) -> AbstractContextManager[None]:
-    """Within this context the ranks have these samples of a global batch, dealt to them in turn."""
+    """Within this context the ranks have these samples of a global batch, each the next one in turn."""
     return _SetScope(_Scope(_scope.get().ranks, span))
 
 
@@ -65,7 +65,7 @@ def current_span() -> range | None:
 
 
 class _SetScope:
-    """A class of its own, because a generator's context costs four times as much, and every micro-batch has two."""
+    """Sets the scope. A class, because a generator's context costs four times as much, and a micro-batch has two."""
 
     def __init__(self, place: _Scope) -> None:
         self._here = place
@@ -78,13 +78,13 @@ class _SetScope:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of a span of samples; its first one may be any rank's, and ranks need not have as many."""
+    """Rows of a span of samples. The first one may be any rank's, and ranks may have different numbers of them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, span: range) -> Tensor:
         ctx.ranks, first = ranks, span.start % ranks.size  # who has the span's first sample: any rank may
-        ctx.own = slice((ranks.rank - first) % ranks.size, None, ranks.size)
-        count, longest = len(span[ctx.own]), -(-len(span) // ranks.size)
+        ctx.local = slice((ranks.rank - first) % ranks.size, None, ranks.size)  # this rank's rows in the result
+        count, longest = len(span[ctx.local]), -(-len(span) // ranks.size)
         if len(x) != count and (count or len(x) > 1):  # a rank without a sample computes one that does not count
             raise ValueError(
                 f"gather of {len(x)} rows: of {count} samples each must have one, because ranks have unequal shares"
@@ -98,4 +98,4 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         total = grads[0].contiguous().clone()
         ctx.ranks.all_reduce_sum_(total).wait()  # all data ranks; each one's loss has used my rows
-        return total[ctx.own], None, None
+        return total[ctx.local], None, None

@@ -1,4 +1,4 @@
-"""BatchNorm over several ranks: statistics of the whole micro-batch, or running statistics that agree."""
+"""BatchNorm over several ranks: SyncBatchNorm for any class of it, or running statistics averaged over ranks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from trainer.parallel.ranks import Group, Ranks
 
 
 def local_batch_norms(network: nn.Module) -> list[_BatchNorm]:
-    """The layers that normalise by the statistics of their own rank's micro-batch."""
+    """The layers that normalise with the statistics of this rank's micro-batch alone."""
     return [module for module in network.modules() if _is_local(module)]
 
 
 def _is_local(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    """Does it learn statistics, of this rank's data alone?"""
     return isinstance(module, BATCH_NORMS) and not isinstance(module, (SynchronisedBatchNorm, FrozenBatchNorm))
 
 
 def all_batch_norms(network: nn.Module) -> list[_BatchNorm]:
-    """All layers with BatchNorm's running statistics, synchronised or not."""
+    """All BatchNorms, synchronised or not."""
     return [module for module in network.modules() if isinstance(module, _BatchNorm)]
 
 
@@ -47,7 +48,7 @@ def running_statistics(network: nn.Module) -> dict[str, Tensor]:
 
 
 def synchronise_batch_norms(network: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
-    """The network with every BatchNorm taking its statistics over all of these ranks; DDP does not do this by itself.
+    """Have every BatchNorm of a network take its statistics over all of these ranks; DDP does not do this by itself.
 
     A class that adds something to BatchNorm (timm's adds an activation) keeps what it adds. On CUDA plain BatchNorms
     become torch's own SyncBatchNorm, which is faster, works on nothing else, and would drop such additions.
@@ -57,6 +58,7 @@ def synchronise_batch_norms(network: nn.Module, ranks: Ranks, device: torch.devi
     if type(network) in BATCH_NORMS and device.type == "cuda":  # its kernels are CUDA's
         return nn.SyncBatchNorm.convert_sync_batchnorm(network, ranks.group)
     if _is_local(network):
+        # another class, not another module: names, hooks and the layer's own forward stay
         kind = type(network)
         network.__class__ = type(f"Synchronised{kind.__name__}", (SynchronisedBatchNorm, kind), {"ranks": ranks})
     for name, child in network.named_children():
@@ -65,7 +67,7 @@ def synchronise_batch_norms(network: nn.Module, ranks: Ranks, device: torch.devi
 
 
 def refuse_custom_batch_norms(network: nn.Module) -> None:
-    """Refuse classes of BatchNorm that compute statistics by themselves: found out by a forward without values."""
+    """Refuse classes of BatchNorm that compute statistics by themselves; a forward on the meta device shows it."""
     for kind, (name, layer) in {type(m): (n, m) for n, m in network.named_modules() if _is_local(m)}.items():
         if kind not in BATCH_NORMS and not _calls_torch(layer):
             raise Refusal(
@@ -75,6 +77,7 @@ def refuse_custom_batch_norms(network: nn.Module) -> None:
 
 
 def _calls_torch(layer: _BatchNorm) -> bool:
+    """Does the layer's forward call torch's batch_norm?"""
     axes = next(count for kind, count in zip(BATCH_NORMS, (0, 2, 3), strict=True) if isinstance(layer, kind))
     asked = False
 
@@ -100,12 +103,12 @@ def average_statistics(network: nn.Module, ranks: Ranks) -> None:
 
 
 class SynchronisedBatchNorm(nn.Module):
-    """What a BatchNorm becomes: its own forward, in which torch's batch_norm is that of all ranks."""
+    """The class that a BatchNorm gets: its own forward, in which torch's batch_norm is the one over all ranks."""
 
     ranks: Ranks
 
     def forward(self, *args: Any, **more: Any) -> Any:
-        """What the layer's own class computes."""
+        """Call the forward of the layer's own class."""
         with _ReplacedBatchNorm(partial(batch_norm_over_ranks, self.ranks)):
             return super().forward(*args, **more)
 
@@ -139,7 +142,7 @@ def batch_norm_over_ranks(
     if not training:
         return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
     wide = x if x.dtype == torch.float64 else x.float()  # statistics of bf16 activations are taken in fp32
-    axes = [0, *range(2, x.dim())]
+    axes = [0, *range(2, x.dim())]  # all but the channels
     count = wide.new_full((1,), x.numel() / x.shape[1])  # filled in there: a copy from the host would wait
     sums = _AllReduce.apply(torch.cat([wide.sum(axes), count]), ranks)  # the data ranks; C + 1 numbers
     total = sums[-1].detach()
@@ -154,7 +157,7 @@ def batch_norm_over_ranks(
         with torch.no_grad():
             running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-    # as every BatchNorm does, with numbers that are now the same on all ranks
+    # from here on as in every BatchNorm, with numbers that are the same on all ranks
     scale = torch.rsqrt(variance + eps)  # (C,)
     scale = scale if weight is None else scale * weight
     normalised = centred * scale.view(shape)
@@ -162,7 +165,7 @@ def batch_norm_over_ranks(
 
 
 class _AllReduce(torch.autograd.Function):
-    """A sum over ranks that is differentiable: every rank's result depends on every rank's input."""
+    """A differentiable sum over ranks: every rank's result depends on every rank's input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:

@@ -1,4 +1,4 @@
-"""Degrees of parallelism, whether they fit the processes there are, and the mesh of ranks that they make."""
+"""Degrees of parallelism, the device mesh that they make, and which part of a tensor this rank holds on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEGREES = ("pipe", "replicate", "shard", "context", "tensor")
 def resolve_degrees(world_size: int, wanted: dict[str, int | None]) -> dict[str, int]:
     """The degree of every axis; one that is None takes what the others leave. Refusal where that is not whole.
 
-    wanted: axis → degree, in the order of DEGREES. The sum, and what would fit, stand in the refusal.
+    wanted: axis → degree, in the order of DEGREES. The message says the product, and what would fit.
     """
     for axis, degree in wanted.items():
         if degree is not None and degree < 1:
@@ -37,7 +37,7 @@ def resolve_degrees(world_size: int, wanted: dict[str, int | None]) -> dict[str,
 
 
 def _mismatch(world_size: int, wanted: dict[str, int | None], taken: int) -> str:
-    """The sum that does not come out, and the nearest that do: other degrees, or other processes."""
+    """The message: the product that does not fit, and the nearest that do, with other degrees or other processes."""
     named = {axis: degree for axis, degree in wanted.items() if degree is not None}
     rest = len(named) < len(wanted)  # does one axis take what the others leave?
     factors = " × ".join(f"strategy.{axis} {degree}" for axis, degree in named.items())
@@ -51,7 +51,7 @@ def _mismatch(world_size: int, wanted: dict[str, int | None], taken: int) -> str
 
 
 def _nearest_degrees(world_size: int, named: dict[str, int], rest: bool) -> list[str]:
-    """The two nearest changes of degrees that make the product come out, as few and as small as can be."""
+    """The two nearest changes of degrees that make the product fit, as few and as small as can be."""
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
     changes: list[tuple[int, float, str]] = []
     for degrees in product(divisors, repeat=len(named)):
@@ -68,13 +68,13 @@ def format_degrees(degrees: dict[str, int]) -> str:
 
 
 def make_mesh(device_type: str, degrees: dict[str, int], always: str) -> DeviceMesh:
-    """Collective: the ranks as a grid. An axis of degree 1 is left out, unless it is `always` there."""
+    """Collective: the ranks as a device mesh. An axis of degree 1 is left out, unless it is `always`."""
     axes = [axis for axis in AXES if degrees.get(axis, 1) > 1 or axis == always]
     return init_device_mesh(device_type, tuple(degrees[axis] for axis in axes), mesh_dim_names=tuple(axes))
 
 
 def make_sequence_mesh(device_type: str, world_size: int, context: int, tensor: int) -> DeviceMesh:
-    """Collective: the same ranks by what they read: other samples, other stretches of these, or all of it alike."""
+    """Collective: the same ranks by what they read: other samples, other parts of their sequences, or the same."""
     degrees = {"samples": world_size // context // tensor, "context": context, "alike": tensor}
     axes = [axis for axis, degree in degrees.items() if degree > 1]
     return init_device_mesh(device_type, tuple(degrees[axis] for axis in axes), mesh_dim_names=tuple(axes))
@@ -88,24 +88,24 @@ def ranks_along(mesh: DeviceMesh, *axes: str) -> Ranks:
         return Ranks()
     if len(present) == 1:
         return as_group(mesh.get_group(present[0]))
-    # several axes: each row of the grid, these axes laid out behind each other, is a group
+    # several axes: permute them to the end, (rest…, these…) → (groups, ranks of a group); each row is a group
     last = [names.index(axis) for axis in present]
-    rest = [at for at in range(len(names)) if at not in last]
-    rows = mesh.mesh.permute(*rest, *last).flatten(len(rest)).reshape(-1, prod(mesh.mesh.shape[at] for at in last))
+    rest = [dim for dim in range(len(names)) if dim not in last]
+    rows = mesh.mesh.permute(*rest, *last).flatten(len(rest)).reshape(-1, prod(mesh.mesh.shape[dim] for dim in last))
     group, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # all ranks; every such group is made in one order
     assert isinstance(group, dist.ProcessGroup)  # every rank is in one of them
     return as_group(group)
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: its shard, or all of it."""
+    """What this rank holds of a tensor: its shard if it is a DTensor, or all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def split_axes(tensor: Tensor) -> tuple[str, ...]:
-    """The axes of the mesh along which ranks hold different shards of a tensor; none: each of them holds all of it."""
+    """The axes of the mesh along which ranks hold different shards of a tensor; empty if each holds all of it."""
     if not isinstance(tensor, DTensor):
         return ()
-    # FSDP2 over tensor parallelism has a kind of its own that is_shard() denies: whatever is not replicated is split
+    # FSDP2 over tensor parallelism has a placement that is_shard() denies: whatever is not replicated is split
     axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
     return tuple(axis for axis, placement in axes if not placement.is_replicate())

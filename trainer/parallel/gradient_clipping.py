@@ -1,4 +1,4 @@
-"""The true global gradient norm, and clipping to it, for tensors that are whole, split, or both in one network."""
+"""The global gradient norm and clipping, for networks with whole tensors, sharded tensors, or both."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     whole = [gradient for gradient in gradients if not split_axes(gradient)]
     if len(whole) == len(gradients):
         return _norm([to_local(gradient) for gradient in whole])
+    # shards that are added up over the same ranks: (mesh, axes) → what this rank holds
     alike: dict[tuple[DeviceMesh, tuple[str, ...]], list[Tensor]] = {}
     for gradient in gradients:
         if isinstance(gradient, DTensor) and (axes := split_axes(gradient)):

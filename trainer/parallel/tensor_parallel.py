@@ -1,4 +1,4 @@
-"""Splitting a network's layers over tensor ranks by its plan, and what those ranks hold in common."""
+"""Tensor parallelism by a plan: what the plan may ask for, and what tensor ranks hold copies of."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ class ReplicatedParameters:
     """
 
     def __init__(self, network: nn.Module, ranks: Ranks) -> None:
-        self._parameters = {
-            name: parameter for name, parameter in _replicated(network).items() if parameter.requires_grad
-        }
+        self._parameters = {name: p for name, p in _replicated(network).items() if p.requires_grad}
         self._ranks = ranks
-        self._apart: Tensor | None = None  # for each of them, how far the gradients were from the first rank's at most
+        # (parameters,): the largest distance of a gradient from the first rank's, in its own size, since the last check
+        self._distances: Tensor | None = None
 
     @torch.no_grad()
     def broadcast_gradients(self) -> None:
-        """Collective: gradients become the first rank's."""
+        """Collective: gradients become the first rank's. How far they were from it is measured and kept."""
         if self._ranks.size == 1 or not self._parameters:
             return
         # all ranks send alike: zeros where one has no gradient
@@ -54,30 +53,28 @@ class ReplicatedParameters:
         sizes: list[Tensor] = []
         distances: list[Tensor] = []
         for bucket in make_buckets(gradients):
-            flat = pack(bucket)
+            flat = pack(bucket)  # (numbers,)
             first = flat.clone()
             self._ranks.broadcast_(first)  # the tensor ranks; gradients of what they hold in common
-            # how far apart they were is measured before it is mended, or nobody would ever know
+            # measured before it is overwritten, or nobody would ever know
             sizes += torch._foreach_norm(unpack(first, bucket))
             distances += torch._foreach_norm(unpack(flat - first, bucket))
-            for gradient, decided in zip(bucket, unpack(first, bucket), strict=True):
-                gradient.copy_(decided)
-        # kept on the device until somebody looks: a step does not wait
+            for gradient, shared in zip(bucket, unpack(first, bucket), strict=True):
+                gradient.copy_(shared)
+        # kept on the device until the next check: a step does not wait
         size, distance = (torch.stack([n.to(sizes[0].device, torch.float32) for n in ns]) for ns in (sizes, distances))
         floor = (NOISE_FLOOR * size.norm()).clamp(min=torch.finfo(torch.float32).tiny)
-        apart = (distance / size.maximum(floor)).nan_to_num(0.0, 0.0)  # an overflow is no disagreement
-        self._apart = apart if self._apart is None else self._apart.maximum(apart)
+        relative = (distance / size.maximum(floor)).nan_to_num(0.0, 0.0)  # an overflow is no disagreement
+        self._distances = relative if self._distances is None else self._distances.maximum(relative)
 
     def check_gradients(self) -> None:
-        """Collective: RuntimeError, naming parameters, where gradients since the last look were not the same ones."""
-        if self._apart is None:
+        """Collective: RuntimeError, naming parameters, where gradients since the last check were not the same ones."""
+        if self._distances is None:
             return
-        self._ranks.all_reduce_max_(self._apart).wait()  # the tensor ranks; a number for each parameter
-        _raise_if_different(
-            "gradients of ",
-            [n for n, apart in zip(self._parameters, self._apart.tolist(), strict=True) if apart > GRADIENT_DRIFT],
-        )
-        self._apart = None
+        self._ranks.all_reduce_max_(self._distances).wait()  # the tensor ranks; a number for each parameter
+        distances = zip(self._parameters, self._distances.tolist(), strict=True)
+        _raise_if_different("gradients of ", [name for name, distance in distances if distance > GRADIENT_DRIFT])
+        self._distances = None
 
 
 @torch.no_grad()
@@ -86,10 +83,10 @@ def check_replicated_parameters(network: nn.Module, ranks: Ranks) -> None:
     whole = {name: to_local(parameter) for name, parameter in _replicated(network).items()}
     if not whole or ranks.size == 1:
         return
-    sums = torch.stack(
-        [torch.stack([to_accumulator(p).sum(), to_accumulator(p).square().sum()]) for p in whole.values()]
-    )  # (n, 2)
-    bounds = torch.stack([sums, -sums])  # the largest of the negative is the smallest: one collective for both
+    exact = [to_accumulator(p) for p in whole.values()]
+    sums = torch.stack([torch.stack([p.sum(), p.square().sum()]) for p in exact])  # (parameters, 2)
+    # (2, parameters, 2): the largest of the negative is the smallest, so one collective gives both
+    bounds = torch.stack([sums, -sums])
     ranks.all_reduce_max_(bounds).wait()  # the tensor ranks; four numbers a parameter: largest and smallest
     # a sum of n numbers of this size is rounded to about as much: differences are measured in it
     squares = bounds[0, :, 1]
@@ -101,9 +98,9 @@ def check_replicated_parameters(network: nn.Module, ranks: Ranks) -> None:
 
 @torch.no_grad()
 def broadcast_buffers(network: nn.Module, ranks: Ranks) -> None:
-    """Collective: what a checkpoint keeps of whole buffers (running statistics) becomes the first rank's everywhere."""
-    kept = network.state_dict() if ranks.size > 1 else {}
-    buffers = [b for name, b in network.named_buffers() if name in kept and not isinstance(b, DTensor)]
+    """Collective: whole buffers that a checkpoint stores (running statistics) become the first rank's everywhere."""
+    stored = network.state_dict() if ranks.size > 1 else {}
+    buffers = [b for name, b in network.named_buffers() if name in stored and not isinstance(b, DTensor)]
     for bucket in make_buckets(buffers):
         flat = pack(bucket)
         ranks.broadcast_(flat)  # the tensor ranks; all these buffers
@@ -120,15 +117,12 @@ def _raise_if_different(what: str, names: list[str]) -> None:
 
 
 def _replicated(network: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of which every tensor rank holds the same; data ranks may have spread it."""
+    """The parameters of which every tensor rank holds the same; data ranks may hold shards of it."""
     return {name: parameter for name, parameter in network.named_parameters() if "tensor" not in split_axes(parameter)}
 
 
-ACTIVATION_STYLES = (
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    PrepareModuleInputOutput,
-)  # styles that split no parameter
+# styles that change how activations lie, and split no parameter
+ACTIVATION_STYLES = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 ALTERNATIVE = "strategy=ddp and strategy=fsdp need no plan"
 
 
@@ -139,7 +133,7 @@ def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
             f"{type(network).__name__} has no tensor-parallel plan: give it a method plan(self) -> Plan, or let the"
             f" task say one; {ALTERNATIVE}"
         )
-    # wholes first (heads): sizes may divide where these do not
+    # whole things first, as heads: sizes may divide where these do not
     for what, count in plan.divisible.items():
         if count % degree:
             raise Refusal(f"{count} {what} / {degree} tensor ranks is not whole; {_degrees(count)}; {ALTERNATIVE}")
@@ -185,7 +179,7 @@ def _degrees(size: int) -> str:
 
 
 def activation_layouts(style: ParallelStyle) -> tuple[Any, Any]:
-    """How activations lie when a module begins and when it has ended; None: as they were."""
+    """The layouts of activations that a style sets: before its module and after it. None: as they were."""
     if isinstance(style, PrepareModuleInputOutput):
         return style.prepare_module_input.desired_input_layouts, style.prepare_module_output.desired_output_layouts
     if isinstance(style, PrepareModuleInput):

@@ -78,8 +78,8 @@ class TensorParallelRNG:
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
-        self._generator = default_generator(device)
-        self._rank = rank
+        self._generator = default_generator(device)  # the one that dropout on this device draws from
+        self._rank = rank  # among the tensor ranks
         # seed of this rank's stream → state of the common stream when it was left, state of this one as it began
         self._left: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -123,8 +123,10 @@ class TensorParallelRNG:
 
 
 def _is_split(layouts: Any) -> bool:
+    """Does each tensor rank have another part of such activations? layouts: a placement, or one for each argument."""
     return any(isinstance(layout, Shard) for layout in (layouts if isinstance(layouts, tuple) else (layouts,)))
 
 
 def _hash_state(state: Tensor) -> int:
+    """A generator's state, (bytes,) uint8, as a number of 56 bits."""
     return int.from_bytes(blake2b(state.numpy().tobytes(), digest_size=7).digest())
