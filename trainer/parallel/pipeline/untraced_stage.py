@@ -67,9 +67,10 @@ class UntracedStage(nn.Module):
         network = step.get_submodule(NETWORK)
         ends = cuts[max(number - 1, 0) : number + 1]  # where the stage begins, and where the next one does
         kinds = _module_kinds(network, facts.owner, number, ends)
-        # modules at which what was received may come in: the first one of the stage, and those beside it
+        # what was received comes in at the first module of the stage; those beside it may be given it, too
         beside = siblings(network, ends[0]) if number else []
-        entries = {name: kinds[name] == "local" for name in beside if kinds[name] != "remote"}
+        received = {ends[0]: facts.handed_on[number - 1]} if number else {}  # which arguments of the first module
+        entries = {name: received.get(name, []) for name in beside if kinds[name] != "remote"}
         # the stage's modules are themselves in the copy, but for entries; fakes stand for the tensors of all others
         instead: dict[Any, Any] = {**fake_tensors(network, device)}
         for name, kind in kinds.items():
@@ -79,37 +80,29 @@ class UntracedStage(nn.Module):
             elif kind == "opened":  # masks and tables that lie between blocks every stage has
                 instead |= {buffer: buffer for buffer in module.buffers(recurse=False)}
                 instead |= {p: p for p in module.parameters(recurse=False) if facts.owner[p] == number}
-        copy = copy_step(step, instead)
         self._substitutions = TensorSubstitutions()
         self._received: tuple[Tensor, ...] = ()
-        vars(self)["_step"] = copy
-        inner = copy.get_submodule(NETWORK)
-        self._replace_forwards(network, inner, kinds, entries, facts.handed_on[number - 1] if number else [], ends)
+        vars(self)["_step"] = copy_step(step, instead)
+        inner = self._step.get_submodule(NETWORK)
+        self._replace_forwards(network, inner, kinds, entries)
         if number < len(cuts):
             next_first = inner.get_submodule(cuts[number])
             vars(next_first)["forward"] = partial(self._leave, facts.handed_on[number])
         self._register_state(network, inner, kinds)
 
     def _replace_forwards(
-        self,
-        network: nn.Module,
-        inner: nn.Module,
-        kinds: dict[str, ModuleKind],
-        entries: dict[str, bool],
-        received: list[ArgumentKey],
-        ends: list[str],
+        self, network: nn.Module, inner: nn.Module, kinds: dict[str, ModuleKind], entries: dict[str, list[ArgumentKey]]
     ) -> None:
-        """Give modules of the copy other forwards: of other stages remembered shapes, at entries what was received."""
-        for name, kind in kinds.items():
-            if kind == "remote":
-                module = inner.get_submodule(name)
-                vars(module)["forward"] = partial(_remote_forward, module.forward, {})
+        """Give modules of the copy other forwards: those of other stages give shapes, entries take what came in."""
         self._entered: list[tuple[nn.Module, nn.Module]] = []  # a module of the copy, the stage's module behind it
-        for name, is_local in entries.items():
-            entry, module = inner.get_submodule(name), network.get_submodule(name)
-            self._entered += [(entry, module)] if is_local else []
-            keys = received if name == ends[0] else []
-            vars(entry)["forward"] = partial(self._enter, module if is_local else entry.forward, name, keys)
+        for name, kind in kinds.items():
+            module = inner.get_submodule(name)
+            if kind == "remote":
+                vars(module)["forward"] = partial(_remote_forward, module.forward, {})
+            elif name in entries:
+                behind = network.get_submodule(name) if kind == "local" else module.forward
+                self._entered += [(module, network.get_submodule(name))] if kind == "local" else []
+                vars(module)["forward"] = partial(self._enter, behind, name, entries[name])
 
     def _register_state(self, network: nn.Module, inner: nn.Module, kinds: dict[str, ModuleKind]) -> None:
         """Register what is here: whole modules, and the tensors of those that are opened."""
