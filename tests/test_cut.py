@@ -17,7 +17,7 @@ from recipes.vision.vit import VisionTransformer
 from tests.levels import Levels
 from tests.strategies.toys import CLASSES, WIDTH, Asserting, Stubborn, Unread
 from trainer.messages import Refusal
-from trainer.parallel.meta_model import named_tensors
+from trainer.parallel.meta_model import named_state
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.stages import RankStages
 
@@ -141,8 +141,8 @@ def test_what_skips_stages_is_handed_through_them_and_what_follows_from_the_batc
     handed = [sum(node.op == "placeholder" for node in stage.graph.nodes) - 2 for stage in stages]
     assert handed == [0, 1, 2, 2]  # nothing; early; early and y, twice
     assert {name for stage in stages for name in stage.state_dict()} == set(network.state_dict())
-    tensors = {name for stage in stages for name, _ in named_tensors(stage)}
-    assert tensors == {name for name, _ in named_tensors(network)}  # the unused norm and the hidden buffer too
+    tensors = {name for stage in stages for name, _ in named_state(stage)}
+    assert tensors == {name for name, _ in named_state(network)}  # the unused norm and the hidden buffer too
 
 
 def test_an_assertion_stands_in_nobodys_way() -> None:
@@ -174,7 +174,7 @@ def test_nothing_is_computed_and_modes_stay() -> None:
         network = VisionTransformer(10, 1, 8, width=24, dropout=0.5)
     network.blocks[1].eval()
     stages = cut(network, 2)
-    assert all(tensor.is_meta for stage in stages for _, tensor in named_tensors(stage))
+    assert all(tensor.is_meta for stage in stages for _, tensor in named_state(stage))
     assert not network.blocks[1].training
     assert network.blocks[0].training
     stages[0].eval()

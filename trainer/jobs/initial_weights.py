@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.launch.safe_files import resolve_links
 from trainer.messages import Refusal, expand_home, format_count, format_names
-from trainer.parallel.meta_model import named_tensors
+from trainer.parallel.meta_model import named_state
 from trainer.records.weight_files import WeightSource, open_weights
 
 _SHOWN = 4  # names of a kind in a line
@@ -45,12 +45,12 @@ class InitialWeights:
         """Give the network, in place, the values that were found; they are let go of then."""
         if self._weights is None:
             return
-        tensors = dict(named_tensors(network))
+        tensors = dict(named_state(network))
         self._weights.load_into({stored_name: tensors[name] for name, stored_name in self._names.items()})
         self._weights = None
 
     def _compare(self, weights: WeightSource, network: nn.Module) -> None:
-        expected, saved_names = dict(named_tensors(network)), set(network.state_dict())
+        expected, saved_names = dict(named_state(network)), set(network.state_dict())
         stored_names, how = match_names(weights.tensors, expected.keys())
         shapes = {name: weights.tensors[stored].shape for name, stored in stored_names.items()}
         fitting = [name for name in expected if name in shapes and shapes[name] == expected[name].shape]

@@ -34,7 +34,7 @@ from trainer.launch.stop_signals import StopRequest
 from trainer.launch.store_collectives import broadcast_from_main, run_one_per_node_first
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_in_state_dict, is_meta_model
-from trainer.parallel.optimizer_state import refuse_other_network
+from trainer.parallel.optimizer_state import refuse_checkpoint_shapes
 from trainer.parallel.ranks import all_or_none
 from trainer.records.checkpoint.manifest import RESUME_KEYS, CheckpointInfo, CorruptCheckpoint, Manifest, read_state
 from trainer.records.checkpoint.store import describe_damage, list_complete, open_checkpoint, select_best
@@ -229,7 +229,7 @@ def load_network(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
     values = network.state_dict()
     # verified byte by byte; nothing is matched by guesses here, every name and shape must be the network's own
     weights = open_checkpoint_weights(checkpoint, average=average)
-    refuse_other_network({name: value.shape for name, value in values.items()}, weights.tensors)
+    refuse_checkpoint_shapes({name: value.shape for name, value in values.items()}, weights.tensors)
     weights.load_into(values)
     merged = getattr(network, "merged", None)
     return (merged() if callable(merged) else network).eval()

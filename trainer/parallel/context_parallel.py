@@ -74,7 +74,7 @@ def current_piece() -> tuple[object, int] | None:
     return _PIECE.get()
 
 
-Forward = Callable[..., Any]  # of a module
+ModuleForward = Callable[..., Any]  # of a module
 
 
 class _PiecewiseStyle(ParallelStyle):
@@ -93,11 +93,11 @@ class _PiecewiseStyle(ParallelStyle):
         return module
 
     @abstractmethod
-    def _call(self, forward: Forward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
+    def _call(self, forward: ModuleForward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
         """Call the module's own forward for a rank's part of the sequences. args: (B, T / ranks, …)."""
 
     def _call_pieces(
-        self, forward: Forward, mine: Pieces, piece_arguments: Callable[..., list[Any]], *args: Any, **more: Any
+        self, forward: ModuleForward, mine: Pieces, piece_arguments: Callable[..., list[Any]], *args: Any, **more: Any
     ) -> Any:
         """The outputs for all pieces, one behind the other.
 
@@ -130,7 +130,7 @@ class GatheredKeys(_PiecewiseStyle):
     def __init__(self, dim: int = 2) -> None:
         self._dim = dim
 
-    def _call(self, forward: Forward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
+    def _call(self, forward: ModuleForward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
         queries, keys, values, *_ = args
         ranks, tokens, widths = mesh.size(), queries.shape[self._dim], (keys.shape[-1], values.shape[-1])
         mine = rank_pieces(rank, ranks, tokens, self.pieces)
@@ -158,7 +158,7 @@ class ShiftedPlaces(_PiecewiseStyle):
     def __init__(self, argument: int = 0, dim: int = -1) -> None:
         self._argument, self._dim = argument, dim
 
-    def _call(self, forward: Forward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
+    def _call(self, forward: ModuleForward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
         index, positions, tokens = self._argument, args[self._argument], args[0].shape[self._dim]
         mine = rank_pieces(rank, mesh.size(), tokens, self.pieces)
         size = tokens // len(mine.numbers)
@@ -208,7 +208,7 @@ def _all_gather(sequence_shard: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 
 
 TOKENS = 1  # the dimension of a batch's tensors along which sequences are cut: (B, T, …)
-ALTERNATIVE = "strategy=ddp and strategy=fsdp need no such plan"
+WITHOUT_CONTEXT = "strategy=ddp and strategy=fsdp need no such plan"
 
 
 def apply_context_parallel(network: nn.Module, plan: Plan, ranks: Ranks, device_type: str) -> None:
@@ -253,10 +253,10 @@ def refuse_context(network: nn.Module, plan: Plan) -> None:
     if not plan.context:
         raise Refusal(
             f"{type(network).__name__} cannot be trained on stretches of its sequences: its plan has no context="
-            f"{{attention: GatheredKeys(), …}}; the decoders of recipes.language have one; {ALTERNATIVE}"
+            f"{{attention: GatheredKeys(), …}}; the decoders of recipes.language have one; {WITHOUT_CONTEXT}"
         )
     for key in plan.context:
-        require_modules(network, key, "the plan's context", f"; {ALTERNATIVE}")
+        require_modules(network, key, "the plan's context", f"; {WITHOUT_CONTEXT}")
 
 
 def refuse_sequences(tree: Any, what: str, context: int, plan: Plan, tensor: int) -> None:
@@ -269,7 +269,7 @@ def refuse_sequences(tree: Any, what: str, context: int, plan: Plan, tensor: int
         if x.dim() <= TOKENS:
             raise Refusal(
                 f"strategy.context={context} cuts sequences (B, T, …), but {name} has the shape {tuple(x.shape)},"
-                f" without tokens; {ALTERNATIVE}"
+                f" without tokens; {WITHOUT_CONTEXT}"
             )
         length = x.shape[TOKENS]
         if length % pieces:

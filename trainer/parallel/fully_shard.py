@@ -20,7 +20,7 @@ from trainer.parallel.batch_norm import all_batch_norms
 from trainer.parallel.device_mesh import split_axes, to_local
 from trainer.parallel.ranks import GROUP_TIMEOUT, Ranks
 
-_PATIENCE = timedelta(seconds=30)  # for ranks that have done the same as ever: they do not come
+_ANSWER_TIMEOUT = timedelta(seconds=30)  # for ranks that have done the same as ever: they do not come
 
 
 class SameCallsCheck:
@@ -65,7 +65,7 @@ class SameCallsCheck:
     def _agree(self, number: int, before: set[int]) -> None:
         """Collective of the ranks that have come: Told where they do not call the same."""
         only = len(before) == 1  # whoever calls that does not ask
-        vote = self._ranks.vote([number, -number], _PATIENCE if only else GROUP_TIMEOUT)  # these ranks; 16 bytes
+        vote = self._ranks.vote([number, -number], _ANSWER_TIMEOUT if only else GROUP_TIMEOUT)  # these ranks; 16 bytes
         try:
             most, least = vote.read()
         except RuntimeError as error:

@@ -30,7 +30,7 @@ def build_meta_model(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
         why = f"{type(error).__name__}: {first_line(error)}"
     else:
         # a tensor that is neither parameter nor buffer would never get a value; a view keeps its base alive
-        registered = [x for _, tensor in named_tensors(network) for x in (tensor, tensor._base)]
+        registered = [x for _, tensor in named_state(network) for x in (tensor, tensor._base)]
         known = {id(x) for x in (*registered, *before)}
         if all(id(tensor) in known for tensor in _live_meta_tensors()):
             return network, ""
@@ -40,12 +40,12 @@ def build_meta_model(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
 
 def is_meta_model(network: nn.Module) -> bool:
     """Is any tensor of the network without values?"""
-    return any(tensor.is_meta for _, tensor in named_tensors(network))
+    return any(tensor.is_meta for _, tensor in named_state(network))
 
 
 def all_in_state_dict(network: nn.Module) -> bool:
     """Does a checkpoint hold every value of the network? Buffers may have been made not to be stored."""
-    return {name for name, _ in named_tensors(network)} <= set(network.state_dict())
+    return {name for name, _ in named_state(network)} <= set(network.state_dict())
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def take_values(network: nn.Module) -> Values:
         if isinstance(module, nn.RNNBase):
             module._flat_weight_refs = [None] * len(module._flat_weight_refs)
     names: dict[Tensor, list[str]] = {}
-    for name, tensor in named_tensors(network):
+    for name, tensor in named_state(network):
         names.setdefault(tensor, []).append(name)
     values: Values = {}
     for tensor, tensor_names in names.items():
@@ -70,7 +70,7 @@ def take_values(network: nn.Module) -> Values:
 @torch.no_grad()
 def allocate_empty(network: nn.Module, device: torch.device, shards: torch.device) -> None:
     """Give a network on the meta device memory, in place; no value is written. shards: where DTensors are to lie."""
-    for tensor in {tensor for _, tensor in named_tensors(network) if tensor.is_meta}:
+    for tensor in {tensor for _, tensor in named_state(network) if tensor.is_meta}:
         torch.utils.swap_tensors(tensor, _empty_like(tensor, shards if isinstance(tensor, DTensor) else device))
 
 
@@ -82,7 +82,7 @@ def broadcast_values(values: Values, network: nn.Module, ranks: Ranks, device: t
     travels where the first rank has an outline, too: a checkpoint will be read.
     """
     known = ranks.broadcast_value(not any(value.is_meta for value in values.values()))  # all ranks
-    tensors = dict(named_tensors(network))
+    tensors = dict(named_state(network))
     # in the constructor's order, which is the same on every rank
     for names in list(values) if known else ():
         value = values.pop(names)  # freed when the next one comes
@@ -107,7 +107,7 @@ def _live_meta_tensors() -> list[Tensor]:
     return [tensor for tensor in alive if tensor.is_meta]
 
 
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and buffer, under each of its names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)

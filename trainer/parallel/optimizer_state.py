@@ -95,7 +95,7 @@ def restore_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer, stat
     )
 
 
-def refuse_other_network(shapes: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> None:
+def refuse_checkpoint_shapes(shapes: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of another network than this one; the message names at most ten differences."""
     wrong = network_differences(shapes, stored)
     if wrong:

@@ -123,7 +123,7 @@ def _replicated(network: nn.Module) -> dict[str, nn.Parameter]:
 
 # styles that change how activations lie, and split no parameter
 ACTIVATION_STYLES = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
-ALTERNATIVE = "strategy=ddp and strategy=fsdp need no plan"
+WITHOUT_PLAN = "strategy=ddp and strategy=fsdp need no plan"
 
 
 def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
@@ -131,14 +131,14 @@ def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
     if not plan.tensor:
         raise Refusal(
             f"{type(network).__name__} has no tensor-parallel plan: give it a method plan(self) -> Plan, or let the"
-            f" task say one; {ALTERNATIVE}"
+            f" task say one; {WITHOUT_PLAN}"
         )
     # whole things first, as heads: sizes may divide where these do not
     for what, count in plan.divisible.items():
         if count % degree:
-            raise Refusal(f"{count} {what} / {degree} tensor ranks is not whole; {_degrees(count)}; {ALTERNATIVE}")
+            raise Refusal(f"{count} {what} / {degree} tensor ranks is not whole; {_degrees(count)}; {WITHOUT_PLAN}")
     for key, style in plan.tensor.items():
-        for name, module in require_modules(network, key, "the plan's", f"; {ALTERNATIVE}").items():
+        for name, module in require_modules(network, key, "the plan's", f"; {WITHOUT_PLAN}").items():
             _refuse_size(name, module, style, degree)
             if not isinstance(style, ACTIVATION_STYLES):
                 _refuse_tied(name, module, network)
@@ -155,11 +155,11 @@ def _refuse_size(name: str, module: nn.Module, style: ParallelStyle, degree: int
         attribute = "embedding_dim" if column else "num_embeddings"
     else:
         kind = type(module).__name__
-        raise Refusal(f"the plan splits {name}, a {kind}; only Linear and Embedding can be split; {ALTERNATIVE}")
+        raise Refusal(f"the plan splits {name}, a {kind}; only Linear and Embedding can be split; {WITHOUT_PLAN}")
     size = getattr(module, attribute)
     if size % degree:
         raise Refusal(
-            f"{name}.{attribute} {size} / {degree} tensor ranks is not whole; {_degrees(size)}; {ALTERNATIVE}"
+            f"{name}.{attribute} {size} / {degree} tensor ranks is not whole; {_degrees(size)}; {WITHOUT_PLAN}"
         )
 
 
@@ -170,7 +170,7 @@ def _refuse_tied(name: str, module: nn.Module, network: nn.Module) -> None:
         if id(parameter) in split and not other.startswith(f"{name}."):
             raise Refusal(
                 f"the plan splits {name}, whose parameter is tied to {other}; tied parameters cannot be split;"
-                f" {ALTERNATIVE}"
+                f" {WITHOUT_PLAN}"
             )
 
 

@@ -115,7 +115,7 @@ def compute_histograms(
     are multiplied by it.
     """
     names, numbers = sorted(sizes), {name: _finite_numbers(tensor) for name, tensor in held.items()}
-    low, high = _limits(names, numbers, ranks)
+    low, high = _all_reduce_limits(names, numbers, ranks)
     # (tensors, BINS + 3): the bins, the sum, the sum of squares, how many numbers were held
     counted = torch.zeros(len(names), BINS + 3, dtype=torch.float64)
     for row, name in enumerate(names):
@@ -140,7 +140,9 @@ def _finite_numbers(tensor: Tensor) -> Tensor:
     return numbers[numbers.isfinite()]
 
 
-def _limits(names: Sequence[str], numbers: Mapping[str, Tensor], ranks: Ranks) -> tuple[list[float], list[float]]:
+def _all_reduce_limits(
+    names: Sequence[str], numbers: Mapping[str, Tensor], ranks: Ranks
+) -> tuple[list[float], list[float]]:
     """Collective: the smallest and the largest number of each tensor, inf and -inf where there is none."""
     limits = torch.full((2, len(names)), -torch.inf, dtype=torch.float64)
     for at, name in enumerate(names):

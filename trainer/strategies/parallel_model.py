@@ -22,7 +22,7 @@ from trainer.parallel.gradient_clipping import clip_gradients_, global_norm
 from trainer.parallel.optimizer_state import (
     empty_optimizer_state,
     optimizer_tensors,
-    refuse_other_network,
+    refuse_checkpoint_shapes,
     restore_optimizer,
 )
 from trainer.parallel.ranks import Ranks
@@ -301,7 +301,7 @@ class ParallelModel:
 
     def empty_weights(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
         """The same for the network and its average alone."""
-        refuse_other_network(self.shapes, stored)
+        refuse_checkpoint_shapes(self.shapes, stored)
         space = {name: torch.empty_like(value) for name, value in self.network.state_dict().items()}
         return space | self.average.empty(stored)
 

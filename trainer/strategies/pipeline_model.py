@@ -23,7 +23,7 @@ from trainer.parallel.pipeline.schedule import (
     StageLayout,
     broadcast_sums,
     contiguous_copies,
-    make_schedule,
+    make_pipeline_schedule,
 )
 from trainer.parallel.pipeline.stages import RankStages, preserve_buffers
 from trainer.parallel.process_group import as_group
@@ -245,7 +245,7 @@ class PipelineModel(ShardedModel):
             )
             for number, stage in self._stages.items()
         ]
-        return make_schedule(self._schedule_name, stages, micro_batches)
+        return make_pipeline_schedule(self._schedule_name, stages, micro_batches)
 
 
 def _receive_buffers(number: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

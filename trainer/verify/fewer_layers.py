@@ -19,7 +19,7 @@ from trainer.learning.parallel_plan import Plan
 from trainer.learning.parameter_groups import Rule, matches_exactly
 from trainer.learning.task import Task
 from trainer.messages import Refusal
-from trainer.parallel.meta_model import build_meta_model, named_tensors
+from trainer.parallel.meta_model import build_meta_model, named_state
 from trainer.parallel.pipeline.fake_forward import fake_tensors
 from trainer.parallel.units import ancestors, matching_modules
 
@@ -202,7 +202,7 @@ class _ShortForward:
         """Does the forward run, is of what stays the same learned, and does the plan find its modules?"""
         fewer = [*fewer]
         # modules of its own, with the same tensors; a layer that is called all the same is an error
-        short = deepcopy(self._network, {id(x): x for _, x in named_tensors(self._network)})
+        short = deepcopy(self._network, {id(x): x for _, x in named_state(self._network)})
         for layer in _removed_layers(short, fewer):
             layer.register_forward_pre_hook(_refuse_call)
         short = remove_layers(short, fewer)
@@ -212,7 +212,7 @@ class _ShortForward:
             if not all(any(True for _ in matching_modules(short, key)) for key in patterns):
                 return False
             if self._learned is None:
-                _find_learned(self._task, short, self._example, {x: x for _, x in named_tensors(short)})
+                _find_learned(self._task, short, self._example, {x: x for _, x in named_state(short)})
                 return True
             learned = _find_learned(self._task, short, self._example, _trainable_fakes(short))
             return learned == self._learned & {*short.parameters()}

@@ -24,7 +24,7 @@ from trainer.launch.stop_signals import StopRequest
 from trainer.launch.store_collectives import broadcast_from_main
 from trainer.learning.optimizer import Make
 from trainer.messages import Refusal, format_count
-from trainer.parallel.meta_model import named_tensors
+from trainer.parallel.meta_model import named_state
 from trainer.verify.comparison import noise_floors, perturbation_size, tolerances_in
 from trainer.verify.short_run import computing_in, detect_sample_layouts, train_and_record
 from trainer.verify.training_record import TrainingRecord
@@ -46,7 +46,7 @@ def memory_shortage(run: PreparedRun, largest: float = _LARGEST) -> str:
     """
     machine = run.machine
     copies = machine.launch.local_world_size if machine.shares_devices and not run.sharded else 1
-    numbers = _count_numbers({tensor for _, tensor in named_tensors(run.network)})
+    numbers = _count_numbers({tensor for _, tensor in named_state(run.network)})
     trainable = _count_numbers({parameter for parameter in run.network.parameters() if parameter.requires_grad})
     per_parameter = state_per_parameter(run.make_optimizer) + (run.settings.ema.decay is not None)
     # name → numbers; on an accelerator the copy for the resume lies on the host
@@ -61,7 +61,7 @@ def memory_shortage(run: PreparedRun, largest: float = _LARGEST) -> str:
 
 def refuse_unbuildable(run: PreparedRun) -> None:
     """Refuse a network that no process can even build: of a shorter one all is built first, as in the run itself."""
-    numbers, spare = _count_numbers({tensor for _, tensor in named_tensors(run.network)}), available_host_memory()
+    numbers, spare = _count_numbers({tensor for _, tensor in named_state(run.network)}), available_host_memory()
     if numbers * _FP32_BYTES > spare:
         raise Refusal(
             f"job=verify: the main process builds the whole network before it is shared out or shortened:"

@@ -20,10 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.data.nested_tensors import map_tensors
 from trainer.messages import Refusal
-from trainer.parallel.meta_model import named_tensors
+from trainer.parallel.meta_model import named_state
 from trainer.parallel.pipeline.fake_forward import CannotCut, copy_step
 from trainer.parallel.pipeline.fx_trace import NETWORK, GraphFlow, Untraceable, trace
-from trainer.parallel.pipeline.stages import ALTERNATIVE, make_traced_stages
+from trainer.parallel.pipeline.stages import WITHOUT_STAGES, make_traced_stages
 from trainer.parallel.pipeline.untraced_stage import make_untraced_stages
 from trainer.parallel.units import has_children, repeated_blocks, require_modules
 
@@ -54,7 +54,7 @@ def cut_stages(
     wanted = range(count) if held is None else held
     planned = list(cuts) if len(cuts) == count - 1 else []
     for name in planned:
-        require_modules(network, name, "the plan's cut", f"; {ALTERNATIVE}")
+        require_modules(network, name, "the plan's cut", f"; {WITHOUT_STAGES}")
     # the first way: stages are ranges of a graph
     try:
         names = planned or _require_equal_cuts(step, count, example)
@@ -69,14 +69,14 @@ def cut_stages(
         raise Refusal(
             f"{refusal} its forward cannot be followed ({why}); nor does it repeat {count} blocks in a list, between"
             " which it could be cut all the same: name the first module of each stage in the plan's cuts;"
-            f" {ALTERNATIVE}"
+            f" {WITHOUT_STAGES}"
         )
     try:
         return {} if example is None else make_untraced_stages(step, names, example, wanted, may_draw)
     except CannotCut as error:
         raise Refusal(
             f"{refusal} {error}. (Where it can be read as a graph of calls it can be cut anywhere, but {why}.)"
-            f" {ALTERNATIVE}"
+            f" {WITHOUT_STAGES}"
         ) from error
 
 
@@ -88,7 +88,7 @@ def _require_equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
         most = len(names) + 1
         raise Refusal(
             f"{kind} has parts for {most} stage{'s' if most > 1 else ''}, {count} were asked for; "
-            + (f"with {most} it would work, or a plan with cuts; {ALTERNATIVE}" if most > 1 else ALTERNATIVE)
+            + (f"with {most} it would work, or a plan with cuts; {WITHOUT_STAGES}" if most > 1 else WITHOUT_STAGES)
         )
     return names
 
@@ -152,7 +152,7 @@ def _module_weights(step: nn.Module, example: Any) -> Weights:
     weight = {name: _bytes(module) / total for name, module in network.named_modules()}
     weight |= {name: parameter.nbytes / total for name, parameter in network.named_parameters()}
     # arithmetic: all wait for the slowest stage
-    work = {} if example is None else _count_flops(step, example)
+    work = {} if example is None else _module_flops(step, example)
     return {name: fraction + work.get(name, 0) / max(work.get("", 0), 1) for name, fraction in weight.items()}
 
 
@@ -232,13 +232,13 @@ def _bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def _count_flops(step: nn.Module, example: Any) -> dict[str, int]:
+def _module_flops(step: nn.Module, example: Any) -> dict[str, int]:
     """Floating-point operations of each module in one forward, counted on shapes; nothing where that fails."""
 
     def shapes(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="meta")
 
-    state = {tensor: shapes(tensor.detach()) for _, tensor in named_tensors(step)}
+    state = {tensor: shapes(tensor.detach()) for _, tensor in named_state(step)}
     try:
         # a copy: of a module with two names torch's functional_call would not put everything back
         with torch.no_grad(), FlopCounterMode(display=False) as counter:

@@ -18,13 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainer.data.nested_tensors import map_tensors, tensors
 from trainer.messages import first_line
-from trainer.parallel.meta_model import named_tensors
+from trainer.parallel.meta_model import named_state
 from trainer.parallel.pipeline.fx_trace import NETWORK
 from trainer.parallel.units import ancestors
 
 _AT = torch.ops.aten
 # operators that make a tensor in the shape of another one
-_MAKERS = {_AT.new_ones, _AT.new_zeros, _AT.new_full, _AT.ones_like, _AT.zeros_like, _AT.full_like}
+_LIKE_OPERATORS = {_AT.new_ones, _AT.new_zeros, _AT.new_full, _AT.ones_like, _AT.zeros_like, _AT.full_like}
 ArgumentKey = int | str  # which argument of a call: its position, or its name
 
 
@@ -41,7 +41,7 @@ class FakeMode(FakeTensorMode):
     """Inside it tensors are made without values. Only what `ones_like` and its kind make, as masks, has some."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "overloadpacket", None) in _MAKERS:
+        if getattr(func, "overloadpacket", None) in _LIKE_OPERATORS:
             like = args[0]
             args = (torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:])
             return func(*args, **(kwargs or {}))
@@ -54,7 +54,7 @@ def fake_tensors(network: nn.Module, device: torch.device, mode: FakeMode | None
     What is computed with them has none either. Who asks for a value gets an error, or what `mode` answers. After
     torch's FakeTensor.
     """
-    unique = dict.fromkeys(tensor for _, tensor in named_tensors(network))
+    unique = dict.fromkeys(tensor for _, tensor in named_state(network))
     with mode or FakeMode(allow_non_fake_inputs=True):  # a batch with values may be used together with them
         return {tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in unique}
 

@@ -31,7 +31,7 @@ _FACTS = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "stride", 
 # parts of the names of functions that draw random numbers
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "exponential", "uniform")
 # Their sizes are not known while a forward is read: they are recorded like operations.
-_MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros)
+_TENSOR_MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros)
 _IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.imatmul, operator.iand}
 
 
@@ -103,7 +103,7 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # a buffer is read in the graph, not frozen into it
 
     def __init__(self, step: nn.Module, opened: set[str]) -> None:
-        super().__init__(autowrap_functions=_MAKERS)
+        super().__init__(autowrap_functions=_TENSOR_MAKERS)
         self._autowrap_search.append(torch)  # under torch's own name, too
         self._opened = opened
         self._surroundings = _context_state()

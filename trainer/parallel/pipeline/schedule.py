@@ -81,7 +81,7 @@ def runs_over_gloo(name: str) -> bool:
     return not SCHEDULES[name].v_shaped or torch.__version__ >= "2.13"
 
 
-def make_schedule(name: str, stages: list[Any], micro_batches: int) -> Any:
+def make_pipeline_schedule(name: str, stages: list[Any], micro_batches: int) -> Any:
     """torch's schedule over this rank's stages (its PipelineStage). The last stage of all returns the loss itself.
 
     1F1B needs as many micro-batches as stages; with fewer it is the same work in GPipe's order.

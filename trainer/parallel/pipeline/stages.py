@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from trainer.messages import Refusal, did_you_mean
-from trainer.parallel.meta_model import named_tensors
+from trainer.parallel.meta_model import named_state
 from trainer.parallel.pipeline.fx_trace import NETWORK, GraphFlow, get_tensor, is_in_place, trace
 from trainer.parallel.rng.random_draw import with_call_site
 from trainer.parallel.units import ancestors
 
-ALTERNATIVE = "strategy=fsdp and strategy=ddp need no cutting"
+WITHOUT_STAGES = "strategy=fsdp and strategy=ddp need no cutting"
 BATCH = 2  # arguments of every stage before what is handed on: inputs, targets
 
 
@@ -46,7 +46,7 @@ def _stage_starts(flow: GraphFlow, names: list[str]) -> list[int]:
     for name in names:
         if name not in calls:
             near = did_you_mean(name, calls)
-            raise Refusal(f"the plan's cut {name!r} is never called by the forward{near}; {ALTERNATIVE}")
+            raise Refusal(f"the plan's cut {name!r} is never called by the forward{near}; {WITHOUT_STAGES}")
     starts = [calls[name] for name in names]
     if starts != sorted(set(starts)):
         order = ", ".join(sorted(names, key=calls.__getitem__))
@@ -69,12 +69,14 @@ def _refuse_stages(network: nn.Module, flow: GraphFlow, bounds: list[int]) -> No
                 if other != index:
                     raise Refusal(
                         f"{name} and {node.target} share a parameter or buffer, and would lie in stages {other} and"
-                        f" {index}: tied parts must be in one stage; {ALTERNATIVE}"
+                        f" {index}: tied parts must be in one stage; {WITHOUT_STAGES}"
                     )
         if not has_parameter:
-            raise Refusal(f"stage {index} of {len(bounds) - 1} would have no parameter: cut elsewhere; {ALTERNATIVE}")
+            raise Refusal(
+                f"stage {index} of {len(bounds) - 1} would have no parameter: cut elsewhere; {WITHOUT_STAGES}"
+            )
         if index and not flow.handed(start):
-            raise Refusal(f"stage {index - 1} gives stage {index} no value: cut elsewhere; {ALTERNATIVE}")
+            raise Refusal(f"stage {index - 1} gives stage {index} no value: cut elsewhere; {WITHOUT_STAGES}")
 
 
 def _make_stage(network: nn.Module, flow: GraphFlow, bounds: list[int], index: int) -> fx.GraphModule:
@@ -149,8 +151,8 @@ def _keep_state(network: nn.Module, stages: list[fx.GraphModule]) -> None:
     """
     # a checkpoint is the union of all stages: it must be that of the whole network
     stored = set(network.state_dict())
-    held = {name for stage in stages for name, _ in named_tensors(stage)}
-    for name, tensor in named_tensors(network):
+    held = {name for stage in stages for name, _ in named_state(stage)}
+    for name, tensor in named_state(network):
         if name not in held:
             _register(stages[0], name, tensor, name in stored)
     # fx has made buffers persistent that the network does not store
