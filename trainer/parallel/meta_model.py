@@ -79,7 +79,7 @@ def broadcast_values(values: Values, network: nn.Module, ranks: Ranks, device: t
     """Collective: the first rank's values come to all ranks, of each tensor the shard that a rank holds.
 
     values: of the whole network; they are freed on the way, so that a rank holds one whole tensor at a time. Nothing
-    travels where the first rank has an outline, too: a checkpoint will be read.
+    travels where the first rank has no values either: a checkpoint will be read.
     """
     known = ranks.broadcast_value(not any(value.is_meta for value in values.values()))  # all ranks
     tensors = dict(named_state(network))
