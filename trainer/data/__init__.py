@@ -1,1 +1,1 @@
-"""From indices to batches on the device; everything random in it is a function of numbers."""
+"""From a data set to batches on the device: order, reading, micro-batches, and random numbers of samples."""

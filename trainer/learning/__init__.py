@@ -1,1 +1,1 @@
-"""What is being learned, and how: the task, the plan of a network, rates, parameter groups, rhythms."""
+"""What is learned, and how: tasks, plans of networks, optimizers, learning rates, intervals."""

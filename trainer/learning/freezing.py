@@ -82,13 +82,13 @@ _WORDS = (
 
 def refuse_parameters(task: Task) -> None:
     """Refuse parameters that a task has made for itself. A network inside it may be one that is not to learn."""
-    own = [
+    names = [
         name
         for name, value in _walk_variables(vars(task), ())
         if isinstance(value, nn.Parameter) and value.requires_grad
     ]
-    if own:
-        raise Refusal(f"task: {type(task).__name__} has parameters of its own, {format_names(own, 8)}: {_WORDS}")
+    if names:
+        raise Refusal(f"task: {type(task).__name__} has parameters of its own, {format_names(names, 8)}: {_WORDS}")
 
 
 def task_weights_with_gradient(task: Task, network: nn.Module) -> list[str]:

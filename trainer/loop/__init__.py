@@ -1,1 +1,1 @@
-"""What the loop calls beside the step: evaluations, lines, pictures, its position, the way back."""
+"""The training loop, and what it calls beside the step: evaluations, training lines, media, progress."""

@@ -1,8 +1,12 @@
-"""One evaluation: the metrics of a network over a whole set."""
+"""One evaluation: the metrics of a network over a whole data set, or over some of its batches.
+
+Around the task are, while it runs: `GatheringTask`, if the task has `gathered`; and in the trial before the first step
+`ShapeCheckingTask`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,55 +14,48 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.data.loader import Batch, EvalLoader
+from trainer.data.loader import EvalLoader
 from trainer.data.nested_tensors import map_tensors
 from trainer.learning.task import Task, TaskWrapper, gathers_samples, is_list_of_samples, unwrap_task
-from trainer.loop.media_logging import NoMediaLogger
+from trainer.loop.media_logging import Batches, NoMediaLogger, SampleTask
 from trainer.messages import Refusal, did_you_mean, first_line
 from trainer.parallel.ranks import Ranks
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
 
 Rows = Tensor | list[Any]  # of each sample: (N, …), or a list of N
-Piece = tuple[Tensor, Mapping[str, Rows]]  # of a micro-batch: the numbers of its samples, and what is kept of them
+Piece = tuple[Tensor, Mapping[str, Rows]]  # of a micro-batch: the indices of its samples, and what is kept of them
+Shape = tuple[int, ...]
+Totals = tuple[dict[str, Tensor], dict[str, Rows]]  # sums over a set, and what `gathered` keeps of its samples
 
 
 class NoGatheredSamples:
-    """The task's figures are made of sums: of a sample nothing is kept."""
+    """The task's metrics are made of sums: nothing is kept of a sample."""
 
-    def through(self, batches: Iterable[tuple[Batch, int]]) -> Iterable[tuple[Batch, int]]:
-        """The micro-batches of an evaluation, as they are."""
+    def observe(self, batches: Batches) -> Batches:
+        """The micro-batches of an evaluation, unchanged."""
         return batches
 
     def read(self, strategy: Strategy) -> dict[str, Rows]:
-        """Collective: of all samples, in the order of the data set."""
+        """Collective: what was kept of all samples, in the order of the data set."""
         return {}
 
 
-class GatheringTask(NoGatheredSamples, TaskWrapper):
-    """A task of which an evaluation also keeps what `gathered` gives, in the host's memory.
-
-    Only who has outputs is asked, so it does not matter under which strategy.
-    """
+class GatheringTask(SampleTask):
+    """A task that also keeps what `Task.gathered` returns, in the host's memory."""
 
     def __init__(self, inner: Task) -> None:
         super().__init__(inner)
         self._task = unwrap_task(inner)
         self._pieces: list[Piece] = []
 
-    def through(self, batches: Iterable[tuple[Batch, int]]) -> Iterator[tuple[Batch, int]]:
-        """The micro-batches of an evaluation, as they are: which samples the next outputs are about."""
-        for batch, valid in batches:
-            self._indices, self._valid = batch.indices, valid
-            yield batch, valid
-
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
         if self._valid:  # a rank without a sample of its own computes one that does not count
-            self._pieces.append((self._indices, self._checked(self._task.gathered(output, target))))
+            self._pieces.append((self._indices, self._check_rows(self._task.gathered(output, target))))
         return self.inner.metrics(output, target)
 
-    def _checked(self, rows: Mapping[str, Any]) -> dict[str, Rows]:
-        """On the host. ValueError where there is not one entry for each sample."""
+    def _check_rows(self, rows: Mapping[str, Any]) -> dict[str, Rows]:
+        """The rows on the host. ValueError if there is not one entry for each sample."""
         rows = {name: list(values) if isinstance(values, tuple) else values for name, values in rows.items()}
         for name, values in rows.items():
             size = len(values) if isinstance(values, list) or (isinstance(values, Tensor) and values.dim()) else None
@@ -69,19 +66,21 @@ class GatheringTask(NoGatheredSamples, TaskWrapper):
                     f"{type(self._task).__name__}.gathered: {name} is {what} for {len(self._indices)} samples; it must"
                     " be a tensor whose first dimension is the samples, or a list with an entry for each"
                 )
-        return {name: map_tensors(values, _on_host) for name, values in rows.items()}
+        return {name: map_tensors(values, _to_host) for name, values in rows.items()}
 
     def read(self, strategy: Strategy) -> dict[str, Rows]:
-        """Collective: of all samples, in the order of the data set. ValueError where pieces do not fit together."""
-        # all ranks; whose samples each has, because of those that have the same ones, one sends
-        holders = strategy.world.all_gather_values(strategy.data_group.rank if self._pieces else None)
-        sends = bool(self._pieces) and holders.index(strategy.data_group.rank) == strategy.world.rank
-        heard = strategy.world.all_gather_values(self._pieces if sends else [])  # all ranks; what is kept, once, to all
-        pieces = [piece for rank in heard for piece in rank]
-        order = torch.cat([indices for indices, _ in pieces]).argsort()
+        """Collective: the rows of all samples, in the order of the data set. ValueError if they do not fit together."""
+        rank, world = strategy.data_group.rank, strategy.world
+        # all ranks tell which samples they have; of several with the same samples the first one sends
+        holders = world.all_gather_values(rank if self._pieces else None)
+        sends = bool(self._pieces) and holders.index(rank) == world.rank
+        gathered = world.all_gather_values(self._pieces if sends else [])  # all ranks; what is kept, once, to all
+        pieces = [piece for of_rank in gathered for piece in of_rank]
+        order = torch.cat([indices for indices, _ in pieces]).argsort()  # (N,)
         return {name: self._joined(name, [rows.get(name) for _, rows in pieces], order) for name in pieces[0][1]}
 
     def _joined(self, name: str, parts: Sequence[Rows | None], order: Tensor) -> Rows:
+        """The rows of all micro-batches in the order of the data set."""
         if all(isinstance(part, list) for part in parts):
             entries = [entry for part in parts if part is not None for entry in part]
             return [entries[at] for at in order.tolist()]
@@ -96,44 +95,41 @@ class GatheringTask(NoGatheredSamples, TaskWrapper):
         return torch.cat(tensors).index_select(0, order)
 
 
-def _on_host(x: Tensor) -> Tensor:
+def _to_host(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu()
 
 
 @contextmanager
-def gather_samples(model: ParallelModel) -> Iterator[NoGatheredSamples]:
+def gather_samples(model: ParallelModel) -> Iterator[NoGatheredSamples | GatheringTask]:
     """Inside, the evaluation keeps what the task asks for."""
     if not gathers_samples(unwrap_task(model.task)):
         yield NoGatheredSamples()
         return
-    inner, model.task = model.task, (kept := GatheringTask(model.task))
+    task, model.task = model.task, (gathering := GatheringTask(model.task))
     try:
-        yield kept
+        yield gathering
     finally:
-        model.task = inner
-
-
-Shape = tuple[int, ...]
+        model.task = task
 
 
 class ShapeCheckingTask(TaskWrapper):
-    """A task whose metrics keep the shapes that they have first; it remembers which ones would have had others."""
+    """A task whose metrics always have the shapes that they had first; it remembers which had other ones."""
 
     def __init__(self, inner: Task) -> None:
         super().__init__(inner)
         self._shapes: dict[str, Shape] | None = None
-        self.differing: dict[str, tuple[Shape, Shape]] = {}
+        self.mismatches: dict[str, tuple[Shape, Shape]] = {}  # name → first and other shape
 
     def loss(self, output: Any, target: Any) -> Tensor | dict[str, Tensor]:
-        with self._lists_explained("loss", output):
+        with self._explain_lists("loss", output):
             loss = self.inner.loss(output, target)
             if is_list_of_samples(loss):
                 raise TypeError("it returned that list")
         return loss
 
     @contextmanager
-    def _lists_explained(self, method: str, output: Any) -> Iterator[None]:
-        """Refusal where a method fails on a list with a dict for each sample, as detection networks give."""
+    def _explain_lists(self, method: str, output: Any) -> Iterator[None]:
+        """Refusal if a method fails on a list with a dict for each sample, as detection networks return."""
         try:
             yield
         except Exception as error:
@@ -144,13 +140,13 @@ class ShapeCheckingTask(TaskWrapper):
                 f"{type(unwrap_task(self)).__name__}.{method} fails in an evaluation ({type(error).__name__}:"
                 f" {first_line(error)}): there the network's output is a list with a dict for each sample"
                 f" ({', '.join(keys)}), and no loss. Write for example: def loss(self, output, target): return output"
-                f' if isinstance(output, dict) else output[0]["{keys[0]}"].new_zeros(()). Figures of such lists come'
+                f' if isinstance(output, dict) else output[0]["{keys[0]}"].new_zeros(()). Metrics of such lists come'
                 " from gathered(output, target) and finish(totals): docs/extending.md, and the lab"
                 " tests/labs/detection"
             ) from error
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
-        with self._lists_explained("metrics", output):
+        with self._explain_lists("metrics", output):
             sums = self.inner.metrics(output, target)
         shapes = {name: shape_of(value) for name, value in sums.items()}
         if self._shapes is None:
@@ -158,28 +154,28 @@ class ShapeCheckingTask(TaskWrapper):
         if self._shapes.keys() != shapes.keys():
             raise ValueError(f"Task.metrics gave {sorted(self._shapes)}, and then {sorted(shapes)}")
         pairs = {name: (shape, shapes[name]) for name, shape in self._shapes.items()}
-        self.differing |= {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-        # until all ranks have been told: of a pipeline nobody could receive other shapes
-        return {name: torch.zeros(pairs[name][0]) if name in self.differing else sums[name] for name in pairs}
+        self.mismatches |= {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        # all ranks are told later; until then a pipeline could not receive other shapes
+        return {name: torch.zeros(pairs[name][0]) if name in self.mismatches else sums[name] for name in pairs}
 
 
-def refuse_metrics(model: ParallelModel, stream: EvalLoader, ranks: Ranks) -> None:
-    """Collective: Refusal where the metrics of one sample have another shape than those of a micro-batch."""
-    whole, _ = next(iter(stream.batches(range(1))))
-    inner, model.task = model.task, (task := ShapeCheckingTask(model.task))
+def refuse_metrics(model: ParallelModel, loader: EvalLoader, ranks: Ranks) -> None:
+    """Collective: Refusal if the metrics of one sample have other shapes than those of a micro-batch."""
+    first_batch, _ = next(iter(loader.batches(range(1))))
+    task, model.task = model.task, (checking := ShapeCheckingTask(model.task))
     try:
         with torch.no_grad():
-            for batch in (whole, stream.smallest_batch()):
+            for batch in (first_batch, loader.smallest_batch()):
                 model.evaluate(batch, 1)
     finally:
-        model.task = inner
-    heard = ranks.all_gather_values(task.differing)  # all ranks, once; as a rule nothing
-    for name, shapes in (pair for rank in heard for pair in rank.items()):
+        model.task = task
+    mismatches = ranks.all_gather_values(checking.mismatches)  # all ranks, once; as a rule nothing
+    for name, shapes in (pair for of_rank in mismatches for pair in of_rank.items()):
         raise Refusal(f"Task.metrics: {name} {describe_shapes(*shapes)}")
 
 
 def shape_of(value: Tensor | float) -> Shape:
-    """Of a number it is ()."""
+    """The shape of a tensor; () for a number."""
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
@@ -187,7 +183,7 @@ def describe_shapes(first: Shape, other: Shape) -> str:
     """What is wrong with two shapes of one sum, and what works."""
     return (
         f"has the shape {first} in one micro-batch and {other} in another. Metrics are added up, so they must be sums"
-        " over the samples. For figures that need every prediction (AUC, mAP) a task has gathered(output, target), see"
+        " over the samples. For metrics that need every prediction (AUC, mAP) a task has gathered(output, target), see"
         " docs/extending.md"
     )
 
@@ -199,88 +195,99 @@ def trial_evaluation(
     strategy: Strategy,
     model: ParallelModel,
     task: Task,
-    stream: EvalLoader,
+    loader: EvalLoader,
     wanted: Mapping[str, str],
-    show: NoMediaLogger = NO_MEDIA,
+    media: NoMediaLogger = NO_MEDIA,
 ) -> None:
-    """Collective: evaluate one batch, so that what is wrong there shows now and not after an epoch.
+    """Collective: evaluate one batch, so that mistakes show now and not after an epoch.
 
-    Refusal where a wanted figure, by the key that names it (checkpoint.best), is none of the task's; or where metrics
-    are no sums.
+    Refusal if the task has no metric that is wanted (key of the configuration → name, such as checkpoint.best), or if
+    its metrics are no sums.
     """
-    refuse_metrics(model, stream, strategy.world)
-    figures = evaluate_batches(strategy, model, task, stream, range(1), show)
+    refuse_metrics(model, loader, strategy.world)
+    metrics = evaluate_batches(strategy, model, task, loader, range(1), media)
     for key, name in wanted.items():
-        if (bare := name.removeprefix("-")) not in figures:
-            averaged = bare.startswith("ema_") and not any(each.startswith("ema_") for each in figures)
-            hint = "; those of a moving average come with ema.decay=0.999" if averaged else did_you_mean(bare, figures)
-            raise Refusal(f"{key}={name}: the task's metrics are {', '.join(figures)}{hint}")
+        if (bare := name.removeprefix("-")) not in metrics:
+            missing = bare.startswith("ema_") and not any(metric.startswith("ema_") for metric in metrics)
+            hint = "; those of a moving average come with ema.decay=0.999" if missing else did_you_mean(bare, metrics)
+            raise Refusal(f"{key}={name}: the task's metrics are {', '.join(metrics)}{hint}")
 
 
 def evaluate_batches(
     strategy: Strategy,
     model: ParallelModel,
     task: Task,
-    stream: EvalLoader,
-    at: Sequence[int],
-    show: NoMediaLogger = NO_MEDIA,
+    loader: EvalLoader,
+    numbers: Sequence[int],
+    media: NoMediaLogger = NO_MEDIA,
 ) -> dict[str, float]:
-    """Collective: figures over some batches of a set, by their numbers."""
-    figures: dict[str, float] = {}
+    """Collective: metrics over the batches with these numbers, of the weights and of their average."""
+    metrics: dict[str, float] = {}
     for prefix, weights in model.average.views():
-        sums: dict[str, Tensor | float] = {}
-        with weights, torch.no_grad(), show.record_worst(model, prefix) as through, gather_samples(model) as kept:
-            for batch, valid in kept.through(through(stream.batches(at))):
-                _add_sums(sums, model.evaluate(batch, valid))
-        figures |= _finish_metrics(task, strategy.totals(sums).read(), kept.read(strategy), prefix)
-    return figures
+        with weights, media.record_worst(model, prefix) as observe:
+            totals = _compute_totals(strategy, model, observe(loader.batches(numbers)))
+        assert totals is not None, "nobody was asked to stop"
+        metrics |= _finish_metrics(task, totals, prefix)
+    return metrics
 
 
 def evaluate(
     strategy: Strategy,
     model: ParallelModel,
     task: Task,
-    stream: EvalLoader,
-    asked: Callable[[], bool],
-    show: NoMediaLogger = NO_MEDIA,
+    loader: EvalLoader,
+    should_stop: Callable[[], bool],
+    media: NoMediaLogger = NO_MEDIA,
 ) -> dict[str, float] | None:
-    """Collective: figures over the whole set, every sample counted once; None where a rank was asked to stop.
+    """Collective: metrics over the whole set, of the weights and of their average; None if a rank was asked to stop.
 
-    Those of the weights, and of their moving average where there is one. RuntimeError where a sample was not counted
-    once.
+    RuntimeError if a sample was not counted exactly once.
     """
-    figures: dict[str, float] = {}
-    votes = strategy.votes()
+    metrics: dict[str, float] = {}
     for prefix, weights in model.average.views():
-        sums: dict[str, Tensor | float] = {}
-        with weights, torch.no_grad(), show.record_worst(model, prefix) as through, gather_samples(model) as kept:
-            for batch, valid in kept.through(through(stream.batches())):
-                votes.ask(asked())  # travels while the batch computes; no GPU waits for it
-                _add_sums(sums, model.evaluate(batch, valid))
-                if any(votes.read()):
-                    return None
-        totals = strategy.totals(sums).read()
-        if int(totals["samples"]) != stream.size:
-            raise RuntimeError(f"evaluated {int(totals['samples'])} samples of a set of {stream.size}")
-        rows = kept.read(strategy)
-        figures |= _finish_metrics(task, totals, rows, prefix)
-        show.record_totals(prefix, totals | rows)
-    # what follows from them (the best, an early end, a rate) all must do alike: a task may draw at random, and tensor
-    # ranks and stages add up each for themselves, in an order of their own
-    return strategy.world.all_gather_values(figures)[0]  # all ranks, once an evaluation; the main rank's
+        with weights, media.record_worst(model, prefix) as observe:
+            totals = _compute_totals(strategy, model, observe(loader.batches()), should_stop)
+        if totals is None:
+            return None
+        sums, rows = totals
+        if int(sums["samples"]) != loader.size:
+            raise RuntimeError(f"evaluated {int(sums['samples'])} samples of a set of {loader.size}")
+        metrics |= _finish_metrics(task, totals, prefix)
+        media.record_totals(prefix, sums | rows)
+    # what follows from metrics (the best, an early end, a rate) must be the same on all ranks: a task may use random
+    # numbers, and tensor ranks and stages add up in different orders
+    return strategy.world.all_gather_values(metrics)[0]  # all ranks, once an evaluation; the main rank's count
+
+
+def _compute_totals(
+    strategy: Strategy, model: ParallelModel, batches: Batches, should_stop: Callable[[], bool] | None = None
+) -> Totals | None:
+    """Collective: the sums over these micro-batches of all ranks, and what is kept of samples; None: asked to stop."""
+    votes = strategy.votes()
+    sums: dict[str, Tensor | float] = {}
+    with torch.no_grad(), gather_samples(model) as gathered:
+        for batch, valid in gathered.observe(batches):
+            if should_stop is not None:
+                votes.ask(should_stop())  # all ranks; it travels while the batch computes, and no GPU waits for it
+            _add_sums(sums, model.evaluate(batch, valid))
+            if should_stop is not None and any(votes.read()):
+                return None
+    return strategy.totals(sums).read(), gathered.read(strategy)
 
 
 def _add_sums(sums: dict[str, Tensor | float], parts: Mapping[str, Tensor | float]) -> None:
+    """Add the sums of a micro-batch, in place."""
     for name, part in parts.items():
         if name in sums and shape_of(sums[name]) != shape_of(part):
             raise ValueError(f"Task.metrics: {name} {describe_shapes(shape_of(sums[name]), shape_of(part))}")
         sums[name] = sums[name] + part if name in sums else part
 
 
-def _finish_metrics(task: Task, totals: dict[str, Tensor], rows: dict[str, Rows], prefix: str) -> dict[str, float]:
+def _finish_metrics(task: Task, totals: Totals, prefix: str) -> dict[str, float]:
     """The mean loss, and what the task makes of the totals, under names with this prefix."""
-    if twice := sorted(totals.keys() & rows.keys()):
+    sums, rows = totals
+    if twice := sorted(sums.keys() & rows.keys()):
         raise Refusal(f"Task.gathered: {', '.join(twice)} is the name of a sum already; give it another one")
-    loss = float(totals["loss"] / (totals["weight"] or 1))  # of nothing the mean is 0
-    figures = {"loss": loss, **task.finish(totals | rows)}
-    return {prefix + name: float(value) for name, value in figures.items()}
+    loss = float(sums["loss"] / (sums["weight"] or 1))  # of nothing the mean is 0
+    metrics = {"loss": loss, **task.finish(sums | rows)}
+    return {prefix + name: float(value) for name, value in metrics.items()}

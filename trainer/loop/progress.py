@@ -1,4 +1,4 @@
-"""How far training is: what every checkpoint keeps of it beside tensors."""
+"""How far a run is, as every checkpoint has it; and whether it ends or goes back if a loss is not finite."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trainer.records.checkpoint.manifest import CheckpointInfo
 
 @dataclass
 class Progress:
-    """How far training is: all that a resumed run must know beside tensors."""
+    """How far training is: what a resumed run must know beside tensors. The fields are keys of a checkpoint."""
 
     step: int = 0  # optimizer steps done
     epoch: int = 0  # the epoch that the next step belongs to
     position: int = 0  # samples of that epoch's order that are done
     samples: int = 0  # samples trained on since the start, over all ranks
-    owed: int | None = None  # the epoch of this step, where a request to stop broke its evaluation off
+    owed: int | None = None  # the epoch of this step, if a request to stop interrupted its evaluation
     stale: int = 0  # evaluations since the best one
     rollbacks: int = 0  # how often it has gone back to a checkpoint
-    left_out: int = 0  # samples of the order that it has passed over in doing so
+    left_out: int = 0  # samples that were skipped by going back
 
     def advance(self, batch: int, length: int) -> int | None:
         """Count a step of `batch` samples, of an epoch of `length`; how many epochs are done, if it ends one."""
@@ -30,59 +30,56 @@ class Progress:
         return self.epoch if self.begin_next_epoch(batch, length) else None
 
     def begin_next_epoch(self, batch: int, length: int) -> bool:
-        """Begin the next epoch where this one has no whole batch left; was it so?"""
+        """Begin the next epoch if this one has no whole batch left. Returns whether it did."""
         if self.position + batch <= length:
             return False
         self.epoch, self.position = self.epoch + 1, 0
         return True
 
     def after(self, step: int, batch: int, length: int) -> Progress:
-        """How far it will be after this step, of `batch` samples each."""
-        then = replace(self)
-        while then.step < step:
-            then.advance(batch, length)
-        return then
+        """The progress after this step; each step has `batch` samples."""
+        progress = replace(self)
+        while progress.step < step:
+            progress.advance(batch, length)
+        return progress
 
     def skip_to(self, other: Progress) -> None:
-        """After going back: go on with the samples that come after those of another progress."""
+        """After going back to a checkpoint: go on with the samples after those of another progress."""
         self.epoch, self.position = other.epoch, other.position
         self.left_out = other.samples + other.left_out - self.samples
         self.rollbacks = other.rollbacks + 1
 
 
-MAX_TRIES = 3  # times that one checkpoint is gone back to
+MAX_TRIES = 3  # times that a run goes back to the same checkpoint
 
 
 class StopOnNonFinite:
     """The run ends."""
 
-    def target(self, error: NotFinite, newest: Callable[[], CheckpointInfo | None]) -> CheckpointInfo:
-        """Collective if `newest` is: the checkpoint to go on from; the error where there is none, the same on all."""
+    def choose_checkpoint(self, error: NotFinite, find_newest: Callable[[], CheckpointInfo | None]) -> CheckpointInfo:
+        """Collective if `find_newest` is: the checkpoint to go on from. Raises the error if the run is to end."""
         raise error
 
 
 class RollBackOnNonFinite(StopOnNonFinite):
-    """It goes back. A save in between was finite; without one the same checkpoint can be gone back to a few times."""
+    """The run goes back to its newest checkpoint; without a save in between only a few times."""
 
     def __init__(self) -> None:
-        self._step, self._times = -1, 0  # of the checkpoint that was gone back to last; how often
+        self._step, self._times = -1, 0  # of the last checkpoint that was gone back to; how often
 
-    def target(self, error: NotFinite, newest: Callable[[], CheckpointInfo | None]) -> CheckpointInfo:
-        """Collective: the newest checkpoint of the run; the error where it has none, or was gone back to too often."""
-        found = newest()
-        if found is None:
+    def choose_checkpoint(self, error: NotFinite, find_newest: Callable[[], CheckpointInfo | None]) -> CheckpointInfo:
+        """Collective: the newest checkpoint. Raises the error if there is none, or if it was used too often."""
+        checkpoint = find_newest()
+        if checkpoint is None:
             then = "There is no checkpoint to go back to yet. "
             raise NotFinite(error.step, error.what, error.read, then) from None
-        self._times = self._times + 1 if found.step == self._step else 1
-        self._step = found.step
+        self._times = self._times + 1 if checkpoint.step == self._step else 1
+        self._step = checkpoint.step
         if self._times > MAX_TRIES:
-            then = f"The run has gone back {MAX_TRIES} times to step {found.step}, and no save has followed. "
+            then = f"The run has gone back {MAX_TRIES} times to step {checkpoint.step}, and no save has followed. "
             raise NotFinite(error.step, error.what, error.read, then) from None
-        return found
+        return checkpoint
 
 
-NONFINITE_POLICIES = {
-    "stop": StopOnNonFinite,
-    "skip": StopOnNonFinite,
-    "rollback": RollBackOnNonFinite,
-}  # by the word: loop.on_nonfinite
+# by the value of loop.on_nonfinite; with "skip" steps are left out (StepSkipper), and too many of them end the run
+NONFINITE_POLICIES = {"stop": StopOnNonFinite, "skip": StopOnNonFinite, "rollback": RollBackOnNonFinite}

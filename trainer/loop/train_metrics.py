@@ -1,4 +1,7 @@
-"""Training lines: what was measured since the last one, on its way while the next step computes, then written."""
+"""Metrics of training steps for lines of metrics.jsonl, measured without waiting for the device; and their checks.
+
+The numbers of a line travel while the next step computes, and are written then. `StepMonitor` is what the loop uses.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ from trainer.strategies.step_timing import NoUtilization
 
 
 class TrainMeter:
-    """Sums of losses that stay on the device, and a clock that stops while nothing is trained."""
+    """Sums of losses, which stay on the device, and a clock that stops during evaluations and saves."""
 
     def __init__(self, totals: Callable[..., PendingSums], global_batch: int, dtype: torch.dtype) -> None:
-        """`totals` starts adding sums up over all that train, to be read later. dtype: of the loss's bits."""
+        """totals: begins to add up sums over the data ranks; dtype: of the loss in `loss_hex`."""
         self._totals, self._global_batch, self._dtype = totals, global_batch, dtype
         self._last: dict[str, Tensor] = {}
         self._sum: Tensor | None = None
@@ -34,16 +37,17 @@ class TrainMeter:
         self.resume()
 
     def resume(self) -> None:
-        """Start the clock again, after an evaluation or a save; what was measured since the last line is forgotten."""
+        """Start the clock again, after an evaluation or a save; the time since the last line is forgotten."""
+        # timed: steps since then
         self._since, self._timed, self._tokens = perf_counter(), 0, 0
 
     def add(self, parts: dict[str, Tensor], loss: Tensor, steps: Tensor | int, tokens: int) -> None:
-        """Take this rank's share of one step's losses: numbers, where they are; and of its tokens.
+        """Take this rank's part of a step's losses, as tensors on the device, and its tokens.
 
-        The mean over steps takes `loss`, as that of so many `steps`.
+        `loss` is added to the mean over steps, as the loss of so many `steps` (0 if the step was left out).
         """
         self._last = parts
-        # in float64 where there is one, whatever is added to it: thousands of bf16 losses would not add up
+        # in float64 if the device has it: thousands of bf16 losses would lose their digits
         self._sum = to_accumulator(loss) if self._sum is None else self._sum + loss
         self._steps += steps
         self._timed += 1
@@ -52,29 +56,29 @@ class TrainMeter:
     def line(
         self, batches: list[Batch], norm: Tensor | None, known: Mapping[str, float | int | str], work: NoUtilization
     ) -> PendingMetrics:
-        """Collective: begin a line about the step just done; read it a step later, when its numbers have arrived."""
+        """Collective: begin a line about the step just done. It is read a step later, when its numbers have arrived."""
         assert self._sum is not None, "a line is about at least one step"
-        indices = torch.cat([batch.indices for batch in batches])  # (samples of this rank's share,)
+        indices = torch.cat([batch.indices for batch in batches])  # (samples of this rank in the step,)
         counts = {"sample_digest": digest_indices(indices), "tokens": torch.tensor(self._tokens)}
         sums = {**self._last, "loss_mean": self._sum / self._steps, **counts}
-        # all ranks' sums start their way; the norm is the same on all already
+        # the data ranks; a few numbers. The norm is the same on all ranks already
         totals = self._totals(sums, {} if norm is None else {"grad_norm": norm})
-        whole = perf_counter() - self._since
-        seconds = whole / max(self._timed, 1)
+        elapsed = perf_counter() - self._since
+        seconds = elapsed / max(self._timed, 1)
         speed = {"samples_per_s": self._global_batch / seconds, **work.metrics(batches[0].inputs, seconds)}
         facts = {**known, **speed, "step_s": seconds, "time": time()}
         self._sum, self._steps = None, 0
         self.resume()
-        return PendingMetrics(totals, facts, whole, self._dtype)
+        return PendingMetrics(totals, facts, elapsed, self._dtype)
 
 
 @dataclass
 class PendingMetrics:
-    """A training line whose sums are still on their way."""
+    """A training line whose sums have not arrived yet."""
 
     totals: PendingSums
     facts: Mapping[str, float | int | str]
-    seconds: float  # that it is about
+    seconds: float  # since the line before
     dtype: torch.dtype  # of the loss's bits
 
     def read(self) -> dict[str, float | int | str]:
@@ -83,17 +87,18 @@ class PendingMetrics:
         tokens = int(totals.pop("tokens"))
         speed = {"tokens_per_s": tokens / self.seconds} if tokens else {}
         digest_bits = int(totals.pop("sample_digest")) & (1 << 64) - 1  # torch has no int64 without a sign
-        figures = {name: float(total) for name, total in totals.items()}
-        # the loss once more, as bits: whether two runs are the same must not depend on how a number is printed
+        metrics = {name: float(total) for name, total in totals.items()}
+        # the loss once more, as bits: so runs can be compared exactly, however numbers are printed
         rounded = totals["loss"].to(self.dtype).item()  # struct itself refuses what is rounded to infinity
         loss_hex = struct.pack(">d" if self.dtype == torch.float64 else ">f", rounded).hex()
-        return {**figures, "loss_hex": loss_hex, **self.facts, **speed, "sample_digest": f"{digest_bits:016x}"}
+        return {**metrics, "loss_hex": loss_hex, **self.facts, **speed, "sample_digest": f"{digest_bits:016x}"}
 
 
 class StepMonitor:
-    """What one loop knows of its steps since it began or went back: sums for a line, and whether all is as it must be.
+    """Measures and checks the steps of one loop, since it began or went back to a checkpoint.
 
-    Are numbers finite, are copies alike, does a rank hold up the others? All ranks ask at a line, and before a save.
+    Are numbers finite, are copies equal, does a rank hold up the others? The ranks ask each other at a line, and before
+    a save.
     """
 
     def __init__(
@@ -105,7 +110,7 @@ class StepMonitor:
         log: Log,
         report: Callable[..., None],
     ) -> None:
-        """Collective: nothing is known yet."""
+        """Collective: no step has been done yet."""
         self._model, self._checkpoints, self._log, self._report = model, checkpoints, log, report
         self._meter = TrainMeter(strategy.totals, global_batch, strategy.machine.parameter_dtype)
         self._pending: PendingMetrics | None = None
@@ -113,54 +118,54 @@ class StepMonitor:
         self._copies, self._pace = strategy.copies(model.network), strategy.pace()
 
     def has_found(self) -> bool:
-        """Was a number of this rank not finite, of those that have arrived? For the vote of a step."""
+        """Was a number of this rank not finite, of those on the host by now? For the vote of a step."""
         return self._lookout.has_found()
 
     def add(self, step: int, batches: list[Batch], parts: dict[str, Tensor], norm: Tensor | None) -> None:
-        """Take the numbers of the step just done, where they are: only a line brings them to the host."""
-        # steps between lines count as well: what a kill costs is known by the last report
+        """Take the numbers of the step just done. They stay on the device until a line is due."""
+        # also between lines: the last report tells how much a kill has cost
         self._report("running", step)
         tokens = sum(self._model.task.tokens(batch.targets) for batch in batches)
         self._meter.add(parts, *self._model.scaler.loss_and_count(parts["loss"]), tokens)
         self._lookout.record(step, batches, parts["loss"], self._model.scaler.norm_to_check(norm))
 
     def check(self, broken: bool, failed: bool = False) -> None:
-        """Collective where some rank has found something, which all know: NotFinite, or a word of a step left out.
+        """Collective if a rank has found something, which all ranks know: NotFinite, or a warning for a step left out.
 
-        failed: the save under way is over, or is to be waited for; NotFinite or FailedSave where it was not to be.
+        failed: the present save has failed on a rank, or is to be waited for; then NotFinite or FailedSave.
         """
-        # the save first: what broke it is older than what any step has seen since
+        # the save first: what broke it is older than what a step has found since
         self.check_saved(self._checkpoints.finish_save(broken or failed))
         self._lookout.check(broken)
 
     def begin(self, step: int, batches: list[Batch], norm: Tensor | None, known: Mapping[str, Any]) -> None:
-        """Collective: a line about the step just done is on its way, and what else ranks tell each other with it."""
+        """Collective: begin a line about the step just done, and the comparisons of the ranks that go with it."""
         self._pending = self._meter.line(batches, norm, {"step": step, **known}, self._model.work)
         self._copies.start(step)
         self._pace.start(self._model.watch)
 
     def write(self) -> None:
-        """Write the last line, unless it was. Drifted on all ranks if copies differ."""
+        """Write the last line, if it was not written yet. ReplicaDriftError on all ranks if copies differ."""
         if self._pending is None:
             return
         line, self._pending = self._pending.read(), None
         self._log.train(line)
-        # tensor ranks add up each for itself: what one of them finds here is none of the others' yet
+        # each tensor rank has its own sum: the others do not know yet what one of them finds here
         self._lookout.note(not math.isfinite(float(line["loss_mean"])))
-        for fact in (*self._pace.read(), *self._model.heard()):
-            self._log.say(f"note        {fact}")
+        for note in (*self._pace.read(), *self._model.heard()):
+            self._log.say(f"note        {note}")
         self._copies.check()
 
     def check_before_save(self, step: int, state: Mapping[str, Tensor]) -> None:
-        """Collective: NotFinite or Drifted where this state is one that no run should go on from."""
+        """Collective: NotFinite or ReplicaDriftError if no run should go on from this state."""
         self.check(broken=False, failed=True)  # the save before this one
         self._lookout.check_before_save()
         self._copies.check_before_save(step, state)
 
     def check_saved(self, broken: NonFiniteSave) -> None:
-        """Collective where a state that was to be saved is not finite: NotFinite."""
+        """Collective if a state that was to be saved is not finite: NotFinite."""
         self._lookout.check_state(*broken)
 
     def resume(self) -> None:
-        """Start the clock again, after what was no step."""
+        """Start the clock again, after an evaluation or a save."""
         self._meter.resume()

@@ -33,7 +33,7 @@ from trainer.strategies.parallel_model import ParallelModel
 
 @dataclass
 class Trainer:
-    """Trains one network to a number of steps. Everything it needs is given; it holds no configuration."""
+    """Trains one network to a number of steps. It gets all that it needs as objects, and knows no configuration."""
 
     strategy: Strategy
     model: ParallelModel
@@ -59,12 +59,10 @@ class Trainer:
     metrics: dict[str, float] | None = None  # of the last evaluation
     profile: NoProfiler = field(default_factory=NoProfiler)
     media: NoMediaLogger = field(default_factory=NoMediaLogger)
-    on_nonfinite: StopOnNonFinite = field(
-        default_factory=StopOnNonFinite
-    )  # what follows where a loss or a weight is not finite
+    on_nonfinite: StopOnNonFinite = field(default_factory=StopOnNonFinite)  # or RollBackOnNonFinite
 
     def fit(self, start: CheckpointInfo | None) -> bool:
-        """Train to the end, from a checkpoint where there is one; False: stopped as asked, and saved."""
+        """Train to the end, from a checkpoint if there is one; False: stopped by a request, and saved."""
         self.begin(start)
         while not self._is_over():  # once an epoch, and after each time that it goes back
             try:
@@ -84,23 +82,23 @@ class Trainer:
         return self.finished or self._stopped
 
     def begin(self, start: CheckpointInfo | None) -> None:
-        """Collective: be ready for the next step."""
+        """Collective: resume, try an evaluation, and get ready for the next step."""
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         began, self._stop_time = monotonic(), math.inf
         if start is not None:
             self.resume(start)
-        init_momentum(self.optimizer)  # after a resume: what a checkpoint has given stays as it is
-        # one batch now: a mistake in the evaluation shows before hours of training, not after
+        init_momentum(self.optimizer)  # after a resume: a momentum of the checkpoint stays
+        # one batch now, so that a mistake in the evaluation shows before hours of training
         if self.eval_loader is not None:
             wanted = {"checkpoint.best": self.checkpoints.best, **self.schedule.watched_metrics}
             trial_evaluation(self.strategy, self.model, self.task, self.eval_loader, wanted, self.media)
         self._reset_step_state()
         self.evaluate_owed()
-        if self.stop_after is not None:  # only now: an evaluation that takes longer than that would never be done
+        if self.stop_after is not None:  # only now: an owed evaluation that takes longer would never be done
             self._stop_time = began + self.stop_after
 
     def _reset_step_state(self) -> None:
-        """Collective: nothing is known of any step but where the next one begins."""
+        """Collective: forget what was measured of steps; the next one begins at the present progress."""
         self._stopped, self._log_clock, self._votes = False, False, self.strategy.votes()
         batch = self.train_loader.global_batch
         self._monitor = StepMonitor(self.strategy, self.model, batch, self.checkpoints, self.log, self.report)
@@ -108,72 +106,72 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Has the last step been done, or has nothing become better for so long that it was the last?"""
+        """Was this the last step, by number, or because no evaluation has been better for so long?"""
         return self.progress.step >= self.steps or self.progress.stale >= self.patience
 
-    def resume(self, found: CheckpointInfo) -> None:
-        """Collective: take over a checkpoint, whoever wrote it."""
-        tensors = self.model.empty_state(self.optimizer, found.tensors)
-        self.checkpoints.read(found, tensors)
+    def resume(self, checkpoint: CheckpointInfo) -> None:
+        """Collective: take over a checkpoint, of any strategy."""
+        tensors = self.model.empty_state(self.optimizer, checkpoint.tensors)
+        self.checkpoints.read(checkpoint, tensors)
         self.model.load_state(self.optimizer, tensors)
-        vars(self.progress).update(found.state["progress"])
-        self.schedule.load(found.state.get("schedule", {}))
-        # another batch size, or a smaller set
+        vars(self.progress).update(checkpoint.state["progress"])
+        self.schedule.load(checkpoint.state.get("schedule", {}))
+        # with another batch size or a smaller set the epoch may have no whole batch left
         self.progress.begin_next_epoch(self.train_loader.global_batch, self.train_loader.length)
 
     def _roll_back(self, error: NotFinite) -> None:
-        """Collective: go on from the last good checkpoint, with the samples after the broken step; or the error."""
-        self.model.forget(self.optimizer)  # before anything is read: that may take long, and room
-        found = self.on_nonfinite.target(error, self.checkpoints.newest)
-        # later ones were read as well, but that depends on when the error was seen; where it was does not
-        read = self._origin.after(error.step, self.train_loader.global_batch, self.train_loader.length)
+        """Collective: go on from the newest checkpoint, with the samples after the broken step; or raise the error."""
+        self.model.forget(self.optimizer)  # first: reading needs the memory, and a long timeout
+        checkpoint = self.on_nonfinite.choose_checkpoint(error, self.checkpoints.newest)
+        # later samples were read as well, but how many depends on when the error was noticed: they are not skipped
+        skipped = self._origin.after(error.step, self.train_loader.global_batch, self.train_loader.length)
         self.report("running", self.progress.step)
-        self.resume(found)
+        self.resume(checkpoint)
         init_momentum(self.optimizer)
-        self.progress.skip_to(read)
+        self.progress.skip_to(skipped)
         self._reset_step_state()
-        self.report("running", found.step)
-        self.log.rewind(found.step)
-        self.log.say(f"note        {error.what}; back to step {found.step}, and on with what follows:{error.read}")
+        self.report("running", checkpoint.step)
+        self.log.rewind(checkpoint.step)
+        self.log.say(f"note        {error.what}; back to step {checkpoint.step}, and on with what follows:{error.read}")
 
     def evaluate_owed(self) -> None:
-        """Collective: do the evaluation that a request to stop broke off, and give the checkpoint its figures."""
+        """Collective: do the evaluation that a request to stop interrupted, and save again with its metrics."""
         epoch, self.progress.owed = self.progress.owed, None
-        if epoch is not None and self.eval_loader is not None and (figures := self.evaluate(epoch)) is not None:
-            self.save(figures)
+        if epoch is not None and self.eval_loader is not None and (metrics := self.evaluate(epoch)) is not None:
+            self.save(metrics)
 
     def train_step(self, batches: list[Batch]) -> None:
-        """Collective: one optimizer step, and what is due after it; its line is written while the next one computes."""
+        """Collective: one optimizer step, and what is due after it. Its line is written while the next one computes."""
         watch = self.model.watch
         watch.step()
         step, epoch = self.progress.step, self.progress.epoch
-        # counted first: whether this step ends its epoch or the run decides what is due after it
+        # counted first: what is due after this step depends on whether it ends its epoch or the run
         ended = self.progress.advance(self.train_loader.global_batch, self.train_loader.length)
-        # one more evaluation may make this step the last, which has a line; whether there is one is known at its end
+        # the last step always has a line, and an evaluation after this step may make it the last one
         may_end = self.progress.stale + 1 >= self.patience
         log_now = self.finished or self.log_trigger.is_due(step + 1, ended, self._log_clock)
         rate = set_rates(self.optimizer, self._rates, self.schedule(step, epoch, self.horizon))
-        # what is given to the device here keeps it busy; the host is back at once and does what follows meanwhile
+        # a GPU is busy with this from here on; the host comes back at once and does what follows meanwhile
         parts = self.model.forward_backward(batches, step)
-        # requests and clocks differ between processes, but all must do the same after the step: so they vote
-        log_clock = self.log_trigger.clock_expired() and not log_now  # its answer comes too late for this step
+        # requests and clocks differ between processes, but all must act alike after the step: so they vote
+        log_clock = self.log_trigger.clock_expired() and not log_now  # the answer comes too late for this step
         raised = self._monitor.has_found(), self.checkpoints.failed(), self._should_stop()
         self._votes.ask(*raised, log_clock, self.eval_trigger.clock_expired(), self.save_trigger.clock_expired())
         watch.lap("communication")
-        # the line of the step before: its numbers have arrived by now, so that reading them waits for nothing
+        # the line of the step before: its numbers have arrived by now, so reading them waits for nothing
         self._monitor.write()
         watch.lap("log")
         self.media.log_parameters(self.model, step + 1, ended)
-        # a norm that nobody clips by is a pass over all gradients, so it is taken for a line alone: clipped to infinity
+        # without clipping the norm is measured only for a line, because it costs a pass over all gradients
         limit = self.max_norm if self.max_norm is not None or not (log_now or may_end) else math.inf
         norm = self.model.optimizer_step(self.optimizer, limit)
         self.model.after_step(step + 1)
-        # losses are added up where they are; only a line, one step from now, brings them to the host
+        # losses are added up on the device; they come to the host with a line, one step later
         self._monitor.add(step + 1, batches, parts, norm)
         if step == 0:
             self.media.log_inputs(batches[0])
         watch.lap("optimizer")
-        # read as late as can be, when the answer has long been there
+        # read as late as possible, when the answer has long arrived
         broken, failed, self._stopped, self._log_clock, eval_clock, save_clock = self._votes.read()
         self._monitor.check(broken, failed)
         watch.lap("communication")
@@ -185,69 +183,69 @@ class Trainer:
             self._monitor.begin(step + 1, batches, norm, known)
             self.log_trigger.restart()
         watch.lap("log")
-        # an evaluation before a save: the checkpoint says how good it is, and the best one stays
-        figures = self.evaluate(epoch) if eval_now else None
+        # the evaluation before the save: a checkpoint has its metrics, and the best one is kept
+        metrics = self.evaluate(epoch) if eval_now else None
         save_now = self.finished or self._stopped or self.save_trigger.is_due(step + 1, ended, save_clock)
-        if save_now or self.checkpoints.is_best(figures):
-            self.save(figures)
+        if save_now or self.checkpoints.is_best(metrics):
+            self.save(metrics)
 
     def evaluate(self, epoch: int) -> dict[str, float] | None:
-        """Collective: figures over the whole evaluation set; None where somebody asked to stop.
+        """Collective: metrics over the whole evaluation set; None if somebody asked to stop.
 
-        Nothing of it is written then, and the resumed run makes up for it.
+        Then nothing of it is written, and the resumed run does the evaluation.
         """
         assert self.eval_loader is not None
         self._monitor.write()
         with self._settled():
-            figures = None
+            metrics = None
             if not self._stopped:
-                figures = evaluate(
+                metrics = evaluate(
                     self.strategy, self.model, self.task, self.eval_loader, self._should_stop, self.media
                 )
-            if figures is None:
+            if metrics is None:
                 self._stopped, self.progress.owed = True, epoch
                 return None
-            self.log.eval({"step": self.progress.step, "epoch": epoch, "samples": self.eval_loader.size, **figures})
+            self.log.eval({"step": self.progress.step, "epoch": epoch, "samples": self.eval_loader.size, **metrics})
             self.media.log_evaluation(self.model, self.progress.step)
-        self.metrics = figures
-        self.progress.stale = 0 if self.checkpoints.improves(figures) else self.progress.stale + 1
-        self.schedule.observe(figures, self.checkpoints.best)
+        self.metrics = metrics
+        self.progress.stale = 0 if self.checkpoints.improves(metrics) else self.progress.stale + 1
+        self.schedule.observe(metrics, self.checkpoints.best)
         self.eval_trigger.restart()
         self._monitor.resume()
         self.model.watch.lap("evaluation")
-        return figures
+        return metrics
 
-    def save(self, figures: dict[str, float] | None) -> None:
-        """Collective: keep all that a run needs to go on from here. NotFinite, Drifted instead of a broken network."""
+    def save(self, metrics: dict[str, float] | None) -> None:
+        """Collective: save a checkpoint. NotFinite or ReplicaDriftError instead of saving a broken network."""
         self._monitor.write()
-        known = {"progress": asdict(self.progress), "schedule": self.schedule.state(), "horizon": self.horizon}
+        facts = {"progress": asdict(self.progress), "schedule": self.schedule.state(), "horizon": self.horizon}
         with self._settled():
             tensors = self.model.state(self.optimizer)
             self._monitor.check_before_save(self.progress.step, tensors)
-            # first the lines, then the checkpoint: a resumed run drops what is later, but invents nothing
+            # first the lines, then the checkpoint: a resumed run drops later lines, but cannot restore missing ones
             self.log.flush()
             finite = trained_tensors(self.model.network, tensors)
-            state, still = {**known, **self.checkpoint_facts}, frozen_names(self.model.network)
-            saved = self.checkpoints.save(self.progress.step, tensors, state, figures, finite, still)
+            state, frozen = {**facts, **self.checkpoint_facts}, frozen_names(self.model.network)
+            saved = self.checkpoints.save(self.progress.step, tensors, state, metrics, finite, frozen)
             self._monitor.check_saved(saved)
         self.report("running", self.progress.step)
         self.save_trigger.restart()
         self._monitor.resume()
         self.model.watch.lap("save")
-        # what they want is just done: the loop's own vote may be some steps away
+        # a request to stop has its checkpoint now; the next vote of the loop may be some steps away
         (self._stopped,) = self._votes.now(self._stopped or self._should_stop())
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """Collective: inside, the network is ready for an evaluation or a save; afterwards for the next step again."""
+        """Collective: inside, the network is ready for an evaluation or a save; afterwards for the next step."""
         self.model.settle()
         try:
             yield
-        except NotFinite:  # the same for all, and the run may go on; after any other error some may not come here
+        except NotFinite:  # raised on all ranks, and the run may go on; another error may be that of one rank
             self.model.unsettle()
             raise
         self.model.unsettle()
 
     def _should_stop(self) -> bool:
-        """Is this process to stop?"""
+        """Was this process asked to stop, or is its time over?"""
         return self.stop() or monotonic() >= self._stop_time

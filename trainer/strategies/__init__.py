@@ -1,1 +1,1 @@
-"""One strategy a file: how a step is spread over devices."""
+"""Parallel strategies, one a file, and what they share: `Strategy`, `ParallelModel`, checks of every step."""

@@ -1,4 +1,4 @@
-"""Words that stand for another strategy: by the number of processes alone, or by degrees."""
+"""`auto` and `mesh`: functions that choose another strategy, by the number of processes, or by degrees."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def mesh(
     sync_bn: bool = False,
     activation_checkpointing: ActivationCheckpointing = "none",
 ) -> Strategy:
-    """Stages where there is more than one, else parameters spread over replicate × shard × context, split over tensor.
+    """`PP` if there is more than one stage, else `FSDP` over replicate × shard × context × tensor ranks.
 
-    What else these strategies can be told stands in their own files (`strategy=pp`, `strategy=fsdp`).
+    These strategies have more fields: `strategy=pp`, `strategy=fsdp`.
     """
     if pipe > 1 and context > 1:
         raise Refusal(

@@ -1,4 +1,4 @@
-"""One full copy of the network per process; gradients are averaged."""
+"""DistributedDataParallel: a full copy of the network in each process; gradients are averaged."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from trainer.strategies.multi_process import Joined
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check
 
-# Running statistics are averaged before they are used (ParallelModel.settle), not overwritten in every forward by
-# those of rank 0.
-# torch 2.15 has a new name for that and deprecates the old one.
+# Running statistics are averaged before they are used (ParallelModel.settle). So DDP must not overwrite them with those
+# of rank 0 in every forward. torch 2.15 has a new name for this argument and deprecates the old one.
 _RENAMED = "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
 BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 COMPRESSION = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
@@ -63,7 +62,7 @@ class DDPModel(ParallelModel):
         strategy = self.strategy
         if not any(parameter.requires_grad for parameter in self.network.parameters()):
             raise Refusal("strategy=ddp: the network has no trainable parameter, so no gradient to average")
-        # DDP would only fail in the second step, and not name them
+        # DDP would fail only in the second step, and name no parameters
         unused = (
             [] if strategy.find_unused_parameters or strategy.static_graph else self._trial_backward(self.step_module)
         )
@@ -83,9 +82,9 @@ class DDPModel(ParallelModel):
         )
         if hook := strategy.world.bucket_hook(COMPRESSION.get(strategy.compress or "")):
             self._replica.register_comm_hook(strategy.world.group, hook)
-        # DDP sorts its buckets anew after the first backward, which changes in which order gloo adds up, and so the
-        # last bits: without this a resumed run would differ from one that was never interrupted. A static graph needs
-        # its first backward synchronised, too.
+        # DDP reorders its buckets after the first backward, which changes the order in which gloo adds, and so the last
+        # bits: without this trial a resumed run would differ from one without a stop. A static graph also needs its
+        # first backward to be synchronised.
         forward = unflatten_output(self._replica)
         self._trial_backward(forward)
         return forward
@@ -96,7 +95,7 @@ class DDPModel(ParallelModel):
 
     @override
     def finish_gradients(self) -> None:
-        # DDP itself would say so in the next forward, after a step by gradients that nobody has averaged
+        # DDP itself would fail in the next forward, after a step with gradients that were not averaged
         unused = [] if self.strategy.find_unused_parameters or self.strategy.static_graph else self._without_gradient()
         if unused:
             raise FatalRunError(
@@ -105,19 +104,20 @@ class DDPModel(ParallelModel):
             )
 
     def _without_gradient(self) -> list[str]:
-        every = self.network.named_parameters()
-        return [name for name, parameter in every if parameter.requires_grad and parameter.grad is None]
+        """Names of trainable parameters that have no gradient."""
+        parameters = self.network.named_parameters()
+        return [name for name, parameter in parameters if parameter.requires_grad and parameter.grad is None]
 
     def _trial_backward(self, forward: Forward) -> list[str]:
-        """Collective if `forward` is: a step's backward that leaves no trace. The parameters that get no gradient."""
+        """Collective if `forward` is: a backward without effects. Returns the parameters that get no gradient."""
         self.set_mode(training=True)
         # of parameters those that do not learn: a forward may move them, as MoCo's does
         still = [parameter for parameter in self.network.parameters() if not parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in still]
         buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
         device = self.strategy.device
-        drawn = torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type)
-        with drawn, self.compute_context(), without_compile():
+        rng_state = torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type)
+        with rng_state, self.compute_context(), without_compile():
             self.losses(forward, *self.example)["loss"].backward()
         unused = self._without_gradient()
         self.network.zero_grad(set_to_none=True)
@@ -125,6 +125,6 @@ class DDPModel(ParallelModel):
             for parameter, value in zip(still, before, strict=True):
                 parameter.copy_(value)
             for name, buffer in self.network.named_buffers():
-                if name in buffers:  # one that the forward has just made is a cache
+                if name in buffers:  # a buffer that the forward has just made is a cache
                     buffer.copy_(buffers[name])
         return unused

@@ -70,7 +70,7 @@ class DP(Strategy):
         return list(range(torch.accelerator.device_count())) if self.machine.kind == "cuda" else []
 
     def replicas(self, whole: nn.Module) -> Forward:
-        """What deals a micro-batch out and gathers the outputs on the first device."""
+        """Task and network as `Replicas`, if there are several GPUs."""
         return Replicas(whole, device_ids=self.devices()) if len(self.devices()) > 1 else whole
 
     @override
@@ -79,11 +79,11 @@ class DP(Strategy):
 
 
 class Replicas(nn.DataParallel):
-    """torch's, for trees of every kind: by itself it deals out and gathers dicts, lists and tuples alone."""
+    """torch's DataParallel for trees of every kind: by itself it takes only dicts, lists and tuples."""
 
     @override
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        """This replica's rows of every tensor, for each replica; of dataclasses, torch would give each of them all."""
+        """For each replica its rows of every tensor. torch would give every replica all rows of a dataclass."""
         size = next(tensors(inputs)).shape[:1]
         if not all(has_rows(tree, *size or (0,)) for tree in inputs):
             raise Refusal(
@@ -106,8 +106,8 @@ class DPModel(ParallelModel):
     def wrap(self) -> Forward:
         replicas, others = self.strategy.replicas(self.step_module), self.strategy.devices()[1:]
 
-        def forward(*given: Any) -> Any:
-            seed_more_gpus(others)  # the first one's generator is seeded for every micro-batch, as on one device
-            return replicas(*given)
+        def forward(*args: Any) -> Any:
+            seed_more_gpus(others)  # the generator of the first GPU is seeded for every micro-batch already
+            return replicas(*args)
 
         return forward

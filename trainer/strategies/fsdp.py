@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state spread over the data ranks (FSDP2, ZeRO-2 and ZeRO-3)."""
+"""FSDP2: parameters, gradients and optimizer state are sharded over the data ranks (ZeRO-2 and ZeRO-3)."""
 
 from __future__ import annotations
 
@@ -61,29 +61,29 @@ class FSDPModel(ContextParallelModel):
 
     @override
     def unit_names(self) -> list[str]:
-        # each is gathered before it runs: no graph could reach over two
+        # each unit is gathered before it runs, so no compiled graph can span two of them
         self._use = find_always_used(TaskNetwork(self.task, self.network), self.example, self.strategy.world)
         return always_called_units(self.network, find_units(self.network, self.plan), self._use)
 
     @override
     def shard(self, names: list[str]) -> None:
-        # the root is the whole step: so the task may use the network as it likes, everything is gathered by then
-        own = self.strategy
-        how = Sharding(own.reshard_after_forward, own.param_dtype, own.cpu_offload, own.prefetch)
-        self._listing = FlatOutput(self.step_module)
-        self._root = apply_fully_shard(self._listing, self.network, names, own.mesh, how)
-        self._unused = UnusedParameters(own.loss_group)
-        self._unused.watch(self._listing, self.network, names, self._use)
-        SameCallsCheck(self._listing, self.network, names, own.loss_group, self.machine.timeout)
-        self._fill(torch.device("cpu") if own.cpu_offload else own.device)
+        # the root is the whole step: a task may use the network in any way, because all is gathered when it runs
+        strategy = self.strategy
+        how = Sharding(strategy.reshard_after_forward, strategy.param_dtype, strategy.cpu_offload, strategy.prefetch)
+        self._flat_step = FlatOutput(self.step_module)
+        self._root = apply_fully_shard(self._flat_step, self.network, names, strategy.mesh, how)
+        self._unused = UnusedParameters(strategy.loss_group)
+        self._unused.watch(self._flat_step, self.network, names, self._use)
+        SameCallsCheck(self._flat_step, self.network, names, strategy.loss_group, self.machine.timeout)
+        self._fill(torch.device("cpu") if strategy.cpu_offload else strategy.device)
 
     @override
     def wrap(self) -> Forward:
-        whole = unflatten_output(self._listing)
+        whole = unflatten_output(self._flat_step)
 
-        def forward(*given: Any) -> Any:
+        def forward(*args: Any) -> Any:
             try:
-                return whole(*given)
+                return whole(*args)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     error.add_note(
@@ -107,5 +107,5 @@ class FSDPModel(ContextParallelModel):
     @override
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         sums = super().evaluate_batch(batch, inputs, targets)
-        reshard(self._listing)  # a forward without a backward leaves parameters gathered
+        reshard(self._flat_step)  # a forward without a backward leaves parameters gathered
         return sums

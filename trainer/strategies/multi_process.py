@@ -1,4 +1,4 @@
-"""Places of several processes: one group that all of them join; where ranks hold shards, a grid of them."""
+"""Base classes of strategies with several processes: `Joined`, in one group; `Meshed`, in a mesh of ranks."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from trainer.strategies.step_timing import NoStallClock, StallClock, StepTimer, 
 
 @dataclass
 class Joined(Strategy):
-    """A strategy of several processes: all of them join one process group, and each reads samples of its own."""
+    """A strategy with several processes: all join one process group, and each reads its own samples."""
 
     world: Group = field(init=False, repr=False)
 
     @override
     def data_ranks(self, world_size: int) -> int:
-        """Every process reads its own slice."""
+        """Every process reads its own samples."""
         return world_size
 
     @override
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
-        """Refuse a device whose tensors cannot be sent, and BatchNorms that cannot be synchronised where they shall."""
+        """Refuse a device whose tensors cannot be sent, and BatchNorms that cannot be synchronised if they should."""
         refuse_backend(self.machine.kind, self.machine.backend)
         if self.sync_bn and self.data_ranks(world_size) > 1:
             refuse_custom_batch_norms(network)
 
     def refuse_sparse(self, network: nn.Module) -> None:
-        """Refuse embeddings whose gradients are sparse, where what travels is dense."""
+        """Refuse embeddings with sparse gradients, for strategies that send dense ones."""
         for name in find_sparse_embeddings(network):
             raise Refusal(
                 f"strategy={self.name} sends dense gradients, and the embedding {name} makes sparse ones; "
@@ -69,7 +69,7 @@ class Joined(Strategy):
         return self
 
     def make_groups(self) -> None:
-        """Collective: say which ranks read different data (`data_group`), and make what other groups there are."""
+        """Collective: set `data_group`, the ranks that read different samples, and create other groups."""
         self.data_group = self.world
 
     @override
@@ -78,60 +78,60 @@ class Joined(Strategy):
 
     @override
     def notes(self, network: nn.Module) -> list[str]:
-        """What a user should know; of a process that nobody launched, how there would be two."""
-        # no launcher left an address; where there are GPUs the run says anyway how all of them are used
+        """The sentences of the base class; and for a single process without a launcher, how to start two."""
+        # no launcher has set an address; with GPUs the run prints anyway how to use all of them
         alone = not self.machine.launch.address and not self.machine.on_gpu
-        forgotten = [f"{self.name} has only one process; to use two: processes=2"] if alone else []
-        return [*forgotten, *super().notes(network)]
+        hint = [f"{self.name} has only one process; to use two: processes=2"] if alone else []
+        return [*hint, *super().notes(network)]
 
     @override
     def pace(self) -> StragglerCheck:
         return StragglerCheck(self.world, self.at().get("pipe", 0), on_cpu=self.device.type == "cpu")
 
     def at(self) -> dict[str, int]:
-        """Where this rank is along each axis of the mesh, if there is one."""
+        """The place of this rank along each axis of the mesh; empty without a mesh."""
         return {}
 
     @override
     def groups(self) -> list[ProcessGroup]:
-        """All ranks, and whichever other groups stand in its fields, each once."""
+        """The groups in all fields, each once."""
         return list(dict.fromkeys(ranks.group for ranks in vars(self).values() if isinstance(ranks, Group)))
 
 
 @dataclass
 class Meshed(Joined):
-    """A grid of ranks that hold shards: along an axis they differ in what it is named for.
+    """A strategy whose ranks hold shards and form a mesh, with an axis for each kind of parallelism.
 
-    A field with the name of a degree says it; one that is None takes what the others leave.
+    Fields with the name of an axis are its size; None: the processes that the other axes leave.
     """
 
-    axis: ClassVar[str]  # which one the mesh has even where its degree is 1
+    axis: ClassVar[str]  # the axis that the mesh has even if its size is 1
     bucket_mb: int = 25  # MiB of gradients in one all-reduce, of parameters that are not spread over data ranks
-    mesh: DeviceMesh = field(init=False, repr=False)  # by what they hold
-    context_group: Ranks = field(init=False, repr=False)  # ranks that have other stretches of the same sequences
+    mesh: DeviceMesh = field(init=False, repr=False)  # axes by what ranks hold
+    context_group: Ranks = field(init=False, repr=False)  # ranks that have other parts of the same sequences
     _learning: Ranks = field(init=False, repr=False)
 
     def degrees(self, world_size: int) -> dict[str, int]:
-        """How many ranks along each axis. Refusal where they do not multiply to the processes."""
-        own = {axis: vars(self)[axis] for axis in DEGREES if axis in vars(self)}
-        if own.get("context") == 1:  # as a rule: then nobody need read of it
-            del own["context"]
-        return resolve_degrees(world_size, own)
+        """How many ranks there are along each axis. Refusal if their product is not the number of processes."""
+        degrees = {axis: vars(self)[axis] for axis in DEGREES if axis in vars(self)}
+        if degrees.get("context") == 1:  # as a rule; then messages need not mention it
+            del degrees["context"]
+        return resolve_degrees(world_size, degrees)
 
     @override
     def data_ranks(self, world_size: int) -> int:
-        """Copies and the shards of a copy read samples of their own; stages, context and tensor ranks share theirs."""
+        """Copies, and the shards of a copy, read different samples; stages, context and tensor ranks the same ones."""
         degrees = self.degrees(world_size)
         return degrees.get("replicate", 1) * degrees.get("shard", 1)
 
     @override
     def outline(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
-        """The network without values, where its constructor allows that: ranks hold shards, one builds the whole."""
+        """The network without values, if its constructor allows that: ranks hold shards, and one builds the whole."""
         return build_meta_model(make)
 
     @override
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
-        """Refuse sparse gradients; and with tensor or context ranks what has no plan, or what does not divide."""
+        """Refuse sparse gradients; with tensor or context ranks a missing plan, or sizes that do not divide."""
         super().check(task, network, world_size)
         self.refuse_sparse(network)
         degrees = self.degrees(world_size)
@@ -156,7 +156,7 @@ class Meshed(Joined):
 
     @override
     def refuse_outputs(self, what: str, world_size: int) -> None:
-        """Refuse it where context ranks have outputs of stretches."""
+        """Refuse it if context ranks have outputs of parts of sequences."""
         if self.degrees(world_size).get("context", 1) > 1:
             raise Refusal(
                 f"{what} needs outputs of whole sequences, and context ranks have stretches; strategy=ddp gives them"
@@ -164,7 +164,7 @@ class Meshed(Joined):
 
     @override
     def refuse_alone(self, what: str) -> None:
-        """Refuse it: no rank has more than its shards."""
+        """Refuse it: no rank has the whole network."""
         raise Refusal(
             f"{what}: strategy={self.name} leaves a part of the network on each rank, and one rank writes the text; it"
             " works under strategy=ddp, zero1 and single. job=generate continues a text from any run's checkpoint, also"
@@ -175,10 +175,10 @@ class Meshed(Joined):
     def make_groups(self) -> None:
         degrees = self.degrees(self.world.size)
         context = degrees.pop("context", 1)
-        # what a rank holds has nothing to do with sequences: context ranks have more shards, or else more copies
+        # context ranks hold shards like data ranks, or else copies: what a rank holds does not depend on sequences
         innermost = "shard" if "shard" in degrees else "replicate"
         degrees[innermost] *= context
-        # one group for each axis, and one for those that learn from other tokens, which may be the product of two
+        # a group for each axis, and one of the ranks whose losses are added up (replicate × shard, with context)
         self.mesh = make_mesh(self.device.type, degrees, always=self.axis)
         self._learning, self.context_group = ranks_along(self.mesh, "replicate", "shard"), Ranks()
         self.data_group = self._learning
@@ -189,12 +189,12 @@ class Meshed(Joined):
     @property
     @override
     def loss_group(self) -> Ranks:
-        """The data ranks, and those that have other stretches of their samples."""
+        """The data ranks, and the context ranks, which have other parts of the same samples."""
         return self._learning
 
     @override
     def copies(self, network: nn.Module) -> NoReplicaCheck:
-        """Collective: shards are compared with those of the ranks that hold the same ones, and so is what is whole."""
+        """Collective: compares each shard, and each whole tensor, with those of the ranks that hold the same."""
         return make_replica_check(self, network, self.at())
 
     @override
@@ -203,7 +203,7 @@ class Meshed(Joined):
 
     @override
     def groups(self) -> list[ProcessGroup]:
-        """All ranks, the data ranks, and those along each axis."""
+        """The groups in fields, and those along each axis of the mesh."""
         return [*super().groups(), *self.mesh.get_all_groups()]
 
     @override

@@ -1,4 +1,4 @@
-"""One network in its place, with the verbs of a step. The base does all of it for one device."""
+"""`ParallelModel`: one network on this rank, with the methods of a step. This base class is for one device."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ from trainer.strategies.step_timing import NoUtilization
 class ParallelModel:
     """The network on this rank, and the parts of a training step; `network` keeps its module and parameter names."""
 
-    network: nn.Module  # the one that is trained; where ranks hold parts, what this rank has of it
+    network: nn.Module  # the trained network, or the part of it that this rank holds
     plan: Plan  # of the whole network
     shapes: dict[str, torch.Size]  # of the whole network's tensors, by name
-    step_module: nn.Module  # task and network as one module: what a wrapper wraps
+    step_module: nn.Module  # task and network as one module, for DDP or FSDP to wrap
     forward: Forward  # what `wrap` has returned: (inputs, targets) → the network's output
     rng: TorchRNG  # whose random numbers a forward has
     memory_format: MemoryFormat  # `cast` gives a batch the type and layout of the weights
@@ -64,12 +64,12 @@ class ParallelModel:
 
     def __init__(self, strategy: RankContext, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
-        self.machine, self.before_first_step = strategy.machine, True  # no step has been done
+        self.machine, self.before_first_step = strategy.machine, True
         self.watch, self.average, self.carried = strategy.watch, NoMovingAverage(), make_recurrent_state(task, strategy)
-        self.work = NoUtilization()  # until somebody has counted what a step computes
+        self.work = NoUtilization()  # until the operations of a step were counted
         half = self.machine.resolved_precision == "fp16"
         self.scaler = Scaler(strategy.device, strategy.loss_group.size) if half else NoScaler()
-        # types and kinds of layers first: all that follows looks at them
+        # first the types of parameters and layers, which all that follows depends on
         network = to_float64(network) if self.machine.resolved_precision == "fp64" else network
         network = (
             synchronise_batch_norms(network, strategy.loss_group, strategy.device) if strategy.sync_bn else network
@@ -77,89 +77,89 @@ class ParallelModel:
         refuse_extra_state(network)
         self.rng = RNG_CLASSES[strategy.dropout](self.machine.seed, strategy.device)
         self.rng.watch(network, type(task).forward is not Task.forward)
-        # what is known of the whole network, while this rank has all its names and shapes
+        # facts of the whole network, while this rank has all its names and shapes
         self.shapes = {name: value.shape for name, value in network.state_dict().items()}
         self.plan = task.plan(network)
         self.memory_format = MemoryFormat(network, self.machine.parameter_dtype, self.machine.channels_last)
-        # values, the same everywhere; or an outline, where no rank need hold all of them
+        # on the device with its values; or on the meta device, if no rank need hold all of it
         self.network = self.materialize(network)
         names = self.unit_names()
-        # inside one rank, before the data ranks come in: recomputing sees split layers, a compiled graph both
+        # before sharding over data ranks: recomputing wraps split layers, and a compiled graph contains both
         for piece in self.parallelize():
-            own = present_units(piece, names)
+            units = present_units(piece, names)
             if strategy.activation_checkpointing != "none":
-                apply_activation_checkpointing(piece, own, strategy.activation_checkpointing)
+                apply_activation_checkpointing(piece, units, strategy.activation_checkpointing)
             if self.machine.compile:
-                compile_units(piece, own)
-        # parameters get the form in which the optimizer sees them, then wrappers may take hold of them
+                compile_units(piece, units)
+        # parameters become what the optimizer gets (perhaps shards), and then the step is wrapped
         self.step_module = self.carried.make_step_module(task, self.network)
         self.shard(names)
         self.forward = self.wrap()
 
-    # What a strategy says differently: of the network, then of a step, in the order of time.
+    # what a strategy overrides: for the network, then for a step, in the order of time
 
     def materialize(self, network: nn.Module) -> nn.Module:
-        """Collective: the network on this rank's device, with its values, the same everywhere."""
+        """Collective: the network on this rank's device, with the values of rank 0."""
         network = network.to(self.strategy.device)
         self.memory_format.lay_out(network)
         for tensor in (*network.parameters(), *network.buffers()):
-            self.strategy.world.broadcast_(tensor.detach())  # all ranks; one initialisation for all
+            self.strategy.world.broadcast_(tensor.detach())  # all ranks; each tensor, from rank 0
         return network
 
     def unit_names(self) -> list[str]:
-        """The subtrees that are recomputed, compiled and sharded each as one; none: what is compiled is the whole."""
+        """The subtrees that are recomputed, compiled and sharded as units; none: the whole network is compiled."""
         if self.strategy.activation_checkpointing == "none" and not (self.machine.compile and self.plan.shard):
             return []
         return find_units(self.network, self.plan)
 
     def parallelize(self) -> list[nn.Module]:
-        """Edit the network in place: split its layers, keep some stages. Returns what is called as a whole."""
+        """Change the network in place: split layers, keep some stages. Returns what is called as a whole."""
         return [self.network]
 
     def shard(self, names: list[str]) -> None:
-        """Collective: spread parameters over the data ranks, these subtrees together; all have values afterwards."""
+        """Collective: shard parameters over the data ranks, by these units. All have values afterwards."""
 
     def wrap(self) -> Forward:
-        """What a forward must call: task and network themselves, or something around them."""
+        """What a forward calls: the task over the network, or a wrapper around them."""
         return partial(self.task.forward, self.network)
 
     def compute_context(self) -> Any:
-        """The context of a forward, and of its backward."""
+        """A context for a forward and its backward."""
         return set_gather_ranks(self.strategy.data_group)
 
     def grad_sync_context(self, last: bool) -> Any:
-        """The context of one micro-batch of a step, inside that: do gradients travel in it?"""
+        """A context for a micro-batch, inside `compute_context`. Gradients are sent only if it is the last one."""
         return nullcontext()
 
     def gather_output(self, output: Any) -> Any:
-        """An output or a loss with nothing of it left on other ranks."""
+        """An output or a loss as whole tensors, if ranks hold shards of it."""
         return output
 
     def finish_gradients(self) -> None:
-        """Collective: after the last micro-batch; afterwards `.grad` is the gradient of the global mean."""
+        """Collective, after the last micro-batch: make `.grad` the gradient of the global mean."""
 
     def grad_norm(self, gradients: list[Tensor]) -> Tensor:
         """Collective: the norm of the whole network's gradient."""
         return global_norm(gradients)
 
     def stretches(self, tokens: int) -> tuple[Ranks, Pieces]:
-        """Who shares the sequences of a sample, of so many tokens, with this rank; and which pieces it computes."""
+        """The ranks that share sequences of so many tokens with this one, and the pieces that this rank computes."""
         return Ranks(), Pieces((0,), 1)
 
     def heard(self) -> list[str]:
         """Sentences for the user about the steps since the last call."""
         return self.rng.pop_notes()
 
-    # The verbs of a step.
+    # the methods of a step
 
     def forward_backward(self, batches: list[Any], step: int) -> dict[str, Tensor]:
         """Run every micro-batch of one step; afterwards `.grad` is the gradient of the global weighted mean.
 
-        Returns this rank's share of the loss (and of its parts), on the device; the data ranks' sum is the global mean.
+        Returns this rank's part of the loss and its terms, on the device: the sum over data ranks is the global mean.
         """
         self.set_mode(training=True)
         self.scaler.begin()
-        # a mean of micro-batches' means would be wrong where they weigh differently
+        # weighted: a mean of the means of micro-batches would be wrong if these have different weights
         share_of = loss_shares(self.task, batches, self.strategy.loss_group, self.strategy.device)
         sums = self.run_micro_batches(batches, step, share_of)
         self.watch.end_forward_backward()
@@ -168,27 +168,27 @@ class ParallelModel:
         return sums
 
     def run_micro_batches(self, batches: list[Any], step: int, share_of: Callable[[int], Any]) -> dict[str, Tensor]:
-        """Every micro-batch's forward and backward; returns what this rank adds to the losses of the step."""
+        """Forward and backward of every micro-batch; returns this rank's part of the losses of the step."""
         sums: dict[str, Tensor] = {}
         for index, batch in enumerate(batches):
-            # random numbers follow from numbers alone, so that a resumed run draws the same
+            # random numbers depend on these numbers alone, so that a resumed run has the same ones
             self.rng.begin_forward(batch.indices, step, index, self.strategy.loss_group.rank)
-            # strategies send gradients once, in the last micro-batch's backward
+            # gradients are sent once, in the backward of the last micro-batch
             last = index == len(batches) - 1
             with self.rng, self.compute_context(), self.grad_sync_context(last), set_gather_span(batch.span):
                 self.share_of_loss(self.forward, batch, partial(share_of, index), sums).backward()
         return sums
 
     def share_of_loss(self, forward: Forward, batch: Any, share: Callable[[], Any], sums: dict[str, Tensor]) -> Tensor:
-        """A micro-batch's forward; returns what is to go backward, and adds to the losses of the step."""
+        """The forward of a micro-batch; adds its losses to `sums`, and returns what `backward` is called on."""
         losses = self.losses(self.carried.wrap_forward(forward, batch, training=True), batch.inputs, batch.targets)
-        own = share()  # after the forward: the weights of all ranks have travelled while it computed
-        accumulate_losses(sums, losses, own)
-        # DDP and its like divide the summed gradients by the number of data ranks: undo it here
-        return self.scaler.scale(scale_loss(losses["loss"], own * self.strategy.loss_group.size))
+        fraction = share()  # after the forward: meanwhile the weights of all ranks have arrived
+        accumulate_losses(sums, losses, fraction)
+        # DDP and FSDP divide the sum of gradients by the number of data ranks: the factor undoes it
+        return self.scaler.scale(scale_loss(losses["loss"], fraction * self.strategy.loss_group.size))
 
     def losses(self, forward: Forward, inputs: Any, targets: Any) -> dict[str, Tensor]:
-        """The loss of a micro-batch, in the run's precision, beside its parts if it has any."""
+        """The loss of a micro-batch in the precision of the run, with its terms if it has any."""
         with self.machine.autocast(self.strategy.device):
             inputs, targets = self.memory_format.cast((inputs, targets))
             loss = self.gather_output(self.rng.call_outside(self.task.loss, forward(inputs, targets), targets))
@@ -207,13 +207,12 @@ class ParallelModel:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.before_first_step:
             check_gradients(self.network)
-            own = self.strategy.world.all_gather_values(
-                task_weights_with_gradient(self.task, self.network)
-            )  # all ranks, once
-            refuse_gradients(self.task, next(filter(None, own), []))
+            names = task_weights_with_gradient(self.task, self.network)
+            of_ranks = self.strategy.world.all_gather_values(names)  # all ranks, once; as a rule nothing
+            refuse_gradients(self.task, next(filter(None, of_ranks), []))
         norm = None
         if max_norm is not None or self.scaler.needs_norm:
-            # before the norm, which is that of the true gradients; an overflow shows in it on every rank
+            # first, so that the norm is that of the true gradients; an overflow shows in it on every rank
             self.scaler.unscale_(parameters)
             gradients = [p.grad for p in parameters if p.grad is not None]
             norm = self.grad_norm(gradients)
@@ -222,8 +221,8 @@ class ParallelModel:
         if self.scaler.allows_step(optimizer, norm):
             optimizer.step()
         for parameter in parameters:
-            parameter.grad = None  # all that zero_grad() does, without its profiler's records
-        # the first step compiles and allocates: only after it is a slow collective a hanging one
+            parameter.grad = None  # as zero_grad(), without its records for the profiler
+        # the first step compiles and allocates: only after it a slow collective is a hanging one
         self.before_first_step = False
         self.strategy.use_step_timeout()
         return norm
@@ -234,17 +233,17 @@ class ParallelModel:
         valid: how many of its samples count, all or none. Of none the sums are zeros of the same shapes.
         """
         self.set_mode(training=False)
-        self.watch.phases_done += 1  # an evaluation may take hours: it gets further with each batch
-        rehearsing = without_compile() if self.before_first_step else nullcontext()  # its batch may be of another size
+        self.watch.phases_done += 1  # for the watchdog: an evaluation may take hours
+        trial = without_compile() if self.before_first_step else nullcontext()  # its batch may have another size
         self.rng.begin_evaluation(batch.indices)
-        computing = self.machine.autocast(self.strategy.device)
-        with rehearsing, self.rng, self.compute_context(), set_gather_span(batch.span), computing:
+        autocast = self.machine.autocast(self.strategy.device)
+        with trial, self.rng, self.compute_context(), set_gather_span(batch.span), autocast:
             inputs, targets = self.memory_format.cast((batch.inputs, batch.targets))
             sums = self.evaluate_batch(batch, inputs, targets)
         return sums if valid else zero_sums(sums)
 
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
-        """The sums over a batch in its form, whether it counts or not: on ranks that need each other all compute."""
+        """The sums over a batch, after `cast`, whether it counts or not: ranks may need each other to compute."""
         output = self.carried.wrap_forward(self.forward, batch, training=False)(inputs, targets)
         return evaluation_sums(
             self.task, self.rng.call_outside, self.gather_output(output), targets, len(batch.indices)
@@ -258,14 +257,14 @@ class ParallelModel:
 
     def settle(self) -> None:
         """Collective, before evaluating or saving: BatchNorm's running statistics become the data ranks' mean."""
-        # a rank may be busy for long there, while the others wait: there is time again until a step has been done
+        # one rank may be busy for long, while the others wait: a long timeout until the next step
         self.strategy.use_long_timeout()
         self.average.synchronize_statistics(partial(average_statistics, self.network, self.strategy.loss_group))
 
     def unsettle(self) -> None:
         """Collective, after an evaluation or a save: back to what the next step needs."""
 
-    # Optimizer and state.
+    # optimizer and state
 
     def optimizer(self, make: Make, groups: Groups) -> torch.optim.Optimizer:
         """Build the optimizer over what this rank owns."""
@@ -276,17 +275,17 @@ class ParallelModel:
         self.average = NoMovingAverage() if decay is None else MovingAverage(self.network, decay, every)
 
     def skip_broken_steps(self) -> None:
-        """From now on a step that is not finite on any rank changes nothing; else it would break the weights."""
+        """From now on a step that is not finite on any rank changes nothing (loop.on_nonfinite=skip)."""
         self.scaler = StepSkipper(self.scaler, self.network, self.carried, self.strategy.world, self.strategy.device)
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """What a checkpoint stores: flat, under the network's own names, DTensors where sharded."""
-        own = {**self.network.state_dict(), **self.average.state(), **self.scaler.state(), **self.carried.state()}
-        return own | optimizer_tensors(self.network, optimizer)
+        """The tensors for a checkpoint: a flat dict under the names of the network, with DTensors for shards."""
+        weights = {**self.network.state_dict(), **self.average.state(), **self.scaler.state(), **self.carried.state()}
+        return weights | optimizer_tensors(self.network, optimizer)
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop gradients and the optimizer's memory: a checkpoint's will take the room."""
-        self.strategy.use_long_timeout()  # which is read meanwhile
+        """Drop gradients and the optimizer's state, to make room for those of a checkpoint."""
+        self.strategy.use_long_timeout()  # for reading it
         self.network.zero_grad()
         optimizer.state.clear()
 
@@ -314,7 +313,7 @@ class ParallelModel:
 
     def load_weights(self, state: Mapping[str, Tensor]) -> None:
         """Take over the network's values and their average."""
-        own = self.network.state_dict()  # it also holds the versions of modules, which some ask for
-        own.update({name: state[name] for name in own})
-        self.network.load_state_dict(own)
+        weights = self.network.state_dict()  # it also has the versions of modules, which some modules ask for
+        weights.update({name: state[name] for name in weights})
+        self.network.load_state_dict(weights)
         self.average.load(state)

@@ -1,4 +1,4 @@
-"""The stages of a network that one rank holds, with the verbs of a step."""
+"""`ParallelModel` for pipelines: the stages of a network that this rank holds, with the methods of a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trainer.strategies.sharded_model import ShardedModel
 
 
 class Stage(nn.Module):
-    """One stage as a schedule calls it: with what the stage before handed on. What a call does is said for each use."""
+    """One stage as a schedule calls it, with the tensors from the stage before. `compute` is set for each step."""
 
     compute: Callable[..., Any]
 
@@ -45,7 +45,7 @@ class Stage(nn.Module):
 
     @override
     def forward(self, *received: Tensor) -> Any:
-        """What the stage hands on; of the last one the loss, or the output where nothing is learned."""
+        """The tensors for the next stage; of the last stage the loss, or in an evaluation the output."""
         return self.compute(received)
 
 
@@ -71,7 +71,7 @@ class PipelineModel(ShardedModel):
         self._is_spread = "shard" in (strategy.mesh.mesh_dim_names or ())  # is a stage spread over several ranks?
         super().__init__(strategy, task, network, example)
 
-    # The network.
+    # the network
 
     @override
     def unit_names(self) -> list[str]:
@@ -84,43 +84,43 @@ class PipelineModel(ShardedModel):
     def parallelize(self) -> list[nn.Module]:
         whole, rank = self.network, self._pipeline.rank
         example = self.memory_format.cast(self.example)
-        # every rank cuts the outline of the whole network, and keeps what is its own
+        # every rank cuts the whole network, which has no values yet, and keeps its stages
         step, held = TaskNetwork(self.task, whole), self._layout.stages_of(rank)
         bodies = cut_stages(
             step, self.plan.cuts, self._layout.count, example, held, may_draw=self.strategy.dropout == "sample"
         )
         self._stages = {number: Stage(number, body) for number, body in bodies.items()}
-        own: list[nn.Module] = [stage.body for stage in self._stages.values()]
-        self.network = RankStages(own, [name for name, _ in whole.named_modules()])
-        for body in own:  # of the plan, what lies in this stage: a key that fits nothing would be refused
+        local: list[nn.Module] = [stage.body for stage in self._stages.values()]
+        self.network = RankStages(local, [name for name, _ in whole.named_modules()])
+        for body in local:  # torch refuses keys of the plan that match nothing in this stage
             fitting = {key: style for key, style in self.plan.tensor.items() if any(matching_modules(body, key))}
             self._split(body, replace(self.plan, tensor=fitting))
-        return own
+        return local
 
     @override
     def shard(self, names: list[str]) -> None:
         ranks = self.strategy.loss_group
         self._unused = UnusedParameters(ranks)
         for stage in self._stages.values() if self._is_spread else ():
-            own = present_units(stage.body, names)
-            apply_fully_shard(stage, stage.body, own, self.strategy.mesh, self._sharding)
-            self._unused.watch(stage, stage.body, own, self._use)
-            SameCallsCheck(stage, stage.body, own, ranks, self.machine.timeout)
+            units = present_units(stage.body, names)
+            apply_fully_shard(stage, stage.body, units, self.strategy.mesh, self._sharding)
+            self._unused.watch(stage, stage.body, units, self._use)
+            SameCallsCheck(stage, stage.body, units, ranks, self.machine.timeout)
         self._fill(self.strategy.device)
 
-    # The verbs of a step.
+    # the methods of a step
 
     @override
     def run_micro_batches(self, batches: list[Any], step: int, share_of: Callable[[int], Any]) -> dict[str, Tensor]:
-        """Every micro-batch through the pipeline; returns the same on all its ranks: nobody above knows of stages."""
-        # torch's schedules must know beforehand which shapes travel
+        """Every micro-batch through the pipeline. Returns the same on all its ranks: callers know no stages."""
+        # torch's schedules must know beforehand which shapes are sent
         schedule = self._get_schedule(batches)
         sums: dict[str, Tensor] = {}
-        # what a stage does in this step when the schedule calls it; only the last one's calls fill the sums
+        # what a stage computes when the schedule calls it; only the last stage fills the sums
         for stage in self._stages.values():
             stage.compute = self._make_compute(stage, batches, step, share_of, sums)
         with self.rng, self.compute_context():
-            # which micro-batch it is each stage counts; torch wants something to chunk as targets
+            # each stage counts its micro-batches; torch needs something to chunk as targets
             schedule.step(target=torch.arange(len(batches)), return_outputs=False)
         return self._broadcast_sums("training", sums)
 
@@ -155,11 +155,11 @@ class PipelineModel(ShardedModel):
 
     @override
     def grad_norm(self, gradients: list[Tensor]) -> Tensor:
-        # of a stage that is frozen a zero, in the type of the others' norms
+        # of a frozen stage a zero, in the type of the others' norms
         square = super().grad_norm(gradients).to(self.strategy.device, self.machine.parameter_dtype).square()
         return self._pipeline.sum_in_order(square).sqrt()  # the ranks of this pipeline; other copies add the same
 
-    # What a stage does when it is called.
+    # what a stage computes when it is called
 
     def _make_compute(
         self, stage: Stage, batches: list[Any], step: int, share_of: Callable[[int], Any], sums: dict[str, Tensor]
@@ -170,7 +170,7 @@ class PipelineModel(ShardedModel):
         def compute(received: tuple[Tensor, ...]) -> Any:
             index = next(order)
             batch, place = batches[index], self.strategy
-            # as on one device, but that no two stages draw the same
+            # as on one device, but different random numbers for each stage
             self.rng.begin_forward(batch.indices, step, index, place.data_group.rank, stage.number)
             self.rng.skip_calls(vars(stage.body).get("earlier_calls", {}))
             with set_gather_span(batch.span):
@@ -179,20 +179,20 @@ class PipelineModel(ShardedModel):
                 loss = self.share_of_loss(
                     partial(self._run_stage, stage, received), batch, partial(share_of, index), sums
                 )
-            return loss.to(self.machine.parameter_dtype)  # what the schedule was told to expect
+            return loss.to(self.machine.parameter_dtype)  # the type that the schedule expects
 
         return compute
 
     def _evaluate_stage(
         self, stage: Stage, indices: Tensor, received: tuple[Tensor, ...], inputs: Any, targets: Any
     ) -> Any:
-        """The same where nothing is learned: a stage draws as if this rank had run no other one."""
+        """The same in an evaluation: the random numbers do not depend on the other stages of this rank."""
         self.rng.begin_evaluation(indices)
         self.rng.skip_calls(vars(stage.body).get("earlier_calls", {}))
         return self._run_stage(stage, received, inputs, targets)
 
     def _run_stage(self, stage: Stage, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
-        """What a stage makes of a micro-batch and of what came: the network's output, or what the next one gets."""
+        """The forward of a stage: the output of the network, or tensors for the next stage."""
         with self.machine.autocast(self.strategy.device):
             inputs, targets = self.memory_format.cast((inputs, targets))
             if self._sharding.param_dtype:  # what is no argument of the stage fully_shard does not cast
@@ -201,12 +201,12 @@ class PipelineModel(ShardedModel):
             output = stage.body(inputs, targets, *came)
             return output if stage.number == self._last else contiguous_copies(output)
 
-    # The schedule.
+    # the schedule
 
     def _get_schedule(self, batches: list[Any]) -> Any:
-        """The schedule for micro-batches of these shapes. Collective where it is new on some data rank."""
-        every = [tensors((batch.inputs, batch.targets)) for batch in batches]
-        shapes = {tuple((tuple(tensor.shape), tensor.dtype) for tensor in one) for one in every}
+        """The schedule for micro-batches of these shapes. Collective if it is new on a data rank."""
+        trees = [tensors((batch.inputs, batch.targets)) for batch in batches]
+        shapes = {tuple((tuple(tensor.shape), tensor.dtype) for tensor in tree) for tree in trees}
         if len(shapes) > 1:
             raise RuntimeError(
                 "the micro-batches of a step differ in shape, and those of a pipeline must be alike; pad them to one"
@@ -218,7 +218,7 @@ class PipelineModel(ShardedModel):
             # the data ranks; one byte: is it new to any of them?
             is_new = any(self.strategy.data_group.max_values([is_new]))
         if is_new:
-            # one forward that leaves no trace, to see which shapes are handed on; some schedules gather the last ahead
+            # one forward without effects, to see which shapes are sent; some schedules gather them ahead
             with (
                 torch.no_grad(),
                 self.compute_context(),
@@ -249,7 +249,7 @@ class PipelineModel(ShardedModel):
 
 
 def _receive_buffers(number: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a stage receives, as tensors that a gradient comes back for."""
+    """Empty tensors like those that a stage receives, which a gradient comes back for."""
     for value in received:
         if not value.is_floating_point():
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""A network cut into stages that lie on different ranks; micro-batches flow through them."""
+"""Pipeline parallelism: a network is cut into stages on different ranks, and micro-batches flow through them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PP(Meshed):
 
     @override
     def degrees(self, world_size: int) -> dict[str, int]:
-        """How many ranks along each axis. Refusal where they do not multiply to the processes, or make no pipeline."""
+        """How many ranks there are along each axis. Refusal also if they make no pipeline."""
         degrees = super().degrees(world_size)
         if degrees["pipe"] < 2:
             raise Refusal(
@@ -63,11 +63,11 @@ class PP(Meshed):
     @property
     @override
     def slice(self) -> RankSampler:
-        """Schedules of torch know one shape for all micro-batches of a step."""
+        """As the base; but torch's schedules need one shape for all micro-batches of a step."""
         return replace(super().slice, same_shape=True)
 
     def layout(self, world_size: int) -> StageLayout:
-        """Which rank holds which stages. Refusal of a number of stages that the schedule has no place for."""
+        """Which rank holds which stages. Refusal of a number of stages that the schedule cannot run."""
         kind = SCHEDULES[self.schedule]
         each = (2 if kind.multi_stage else 1) if self.stages_per_rank is None else self.stages_per_rank
         if each < 1 or (each > 1 and not kind.multi_stage) or (each != 2 and kind.v_shaped):
@@ -83,17 +83,17 @@ class PP(Meshed):
 
     @override
     def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
-        """Refuse unequal micro-batches, and numbers of them that the schedule cannot run: torch would hang or fail."""
+        """Refuse unequal micro-batches, and a number of them that the schedule cannot run: torch would hang or fail."""
         if uneven:
             raise Refusal("loop.uneven=true: a pipeline's micro-batches are of one size; strategy=ddp or fsdp takes it")
         layout = self.layout(world_size)
         if not can_run(self.schedule, layout, micro_batches):
             fitting = [n for n in range(1, share + 1) if share % n == 0 and can_run(self.schedule, layout, n)]
             nearest = sorted(fitting, key=lambda n: abs(n - micro_batches))[:2]
-            said = f"nearest: loop.micro_batches={' or '.join(map(str, sorted(nearest)))}; " if nearest else ""
+            suggestion = f"nearest: loop.micro_batches={' or '.join(map(str, sorted(nearest)))}; " if nearest else ""
             raise Refusal(
                 f"{self.schedule} cannot run {micro_batches} micro-batches over {layout.count} stages on {layout.ranks}"
-                f" ranks; {said}GPipe and 1F1B take any number"
+                f" ranks; {suggestion}GPipe and 1F1B take any number"
             )
 
     @override

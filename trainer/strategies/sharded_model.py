@@ -1,4 +1,4 @@
-"""A network of which ranks hold shards, and one whose ranks share samples by sequence."""
+"""`ParallelModel` for ranks that hold shards; and for context ranks, which have parts of the same sequences."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW)  # whose fused step knows DTensors
 
 
 class ShardedModel(ParallelModel):
-    """A network of which ranks hold shards: split over those of the mesh's axis "tensor", where there is one."""
+    """A network of which ranks hold shards; its layers are split along the mesh's axis "tensor", if there is one."""
 
     strategy: Meshed
 
@@ -57,7 +57,7 @@ class ShardedModel(ParallelModel):
 
     @override
     def materialize(self, network: nn.Module) -> nn.Module:
-        """The network without values: no rank need hold all of it. They follow when it is clear who holds what."""
+        """The network without values, because no rank need hold all of it. `shard` gives it its values."""
         self._values = take_values(network)
         self.memory_format.lay_out(network)
         return network
@@ -79,7 +79,7 @@ class ShardedModel(ParallelModel):
         self._fill(self.strategy.device)
 
     def _fill(self, shards: torch.device) -> None:
-        """Collective: an outline that was split and spread gets its values. shards: where spread parameters lie."""
+        """Collective: give a split and sharded network its values. shards: the device of sharded parameters."""
         allocate_empty(self.network, self.strategy.device, shards)
         broadcast_values(self._values, self.network, self.strategy.world, self.strategy.device)
         del self._values
@@ -97,18 +97,18 @@ class ShardedModel(ParallelModel):
     @override
     def finish_gradients(self) -> None:
         self.rng.end_step()
-        # sums over tensor ranks first: means of halves would be means of nothing
+        # first the sums over tensor ranks, which complete each gradient
         redistribute_gradients(self.network.parameters())
-        # the data ranks' mean, of what fully_shard has not averaged in the backward
+        # then the mean over the data ranks, of what fully_shard has not averaged in the backward
         average_gradients(self._copied, self.strategy.loss_group, self.strategy.bucket_mb * 2**20)
-        # the last to touch gradients: afterwards they are the same bits on all tensor ranks
+        # last: afterwards gradients are the same bits on all tensor ranks
         self._shared.broadcast_gradients()
         if self.before_first_step and self.machine.compare_copies:
             self._shared.check_gradients()  # before anything is learned
 
     @override
     def settle(self) -> None:
-        """Collective: running statistics become the data ranks' mean, and those of the first tensor rank."""
+        """Collective: running statistics become the mean of the data ranks, taken from the first tensor rank."""
         super().settle()
         self.average.synchronize_statistics(partial(broadcast_buffers, self.network, self._tensor_ranks))
 
@@ -118,8 +118,8 @@ class ShardedModel(ParallelModel):
 
     @override
     def optimizer(self, make: Make, groups: Groups) -> torch.optim.Optimizer:
-        """Build the optimizer; split and whole parameters in groups of their own, for its kernels take no mixture."""
-        unmixed = [one for group in groups for one in _split_by_kind(group)]
+        """Build the optimizer; split and whole parameters in separate groups, because its kernels take no mixture."""
+        unmixed = [part for group in groups for part in _split_by_mesh(group)]
         optimizer = make(unmixed)
         if not optimizer.defaults.get("fused") or isinstance(optimizer, FUSED):
             return optimizer
@@ -127,40 +127,41 @@ class ShardedModel(ParallelModel):
 
     @override
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
-        """Collective: the base's step. Refusal where the optimizer asks torch for what it cannot do with shards."""
+        """Collective: the base's step. Refusal if the optimizer needs an operation that torch cannot do with shards."""
         try:
             return super().optimizer_step(optimizer, max_norm)
         except (RuntimeError, NotImplementedError) as error:
-            # only in the first step can it be the optimizer's kind; torch knows most operations on shards, not all
+            # in a later step it is another error; torch knows most operations on shards, not all
             if not self.before_first_step or not re.search("dtensor|sharding|placement", str(error), re.I):
                 raise
-            said = str(error).split(". ")[0].splitlines()[0][:200]
+            reason = str(error).split(". ")[0].splitlines()[0][:200]
             raise Refusal(
                 f"strategy={self.strategy.name}: {type(optimizer).__name__} cannot step parameters of which ranks hold"
-                f" shards ({said}); strategy=zero1 and ddp keep each of them whole"
+                f" shards ({reason}); strategy=zero1 and ddp keep each of them whole"
             ) from error
 
     @override
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """What a checkpoint stores, after a look whether what tensor ranks have in common is still the same."""
+        """The tensors for a checkpoint, after a check that copies on tensor ranks are still equal."""
         if self.machine.compare_copies:
             self._shared.check_gradients()
             check_replicated_parameters(self.network, self._tensor_ranks)
         return super().state(optimizer)
 
 
-def _split_by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
-    alike: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+def _split_by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """A parameter group as several: a group for each mesh that parameters lie on, and one for plain tensors."""
+    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in group["params"]:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        alike.setdefault(mesh, []).append(parameter)
-    return [{**group, "params": parameters} for parameters in alike.values()] or [group]  # an empty one stays
+        by_mesh.setdefault(mesh, []).append(parameter)
+    return [{**group, "params": parameters} for parameters in by_mesh.values()] or [group]  # an empty one stays
 
 
 class ContextParallelModel(ShardedModel):
-    """A network that ranks may hold shards of, and whose sequences are cut over the context ranks, if there are any.
+    """The same, with sequences cut over the context ranks, if there are any.
 
-    Nobody above knows of stretches: batches come whole, and the sums that go back are those of whole sequences.
+    Callers do not know of it: batches come whole, and the sums that are returned are those of whole sequences.
     """
 
     @override
@@ -175,15 +176,15 @@ class ContextParallelModel(ShardedModel):
 
     @override
     def forward_backward(self, batches: list[Any], step: int) -> dict[str, Tensor]:
-        """The base's, of this rank's stretches; the sums are those of all context ranks, on each of them."""
+        """The base's, for this rank's part of each sequence; returns the sums of all context ranks, on each of them."""
         ranks = self.strategy.context_group
-        own = [self._stretch(batch) for batch in batches]
-        return all_reduce_sums(super().forward_backward(own, step), ranks, self.strategy.device)
+        sums = super().forward_backward([self._shard_batch(batch) for batch in batches], step)
+        return all_reduce_sums(sums, ranks, self.strategy.device)  # the context ranks; a few numbers
 
-    def _stretch(self, batch: Any) -> Any:
+    def _shard_batch(self, batch: Any) -> Any:
         ranks = self.strategy.context_group
         inputs, targets = shard_sequences((batch.inputs, batch.targets), ranks, max_pieces(self.plan))
-        # every context rank weighs its own stretches, so of the global batch there are as many more of them
+        # each context rank counts its parts of the sequences, so a global batch has as many more of them
         return batch._replace(inputs=inputs, targets=targets, total=batch.total * ranks.size)
 
     @override
@@ -194,12 +195,12 @@ class ContextParallelModel(ShardedModel):
     @override
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         ranks = self.strategy.context_group
-        own = shard_sequences((inputs, targets), ranks, max_pieces(self.plan))
-        self.rng.set_sequence_shard(ranks, count_tokens(own), max_pieces(self.plan))
-        sums = super().evaluate_batch(batch, *own)
+        local = shard_sequences((inputs, targets), ranks, max_pieces(self.plan))
+        self.rng.set_sequence_shard(ranks, count_tokens(local), max_pieces(self.plan))
+        sums = super().evaluate_batch(batch, *local)
         if ranks.size == 1:
             return sums
-        totals = all_reduce_sums(sums, ranks, self.strategy.device)
-        # every context rank has counted each sample, and its loss by it where samples are what a loss is the mean of
-        often = ("samples", "weight", "loss") if type(self.task).weight is Task.weight else ("samples",)
-        return totals | {name: totals[name] / ranks.size for name in often}
+        totals = all_reduce_sums(sums, ranks, self.strategy.device)  # the context ranks; a few numbers
+        # every context rank has counted each sample; and if samples are the weights, loss and weight as well
+        repeated = ("samples", "weight", "loss") if type(self.task).weight is Task.weight else ("samples",)
+        return totals | {name: totals[name] / ranks.size for name in repeated}

@@ -1,4 +1,4 @@
-"""Layers or sequences split over neighbouring ranks, by the plan that the network brings; one copy, or several."""
+"""Tensor and context parallelism: layers or sequences are split over neighbouring ranks, by the network's plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.strategies.sharded_model import ContextParallelModel
 
 @dataclass
 class TP(Meshed):
-    """Each rank holds a shard of every large layer, or sees a stretch of every sequence; activations travel in each.
+    """Each rank holds a shard of every large layer, or a part of every sequence; activations are sent in each layer.
 
     Degrees multiply to the processes: `replicate` copies, which average gradients, of `context` ranks, which read the
     same samples and a stretch of each sequence, of `tensor` ranks, over which one copy is split. DDP around split

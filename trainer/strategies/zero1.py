@@ -1,4 +1,4 @@
-"""A copy of the network in every process, the optimizer shared out: each rank owns and updates some parameters."""
+"""ZeRO stage 1: every process has a copy of the network; each rank owns, updates and sends some parameters."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check
 
 @dataclass
 class Zero1(Joined):
-    """Every rank owns whole parameters: their gradients come to it, it updates them and sends them to all.
+    """Every rank owns whole parameters: gradients are sent to their owner, which updates them and sends them to all.
 
-    What parameter servers do, in step and among peers; stage 1 of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054).
+    Stage 1 of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
 
-    bucket_mb: int = 25  # MiB of gradients or parameters that travel as one; larger: fewer and later
+    bucket_mb: int = 25  # MiB of gradients or parameters that are sent as one; larger: fewer and later
     owning: Group = field(init=False, repr=False)  # all ranks again, for gradients and parameters alone
 
     @override
@@ -43,8 +43,8 @@ class Zero1(Joined):
     @override
     def make_groups(self) -> None:
         super().make_groups()
-        # gradients leave when a backward completes them, which may be at another moment on each rank: in a group of
-        # their own they cannot be mistaken for what a network sends itself (sync_bn, gather)
+        # gradients are sent as soon as a backward has completed them, at another moment on each rank. In a separate
+        # group they cannot mix with collectives of the network (sync_bn, gather)
         group = dist.new_group(timeout=self.machine.timeout)
         assert isinstance(group, ProcessGroup)
         self.owning = as_group(group)
@@ -63,7 +63,7 @@ class Zero1Model(ParallelModel):
 
     @override
     def wrap(self) -> Forward:
-        # who owns what follows from sizes alone, so nothing is agreed; alone on one rank nothing travels
+        # owners follow from sizes alone, so all ranks choose the same; a single rank sends nothing
         ranks = self.strategy.owning
         trainable = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
         owner = assign_owners([parameter.nbytes for parameter in trainable], ranks.size)
@@ -84,22 +84,22 @@ class Zero1Model(ParallelModel):
 
     @override
     def grad_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Collective: the norm over what all ranks own; the same on each, also where a rank owns nothing."""
-        own = global_norm(gradients) if gradients else torch.zeros((), device=self.strategy.device)
-        square = to_accumulator(own.to(self.strategy.device)).square()
+        """Collective: the norm over the gradients of all owners; the same on each rank, also if it owns nothing."""
+        local = global_norm(gradients) if gradients else torch.zeros((), device=self.strategy.device)
+        square = to_accumulator(local.to(self.strategy.device)).square()
         self.strategy.data_group.all_reduce_sum_(square).wait()  # the data ranks; 8 bytes travel
         return square.sqrt().to(self.machine.parameter_dtype)
 
     @override
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
-        """Collective: update what this rank owns, and tell all ranks: afterwards they hold the same bits."""
+        """Collective: update what this rank owns, and send it to all: afterwards ranks hold the same bits."""
         norm = super().optimizer_step(optimizer, max_norm)
         broadcast_from_owners(self._buckets, self.strategy.owning)
         return norm
 
     @override
     def optimizer(self, make: Make, groups: Groups) -> torch.optim.Optimizer:
-        """Build the optimizer over what this rank owns, with every group, also where none of it is this rank's.
+        """Build the optimizer over what this rank owns, with every group, also if none of it is this rank's.
 
         Frozen parameters have no owner.
         """
