@@ -131,7 +131,7 @@ def breaking(launch: Launch, place: Path, words: list[str]) -> tuple[Any, str]:
         return x
 
     with (
-        patch("trainer.strategies.parallel_model.times", one),
+        patch("trainer.strategies.parallel_model.scale_loss", one),
         patch("trainer.verify.cause_experiments.train_and_record", fails),
         redirect_stdout(io.StringIO()) as said,
         pytest.raises(ValueError, match="planted"),

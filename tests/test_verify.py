@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 from xml.etree import ElementTree
 
 import pytest
@@ -82,6 +83,13 @@ def test_what_is_infinite_is_equal_where_it_is_and_hides_no_other_number() -> No
         record.add(Key(0, Phase.INITIAL, "mask"), [0], sketch_rows(torch.tensor([[-inf, -inf, last]])))
     (difference,) = compare(one, other, TOLERANCES["fp64"]).differences
     assert 0.9e-4 < difference.gap < 1.1e-4
+
+
+def test_what_a_planted_mistake_changes_is_there() -> None:
+    """A name that has become another one would be noticed in a long test alone."""
+    for plant in PLANTS.values():
+        for name in plant.changes:
+            resolve_name(name)
 
 
 SPREAD = [

@@ -95,7 +95,7 @@ PLANTS = {
         ("strategy=pp", MICRO),
         ("at step 1, forward",),
         STRATEGY,
-        {f"{STAGED}.PipelineModel._call": stale_activation},
+        {f"{STAGED}.PipelineModel._run_stage": stale_activation},
     ),
     "mixed_order": Plant(
         "the last stage takes the micro-batches in another order",
@@ -103,7 +103,7 @@ PLANTS = {
         ("strategy=pp", MICRO),
         ("at step 1, forward",),
         STRATEGY,
-        {f"{STAGED}.PipelineModel._turns": mixed_order},
+        {f"{STAGED}.PipelineModel._make_compute": mixed_order},
     ),
     "undivided_stages": Plant(
         "the last stage does not divide the loss by the micro-batches",
@@ -111,7 +111,7 @@ PLANTS = {
         ("strategy=ddp_pp", MICRO),
         LOSS,
         STRATEGY,
-        {f"{STAGED}.PipelineModel._turns": undivided_loss},
+        {f"{STAGED}.PipelineModel._make_compute": undivided_loss},
         FOUR,
     ),
     "halved_handover": Plant(
@@ -150,7 +150,7 @@ PLANTS = {
         ("strategy=pp", MICRO),
         ("at step 2, forward",),
         (*STRATEGY, "random numbers"),
-        {f"{STAGED}.PipelineModel._turns": stale_step},
+        {f"{STAGED}.PipelineModel._make_compute": stale_step},
     ),
     "context_degree": Plant(
         "the loss is divided by the tokens of one context rank (Megatron-LM#673)",

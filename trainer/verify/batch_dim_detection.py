@@ -18,7 +18,7 @@ from trainer.parallel.batch_gather import current_span
 from trainer.parallel.ranks import Ranks
 from trainer.verify.training_record import LENGTH, Phase, SampleLayout, sketch_distance, sketch_rows
 
-_TOLERANCE = 1e-9  # of two signatures in float64, relative to the norm
+_TOLERANCE = 1e-9  # of two sketches in float64, relative to the norm
 
 
 ENTRY_OF_LIST = SampleLayout(-1)  # of a tensor in a list that has an entry for each sample: all of it is that sample's
@@ -36,9 +36,10 @@ def detect_layout(large: Tensor, small: Tensor, samples: int, rows: Sequence[int
     if not differing:
         same = SampleLayout(-1, size=large.numel(), shape=tuple(large.shape))
         return same if _fits_both(same, large, small, samples, [0]) else None
-    (dim, *others) = differing
+    (dim, *others) = differing  # the dimension whose size follows the number of samples
     if others or large.shape[dim] * fewer != small.shape[dim] * samples or large.shape[dim] % samples:
         return None
+    # entries of that dimension, and numbers, for each sample
     each, size = large.shape[dim] // samples, large.numel() // samples
     default = SampleLayout(dim, each, True, size, shape=(*large.shape[:dim], 0, *large.shape[dim + 1 :]))
     integral = not (large.is_floating_point() or large.is_complex() or large.dtype == torch.bool)
@@ -59,6 +60,7 @@ def detect_layouts(
 
     read: it is what was read of the samples, and no network has made it of them.
     """
+    # lists that have an entry for each sample: as long as there are samples, in both
     fewer = {place: len(entries) for place, entries in named_lists(small, name)}
     long_lists = {
         place for place, entries in named_lists(large, name) if len(entries) == samples > fewer.get(place, samples)
@@ -68,6 +70,7 @@ def detect_layouts(
     agreements: dict[str, list[bool]] = {}  # of each place in lists: is what a sample has the same in both?
     layouts: dict[str, SampleLayout | None] = {}
     for place, sample, x in split_by_sample(large, name, samples, lists_by_sample):
+        # the same sample in the smaller batch
         at = None if sample is None else rows.index(sample) if sample in rows else -1
         small_tensor = small_tensors.get((place, at))
         if sample is None and small_tensor is not None:
@@ -116,17 +119,17 @@ def same_rows(first: Tensor, second: Tensor) -> bool:
 
 
 class ModuleObserver:
-    """Hears what goes into a step and what each module of a network makes of it."""
+    """Observes what goes into a step and what each module of a network gives."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks) -> None:
-        self.ranks, self.active = ranks, False  # hears: is a step under way that is listened to?
-        self._calls: Counter[tuple[str, range]] = Counter()
+        self.ranks, self.active = ranks, False  # active: is a step under way that is observed?
+        self._calls: Counter[tuple[str, range]] = Counter()  # of a module, in each micro-batch of the step
         for name, module in modules:
             module.register_forward_hook(partial(self._called, name))
 
     @contextmanager
     def listening(self, batches: Sequence[Batch]) -> Iterator[None]:
-        """Within this context the step of these micro-batches is heard."""
+        """Within this context the step of these micro-batches is observed."""
         for batch in batches:
             for tree, name in ((batch.inputs, "inputs"), (batch.targets, "targets")):
                 self._observe(Phase.DATA, name, 0, tree, self._rows(batch.span))
@@ -138,7 +141,7 @@ class ModuleObserver:
             self.active = False
 
     def _called(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
-        """A forward hook. What runs without gradient is a rehearsal, in the backward a repetition."""
+        """A forward hook. What runs without gradient is an evaluation, in the backward a recomputation."""
         span = current_span()
         if not self.active or span is None or not torch.is_grad_enabled() or in_backward():
             return
@@ -147,11 +150,11 @@ class ModuleObserver:
         self._observe(Phase.FORWARD, name, call, output, self._rows(span))
 
     def _rows(self, span: range) -> Sequence[int]:
-        """Which samples of the global batch this rank has of a span: they are dealt in turn."""
+        """Which samples of the global batch this rank has of a span: rank r has every size-th one."""
         return span[(self.ranks.rank - span.start) % self.ranks.size :: self.ranks.size]
 
     def _observe(self, phase: str, name: str, call: int, tree: Any, rows: Sequence[int]) -> None:
-        """What is heard of these rows of the global batch: tensors, in whatever they are."""
+        """Take what was observed of these rows of the global batch: tensors, in whatever they are."""
         raise NotImplementedError
 
 
@@ -163,7 +166,7 @@ class LayoutDetector(ModuleObserver):
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], ranks: Ranks) -> None:
         super().__init__(modules, ranks)
-        self._seen: list[tuple[Sequence[int], dict[Place, Any]]] = []  # rows, and what was heard of them
+        self._seen: list[tuple[Sequence[int], dict[Place, Any]]] = []  # rows, and what was observed of them
 
     @contextmanager
     def listening(self, batches: Sequence[Batch]) -> Iterator[None]:

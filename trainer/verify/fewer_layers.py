@@ -1,4 +1,4 @@
-"""A network with fewer layers: of each list a few of each kind. What holds for them holds for all like them."""
+"""A network with fewer layers: of each list a few of each kind, which stand for all layers of that kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KeptLayers:
     """What stays of a list of layers."""
 
     name: str  # of the list
-    places: tuple[int, ...]  # of the layers that stay, from 0 on
+    places: tuple[int, ...]  # of the layers that stay, from 0 on; the names of the fields are those in a reference
     kinds: tuple[tuple[str, int, int], ...]  # of each: its class, how many stay, how many there are
     of: int  # layers in the whole list
 
@@ -119,6 +119,7 @@ def remove_layers(network: nn.Module, fewer: Iterable[KeptLayers]) -> nn.Module:
         modules: Any = network.get_submodule(kept.name)
         entry_names = [word for word, _ in _entries(modules)]
         numbered = entry_names == [str(at) for at in range(len(entry_names))]
+        # from the end, so that the numbers of the others stay right
         for at in reversed(range(len(entry_names))):
             if at not in kept.places:
                 if numbered:
@@ -223,7 +224,7 @@ class _ShortForward:
 def _find_learned(task: Task, network: nn.Module, example: Any, instead: Mapping[Tensor, Tensor]) -> set[Tensor]:
     """The parameters to which a gradient comes back, with these tensors in the place of the network's own."""
     copy = deepcopy(network, {id(value): other for value, other in instead.items()}).train()
-    inputs, targets = map_tensors(example, torch.clone)
+    inputs, targets = map_tensors(example, torch.clone)  # a forward may write into them
     with torch.random.fork_rng(devices=[]):
         loss = task.loss(task.forward(copy, inputs, targets), targets)
         total = torch.stack(list(loss.values())).sum() if isinstance(loss, dict) else loss
@@ -257,7 +258,7 @@ def _refuse_call(module: nn.Module, given: Any) -> None:
 
 def _rename_rules(rules: list[Rule], network: nn.Module, fewer: Iterable[KeptLayers]) -> list[Rule]:
     """The rules for the network without these layers: for the same parameters, whatever they are called there."""
-    before: dict[Tensor, list[str]] = {}  # a tied weight has several
+    before: dict[Tensor, list[str]] = {}  # the names of each tensor; a tied weight has several
     for name, x in network.named_parameters(remove_duplicate=False):
         before.setdefault(x, []).append(name)
     short = remove_layers(network, fewer)
@@ -265,6 +266,7 @@ def _rename_rules(rules: list[Rule], network: nn.Module, fewer: Iterable[KeptLay
     for rule in rules:
         learning = ((name, x) for name, x in short.named_parameters() if x.requires_grad)
         meant_names = [(name, any(map(rule.applies_to, before[x]))) for name, x in learning]
+        # its pattern may fit the new names as well; if not, the rule becomes one for each parameter
         if all(rule.applies_to(name) == meant for name, meant in meant_names):
             renamed += [replace(rule, resolved=())] if any(meant for _, meant in meant_names) else []
         else:

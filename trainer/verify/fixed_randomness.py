@@ -1,4 +1,4 @@
-"""Random numbers and dropout taken out of a forward, so that nothing depends on which rank draws what."""
+"""Forwards without randomness: dropout switched off, and random draws replaced by their middle values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WHOLE = (_AT.random_, _AT.randint, _AT.randint_like)
 
 
 class UsualRandomness:
-    """Random numbers as they come."""
+    """Random numbers as torch gives them: nothing is replaced."""
 
     def __enter__(self) -> None:
         """Around a forward and its backward."""
@@ -73,6 +73,7 @@ class FixedRandomness(UsualRandomness):
     def begin(self) -> None:
         """A forward begins."""
         self._note_use()
+        # of Python and NumPy no call can be replaced, but each forward can get the same numbers
         random.seed(0)
         numpy.random.seed(0)
         self._seeded = _python_states()
@@ -95,7 +96,7 @@ class _MiddleValues(RandomOperatorInterceptor):
         packet = func.overloadpacket
         if packet is _AT.native_dropout:
             x, p, train = args
-            if train is False or not 0 < p < 1:
+            if train is False or not 0 < p < 1:  # nothing is drawn
                 return func(*args, **kwargs)
             self._used.add("torch's")
             return x * (1 / (1 - p)), torch.ones_like(x, dtype=torch.bool)  # as its backward will have it
@@ -118,7 +119,8 @@ def _torch_state(device: torch.device) -> Tensor:
 
 
 def _middle_value(packet: Any, args: Any) -> float | None:
-    """What stands for all that it may give; None: it does more than draw."""
+    """The value that stands for all that an operator may draw; None: it does more than draw."""
+    # for integers the smallest one; for others what they are on average, so that results stay sensible
     if packet in _WHOLE:  # (low, high), (high) or neither
         bounds = [bound for bound in args if isinstance(bound, int)]
         return bounds[0] if len(bounds) > 1 else 0

@@ -82,6 +82,7 @@ class Verify(Job):
             return self._write_reference(parts, Path(self.record).resolve())
         launch = parts.machine.launch
         out = verify_folder(parts)
+        # the reference decides how many samples a step has, and how many layers the network
         path, reference = out / "reference.safetensors", None
         if self.reference is not None:
             path = Path(self.reference)
@@ -93,12 +94,13 @@ class Verify(Job):
             why = make_reference(run, samples, path, self.layers)
             reference = TrainingRecord.read(path)
             reference.facts["shorter"] = why or reference.facts["shorter"]
+        # from here on the network and the batch are those of the reference
         run = shorten_network(run, map(KeptLayers.read, reference.facts["fewer"]))
         rank_output.redirect_output(launch.rank, out)
         report = partial(self._report, run, reference, out, dropped)
         with StopRequest(launch) as stop, run.strategy:
             verdict, curves, done = self._verify_exactly(run, reference, report, stop)
-            # then as the run itself would compute: there rounding is what a mistake was before
+            # then in the precision of the run: there rounding is as large as a mistake is in fp64
             file = path_in_precision(path, run)
             if done and file.is_file():
                 verdict, curves, done = self._verify_in_precision(run, verdict, TrainingRecord.read(file), stop)
@@ -112,7 +114,7 @@ class Verify(Job):
     def _verify_exactly(
         self, run: PreparedRun, reference: TrainingRecord, report: Report, stop: StopRequest
     ) -> tuple[Verdict, Curves, bool]:
-        """Collective: the verdict in fp64, with its cause as far as experiments confirm one; both curves."""
+        """Collective: the verdict in fp64, with its cause as far as experiments confirm one; both loss curves."""
         record, precision = TrainingRecord(layouts=reference.layouts), reference.facts["precision"]
         tolerances, ends = tolerances_in(precision, self.tolerance), self._ends(run)
         with computing_in(run, precision):
@@ -160,7 +162,7 @@ class Verify(Job):
     def _report(
         self, run: PreparedRun, reference: TrainingRecord, out: Path, dropped: int, verdict: Verdict, curves: Curves
     ) -> None:
-        """The main rank's: the verdict on the screen and in files."""
+        """Write the verdict to the screen, verify.json and curves.svg. The main rank calls it."""
         steps, processes = self._ends(run)[-1], run.machine.launch.world_size
         lines = verdict_lines(verdict, run, steps, dropped, reference.facts["because"])
         facts = {name: reference.facts[name] for name in ("fewer", "shorter")}
@@ -178,9 +180,11 @@ class Verify(Job):
         if parts.machine.launch.world_size > 1:
             raise Refusal("job.record: the reference is what one process does; leave out processes and torchrun")
         make_folder(path.parent)
+        # the run, on one process
         make_plain(parts)
         set_batch_size(parts, self.batch or parts.settings.loop.global_batch)
         run, _ = self._prepare(parts, path.parent / f"{path.stem}.trial")
+        # as many layers as the memory of one process allows
         layers, why = choose_layers(run, self.layers, least=2)
         fewer = select_layers(run, layers) if layers else []
         run = shorten_network(run, fewer)
@@ -191,6 +195,7 @@ class Verify(Job):
         path_in_precision(path, run).unlink(missing_ok=True)  # of an earlier one
         with StopRequest(run.machine.launch) as stop, run.strategy:
             record, done = record_reference(run, self._ends(run), self.tolerance, stop)
+            # the same in the precision of the run, and with weights moved by a last bit: its noise floors
             plain, perturbed = (TrainingRecord(phases=PHASES_IN_PRECISION) for _ in range(2))
             if done and precision != record.facts["precision"]:
                 done = train_and_record(run, plain, ends, stop)
@@ -206,9 +211,9 @@ class Verify(Job):
         return failure.exit_code(done, run.machine.launch)
 
     def _prepare(self, parts: RunParts, out: Path) -> tuple[PreparedRun, int]:
-        """All that happens before there is a process group; and how many layers had their dropout switched off."""
+        """The run as `fit` would prepare it; and how many layers had their dropout switched off."""
         dropped = remove_dropout(parts)
-        # what differs is to be named by what comes, not by what guards a run
+        # a run compares its copies and ends where they differ; here the comparison is to find it
         parts.machine = parts.strategy.machine = replace(parts.machine, compare_copies=False)
         replace(parts.machine, precision="fp64").check()
         # a run folder of its own, for what a resume needs: one that is there already is not touched
@@ -225,7 +230,7 @@ class Verify(Job):
     def _ends(self, run: PreparedRun) -> list[int]:
         """Where the first part of the training ends, and the whole of it."""
         steps = min(self.steps, run.length.steps)
-        return [max(1, steps // 2), steps]
+        return [max(1, steps // 2), steps]  # the run is saved and resumed between them
 
     def _ends_in_precision(self, run: PreparedRun) -> list[int]:
         """The same in the precision of the run: a resume shows nothing new, but of fp16 the scale of losses."""

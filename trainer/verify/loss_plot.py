@@ -10,6 +10,7 @@ UPPER, LOWER = (118, 358), (428, 538)  # top and bottom of the two panels
 BOTTOM = 588
 _FIT = 108  # characters of a command
 STROKES = [("c0", 10, ""), ("c1", 6, ""), ("c2", 3, ""), ("c3", 1.4, "5 4")]  # each lies on the one before
+# CSS of the reader's light and dark scheme
 LIGHT = {
     ".card": "fill: #ffffff",
     "text, .dot": "fill: #1c2430",
@@ -43,6 +44,7 @@ def plot_curves(title: str, command: str, curves: Mapping[str, Sequence[float]],
     command: what made it, in one line. curves: up to four, of equal length, by name; the others are compared with the
     first. first: the number of its first step. floor: a difference that means nothing, where one is known.
     """
+    # one style sheet with both schemes, then the two panels from top to bottom
     schemes = [" ".join(f"{name} {{ {what} }}" for name, what in colours.items()) for colours in (LIGHT, DARK)]
     style = f"{SHAPES}  {schemes[0]}\n  @media (prefers-color-scheme: dark) {{ {schemes[1]} }}"
     parts = [

@@ -104,6 +104,7 @@ class PlainLoop:
         weights.load_into(network)
         network = network.to(torch.float64) if run.machine.resolved_precision == "fp64" else network
         self.network = network.to(run.strategy.device)
+        # groups, rates and momentum as the run's own optimizer begins with them
         groups = parameter_groups(self.network, run.spare_vectors, run.rules)
         self.optimizer = run.make_optimizer(groups)
         if why_not_fused(self.optimizer, run.make_optimizer, run.strategy.device, None):
@@ -142,6 +143,7 @@ class PlainLoop:
             self.evaluate_batches([0])
         progress = replace(progress)
         while progress.step < last:
+            # the samples of this step: (global batch,)
             indices = self._order(progress.epoch)[progress.position :][: loop.global_batch]
             step, epoch = progress.step, progress.epoch
             progress.advance(loop.global_batch, self.length)
@@ -191,7 +193,7 @@ class PlainLoop:
                 (losses["loss"] * fraction).backward()
         for name, loss in sums.items():
             self._record(step + 1, Phase.LOSS, name, loss)
-        # as a backward comes to them: the last layer first
+        # in the order of a backward: the last layer first
         gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
         for name, gradient in reversed(gradients.items()):
             self._record(step + 1, Phase.GRADIENT, name, gradient)
@@ -261,6 +263,7 @@ class PlainLoop:
         """The parts of a global batch, each read by itself, of one rank after the other."""
         run, size = self.run, len(indices)
         for rank in (ImaginaryRank(number, self.variation.ranks) for number in range(self.variation.ranks)):
+            # spans of the global batch, each divided over the ranks: (samples of this rank,)
             for span in split_evenly(size, min(self.variation.micro_batches, size)):
                 rows = torch.tensor([row for row in span if row % rank.size == rank.rank])
                 if not len(rows):
@@ -283,6 +286,7 @@ class PlainLoop:
         inputs, targets = augmented(chosen := indices[rows])
         if data.mix is None or not training:
             return inputs, targets
+        # the partner is half a global batch away
         others = augmented(indices[(rows + len(indices) // 2) % len(indices)])
         return data.mix(inputs, targets, *others, Random(mix_seeds(seed, MIX_SEED), epoch, chosen.to(device)))
 

@@ -94,6 +94,7 @@ class OptimizerStepRecorder:
             self._sketches.join()
 
     def _before(self, *given: Any) -> None:
+        # rates first, then gradients: a wrong rate explains all that follows
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
         for name, parameter, _ in self._owned():
             self._observe(Phase.RATE, name, torch.tensor(_group_numbers(groups[parameter]), dtype=torch.float64))
@@ -160,15 +161,17 @@ class SketchingObserver(ModuleObserver):
                 continue
             dtype = torch.complex128 if x.is_complex() else torch.float64
             values = full_tensor(x).to(dtype, copy=True)  # a copy: what is still on its way has arrived in it
-            if type(values) not in _WITH_VALUES:
+            if type(values) not in _WITH_VALUES:  # a tensor of another pipeline stage
                 continue
             # what tensor ranks hold shards of has another shape: they meet again in a later module
             own_rows = [rows[sample]] if sample is not None else rows if layout.dim >= 0 else [0]
             key = Key(self.step, phase, place, call)
             if phase == Phase.FORWARD:
                 self._observed.setdefault(name, set()).add(key)
+            # a row for each sample: (samples, numbers of a sample)
             if (layout_rows := layout.rows(values, len(rows))) is not None:
                 self.record.add(key, own_rows, sketch_rows(layout_rows))
+            # a context rank has pieces of each sequence: its sketches are added to those of the others
             elif (padded := layout.pad_pieces(values, len(rows), self.pieces, self.tokens)) is not None:
                 layout_rows = layout.rows(padded, len(rows))
                 assert layout_rows is not None
@@ -216,7 +219,7 @@ class RecordedModel:
             sums = self._model.forward_backward(batches, step)
         if isinstance(self._model.network, RankStages):
             self._observer.drop_partial_calls()
-        self._record.join(sharers)
+        self._record.join(sharers)  # context ranks: sketches of pieces of sequences become those of whole ones
         sketches = SketchRecorder(self._record)
         for name, loss in self._model.strategy.totals(sums).read().items():
             sketches.add(Key(step + 1, Phase.LOSS, name), loss)
@@ -233,6 +236,7 @@ class RecordedModel:
         self._optimizer = optimizer
         if self._record.wants(Phase.NORM):  # it is known before what it clips, and told after it: its place is kept
             self._record.values.setdefault(Key(self._observer.step, Phase.NORM, "norm"), [])
+        # without a limit for the norm it is infinite, so that the norm is computed
         with OptimizerStepRecorder(self._model.network, optimizer, self._record, self._observer.step):
             norm = self._model.optimizer_step(optimizer, float("inf") if max_norm is None else max_norm)
         assert norm is not None
@@ -245,7 +249,7 @@ class RecordedModel:
         """Collective: what follows a step, and the values that it leaves."""
         self._model.after_step(step)
         self._record.facts.setdefault("heard", []).extend(self._model.heard())
-        self._model.settle()
+        self._model.settle()  # weights as they are evaluated and saved
         self._values(step, Phase.UPDATE, self._optimizer)
         if step == self._resume:
             self._values(step, Phase.RESUME, self._optimizer)

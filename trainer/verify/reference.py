@@ -45,11 +45,12 @@ def memory_shortage(run: PreparedRun, largest: float = _LARGEST) -> str:
     Where processes share their memory, and each has a copy of the network, all of theirs together must fit, too.
     """
     machine = run.machine
+    # with ddp on CPUs each process has a whole copy in the same memory
     copies = machine.launch.local_world_size if machine.shares_devices and not run.sharded else 1
     numbers = _count_numbers({tensor for _, tensor in named_state(run.network)})
     trainable = _count_numbers({parameter for parameter in run.network.parameters() if parameter.requires_grad})
     per_parameter = state_per_parameter(run.make_optimizer) + (run.settings.ema.decay is not None)
-    # name → numbers; on an accelerator the copy for the resume lies on the host
+    # what it is → how many numbers; on an accelerator the copy for the resume lies on the host
     parts = {"weights": numbers, "gradients": trainable, "optimizer": round(trainable * per_parameter)}
     copy = {"a copy for the resume": numbers + round(trainable * per_parameter)}
     if not machine.on_gpu:
@@ -71,7 +72,7 @@ def refuse_unbuildable(run: PreparedRun) -> None:
 
 
 def out_of_memory_message(run: PreparedRun, why: str, lack: str, layers: int | str | None) -> str:
-    """The refusal where the reference ran out of memory. why: it had fewer layers; layers: as somebody has asked."""
+    """The message where the reference ran out of memory. why: it had fewer layers; layers: what `job.layers` says."""
     advice = " job.layers=2, or null, makes a copy with fewer layers." if layers == "all" else ""
     short_text = f" even with fewer layers ({why})" if why else ""
     whole_text = f" All of it: {lack_of_all}." if (lack_of_all := memory_shortage(run, 0.0)) else ""
@@ -82,7 +83,7 @@ def state_per_parameter(make_optimizer: Make) -> float:
     """How many numbers an optimizer remembers for each that it learns; two where a step over a few does not tell."""
     parameter = nn.Parameter(torch.zeros(32, 32))
     parameter.grad = torch.ones_like(parameter)
-    with suppress(Exception):  # some take sparse gradients alone
+    with suppress(Exception):  # some optimizers take sparse gradients alone
         optimizer = make_optimizer([{"params": [parameter]}])
         optimizer.step()
         tensors = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
@@ -137,7 +138,7 @@ def make_in_process(run: RunParts, samples: int, path: Path, layers: int | None)
     if not code:
         return ""
     output = printed.strip()[-_LAST:]
-    if code == 2:
+    if code == 2:  # a refusal, as this run might have had
         raise Refusal(output)
     if code == -signal.SIGKILL or _NO_MEMORY.search(output):
         return (output or "killed").splitlines()[-1]
@@ -148,7 +149,7 @@ def read_reference(path: Path) -> TrainingRecord:
     """The reference that somebody has had made. Refusal where the file is none."""
     if not path.is_file():
         raise Refusal(f"job.reference={path}: there is no such file; job.record={path} writes it")
-    with suppress(SafetensorError, KeyError):
+    with suppress(SafetensorError, KeyError):  # another file, or one of an older version
         if "fewer" in (reference := TrainingRecord.read(path)).facts:
             return reference
     raise Refusal(f"job.reference={path} is no reference, or an older version has written it; job.record={path} does")

@@ -35,9 +35,9 @@ FIRST, LENGTH, PATTERN, WIDTH = 0, 1, 2, 2 + _PROJECTIONS  # columns; the other 
 
 
 def sketch_rows(rows: Tensor, first: int = 0) -> Tensor:
-    """The signatures of each row: (n, numbers) → (n, 10) float64 on the CPU: a projection on ±1, the 2-norm, a pattern.
+    """The sketches of each row: (n, numbers) → (n, 10) float64 on the CPU: a projection on ±1, the 2-norm, a pattern.
 
-    first: where in longer rows these are stretches of they begin; the other stretches' signatures are `joined` to them.
+    first: where in longer rows these are stretches of they begin; the other stretches' sketches are `joined` to them.
 
     After them seven projections more. A change of a row by a vector d moves projections and norm by about the norm of
     d, wherever in the row it is. The pattern is 0 where all numbers are finite, else a whole number that says which are
@@ -53,6 +53,7 @@ def sketch_rows(rows: Tensor, first: int = 0) -> Tensor:
         pattern = (kinds_of_number * (mix_bits(torch.arange(x.shape[1]) + first + 1) & 0xFFFFF).to(x)).sum(1)
         x = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         norm = x.norm(dim=1)
+    # in blocks, so that the table of signs stays small whatever the length of a row
     signs, projections = _random_signs(x.device), x.new_zeros(len(x), _PROJECTIONS)
     for begin in range(first - first % _BLOCK, first + x.shape[1], _BLOCK):
         block = x[:, max(0, begin - first) : begin + _BLOCK - first]
@@ -64,14 +65,14 @@ def sketch_rows(rows: Tensor, first: int = 0) -> Tensor:
 
 
 def sketch_distance(first: Tensor, second: Tensor) -> Tensor:
-    """How far rows lie apart, by their signatures: (n, 10), (n, 10) → (n,): about the norm of the difference."""
+    """How far rows lie apart, by their sketches: (n, 10), (n, 10) → (n,): about the norm of the difference."""
     change = (first - second).abs()
     projections = torch.cat([change[:, :LENGTH], change[:, PATTERN + 1 :]], dim=1)
     return torch.maximum(projections.square().mean(1).sqrt(), change[:, LENGTH])
 
 
 def add_sketches(parts: Sequence[Tensor]) -> Tensor:
-    """The signatures of what these are the signatures of parts of, each with zeros in the place of the others."""
+    """The sketches of what these are the sketches of parts of, each with zeros in the place of the others."""
     stacked = torch.stack([*parts])
     sums = stacked.sum(0)
     sums[:, LENGTH] = stacked[:, :, LENGTH].norm(dim=0)
@@ -144,7 +145,7 @@ class Phase:
 
 
 class Key(NamedTuple):
-    """What a signature is of."""
+    """What a sketch is of."""
 
     step: int  # from 1 on; 0: before the first
     phase: str
@@ -161,11 +162,10 @@ class Key(NamedTuple):
 class TrainingRecord:
     """Signatures by what they are of; the keys stand in the order of time."""
 
-    values: dict[Key, list[tuple[Sequence[int], Tensor]]] = field(default_factory=dict)  # rows, their signatures
-    layouts: dict[tuple[str, str, int], SampleLayout] = field(
-        default_factory=dict
-    )  # phase, name, call → where samples lie
-    # the same of what a rank has only a part of
+    values: dict[Key, list[tuple[Sequence[int], Tensor]]] = field(default_factory=dict)  # rows, their sketches
+    # phase, name, call → where samples lie
+    layouts: dict[tuple[str, str, int], SampleLayout] = field(default_factory=dict)
+    # as `values`, of tensors of which a rank has only a part: pieces of sequences
     parts: dict[Key, list[tuple[Sequence[int], Tensor]]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)  # what it is a record of
     floors: dict[Key, float] = field(default_factory=dict)  # how far rounding alone takes it, relative to its norm
@@ -177,7 +177,7 @@ class TrainingRecord:
         return self.phases is None or phase in self.phases
 
     def add(self, key: Key, rows: Sequence[int], sketches: Tensor) -> None:
-        """Keep the signatures of these rows: samples of the global batch, or 0 of what is one thing."""
+        """Keep the sketches of these rows: samples of the global batch, or 0 of what is one thing."""
         self.values.setdefault(key, []).append((rows, sketches))
 
     def join(self, ranks: Ranks) -> None:
@@ -191,22 +191,19 @@ class TrainingRecord:
         self.parts = {}
 
     def table(self, key: Key, min_rows: int = 0) -> Tensor:
-        """(rows, 10): the signatures of all rows of a key, so many at least; zeros where one has no such thing."""
+        """(rows, 10): the sketches of all rows of a key, so many at least; zeros where one has no such thing."""
         rows = torch.tensor([row for part, _ in self.values[key] for row in part])
         table = torch.zeros(max(min_rows, 1 + int(rows.max())), WIDTH, dtype=torch.float64)
         table[rows] = torch.cat([sketches for _, sketches in self.values[key]])
         return table
 
     def rows(self, key: Key, rows: Sequence[int]) -> Tensor:
-        """(len(rows), 10): the signatures of these rows of a key; zeros where one has no such thing."""
+        """(len(rows), 10): the sketches of these rows of a key; zeros where one has no such thing."""
         min_rows = 1 + max(rows, default=0)
         (numbers, sketches), *others = self.values[key]
         # as a rule one process has all of it, in order
-        table = (
-            sketches
-            if not others and [*numbers] == [*range(max(min_rows, len(sketches)))]
-            else self.table(key, min_rows)
-        )
+        complete = not others and [*numbers] == [*range(max(min_rows, len(sketches)))]
+        table = sketches if complete else self.table(key, min_rows)
         return table if len(rows) == len(table) == 1 else table[list(rows)]
 
     def norms(self, keys: Sequence[Key]) -> list[float]:
@@ -224,9 +221,9 @@ class TrainingRecord:
         metadata = {"keys": [*self.values], "layouts": layouts, "facts": self.facts, "floors": floors}
         metadata["rows"] = [len(table) for table in tables]  # one tensor of all: thousands take long to write and read
         path.unlink(missing_ok=True)  # it may be a link
-        save_file(
-            {"signatures": torch.cat(tables)}, path, {name: json.dumps(value) for name, value in metadata.items()}
-        )
+        # safetensors keeps texts beside tensors
+        texts = {name: json.dumps(value) for name, value in metadata.items()}
+        save_file({"signatures": torch.cat(tables)}, path, texts)
 
     @classmethod
     def read(cls, path: Path) -> TrainingRecord:
@@ -242,48 +239,47 @@ class TrainingRecord:
 
 
 class SketchRecorder:
-    """Signs tensors as they come. What is cut into shards is in the record once all of its ranks call `join`."""
+    """Sketches tensors as they come. Sharded tensors are in the record once all of their ranks have called `join`."""
 
     def __init__(self, record: TrainingRecord) -> None:
         self._record = record
-        self._shards: dict[ProcessGroup, dict[Key, Tensor]] = {}  # who holds shards of it → signatures of this rank's
+        self._shards: dict[ProcessGroup, dict[Key, Tensor]] = {}  # who holds shards of it → sketches of this rank's
 
     def add(self, key: Key, tensor: Tensor) -> None:
-        """Sign a tensor, if somebody will ask for it. Collective where it is cut along several dimensions."""
+        """Sketch a tensor, if somebody will ask for it. Collective where several mesh dimensions shard it."""
         if not self._record.wants(key.phase):
             return
-        if (
-            isinstance(tensor, DTensor)
-            and len(cut := _sharded_dims(tensor)) == 1
-            and type(tensor.placements[cut[0]]) is Shard
-        ):
-            self._shards.setdefault(tensor.device_mesh.get_group(cut[0]), {})[key] = _sketch_shard(tensor, cut[0])
+        dims = _sharded_dims(tensor) if isinstance(tensor, DTensor) else []
+        if isinstance(tensor, DTensor) and len(dims) == 1 and type(tensor.placements[dims[0]]) is Shard:
+            # ten numbers of each shard will travel, not the tensor
+            group = tensor.device_mesh.get_group(dims[0])
+            self._shards.setdefault(group, {})[key] = _sketch_shard(tensor, dims[0])
             return
         full = full_tensor(tensor)
         if _is_reporter(tensor, key):
             self._record.add(key, [0], sketch_rows(full.reshape(1, -1)))
 
     def join(self) -> None:
-        """Collective: add up the signatures of shards; each sum is told by one of those who have a part of it."""
+        """Collective: add up the sketches of shards; each sum is told by one of those who have a part of it."""
         for group, parts in self._shards.items():
             ranks = Group(group)
             mine = tuple(parts), torch.cat([*parts.values()])
             every = ranks.all_gather_values(mine)  # who holds the shards; ten numbers for each tensor
             tables = [dict(zip(keys, table.split(1), strict=True)) for keys, table in every]
             for key in parts:
-                # what another one has nothing of is not whole
+                # a sum without the part of one rank is not that of the whole tensor
                 if _reporter_rank(key, ranks.size) == ranks.rank and all(key in table for table in tables):
                     self._record.add(key, [0], add_sketches([table[key] for table in tables]))
         self._shards = {}
 
 
 def _sharded_dims(tensor: DTensor) -> list[int]:
-    """The dimensions of its mesh along which it is no copy: copies are looked at one by one."""
+    """The dimensions of its mesh along which it is no copy. Each copy is recorded by itself: they may differ."""
     return [at for at, placement in enumerate(tensor.placements) if not placement.is_replicate()]
 
 
 def _sketch_shard(tensor: DTensor, at: int) -> Tensor:
-    """The signature of this rank's shard, with zeros in the place of the others. at: the dimension of the mesh."""
+    """The sketch of this rank's shard, with zeros in the place of the others. at: the dimension of the mesh."""
     dim, shard = tensor.placements[at].dim, tensor.to_local().detach()  # type: ignore[attr-defined]
     size, mesh = tensor.shape[dim], tensor.device_mesh
     start = min(size, -(-size // mesh.size(at)) * mesh.get_local_rank(at))  # as torch.chunk cuts
@@ -295,10 +291,10 @@ def _sketch_shard(tensor: DTensor, at: int) -> Tensor:
 
 
 def _is_reporter(tensor: Tensor, key: Key) -> bool:
-    """Is it this rank's turn to tell it? What ranks hold shards of is the same for all of them, so one is enough."""
+    """Does this rank record it? What ranks gather from their shards is the same on all of them, so one is enough."""
     if not isinstance(tensor, DTensor):
         return True
-    index, count = 0, 1
+    index, count = 0, 1  # of this rank among those that hold shards
     for dim in _sharded_dims(tensor):
         size = tensor.device_mesh.size(dim)
         index, count = index * size + tensor.device_mesh.get_local_rank(dim), count * size
@@ -306,4 +302,4 @@ def _is_reporter(tensor: Tensor, key: Key) -> bool:
 
 
 def _reporter_rank(key: Key, ranks: int) -> int:
-    return crc32(key.name.encode()) % ranks
+    return crc32(key.name.encode()) % ranks  # another rank for each name: none has all the work

@@ -26,6 +26,7 @@ REVERSED, NO_EVALUATIONS = "divided, in the other order", "evaluations between t
 # The plain loop after a forward that belongs to no step
 TRIAL_FORWARD = "after a trial forward"
 
+# Of each phase: what users have written, if the plain loop differs there as well
 _USER_CAUSES = {
     Phase.INITIAL: "the network: its constructor",
     Phase.DATA: "the data: an item or its augmentation",
@@ -40,6 +41,7 @@ _USER_CAUSES = {
     Phase.RESUME: "the network: what it or its optimizer gives a checkpoint, or takes from it,",
     Phase.EVALUATION: "the evaluation: its forward or a metric",
 }
+# Of each phase: who may keep something that no checkpoint has
 _STATE_KEEPERS = {
     Phase.DATA: "Data keeps",
     Phase.FORWARD: "the forward reads (no parameter, no persistent buffer)",
@@ -47,6 +49,7 @@ _STATE_KEEPERS = {
     Phase.RATE: "Schedule keeps",
     Phase.UPDATE: "Task keeps",
 }
+# Of each phase: what the strategy does, if the plain loop is right
 _STRATEGY_CAUSES = {
     Phase.INITIAL: "the values that it gives to ranks",
     Phase.DATA: "the samples that a rank reads, and where it goes on",
