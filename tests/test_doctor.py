@@ -20,6 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import trainer
 from tests.commands import Command, finish, single
 from tests.inside import here, product
 from trainer.jobs.doctor import host_facts, job, shared_folder, slow_rank
@@ -355,3 +356,14 @@ def test_it_is_compared_with_the_last_time_that_all_was_well(tmp_path: Path, mon
 def test_what_cannot_be_examined_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(Refusal, match=re.escape(message)):
         here("job=doctor", *words)
+
+
+def test_from_python_what_is_wrong_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = trainer.run([*QUICK, "device=cpu"])
+    assert (result.state, result.metrics, result.folder) == ("completed", {}, tmp_path / "runs")
+    with (
+        patch.object(host_facts, "_limit", lambda _: 100.0),
+        pytest.raises(RuntimeError, match=r"may open 100 files.*doctor.json\)"),
+    ):
+        trainer.run([*QUICK, "device=cpu"])

@@ -50,9 +50,14 @@ if TYPE_CHECKING:
     from trainer.jobs.run_parts import RunParts
 
 
-def read_verdict(run: Path) -> str:
-    """What differs, of the comparison in the folder of a run; empty where nothing does, or none came to an end."""
-    path = run / "verify" / "verify.json"
+def read_verdict(cfg: DictConfig, folder: Path) -> str:
+    """What `verify` or `doctor` has found wrong, by its file in this folder; empty where that is nothing."""
+    if examines_machines(cfg):
+        path = folder / "doctor.json"
+        findings = json.loads(path.read_text())["findings"] if path.is_file() else []
+        errors = [finding["what"] for finding in findings if finding["level"] == "error"]
+        return f"{'; '.join(errors)} ({path})" if errors else ""
+    path = folder / "verify" / "verify.json"
     found = json.loads(path.read_text()) if path.is_file() else {"same": True}
     return "" if found["same"] else f"{found['verdict']} ({path})"
 
@@ -134,7 +139,7 @@ def _run_once(asked: list[str]) -> Result:
             say("note        Ctrl-C does not reach a run in a thread; run.stop_after=… ends it")
         code = _run_in_children(asked, cfg, count) if count else _run_in_this_process(asked, launch, cfg)
         if code == 1:  # nothing has failed, or that would have been raised
-            raise RuntimeError(read_verdict(folder))
+            raise RuntimeError(read_verdict(cfg, folder))
         return Result(*_read_result(cfg, folder, code), folder, partial(build_run, asked, Launch(), cfg))
 
 
@@ -285,7 +290,8 @@ def _run_in_children(words: Sequence[str], cfg: DictConfig, count: int) -> int:
     if code not in (0, failure.STOPPED):
         if asked.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt("interrupted twice")
-        found = read_verdict(Path(str(cfg.run.dir))) if is_verification(cfg) else ""
+        judges = is_verification(cfg) or examines_machines(cfg)
+        found = read_verdict(cfg, Path(str(cfg.run.dir))) if judges else ""
         raise RuntimeError(said or found or "a process of the run ended without a message: killed, or out of memory")
     return code
 
@@ -297,6 +303,7 @@ def _read_result(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[st
 
     # a job that opens a run leaves the run's own files as they were, and so does `verify`
     own = "evaluate" if opens_trained_run(cfg) else "verify" if is_verification(cfg) else ""
+    own = "doctor" if examines_machines(cfg) else own
     status = read_status(folder)
     if code == failure.STOPPED and status is None:
         raise KeyboardInterrupt("interrupted before the run began")
