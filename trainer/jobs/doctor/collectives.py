@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from statistics import median
 from time import perf_counter
 
@@ -145,8 +146,8 @@ def time_collectives(
 
 
 def _elements(size: int, ranks: int) -> int:
-    """Numbers of 4 bytes, near so many bytes, that divide into equal parts for the ranks."""
-    return max(1, round(size / 4 / ranks)) * ranks
+    """Numbers of 4 bytes, so many bytes or a little more, that divide into equal parts for the ranks."""
+    return ceil(size / 4 / ranks) * ranks
 
 
 def _repeat(site: Site, group: Group, op: Op, size: int, share: float) -> tuple[list[float], float]:

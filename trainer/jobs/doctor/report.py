@@ -114,14 +114,10 @@ def report_data(examination: Examination, last: Baseline, baseline: Mapping[str,
         "seconds": round(e.seconds, 3),
         "findings": [asdict(finding) for finding in e.findings],
         "ranks": [
-            {
-                "rank": rank,
-                "host": e.site.hosts[rank],
-                **asdict(facts),
-                "clock_offset_s": e.offsets[rank],
-                **e.work[rank],
-            }
-            for rank, facts in enumerate(e.facts)
+            {"rank": rank, "host": host, **asdict(facts), "clock_offset_s": offset, **work}
+            for rank, (host, facts, offset, work) in enumerate(
+                zip(e.site.hosts, e.facts, e.offsets, e.work, strict=True)
+            )
         ],
         "folder": [
             {"rank": rank, "delay_s": each.delay_s} for rank, each in enumerate(e.folder) if each.delay_s is not None
@@ -143,14 +139,10 @@ def _fits(times: Sequence[CollectiveTime], group: str, link: LinearCost | None) 
     for op in OPS:
         mine = [each for each in times if (each.op, each.group) == (op, group)]
         if mine:
-            line, model = (
-                fit_cost([(each.bytes, each.seconds) for each in mine]),
-                link and model_cost(op, mine[0].ranks, link),
-            )
-            row = {"op": op, "group": group, "ranks": mine[0].ranks, **asdict(line)}
-            rows.append(
-                row | {f"expected_{key}": value for key, value in asdict(model or LinearCost(inf, inf)).items()}
-            )
+            measured = fit_cost([(each.bytes, each.seconds) for each in mine])
+            model = model_cost(op, mine[0].ranks, link) if link else LinearCost(inf, inf)
+            expected = {f"expected_{key}": value for key, value in asdict(model).items()}
+            rows.append({"op": op, "group": group, "ranks": mine[0].ranks, **asdict(measured), **expected})
     return rows
 
 
@@ -190,7 +182,7 @@ def _host_lines(e: Examination) -> list[str]:
         f"memory {format_rate(min(each['memory_bytes_per_s'] for each in work))} at least",
     ]
     if len(e.facts) > 1:
-        rows.append(f"folder      seen by others after {format_seconds(max(delays, default=inf))} at most")
+        rows.append(f"folder      seen by others after {format_seconds(max(delays, default=0.0))} at most")
         rows.append(f"clocks      {format_seconds(max(e.offsets) - min(e.offsets))} apart")
     return rows
 
