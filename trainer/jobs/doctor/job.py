@@ -65,9 +65,8 @@ class Doctor:
             examination, last = self._examine(site, machine, scratch, before)
         if launch.is_main:
             data = report_data(examination, last, before)
-            print(
-                "\n".join([*report_lines(examination, data), f"written     {write_report(folder, data)}"]), flush=True
-            )
+            path = write_report(folder, data)
+            print(*report_lines(examination, data), f"written     {path}", sep="\n", flush=True)
             shutil.rmtree(scratch, ignore_errors=True)
         if launch.world_size > 1:
             leave_group(site.world, clean=True)
@@ -89,6 +88,7 @@ class Doctor:
         links, times, groups = [], [], plan_groups(site)
         run_block(site, work, offsets[site.world.rank])
         if site.world.size > 1:
+            # links by themselves, then collectives over all groups that a strategy may use
             links = time_links(site, pair_rounds(site.world.size))
             run_block(site, work, offsets[site.world.rank])
             expectations = Expectations(site, links, last.links, min(each.network_rate for each in facts))
