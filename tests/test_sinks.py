@@ -22,10 +22,11 @@ from tests.commands import SMALL, finish, lines, single, status
 from tests.inside import here
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal
-from trainer.records import sinks
+from trainer.records import experiment_trackers
+from trainer.records.experiment_trackers import ServiceSink
 from trainer.records.metrics_files import CSV, MetricsFile
 from trainer.records.metrics_reader import read_lines_backwards
-from trainer.records.sinks import Log, ServiceSink, Sink
+from trainer.records.sinks import Log, Sink
 
 WORDS = (*SMALL, "schedule=constant", "loop.global_batch=120", "loop.eval_every=2", "loop.save_every=2")
 SECRET = "+data.vocab_size=${oc.env:TRAINER_TEST_SECRET}"
@@ -161,7 +162,7 @@ def test_a_sink_hears_how_the_run_ended(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_service_that_fails_is_told_once_and_one_that_hangs_is_left(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks, "_PATIENCE", 0.05)
+    monkeypatch.setattr(experiment_trackers, "_PATIENCE", 0.05)
     done, hanging = [], Event()
 
     def fails() -> None:
@@ -170,10 +171,10 @@ def test_a_service_that_fails_is_told_once_and_one_that_hangs_is_left(
     with caplog.at_level(logging.WARNING):
         one = ServiceSink("json")
         for call in (lambda: done.append(1), fails, lambda: done.append(2), fails, lambda: done.append(3)):
-            one.later(call)
+            one.enqueue(call)
         one.close()
         other = ServiceSink("json")
-        other.later(lambda: hanging.wait(60))
+        other.enqueue(lambda: hanging.wait(60))
         other.close()
     hanging.set()
     ServiceSink("json").close()  # one that was never opened
@@ -187,8 +188,8 @@ def test_a_service_that_fails_is_told_once_and_one_that_hangs_is_left(
 def test_a_package_that_is_missing_is_refused_with_what_to_type(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = sinks.find_spec
-    monkeypatch.setattr(sinks, "find_spec", lambda asked: None if asked == name else found(asked))
+    found = experiment_trackers.find_spec
+    monkeypatch.setattr(experiment_trackers, "find_spec", lambda asked: None if asked == name else found(asked))
     with pytest.raises(Refusal, match=rf"log=\[{name}\] needs the package {name}: pip install -e '.\[{name}\]'"):
         here(f"run.dir={tmp_path}/run", f"log=[console,{name}]")
     assert not (tmp_path / "run").exists()

@@ -43,8 +43,8 @@ class PlannedCall:
 
 def fill_data_facts(cfg: DictConfig, known: Mapping[str, Any]) -> DictConfig:
     """The configuration with these values for the facts that its data leaves open (null); others stay as they are."""
-    open_ones = {name: known.get(name) for name in DATA_FACTS if name in cfg.data and cfg.data[name] is None}
-    return OmegaConf.merge(cfg, {"data": open_ones}) if open_ones else cfg  # type: ignore[return-value]
+    missing_facts = {name: known.get(name) for name in DATA_FACTS if name in cfg.data and cfg.data[name] is None}
+    return OmegaConf.merge(cfg, {"data": missing_facts}) if missing_facts else cfg  # type: ignore[return-value]
 
 
 def instantiate(node: DictConfig | None, kind: type, where: str, allowed: AllowedTargets, **extra: Any) -> Any:
@@ -74,18 +74,18 @@ def check_groups(cfg: DictConfig, kinds: Mapping[str, type], allowed: AllowedTar
     brings is no other configuration.
     """
     problems: list[str] = []
-    beside = {f"{group}.{key}": value for group, own in RESERVED_KEYS.items() for key, value in own.items()}
-    idle = {path for path, value in beside.items() if OmegaConf.select(cfg, path) == value}
+    reserved = {f"{group}.{key}": value for group, defaults in RESERVED_KEYS.items() for key, value in defaults.items()}
+    unchanged = {path for path, value in reserved.items() if OmegaConf.select(cfg, path) == value}
     for group, kind in kinds.items():
         try:
             given = ["machine"] if group == "strategy" else []
-            idle |= set(_default_keys(_plan_group(cfg[group], kind, group, allowed, given)))
+            unchanged |= set(_default_keys(_plan_group(cfg[group], kind, group, allowed, given)))
         except Refusal as refusal:
             problems.append(str(refusal))
     if problems:
         raise Refusal("\n".join(problems))
     # what a task is told of the data follows from the data's own keys
-    return idle | {f"task.{fact}" for fact in DATA_FACTS}
+    return unchanged | {f"task.{fact}" for fact in DATA_FACTS}
 
 
 def make_factory(

@@ -51,9 +51,9 @@ def fraction(value: Any) -> float:
 
 def parse_seconds(value: Any) -> float:
     """A span of time: seconds, 90s, 15min, 2h, 1d or HH:MM:SS."""
-    found: Any = _span(value) if isinstance(value, str) else value
-    known = is_valid(found, float) and 0 < found < math.inf
-    return float(require(found, known, "a time above 0: seconds, 90s, 15min, 2h or HH:MM:SS"))
+    seconds: Any = _span(value) if isinstance(value, str) else value
+    is_time = is_valid(seconds, float) and 0 < seconds < math.inf
+    return float(require(seconds, is_time, "a time above 0: seconds, 90s, 15min, 2h or HH:MM:SS"))
 
 
 def _span(written: str) -> float | None:
@@ -72,9 +72,9 @@ def parse_intervals(value: Any) -> tuple[Interval, ...]:
 
 def parse_step_intervals(value: Any) -> tuple[Interval, ...]:
     """The same without a clock, which differs from rank to rank."""
-    found = parse_intervals(value)
+    intervals = parse_intervals(value)
     expected = "steps (500), epochs (1ep), a list of them, or null for never"
-    return require(found, all(every.seconds is None for every in found), expected)
+    return require(intervals, all(every.seconds is None for every in intervals), expected)
 
 
 def _every(value: Any) -> Interval:

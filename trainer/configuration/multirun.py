@@ -140,18 +140,18 @@ class SearchSpace:
         """As few runs as have every value once, or both ends of what has no list."""
         values = [axis.extremes() for axis in self.axes]
         for index in range(max(map(len, values), default=1)):
-            yield self.trial(index, [one[index % len(one)] for one in values])
+            yield self.trial(index, [options[index % len(options)] for options in values])
 
-    def trial(self, number: int, picked: Sequence[str]) -> Trial:
+    def trial(self, number: int, choices: Sequence[str]) -> Trial:
         """The run of these words, one an axis."""
-        differ = {axis.key for axis in self.several}
-        told = {axis.key: word for axis, word in zip(self.axes, picked, strict=True) if axis.key in differ}
+        varying_keys = {axis.key for axis in self.several}
+        overrides = {axis.key: word for axis, word in zip(self.axes, choices, strict=True) if axis.key in varying_keys}
         # A folder is named by what differs; where nothing does, by all words but those that say where it is.
-        telling = list(told.values()) or [word for word in picked if not word.startswith("run.")]
+        distinguishing = list(overrides.values()) or [word for word in choices if not word.startswith("run.")]
         # Without what a path or a shell would read as something else.
-        plain = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", ",".join(map(shorten_floats, telling)))
-        values = {key.lstrip("+"): word[len(key) + 1 :] for key, word in told.items()}
-        return Trial(number, f"{number}_{plain}"[:200].rstrip("_"), (*self.always, *picked), values)
+        folder_name = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", ",".join(map(shorten_floats, distinguishing)))
+        values = {key.lstrip("+"): word[len(key) + 1 :] for key, word in overrides.items()}
+        return Trial(number, f"{number}_{folder_name}"[:200].rstrip("_"), (*self.always, *choices), values)
 
 
 def shorten_floats(text: str) -> str:
@@ -309,17 +309,17 @@ def _axis(override: Override, places: list[Path]) -> Axis:
                 f"{override_text(override)}: the first number must be the smaller one{', above 0' if log else ''}"
             )
         return NumberRange(key, value.start, value.end, whole, log, override_text(override))
-    found: list[Any] = []
+    options: list[Any] = []
     try:
-        found = (
+        options = (
             value.filter(list_options(key, places)) if isinstance(value, Glob) else [*override.sweep_string_iterator()]
         )
         why = f"no option of {key} matches"
     except HydraException:
         why = "these values cannot be listed; write a,b,c or range(1,4)"
-    if not found:
+    if not options:
         raise Refusal(f"{override_text(override)}: {why}")
-    return Choice(key, tuple(f"{key}={each}" for each in found))
+    return Choice(key, tuple(f"{key}={each}" for each in options))
 
 
 def _compose_all(trials: Iterable[Trial]) -> DictConfig:
@@ -343,5 +343,5 @@ def _compose_all(trials: Iterable[Trial]) -> DictConfig:
 def run_arguments(trial: Trial, folder: Path) -> list[str]:
     """The command line of one run, with its own folder."""
     # The folder of all runs was decided above; each has its own in it.
-    kept = [word for word in trial.words if not re.match(r"\+*run\.(dir|name)=", word)]
-    return [*kept, f"run.dir={quote_value(str(folder / trial.name))}"]
+    arguments = [word for word in trial.words if not re.match(r"\+*run\.(dir|name)=", word)]
+    return [*arguments, f"run.dir={quote_value(str(folder / trial.name))}"]

@@ -9,7 +9,7 @@ from time import monotonic
 from trainer.launch.rank_output import append_to_log, log_path
 from trainer.launch.safe_files import disk_full_error
 from trainer.messages import format_duration, format_number
-from trainer.records.sinks import NOT_METRICS, Line, Sink
+from trainer.records.sinks import Line, Sink, measured_values
 
 _CLEAR = "\r\x1b[2K"  # back to the start of the line, and empty it
 
@@ -117,9 +117,7 @@ def format_training_line(
 def format_evaluation_line(line: Line) -> str:
     """An evaluation line in words: `eval  step 360  loss 0.2134  accuracy  97.8 %`."""
     words = ["eval", f"step {line['step']}"]
-    for name, value in line.items():
-        if name not in NOT_METRICS and isinstance(value, (int, float)):
-            words.append(f"{name} {format_metric(name, value)}")
+    words += [f"{name} {format_metric(name, value)}" for name, value in measured_values(line)]
     return "  ".join(words)
 
 

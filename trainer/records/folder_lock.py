@@ -54,19 +54,21 @@ def _is_current(descriptor: int, folder: Path) -> bool:
 
 def _wait_for_lock(descriptor: int, folder: Path) -> None:
     """Wait until the folder is free: a little, or as long as a dead machine's lock lasts. Refusal then."""
-    began, said = time.monotonic(), False
+    start, warned = time.monotonic(), False
     # asked again and again, as flock itself knows no time after which it gives up
     while not _try_lock(descriptor):
-        who = lock_holder(folder)
+        holder = lock_holder(folder)
         # on this machine a dead process's lock is gone; a file server cannot know yet that another machine is dead
-        elsewhere = who.startswith("host ") and not who.startswith(f"host {socket.gethostname()},")
-        if time.monotonic() - began > (LEASE_SECONDS if elsewhere else WAIT_SECONDS):
+        on_other_machine = holder.startswith("host ") and not holder.startswith(f"host {socket.gethostname()},")
+        if time.monotonic() - start > (LEASE_SECONDS if on_other_machine else WAIT_SECONDS):
             unlock_folder(descriptor)
-            raise Refusal(f"{folder} is in use by another run ({who}); stop that one or give another run.name")
-        if elsewhere and not said:
+            raise Refusal(f"{folder} is in use by another run ({holder}); stop that one or give another run.name")
+        if on_other_machine and not warned:
             why = "because the lock of a machine that died lasts so long"
-            log.warning("%s is in use on another machine (%s); waiting up to %g s, %s", folder, who, LEASE_SECONDS, why)
-            said = True
+            log.warning(
+                "%s is in use on another machine (%s); waiting up to %g s, %s", folder, holder, LEASE_SECONDS, why
+            )
+            warned = True
         time.sleep(0.05)
 
 

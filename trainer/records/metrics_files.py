@@ -103,29 +103,29 @@ class MetricsFile(Sink):
     def _cut(self, last: Mapping[str, int]) -> None:
         """Keep the lines up to the last step of their kind. Only what goes is read, and the line before it."""
         with open_file(self._path, "r+b", buffering=0) as file:
-            end, behind = file.seek(0, os.SEEK_END), b""
-            self._size, kept = end, b""
-            for place, line in read_lines_backwards(self._path):
-                said = parse_line(line)
-                if not _is_kept(said, last):
-                    self._size, kept = place, behind
-                elif said is not None and said["step"] <= min(last.values()):
+            size, following = file.seek(0, os.SEEK_END), b""
+            self._size, kept_lines = size, b""
+            for offset, line in read_lines_backwards(self._path):
+                fields = parse_line(line)
+                if not _is_kept(fields, last):
+                    self._size, kept_lines = offset, following
+                elif fields is not None and fields["step"] <= min(last.values()):
                     break  # lines stand in the order of their steps
                 else:
-                    behind = line + behind
-            if self._size < end:
+                    following = line + following
+            if self._size < size:
                 # nothing is written anew: a kill in between leaves whole lines
                 file.truncate(self._size)
                 file.seek(self._size)
-                self._size += file.write(kept)
+                self._size += file.write(kept_lines)
                 os.fsync(file.fileno())
 
 
-def _is_kept(said: Mapping[str, Any] | None, last: Mapping[str, int]) -> bool:
+def _is_kept(fields: Mapping[str, Any] | None, last_steps: Mapping[str, int]) -> bool:
     """Is this a line up to the last step of its kind? What a crash tore is no line."""
-    if said is None or not isinstance(said.get("step"), int):
+    if fields is None or not isinstance(fields.get("step"), int):
         return False
-    return said["step"] <= last.get(str(said.get("kind")), -1)
+    return fields["step"] <= last_steps.get(str(fields.get("kind")), -1)
 
 
 class CSV(Sink):
@@ -198,7 +198,7 @@ class CSV(Sink):
             header = dict(zip(self._columns, self._columns, strict=True))
             replace_file(self._path, _format_rows(self._columns, chain([header], read_lines(self._source))))
         return next(
-            (_row_order(said) for _, line in read_lines_backwards(self._source) if (said := parse_line(line))), None
+            (_row_order(fields) for _, line in read_lines_backwards(self._source) if (fields := parse_line(line))), None
         )
 
     def _common(self) -> tuple[int, int] | None:
@@ -218,16 +218,16 @@ class CSV(Sink):
         for start, row in read_lines_backwards(self._path):
             with suppress(ValueError, csv.Error):
                 (cells,) = csv.reader([row.decode()])
-                said = dict(zip(self._columns, cells, strict=True))
-                yield _Row(_row_order({**said, "step": int(said["step"])}), row, start + len(row))
+                fields = dict(zip(self._columns, cells, strict=True))
+                yield _Row(_row_order({**fields, "step": int(fields["step"])}), row, start + len(row))
 
     def _lines_back(self) -> Iterator[_Row]:
         """The source's lines as rows, the last first."""
         for start, line in read_lines_backwards(self._source):
-            said = parse_line(line)
-            if said is not None:
-                (row,) = _format_rows(self._columns, [said])
-                yield _Row(_row_order(said), row, start + len(line))
+            fields = parse_line(line)
+            if fields is not None:
+                (row,) = _format_rows(self._columns, [fields])
+                yield _Row(_row_order(fields), row, start + len(line))
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,17 @@ _BLOCK = 2**16  # bytes that are read at a time
 def parse_line(line: bytes) -> dict[str, Any] | None:
     """What a line says; None for what is no whole line: a crash tore it, or a run is writing it just now."""
     with contextlib.suppress(ValueError, RecursionError):
-        said = json.loads(line) if line.endswith(b"\n") else None
-        return said if isinstance(said, dict) else None
+        fields = json.loads(line) if line.endswith(b"\n") else None
+        return fields if isinstance(fields, dict) else None
     return None
 
 
-def read_lines(path: Path, start: int = 0, word: bytes = b"") -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, start: int = 0, needle: bytes = b"") -> Iterator[dict[str, Any]]:
     """What the whole lines say that have this word in them, in their order, from this byte on; of no file nothing."""
     if path.is_file():
         with open_file(path, "rb") as file:
             file.seek(start)
-            yield from (said for line in file if word in line and (said := parse_line(line)) is not None)
+            yield from (fields for line in file if needle in line and (fields := parse_line(line)) is not None)
 
 
 def read_lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -57,9 +57,13 @@ def read_last_lines(path: Path, kinds: Iterable[str]) -> dict[str, dict[str, Any
     wanted = {kind: json.dumps(kind).encode() for kind in kinds}
     for _, line in read_lines_backwards(path) if path.is_file() else ():
         # a look at the bytes first: a kind that there is not is looked for in the whole file
-        if any(word in line for word in wanted.values()) and (said := parse_line(line)) and said.get("kind") in wanted:
-            last[said["kind"]] = said
-            del wanted[said["kind"]]
+        if (
+            any(needle in line for needle in wanted.values())
+            and (fields := parse_line(line))
+            and fields.get("kind") in wanted
+        ):
+            last[fields["kind"]] = fields
+            del wanted[fields["kind"]]
         if not wanted:
             break
     return last

@@ -77,14 +77,15 @@ def find_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
     """
     # so only the two names are compared then
     for group in old.keys() & new.keys():
-        one, other = _target_class(old[group]), _target_class(new[group])
-        if one and other and one != other:
-            old, new = {**old, group: one}, {**new, group: other}
+        old_target, new_target = _target_class(old[group]), _target_class(new[group])
+        if old_target and new_target and old_target != new_target:
+            old, new = {**old, group: old_target}, {**new, group: new_target}
     before, now = _flatten(old), _flatten(new)
     keys = sorted(before.keys() | now.keys())
-    every = (Change(key, before.get(key, ABSENT), now.get(key, ABSENT)) for key in keys)
+    differences = (Change(key, before.get(key, ABSENT), now.get(key, ABSENT)) for key in keys)
     # where a run lies, and what is done with it, is no part of what it is
-    return [one for one in every if one.old != one.new and not f"{one.key}.".startswith(("run.", "job.", "processes."))]
+    elsewhere = ("run.", "job.", "processes.")
+    return [change for change in differences if change.old != change.new and not f"{change.key}.".startswith(elsewhere)]
 
 
 def _target_class(section: Any) -> str | None:
@@ -97,7 +98,7 @@ def _class_name(value: Any) -> Any:
 
 
 def select_learning_changes(
-    changed: list[Change],
+    changes: list[Change],
     precision: tuple[str, str] | None = None,
     horizon: tuple[int, int] | None = None,
     needs_horizon: bool = False,
@@ -105,20 +106,24 @@ def select_learning_changes(
     """Those changes that change the learning. `precision` and `horizon` (in steps): the resolved ones, old and new."""
     groups = tuple(f"{name}." for name in LEARNING_KEYS)
     # `precision=auto` says nothing: what it came to is compared, where that is known
-    found = [one for one in changed if f"{one.key}.".startswith(groups) and not (one.key == "precision" and precision)]
+    selected = [
+        change
+        for change in changes
+        if f"{change.key}.".startswith(groups) and not (change.key == "precision" and precision)
+    ]
     if precision and precision[0] != precision[1]:
-        found.append(Change("precision", *precision))
+        selected.append(Change("precision", *precision))
     # a shorter run ends earlier on the way it was on; a longer one would have had other rates from the start
     if horizon and needs_horizon and horizon[1] > horizon[0]:
-        found.append(Change("the schedule's horizon in steps", f"{horizon[0]:,}", f"{horizon[1]:,}"))
-    return found
+        selected.append(Change("the schedule's horizon in steps", f"{horizon[0]:,}", f"{horizon[1]:,}"))
+    return selected
 
 
-def refuse_changes(found: list[Change], folder: Path) -> None:
+def refuse_changes(changes: list[Change], folder: Path) -> None:
     """Refusal that lists what changes the learning, and says what to add to go on in spite of it."""
-    if found:
-        lines = "".join(f"\n  {one}" for one in found[:12])
-        more = f"\n  … and {len(found) - 12} more" if len(found) > 12 else ""
+    if changes:
+        lines = "".join(f"\n  {change}" for change in changes[:12])
+        more = f"\n  … and {len(changes) - 12} more" if len(changes) > 12 else ""
         raise Refusal(
             f"{folder} holds a run with another configuration or other data; these changes change what it learns:"
             f"{lines}{more}\n"

@@ -68,9 +68,9 @@ class RunFolder:
     """The folder of one run. The main rank writes to it and holds its lock; on other ranks the verbs do nothing."""
 
     def __init__(self, path: Path, held: int | None = None, made: bool = False):
-        self.named = path  # by the user; on another machine other links may lead there
-        self.path, self._held = resolve_links(path), held
-        self._made = made  # by this start
+        self.given_path = path  # by the user; on another machine other links may lead there
+        self.path, self._lock = resolve_links(path), held
+        self._is_new = made  # by this start
         self._status: StatusWriter | None = None  # of this attempt, once it has begun
 
     @classmethod
@@ -108,7 +108,7 @@ class RunFolder:
                 raise Refusal(f"the run's folder cannot be: {error.strerror}: {str(error.filename)[:200]}") from error
             return _open_locked(path, _lock_fresh if fresh else lock_folder)
 
-        return cls._decided(launch, decide)
+        return cls._decide_together(launch, decide)
 
     @classmethod
     def open_empty(cls, path: Path, launch: Launch, check: Callable[[Path | None], None]) -> RunFolder:
@@ -118,23 +118,23 @@ class RunFolder:
             check(None)
             return _open_locked(path, _lock_emptied)
 
-        return cls._decided(launch, decide)
+        return cls._decide_together(launch, decide)
 
     @classmethod
-    def _decided(cls, launch: Launch, decide: Callable[[], RunFolder]) -> RunFolder:
-        kept: list[RunFolder] = []  # the main rank's, with the lock
+    def _decide_together(cls, launch: Launch, decide: Callable[[], RunFolder]) -> RunFolder:
+        opened: list[RunFolder] = []  # the main rank's, with the lock
 
-        def told() -> dict[str, Any]:
-            kept.append(decide())
-            return {"path": str(kept[0].named), "holder": lock_holder(kept[0].path)}
+        def decide_and_describe() -> dict[str, Any]:
+            opened.append(decide())
+            return {"path": str(opened[0].given_path), "holder": lock_holder(opened[0].path)}
 
         # the main rank decides for all, and what it refuses is refused everywhere
-        verdict = broadcast_from_main(launch, "folder", told)
+        verdict = broadcast_from_main(launch, "folder", decide_and_describe)
         # all look for its lock there: machines that share no folder would notice at the first checkpoint
         run_on_all_ranks(
             launch, "folder-seen", lambda: _wait_until_visible(resolve_links(verdict["path"]), verdict["holder"])
         )
-        return kept[0] if kept else cls(Path(verdict["path"]))
+        return opened[0] if opened else cls(Path(verdict["path"]))
 
     def read_previous(self, name: str) -> dict[str, Any] | None:
         """What the attempt before left in config.yaml or environment.json; None where nothing can be used."""
@@ -147,7 +147,7 @@ class RunFolder:
 
     def write_start_files(self, config: str, overrides: list[str], environment: dict[str, Any]) -> None:
         """Leave what was asked for: config.yaml as text (earlier ones move to config.1.yaml …), words, surroundings."""
-        if self._held is None:
+        if self._lock is None:
             return
         path = self.path / "config.yaml"
         # a copy, not a rename: a crash in between must leave a config.yaml, without which nothing could be continued
@@ -161,7 +161,7 @@ class RunFolder:
 
     def begin(self, resume_step: int, world_size: int, strategy: str, age: float = 0.0) -> None:
         """The attempt has joined and goes on from this step: status.json says so, and counts it; age: in seconds."""
-        if self._held is not None:
+        if self._lock is not None:
             self._status = StatusWriter(self.path, resume_step, world_size, strategy, age)
         self.report("running", resume_step)
 
@@ -177,7 +177,7 @@ class RunFolder:
 
     def undo_start(self, step: int, reason: str) -> None:
         """A start was refused: nothing stays of a folder that it made itself, another one says `failed`."""
-        if self._made and not has_checkpoint(self.path):
+        if self._is_new and not has_checkpoint(self.path):
             shutil.rmtree(self.path, ignore_errors=True)
             self.close()  # only now: who waits for it must not go on in a folder that is removed
             with suppress(OSError):  # on NFS the lock's file stays while it is held; or somebody else has come
@@ -187,9 +187,9 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the lock. A process that is killed releases it as well."""
-        if self._held is not None:
-            unlock_folder(self._held)
-            self._held = None
+        if self._lock is not None:
+            unlock_folder(self._lock)
+            self._lock = None
 
 
 def refuse_unwritable(root: str, name: str | None, dir: str | None, launch: Launch) -> None:

@@ -1,23 +1,20 @@
-"""Where a run's metrics and messages go: all its sinks as one, and sinks whose service may be slow or gone."""
+"""Sinks: where a run's metrics and messages go. All of a run's as one `Log`, and a loss that jumps."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partialmethod
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from queue import SimpleQueue
 from statistics import median
-from threading import Thread
 from typing import Any
 
 from torch import Tensor
 
-from trainer.messages import Refusal, escape_text, first_line, format_count
+from trainer.messages import escape_text, first_line, format_count
 from trainer.parallel.tensor_statistics import Histogram
 
 _WINDOW = 50  # lines that a jump is compared with
@@ -67,8 +64,15 @@ def _jump_size(values: Sequence[float]) -> float:
 
 
 Line = Mapping[str, Any]
-NOT_METRICS = ("kind", "step", "epoch", "samples", "time")  # keys of a line that say what it is about
+_NOT_METRICS = ("kind", "step", "epoch", "samples", "time")  # keys of a line that say what it is about
 _console = logging.getLogger(__name__)  # the screen and the log file
+
+
+def measured_values(line: Line) -> Iterator[tuple[str, float]]:
+    """What was measured, of all that a line says: names and numbers."""
+    for name, value in line.items():
+        if name not in _NOT_METRICS and isinstance(value, int | float):
+            yield name, value
 
 
 class WriteDeferred(OSError):
@@ -187,65 +191,3 @@ class Log(Sink):
 # What a log adds nothing to goes to every sink as it is, so those verbs and their arguments are written once, in Sink.
 for _verb in ("eval", "confusion", "histograms", "text", "sample", "flush", "end"):
     setattr(Log, _verb, partialmethod(Log.each_sink, _verb))
-
-
-_PATIENCE = 30.0  # seconds that the end of a run waits for a service
-_MAX_LETTERS = 150  # letters of an error: some packages put a whole conversation into one line
-
-
-class ServiceSink(Sink):
-    """Calls to a service, one after the other in a thread of their own; of those that fail the first is told."""
-
-    def __init__(self, name: str) -> None:
-        """`name`: of the package that speaks to it, and of the extra that brings that. Refusal where it is missing."""
-        # looked for and not imported, which takes seconds and concerns the main rank alone; a folder of that name in
-        # the present one, such as wandb leaves, is no package
-        spec = find_spec(name)
-        if spec is None or spec.origin is None:
-            raise Refusal(
-                f"log=[{name}] needs the package {name}: pip install -e '.[{name}]'; or leave {name} out: log=[console]"
-            )
-        self._name, self._told = name, False
-        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._thread: Thread | None = None
-
-    def later(self, call: Callable[[], object]) -> None:
-        """Make this call after those before it. The run does not wait for it."""
-        self._calls.put(call)
-        # a daemon: a call that hangs must not keep the process
-        if self._thread is None:
-            self._thread = Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
-
-    def idle(self) -> bool:
-        """Does no further call wait behind the present one?"""
-        return self._calls.empty()
-
-    def guarded(self, call: Callable[[], object]) -> bool:
-        """Make this call now; False where it failed."""
-        try:
-            call()
-        except Exception as error:  # whatever a package makes of a network that is gone, or of a key that is wrong
-            if not self._told:
-                why = first_line(error).rstrip(".")[:_MAX_LETTERS]
-                self.tell(f"{why}; the run continues, and its metrics are in metrics.jsonl")
-            self._told = True
-            return False
-        return True
-
-    def tell(self, fact: str) -> None:
-        """Say something about the service where people look."""
-        _console.warning("note        %s: %s", self._name, fact)
-
-    def close(self) -> None:
-        """Wait until all calls have been made, unless the service does not answer."""
-        if self._thread is None:
-            return
-        self._calls.put(None)
-        self._thread.join(_PATIENCE)
-        if self._thread.is_alive():
-            self.tell(f"no answer for {_PATIENCE:g} s; all metrics are in metrics.jsonl")
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            self.guarded(call)

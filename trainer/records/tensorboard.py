@@ -15,7 +15,7 @@ from trainer.messages import format_count
 from trainer.parallel.tensor_statistics import Histogram
 from trainer.records.image_plots import plot_confusion_matrix, plot_image_grid
 from trainer.records.resume_rules import parse_config
-from trainer.records.sinks import NOT_METRICS, Line, Sink, WriteDeferred
+from trainer.records.sinks import Line, Sink, WriteDeferred, measured_values
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -56,22 +56,22 @@ class TensorBoard(Sink):
         make_folder(folder / "tensorboard" / "eval")  # its writers would follow a link
         self._train = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
         self._eval = SummaryWriter(str(folder / "tensorboard" / "eval"), purge_step=purge)
-        self._pictures = _ImageQueue(self._train)
+        self._images = _ImageQueue(self._train)
 
     def train(self, line: Line) -> None:
         """Add a point to every training curve, and to those of the main rank's memory."""
-        figures = {_chart_name(_GROUPS.get(name, "loss"), name): value for name, value in _iterate_metrics(line)}
-        figures |= {f"memory/{place}_gib": size / _GIB for place, size in memory_usage().items()}
-        self._add(self._train, figures, line)
+        metrics = {_chart_name(_GROUPS.get(name, "loss"), name): value for name, value in measured_values(line)}
+        metrics |= {f"memory/{place}_gib": size / _GIB for place, size in memory_usage().items()}
+        self._add(self._train, metrics, line)
 
     def eval(self, line: Line) -> None:
         """Add a point to every evaluation curve; the last word of a figure is its group: ema_accuracy by accuracy."""
-        figures = {_chart_name(name.rsplit("_", 1)[-1], name): value for name, value in _iterate_metrics(line)}
-        self._add(self._eval, figures, line)
+        metrics = {_chart_name(name.rsplit("_", 1)[-1], name): value for name, value in measured_values(line)}
+        self._add(self._eval, metrics, line)
 
-    def _add(self, writer: "SummaryWriter", figures: dict[str, float], line: Line) -> None:
+    def _add(self, writer: "SummaryWriter", metrics: dict[str, float], line: Line) -> None:
         """One point a figure. Flushed, so that a kill loses none; a NaN is drawn as a NaN."""
-        self._waiting.append((writer, figures, line))
+        self._waiting.append((writer, metrics, line))
         self._write_waiting()
 
     def _write_waiting(self) -> None:
@@ -85,8 +85,8 @@ class TensorBoard(Sink):
                 f"{self._folder / 'tensorboard'}: {error.strerror}; waiting for room: {waiting}"
             ) from error
         while self._waiting:
-            writer, figures, line = self._waiting.popleft()
-            for tag, value in figures.items():
+            writer, metrics, line = self._waiting.popleft()
+            for tag, value in metrics.items():
                 writer.add_scalar(tag, value, line["step"], walltime=line.get("time"))
             writer.flush()
 
@@ -94,8 +94,8 @@ class TensorBoard(Sink):
         """Let readers forget the points after this step: event files cannot be cut."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        self._waiting = deque((one for one in self._waiting if one[-1]["step"] <= step), maxlen=_MAX_WAITING)
-        self._pictures.forget(step)
+        self._waiting = deque((entry for entry in self._waiting if entry[-1]["step"] <= step), maxlen=_MAX_WAITING)
+        self._images.forget(step)
         refuse_full_disk(self._folder)
         for writer in (self._train, self._eval):
             files: Any = writer.file_writer  # as SummaryWriter itself does where it begins after a step
@@ -105,27 +105,27 @@ class TensorBoard(Sink):
     def images(self, tag: str, images: Tensor, step: int, words: Sequence[str] = ()) -> None:
         """Show images (B, C, H, W) in a grid, with words below them."""
         refuse_full_disk(self._folder)
-        self._pictures.show(_chart_name("pictures", tag), partial(plot_image_grid, images, words), step)
+        self._images.show(_chart_name("pictures", tag), partial(plot_image_grid, images, words), step)
 
     def confusion(self, tag: str, counts: Tensor, step: int, names: Sequence[str] = ()) -> None:
         """Show a confusion matrix as a picture."""
         refuse_full_disk(self._folder)
-        self._pictures.show(_chart_name("pictures", tag), partial(plot_confusion_matrix, counts, names), step)
+        self._images.show(_chart_name("pictures", tag), partial(plot_confusion_matrix, counts, names), step)
 
     def histograms(self, kind: str, histograms: Mapping[str, Histogram], step: int) -> None:
         """Show how numbers are distributed, by parameter."""
         refuse_full_disk(self._folder)
-        for name, one in histograms.items():
-            width = (one.high - one.low) / len(one.counts) or 1e-12
+        for name, histogram in histograms.items():
+            width = (histogram.high - histogram.low) / len(histogram.counts) or 1e-12
             self._train.add_histogram_raw(
                 _chart_name(kind, name),
-                min=one.low,
-                max=one.high,
-                num=sum(one.counts),
-                sum=one.sum,
-                sum_squares=one.squares,
-                bucket_limits=[one.low + width * (at + 1) for at in range(len(one.counts))],
-                bucket_counts=one.counts,
+                min=histogram.low,
+                max=histogram.high,
+                num=sum(histogram.counts),
+                sum=histogram.sum,
+                sum_squares=histogram.squares,
+                bucket_limits=[histogram.low + width * (bin + 1) for bin in range(len(histogram.counts))],
+                bucket_counts=histogram.counts,
                 global_step=step,
             )
         self._train.flush()
@@ -158,7 +158,7 @@ class TensorBoard(Sink):
         if hasattr(self, "_train"):
             try:
                 self._write_waiting()
-                self._pictures.catch_up()
+                self._images.catch_up()
             finally:
                 self._train.close()
                 self._eval.close()
@@ -186,7 +186,7 @@ class _ImageQueue:
 
     def forget(self, step: int) -> None:
         """Draw none that waits of a step after this one."""
-        self._waiting = {tag: one for tag, one in self._waiting.items() if one[1] <= step}
+        self._waiting = {tag: entry for tag, entry in self._waiting.items() if entry[1] <= step}
 
     def catch_up(self) -> None:
         """Draw all that waits."""
@@ -203,10 +203,6 @@ class _ImageQueue:
 def _as_code_block(text: str) -> str:
     """A text as Markdown that changes nothing of it: four spaces before each line."""
     return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-def _iterate_metrics(line: Line) -> Iterator[tuple[str, float]]:
-    return ((name, value) for name, value in line.items() if name not in NOT_METRICS and isinstance(value, int | float))
 
 
 def _chart_name(group: str, name: str) -> str:

@@ -56,7 +56,7 @@ class WeightSource:
 class CheckpointWeights(WeightSource):
     """Those of a checkpoint of our own, verified, whose files may each hold shards: only shapes are known before."""
 
-    found: CheckpointInfo = field(kw_only=True)
+    checkpoint: CheckpointInfo = field(kw_only=True)
     averaged: Collection[str] = ()  # names of which the moving average is meant
 
     def load_into(self, tensors: Mapping[str, Tensor]) -> None:
@@ -64,7 +64,7 @@ class CheckpointWeights(WeightSource):
         from trainer.records.checkpoint.tensor_files import load_tensors
 
         there = {EMA_PREFIX + name if name in self.averaged else name: tensor for name, tensor in tensors.items()}
-        load_tensors({name: tensor.detach() for name, tensor in there.items()}, self.found)
+        load_tensors({name: tensor.detach() for name, tensor in there.items()}, self.checkpoint)
 
 
 def open_weights(path: Path, best: str) -> WeightSource:
@@ -89,28 +89,28 @@ def open_weights(path: Path, best: str) -> WeightSource:
 
 
 def _open_run_weights(path: Path, best: str) -> WeightSource:
-    # what the run itself went by: this one may look for another figure
-    config = path / "config.yaml"
-    own = read_yaml(config, ConfigFields) if config.is_file() else {}
-    best = own.get("checkpoint", {}).get("best") or best
-    found, metric = list_complete(path / "checkpoints"), best.removeprefix("-")
-    if not found:
+    # what the run itself went by: this one may look for another metric
+    config_file = path / "config.yaml"
+    config = read_yaml(config_file, ConfigFields) if config_file.is_file() else {}
+    best = config.get("checkpoint", {}).get("best") or best
+    checkpoints, metric = list_complete(path / "checkpoints"), best.removeprefix("-")
+    if not checkpoints:
         raise CorruptCheckpoint(f"none of the checkpoints in {path / 'checkpoints'} can be used")
-    chosen = select_best(found, best)
-    if chosen is None:
-        return open_checkpoint_weights(found[0].path, f" (the newest: none has {metric})")
-    why = f" (best {metric}: {chosen.metrics[metric]:.4f})"
-    return open_checkpoint_weights(chosen.path, why, average=metric.startswith("ema_"))
+    best_checkpoint = select_best(checkpoints, best)
+    if best_checkpoint is None:
+        return open_checkpoint_weights(checkpoints[0].path, f" (the newest: none has {metric})")
+    why = f" (best {metric}: {best_checkpoint.metrics[metric]:.4f})"
+    return open_checkpoint_weights(best_checkpoint.path, why, average=metric.startswith("ema_"))
 
 
 def open_checkpoint_weights(path: Path, why: str = "", average: bool = False) -> WeightSource:
     """The network's own tensors of one checkpoint; with `average` the moving averages of those that have one."""
-    found = open_checkpoint(path, Ranks())  # this process alone: every byte is compared with its sha256
-    own = {name: tensor for name, tensor in found.tensors.items() if not name.startswith(OTHER_PREFIXES)}
-    averaged = [name for name in own if EMA_PREFIX + name in found.tensors]
+    checkpoint = open_checkpoint(path, Ranks())  # this process alone: every byte is compared with its sha256
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith(OTHER_PREFIXES)}
+    averaged = [name for name in tensors if EMA_PREFIX + name in checkpoint.tensors]
     if averaged:
         why += "; of the moving average" if average else "; the moving average beside them is left out"
-    return CheckpointWeights(path, own, why, found=found, averaged=averaged if average else ())
+    return CheckpointWeights(path, tensors, why, checkpoint=checkpoint, averaged=averaged if average else ())
 
 
 def _load_folder(path: Path) -> dict[str, Tensor]:
@@ -133,10 +133,10 @@ def _load_folder(path: Path) -> dict[str, Tensor]:
 
 def _read_settings(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_bytes()) if path.is_file() else {}
+        settings = json.loads(path.read_bytes()) if path.is_file() else {}
     except (ValueError, RecursionError) as error:
         raise Refusal(f"{path} is damaged: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _load_file(path: Path) -> dict[str, Tensor]:
@@ -161,10 +161,10 @@ def _load_torch_file(path: Path) -> dict[str, Tensor]:
     except OSError:
         raise
     except Exception as error:  # whatever a file of another kind makes of torch's reader
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        holds = f"it holds a {found[1]}, which only running code could read" if found else "torch cannot read it"
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        problem = f"it holds a {match[1]}, which only running code could read" if match else "torch cannot read it"
         raise Refusal(
-            f"{path}: {holds}; write its tensors alone: torch.save(network.state_dict(), 'weights.pt')"
+            f"{path}: {problem}; write its tensors alone: torch.save(network.state_dict(), 'weights.pt')"
         ) from error
     return _named_tensors(state)
 

@@ -127,7 +127,7 @@ def _read_metrics(run: Path) -> tuple[str | None, dict[str, Any], dict[str, floa
     best: dict[str, Any] = {}
     last: dict[str, Any] = {}
     sign_and_name = metric or ""
-    for line in read_lines(run / "metrics.jsonl", word=b'"eval"'):
+    for line in read_lines(run / "metrics.jsonl", needle=b'"eval"'):
         if line.get("kind") == "eval":
             last, has_score = line, metric_score(line, sign_and_name) > -math.inf
             # of equal ones the newer

@@ -119,8 +119,8 @@ class StateFields(TypedDict):
 class CorruptCheckpoint(Exception):
     """A checkpoint that must not be used; the message names the file and what is wrong with it."""
 
-    def __init__(self, said: str) -> None:
-        super().__init__(escape_line(said))  # names of files and of tensors are in it, which others have chosen
+    def __init__(self, message: str) -> None:
+        super().__init__(escape_line(message))  # names of files and of tensors are in it, which others have chosen
 
 
 @dataclass(frozen=True)
