@@ -22,12 +22,12 @@ START = """
 import os, signal, sys
 from datetime import timedelta
 from pathlib import Path
-from trainer.launch.failure import exit_process, fail, refuse
-from trainer.launch.launcher_environment import launched
-from trainer.launch.rank_output import redirect
-launch = launched()
+from trainer.launch.failure import exit_failed, exit_process, exit_refused
+from trainer.launch.launcher_environment import read_launch
+from trainer.launch.rank_output import redirect_output
+launch = read_launch()
 folder = Path(os.environ["FOLDER"])
-redirect(launch.rank, folder)
+redirect_output(launch.rank, folder)
 """
 GROUP = (
     START
@@ -45,7 +45,7 @@ try:
             if step == 17 and launch.rank == 1:
                 FAULT
 except BaseException as error:
-    fail(error, launch, folder, step=step)
+    exit_failed(error, launch, folder, step=step)
 exit_process(0)
 """
 )
@@ -160,7 +160,7 @@ ALONE = (
 try:
     raise ConnectionResetError("Connection reset by peer")  # what another rank's end looks like, but there is none
 except BaseException as error:
-    fail(error, launch, folder, remedy="REMEDY")
+    exit_failed(error, launch, folder, remedy="REMEDY")
 """
 )
 
@@ -191,11 +191,11 @@ def test_only_one_rank_can_be_first():
 
 REFUSING = """
 import sys
-from trainer.launch.failure import refuse
-from trainer.launch.launcher_environment import launched
-launch = launched()
+from trainer.launch.failure import exit_refused
+from trainer.launch.launcher_environment import read_launch
+launch = read_launch()
 assert "torch" not in sys.modules
-refuse("optimizer.lrr is no key; did you mean 'lr'?", launch)
+exit_refused("optimizer.lrr is no key; did you mean 'lr'?", launch)
 """
 
 

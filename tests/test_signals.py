@@ -93,9 +93,9 @@ BLOCKED = """
 import ctypes, sys, time
 from dataclasses import replace
 from pathlib import Path
-from trainer.launch.launcher_environment import launched
+from trainer.launch.launcher_environment import read_launch
 from trainer.launch.stop_signals import StopRequest
-with StopRequest(replace(launched(), owns_process=True), Path(sys.argv[1])) as stop:
+with StopRequest(replace(read_launch(), owns_process=True), Path(sys.argv[1])) as stop:
     print("ready", flush=True)
     # no instruction of Python runs in the main thread from here on, as in a collective that waits
     libc = ctypes.CDLL(None)
