@@ -19,7 +19,7 @@ from tests.commands import TRANSFORMER, finish, lines, single
 from tests.inside import here, product
 from tests.processes import Processes
 from trainer.api import build_run
-from trainer.jobs.trained_run import evaluation_stream, read_samples
+from trainer.jobs.trained_run import make_eval_loader, read_samples
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 
@@ -143,7 +143,7 @@ def seen_by_the_network(run: Path) -> torch.Tensor:
     """All inputs of the evaluation set."""
     parts = build_run(["job=evaluate", f"run.dir={run}", "device=cpu"], Launch())
     with parts.strategy:
-        stream = evaluation_stream(parts, read_samples(parts, "evaluation", Launch()))
+        stream = make_eval_loader(parts, read_samples(parts, "evaluation", Launch()))
         return torch.cat([batch.inputs for batch, _ in stream.batches()])
 
 

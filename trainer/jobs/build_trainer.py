@@ -1,4 +1,4 @@
-"""What a loop is made of: everything in its place, from what was prepared."""
+"""The Trainer of a prepared run: its loaders, parallel model, optimizer, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -31,53 +31,56 @@ from trainer.records.resume_rules import parse_config
 from trainer.records.sinks import Log, implements
 from trainer.strategies.parallel_model import ParallelModel
 
-FORGIVEN = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed saves in a row after which a run goes on
+_ALLOWED_FAILURES = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed saves in a row after which a run goes on
 
 
 def make_checkpoints(
-    run: PreparedRun, beside: Callable[[Ranks, timedelta], AsyncSaver] = AsyncSaver
+    run: PreparedRun, async_saver: Callable[[Ranks, timedelta], AsyncSaver] = AsyncSaver
 ) -> CheckpointManager:
-    """Those of the run's folder. beside: what writes them where training goes on meanwhile."""
+    """The checkpoints of the run's folder. async_saver: what writes them where training goes on meanwhile."""
     best, strategy = run.best_metric, run.strategy
     # the loop saves nothing else; those of versions before it did are looked through when they are read
     facts = {"strategy": strategy.name, "precision": run.machine.resolved_precision, FINITE_FACT: True}
     path, world, chosen = run.folder.path / "checkpoints", strategy.world, run.settings.checkpoint
-    saver = beside(world, strategy.machine.timeout) if chosen.asynchronous else SyncSaver(world)
-    return CheckpointManager(path, world, chosen.keep, best, facts, RESUME_KEYS, FORGIVEN[chosen.on_error], saver)
+    saver = async_saver(world, strategy.machine.timeout) if chosen.asynchronous else SyncSaver(world)
+    return CheckpointManager(
+        path, world, chosen.keep, best, facts, RESUME_KEYS, _ALLOWED_FAILURES[chosen.on_error], saver
+    )
 
 
 def make_trainer(
     run: PreparedRun, checkpoints: CheckpointManager, log: Log, stop: StopRequest, progress: Progress
 ) -> Trainer:
-    """Collective: everything in its place."""
+    """Collective: build all that a loop needs, in the order in which one thing needs the other."""
     settings, strategy, loop = run.settings, run.strategy, run.settings.loop
+    # the samples of this data rank, in micro-batches
     loading, micro_batches = LoaderOptions(**vars(settings.loader)), run.batches.micro_batches
-    stream = TrainLoader(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, loading)
+    train_loader = TrainLoader(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, loading)
     # an example of a batch: what is traced, cut or compiled must see the shapes of a micro-batch
-    example = stream.example()
+    example = train_loader.example()
     work = make_utilization(run, example, log)  # while the network is whole, and all of one kind
-    parallel_model = strategy.build(run.task, run.network, example)
-    parallel_model.work = work
+    model = strategy.build(run.task, run.network, example)
+    model.work = work
     # the optimizer comes after the network is in its place: it steps what this rank owns by now
-    optimizer = make_optimizer(run, parallel_model, log)
-    parallel_model.keep_average(settings.ema.decay, settings.ema.every)
-    if loop.on_nonfinite == "skip":
-        parallel_model.skip_broken_steps()
+    optimizer = make_optimizer(run, model, log)
+    model.keep_average(settings.ema.decay, settings.ema.every)
+    if loop.on_nonfinite == "skip":  # a scaler around the scaler
+        model.skip_broken_steps()
     evaluation = make_evaluation(run)
     return Trainer(
         strategy=strategy,
-        model=parallel_model,
+        model=model,
         task=run.task,
         optimizer=optimizer,
         schedule=run.schedule,
-        train_loader=stream,
+        train_loader=train_loader,
         eval_loader=evaluation,
         checkpoints=checkpoints,
         log=log,
-        report=partial(write_status, run.folder, parallel_model.watch),
-        stop=lambda: stop.raised,
+        report=partial(write_status, run.folder, model.watch),
+        stop=lambda: stop.raised,  # by a signal, on this rank
         steps=run.length.steps,
-        horizon=run.length.steps,
+        horizon=run.length.steps,  # for which the schedule computes rates
         max_norm=loop.max_norm,
         log_trigger=Trigger(loop.log_every),
         eval_trigger=Trigger(loop.eval_every),
@@ -96,22 +99,24 @@ def make_trainer(
     )
 
 
-def make_optimizer(run: PreparedRun, parallel_model: ParallelModel, log: Log) -> Optimizer:
+def make_optimizer(run: PreparedRun, model: ParallelModel, log: Log) -> Optimizer:
     """The optimizer over what this rank owns, with the rates that the schedule multiplies."""
-    groups, settings = parameter_groups(parallel_model.network, run.spare_vectors, run.rules), run.settings
+    groups, settings = parameter_groups(model.network, run.spare_vectors, run.rules), run.settings
     try:
-        optimizer = parallel_model.optimizer(run.make_optimizer, groups)
+        optimizer = model.optimizer(run.make_optimizer, groups)
     except Refusal as error:
         if EMPTY_ERROR not in str(error):
             raise
-        place = run.strategy
+        strategy, rank = run.strategy, run.strategy.world.rank
         raise Refusal(
-            f"{error}. An optimizer inside of it would get nothing of what rank {place.world.rank} has, because"
-            f" strategy={place.name} gives a rank some parameters only; strategy=ddp gives it all"
+            f"{error}. An optimizer inside of it would get nothing of what rank {rank} has, because"
+            f" strategy={strategy.name} gives a rank some parameters only; strategy=ddp gives it all"
         ) from error
+    # torch's fused step is tried on a few numbers: some optimizers, devices and dtypes have none
     if why := why_not_fused(optimizer, run.make_optimizer, run.strategy.device, settings.optimizer.fused):
         log.say(f"note        the optimizer's step is not fused here: {why}")
-        optimizer = parallel_model.optimizer(run.make_optimizer, [{**group, "fused": False} for group in groups])
+        optimizer = model.optimizer(run.make_optimizer, [{**group, "fused": False} for group in groups])
+    # rates of the configuration are for the reference batch of the schedule
     for group in optimizer.param_groups:
         group["lr"] *= run.schedule.scale(settings.loop.global_batch)
     return optimizer
@@ -121,13 +126,14 @@ def make_evaluation(run: PreparedRun) -> EvalLoader | None:
     """What an evaluation reads; None where there is nothing to evaluate on."""
     if run.evaluation is None:
         return None
+    # divided into as many micro-batches as a training batch
     width, micro_batches = evaluation_batch_size(run.settings.loop), run.batches.micro_batches
     loading = LoaderOptions(**vars(run.settings.loader))
     return EvalLoader(run.data, run.evaluation, run.strategy.slice, width, micro_batches, loading)
 
 
 def make_profile(run: PreparedRun) -> NoProfiler:
-    """What traces the steps that were asked for."""
+    """The profiler of the steps that were asked for."""
     window, strategy = run.settings.profile, run.strategy
     if window is None:
         return NoProfiler()
@@ -135,9 +141,11 @@ def make_profile(run: PreparedRun) -> NoProfiler:
 
 
 def make_media_logger(run: PreparedRun, evaluation: EvalLoader | None, log: Log) -> NoMediaLogger:
-    """What prepares pictures and histograms, where a sink shows any; all ranks know the sinks."""
+    """What prepares images and histograms, where a sink shows any; all ranks know the sinks."""
+    # gathering them is collective: all ranks must decide the same
     if not any(implements(sink, "images", "confusion", "histograms") for sink in run.sinks):
         return NoMediaLogger()
+    # the continued text of a language model, after each evaluation
     sample = NoTextSample() if run.sample is None else TextSample(run.sample, run.data, log)
     return MediaLogger(
         run.data, evaluation, run.strategy.world, log, Trigger(run.settings.loop.histograms_every), sample

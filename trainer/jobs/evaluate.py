@@ -23,18 +23,20 @@ class Evaluate(Job):
         launch = run.machine.launch
         # as the loop evaluates: the same batches, divided in the same way, so that one process gives the same bits
         with load_run(run, "evaluate", self.checkpoint, self.split) as loaded:
-            metrics = evaluate(run.strategy, loaded.model, run.task, loaded.stream, lambda: loaded.stop.raised)
+            metrics = evaluate(run.strategy, loaded.model, run.task, loaded.loader, lambda: loaded.stop.raised)
             if metrics is not None and launch.is_main:
                 self._write(run, loaded, metrics)
         return failure.exit_code(metrics is not None, launch)
 
     def _write(self, run: RunParts, loaded: LoadedRun, metrics: dict[str, float]) -> None:
         """One line of JSON for programs, and the same on the screen, a metric in each line."""
-        step, samples, path = loaded.checkpoint.step, loaded.stream.size, loaded.folder / "metrics.jsonl"
+        step, samples, path = loaded.checkpoint.step, loaded.loader.size, loaded.folder / "metrics.jsonl"
+        # as a line of the run's own metrics.jsonl, with the checkpoint and the split
         line: dict[str, Any] = {"kind": "eval", "step": step, "epoch": loaded.epoch, "samples": samples}
         line |= {**metrics, "checkpoint": step, "split": self.split}
         with open_file(path, "ab") as file:
             file.write(json.dumps(line).encode() + b"\n")  # in one call, as others may read meanwhile
+        # for people
         rows = {
             "checkpoint": f"step {step} of {run_folder(run)}",
             "samples": f"{samples} ({self.split})",

@@ -73,7 +73,7 @@ class Program:
         Where the module fixes such a size, so does torch, without an error.
         """
         given = inspect.signature(self.module.forward).bind(*self.args, **self.kwargs).arguments
-        free = torch.export.Dim.AUTO
+        free = torch.export.Dim.AUTO  # any size, or a fixed one where the module needs it
         return map_tensors(dict(given), lambda x: dict.fromkeys(range(1 if x.is_floating_point() else x.dim()), free))
 
 
@@ -201,6 +201,7 @@ class Export(Job):
         path = expand_home(self.out).resolve() if self.out else run_folder(run) / "export" / f"model{ending}"
         if ending and path.suffix != ending:
             raise Refusal(f"job.out={self.out}: job.format={self.format} wants a name that ends in {ending}")
+        # only a program can prepare raw inputs
         if self.prepared and self.format not in _PROGRAMS:
             raise Refusal(
                 f"job.prepared=true: job.format={self.format} holds weights and no program, which could prepare a"
@@ -210,6 +211,7 @@ class Export(Job):
         network = load_network(run, checkpoint.path, average)
         # under another name until it is whole: a file that is there can be used
         draft = make_folder(path.parent) / f".{secrets.token_hex(4)}-{path.name}"
+        # the network alone, or a program of it
         facts = self._write(run, network, names, draft)
         size = _move_into_place(draft, path)
         which = "moving average" if average else "weights"
@@ -238,6 +240,7 @@ class Export(Job):
 def _describe_file(data: Data, names: list[str], takes: str | None, gives: str) -> dict[str, Any]:
     """What people must know to use the file, as JSON takes it."""
     preparation = preparation_of(data)
+    # null where the data does not say it
     facts = dict.fromkeys(("mean", "std", "image_size")) | (dict(preparation.facts) if preparation else {})
     return {"classes": names, **facts, "input": takes, "output": gives}
 
@@ -247,6 +250,7 @@ def class_names(run: RunParts, which: Which) -> list[str]:
 
     None where there are no classes. Refusal where the data has a class that the checkpoint does not know.
     """
+    # a checkpoint counts more: its numbers are those that the network gives
     names, names_of_data = checkpoint_classes(run, which), data_classes(run.data)
     if names_of_data:
         renumber_classes(run.data, names)

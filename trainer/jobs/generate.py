@@ -42,12 +42,14 @@ class Generate(Job):
 
     def __call__(self, run: RunParts) -> int:
         """Generate; the exit code."""
-        if not run.machine.launch.is_main:
+        if not run.machine.launch.is_main:  # the others have nothing to do
             return 0
+        # before a network is built
         self.request.refuse_data("job=generate", run.data)
         checkpoint = select_checkpoint(run, self.checkpoint)
         network = load_network(run, checkpoint.path, wants_average(run, self.weights))
         self.request.refuse_network("job=generate", network)
+        # one device is enough for one sequence
         device = torch.device("cpu" if run.machine.device == "cpu" else accelerator_type() or "cpu")
         text = self.request.generate(network.to(device), run.data, device)
         print(text)
@@ -56,5 +58,6 @@ class Generate(Job):
         path = run_folder(run) / "generate" / "samples.jsonl"
         make_folder(path.parent)
         with open_file(path, "ab") as file:
+            # a line for each call of the job
             file.write(json.dumps(line).encode() + b"\n")
         return 0

@@ -30,7 +30,7 @@ class Report:
         if costs is None:
             raise Refusal(f"job=report: {folder} holds no status.json that can be read: no run has begun there")
         refuse_unsafe_files(folder)
-        out = make_folder(folder / "report")
+        out = make_folder(folder / "report")  # a folder of its own, as every job has
         replace_file(out / "report.json", json.dumps(costs, indent=1, ensure_ascii=False) + "\n")
         reason = f": {costs['reason']}" if costs["reason"] else ""
         lines = [
@@ -59,6 +59,7 @@ def read_costs(folder: Path) -> dict[str, Any] | None:
     # repeated steps are inside the time of the steps, too
     whole = sum(seconds.values()) - seconds["repeated"]
     lost = {name: round(seconds[name], 3) for name in _LOST}
+    # steps over all starts; goodput: the part of them that was not repeated
     executed, starts = status.get("executed", 0), _read_starts(folder, status)
     return {
         **{name: status[name] for name in ("state", "reason", "step", "goodput")},
@@ -90,6 +91,7 @@ def _read_starts(folder: Path, status: dict[str, Any]) -> list[dict[str, Any]]:
                 "resume_step": line["resume_step"],
                 "after": before.get("state"),
                 "because": before.get("reason"),
+                # steps that an earlier start had done after the checkpoint
                 "repeats": max(0, before.get("step", 0) - line["resume_step"]) if before else 0,
                 **{name: round(after.get(name, 0.0) - earlier.get(name, 0.0), 3) for name in _LOST},
             }

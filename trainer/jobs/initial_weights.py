@@ -36,6 +36,7 @@ class InitialWeights:
             self.lines = _random_note(network)
             return
         try:
+            # open the file, take its names from another library to ours, then compare
             self._weights = weights = _translate(open_weights(_locate(self._source, network), self._best), network)
             self._compare(weights, network)
         except Refusal as refusal:
@@ -47,9 +48,10 @@ class InitialWeights:
             return
         tensors = dict(named_state(network))
         self._weights.load_into({stored_name: tensors[name] for name, stored_name in self._names.items()})
-        self._weights = None
+        self._weights = None  # files may be large
 
     def _compare(self, weights: WeightSource, network: nn.Module) -> None:
+        # every tensor by each of its names; what is saved leaves out non-persistent buffers
         expected, saved_names = dict(named_state(network)), set(network.state_dict())
         stored_names, how = match_names(weights.tensors, expected.keys())
         shapes = {name: weights.tensors[stored].shape for name, stored in stored_names.items()}
@@ -65,6 +67,7 @@ class InitialWeights:
         missing = [name for name in lacking if name not in stored_names and not name.endswith("num_batches_tracked")]
         if not self._names:
             raise Refusal(_explain_no_match(weights.path, stored_names, network, replaced))
+        # in the file alone: usually the head of another task
         extra = [stored_names[name] for name in stored_names if name not in expected]
         self.lines = [
             f"weights     {len(self._names)} tensors from {weights.path}{weights.why}{how}",
@@ -103,6 +106,7 @@ def match_names(names: Iterable[str], wanted: Collection[str]) -> tuple[dict[str
     readings = [{name: name for name in names}]
     for change in (_strip_compiled, _strip("module")):
         readings += [other for reading in readings if (other := _rename(reading, change)) not in readings]
+    # what was done, in words, and the names after it
     ways = [("", reading) for reading in readings]
     for reading in readings:
         ways += [(f", its {word}.*", _rename(reading, _strip(word))) for word in _first_parts(reading)]
@@ -141,6 +145,7 @@ def _locate(source: str, network: nn.Module) -> Path:
             kinds = "a run folder, a checkpoint, a .safetensors, .pt or .pth file, a folder of Hugging Face"
             raise Refusal(f"{path.absolute()} does not exist; give pretrained, {kinds}")
         return path
+    # a network of a recipe may download or find them
     published = getattr(network, "pretrained", None)
     if not callable(published):
         raise Refusal(

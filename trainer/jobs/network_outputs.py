@@ -31,11 +31,13 @@ def gather_outputs(strategy: Strategy, loaded: LoadedRun, keep: Keep, dtype: tor
     to stop, BadData where the rows of samples differ in shape.
     """
     task = loaded.model.task = _RowKeeper(keep)
+    # votes: is any rank asked to stop? They travel while a batch is computed
     votes, senders = strategy.votes(), set[int]()
-    for batch, valid in loaded.stream.batches():
+    for batch, valid in loaded.loader.batches():
         votes.ask(loaded.stop.raised)
         task.rows = {}
         loaded.model.evaluate(batch, valid)
+        # known after the first batch: a pipeline has outputs on its last stage alone
         senders = senders or _senders(strategy.world, strategy.slice.rank, bool(task.rows))
         rows: Rows = {}
         if valid and strategy.world.rank in senders:
@@ -52,7 +54,7 @@ def _senders(world: Ranks, data_rank: int, has_outputs: bool) -> set[int]:
     holders: dict[int, int] = {}
     every = world.all_gather_values((data_rank, has_outputs))  # all ranks, once; two numbers each
     for rank, (its_data_rank, has) in enumerate(every):
-        if has:
+        if has:  # the first of each data rank
             holders.setdefault(its_data_rank, rank)
     return set(holders.values())
 
@@ -63,10 +65,12 @@ def _to_numpy(rows: Tensor, dtype: torch.dtype) -> NDArray[Any]:
 
 def _join_rows(pieces: list[Rows], samples: int) -> tuple[int, Rows]:
     """The rows of all ranks in the order of the set."""
+    # each rank's rows: one shape for each name
     shapes = [{name: rows.shape[1:] for name, rows in piece.items()} for piece in pieces]
     if any(shape != shapes[0] for shape in shapes):
         raise BadData(f"the rows that are kept of the samples differ in shape: {shapes[0]} and others")
     whole = {name: numpy.concatenate([piece[name] for piece in pieces]) for name in shapes[0]}
+    # (rows of all ranks,) → their places in the set
     order = numpy.argsort(whole.pop("index"), kind="stable")
     if len(order) != samples:
         raise RuntimeError(f"{len(order)} rows came of {samples} samples")
@@ -82,7 +86,7 @@ class _RowKeeper(Task):
         self.rows: dict[str, Tensor] = {}
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        return torch.zeros(())
+        return torch.zeros(())  # not used, but an evaluation adds it up
 
     def weight(self, target: Any) -> int:
         return 1

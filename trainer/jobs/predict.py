@@ -154,7 +154,7 @@ class Predict(Job):
         else:
             refuse_no_classes(run.task)
             write = self._write_classes
-        done, refused = True, ""
+        done, refused = True, ""  # refused: why there is no answer
         with load_run(run, "predict", self.checkpoint, self.split, self.inputs) as loaded:
             # as in an evaluation: inside a view the network holds its weights, or their average
             views = dict(loaded.model.average.views())
@@ -175,9 +175,9 @@ class Predict(Job):
         pieces = gather_outputs(run.strategy, loaded, partial(_predict_rows, run.task), real)
         if not run.machine.launch.is_main:
             return _take_part(pieces)
-        table = path.with_suffix(".csv")
+        table = path.with_suffix(".csv")  # only if the data names its classes
         with open_drafts(path, table) as (file, rows):
-            tensors = SafetensorsWriter(file, loaded.stream.size)
+            tensors = SafetensorsWriter(file, loaded.loader.size)
             names = ClassNameTable(CSVWriter(rows, ("index", "name", "class")), run.data)
             for first, piece in pieces:
                 tensors.add(first, piece)
@@ -185,7 +185,7 @@ class Predict(Job):
             self._remove_others(path, *([table] if names.is_complete else []))
         shapes = ", ".join(f"{name} {shape}" for name, (_, shape) in tensors.rows.items() if name != "index")
         print(f"checkpoint  step {loaded.checkpoint.step} of {run_folder(run)}")
-        print(f"written     {path}: {loaded.stream.size} samples ({self.split}), for each {shapes}")
+        print(f"written     {path}: {loaded.loader.size} samples ({self.split}), for each {shapes}")
         if names.is_complete:
             print(f"written     {table}: the class of each")
         return ""
@@ -195,7 +195,7 @@ class Predict(Job):
         pieces = gather_outputs(run.strategy, loaded, partial(top_classes, run.task), torch.float64)
         if not run.machine.launch.is_main:
             return _take_part(pieces)
-        lines = path.with_suffix(".jsonl")
+        lines = path.with_suffix(".jsonl")  # a row of JSON beside each row of the table
         with open_drafts(path, lines) as (table, rows):
             classified = ClassTable(table, rows, loaded.samples, loaded.classes or data_classes(run.data))
             for first, piece in pieces:
@@ -236,6 +236,7 @@ class ClassNameTable:
 def _predict_rows(task: Task, output: Any, target: Any) -> dict[str, Tensor]:
     """What the task keeps of an output, a row for each sample. ValueError where it is something else."""
     kept = task.predict(output)
+    # all of them must have the same samples
     sizes = {name: rows.shape[:1] for name, rows in kept.items()}
     for name, rows in kept.items():
         if rows.dim() < 1 or sizes[name] != next(iter(sizes.values())):

@@ -56,6 +56,7 @@ def prepare(run: RunParts) -> PreparedRun:
     run.strategy.refuse_shares(launch.world_size, loop.global_batch // ranks, batches.micro_batches, loop.uneven)
     # one process of each machine first: it may download, and the others find it done
     training, evaluation = run_one_per_node_first(launch, "data", lambda: read_data_sets(run))
+    # the order of one epoch: data may leave samples out, or repeat them
     order = EpochOrder(run.data, training, settings.seed)
     unit = ranks if loop.uneven else ranks * (loop.micro_batch or loop.micro_batches)
     length = compute_length(order.length, loop.global_batch, loop.epochs, loop.steps, unit)
@@ -68,6 +69,7 @@ def prepare(run: RunParts) -> PreparedRun:
     # the network last of what is made, for it may be large
     prepared = prepare_network(run, partial(small_example, run, training))
     network = prepared.network
+    # two steps over a few numbers: does the optimizer compute at all?
     refuse_step(network, run.make_optimizer)
     refuse_sample(run, network)
     # a run that cannot work leaves no folder behind: what it would begin with is looked at before
@@ -136,7 +138,7 @@ def determinism_advice(error: BaseException) -> str:
 
 def seeded_network(run: RunParts) -> nn.Module:
     """The network as its constructor makes it from the seed, whatever the strategy; some of it may be frozen."""
-    seed_all(run.settings.seed)
+    seed_all(run.settings.seed)  # Python, NumPy and torch
     return freeze(run.make_network(), run.settings.model.freeze)
 
 
@@ -147,6 +149,7 @@ def build_values(run: PreparedRun, resuming: bool) -> None:
     """
     if not run.machine.launch.is_main:
         return
+    # memory without values, which the file will fill
     if is_meta_model(run.network) and run.initial.is_complete:
         allocate_empty(run.network, torch.device("cpu"), torch.device("cpu"))
     elif is_meta_model(run.network) and not (resuming and all_in_state_dict(run.network)):
@@ -173,6 +176,7 @@ def refuse_missing_evaluation(run: RunParts, evaluation: Any) -> None:
     by_best = [f"checkpoint.best={best}"] if best is not None else []
     by_several = [f"loop.patience={patience}"] if patience is not None else []
     by_several += [f"schedule={schedule.label}"] if schedule.needs_figures else []
+    # the first of them is enough for a message
     for what in [*by_best, *by_several] if evaluation is None else []:
         raise Refusal(f"{what}: the data has no evaluation set to measure it on")
     for what in by_several if not run.settings.loop.eval_every else []:

@@ -81,6 +81,7 @@ def decide_resume(run: PreparedRun) -> ResumeDecision:
     training = [*compare_classes(checkpoint, run.data_identity), *training]
     if not run.settings.run.accept_changes:
         refuse_changes([*learning, *training], folder.path)
+    # is there anything left to do?
     status, patience = read_status(folder.path), run.settings.loop.patience
     complete = completed_message(status, horizon, run.schedule.needs_horizon)
     complete = complete or early_stop_message(status, stale_evaluations(checkpoint), patience)
@@ -186,7 +187,7 @@ def refuse_resume_from(
     """
     checkpoint, word = peek_checkpoint(path), f"run.resume={path}"
     if checkpoint is None:
-        return
+        return  # whoever reads it says what is wrong with it
     what = f"{word}: the checkpoint of step {checkpoint.step:,}"
     _refuse_network(what, checkpoint, network, run.configuration, f"leave {word} out")
     if checkpoint.step >= length.steps:

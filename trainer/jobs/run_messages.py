@@ -252,7 +252,7 @@ def metric_lines(path: Path, checkpoints: CheckpointManager) -> list[str]:
         select_best(list_complete(checkpoints.folder), checkpoints.best),
     )
     evaluated, chosen = last.get("eval", {}), best.metrics if best else {}
-    rows: list[Sequence[str]] = []
+    rows: list[Sequence[str]] = []  # label, last, best
     if evaluated:
         rows.append(("  after step", str(evaluated["step"]), *([str(best.step)] if best else [])))
     names = list(metrics_of(evaluated))
@@ -274,7 +274,7 @@ def time_lines(watch: StepTimer, whole: float, before: int, step: int) -> list[s
     ]
     for name, seconds in spent.items():
         # what is next to nothing is left out
-        if seconds >= whole / 200:
+        if seconds >= whole / 200:  # half a percent
             each = [format_seconds(seconds / watch.measured)] if name in STEP_PHASES else []
             rows.append((f"  {name}", format_seconds(seconds), f"{100 * seconds / whole:.0f} %", *each))
     return _align([*rows, ("  total", format_seconds(whole), "100 %")])
@@ -310,5 +310,6 @@ def summary_notes(before: int, ahead: bool) -> list[str]:
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows with labels on the left, and their cells below each other."""
+    # labels to the left, numbers to the right
     width = max(_LABEL, *(len(row[0]) for row in rows))
     return ["".join([f"{row[0]:<{width}}", *(f"{cell:>{_CELL}}" for cell in row[1:])]).rstrip() for row in rows]

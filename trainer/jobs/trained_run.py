@@ -54,8 +54,8 @@ class LoadedRun:
     """What a job works with."""
 
     model: ParallelModel
-    samples: Any  # the data set that the stream reads
-    stream: EvalLoader
+    samples: Any  # the data set that the loader reads
+    loader: EvalLoader
     checkpoint: CheckpointInfo
     folder: Path  # the job's own
     stop: StopRequest
@@ -91,14 +91,14 @@ def load_run(
     stop = StopRequest(launch)
     # watched as an evaluation in training is; batches stand for steps
     with stop, make_watchdog(launch, folder, stop, lambda: strategy.pulse(strategy.watch.phases_done)), strategy:
-        stream = evaluation_stream(run, samples)
+        loader = make_eval_loader(run, samples)
         if launch.is_main and is_meta_model(network) and not all_in_state_dict(network):
             network = seeded_network(run)  # some of its values are in no checkpoint
-        model = strategy.build(run.task, network, stream.example())
+        model = strategy.build(run.task, network, loader.example())
         # the average as well: its metrics are the run's own, and it may be what was asked for
         model.keep_average(run.settings.ema.decay, run.settings.ema.every)
         checkpoint = load_weights(run, model, which)
-        yield LoadedRun(model, samples, stream, checkpoint, folder, stop, classes)
+        yield LoadedRun(model, samples, loader, checkpoint, folder, stop, classes)
     _remove_status(launch, folder)
 
 
@@ -149,7 +149,7 @@ def evaluation_example(run: RunParts, samples: Any) -> tuple[Any, Any]:
     return EvalLoader(run.data, samples, single, 2, 1, LoaderOptions(workers=0)).example()
 
 
-def evaluation_stream(run: RunParts, samples: Any) -> EvalLoader:
+def make_eval_loader(run: RunParts, samples: Any) -> EvalLoader:
     """These samples in their order, in batches as the run evaluates them."""
     loop, loading = run.settings.loop, LoaderOptions(**vars(run.settings.loader))
     if dataset_size(samples) <= _FEW:
