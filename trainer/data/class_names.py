@@ -74,5 +74,5 @@ class _RenumberedData(Data):
                 " are not one class number for each sample: give its classes in the run's order,"
                 f" {format_class_names(self.class_names)}"
             )
-        table = self._numbers.to(targets.device)
+        table = self._numbers.to(targets.device)  # (classes of the data,) → numbers of the run
         return inputs, table[targets.clamp_min(0)].where(targets >= 0, targets)  # -100 stays: no class

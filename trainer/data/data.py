@@ -65,7 +65,7 @@ def _make_item_reader(dataset: Any) -> Callable[[int], Any]:
 
 
 def _read_leaves(read: Callable[[int], Any], index: int, seed: int) -> dict[str, bytes]:
-    seed_all(mix_seeds(seed, index))
+    seed_all(mix_seeds(seed, index))  # what is random in an item differs between seeds, and shows
     return dict(_leaves(read(index), ""))
 
 
@@ -157,7 +157,7 @@ class Data:
         """
         if not isinstance(inputs, Tensor) or inputs.dim() != 4 or not inputs.numel():
             return None
-        low, high = inputs.min(), inputs.max()
+        low, high = inputs.min(), inputs.max()  # of the whole batch, so that images stay comparable
         return (inputs - low) / (high - low).clamp_min(1e-12)
 
     def as_words(self, targets: Any) -> list[str]:

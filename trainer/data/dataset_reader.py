@@ -81,6 +81,7 @@ class _ItemReader:
         )
 
     def read(self, epoch: int, lists: Iterable[Tensor]) -> Iterator[tuple[Any, Any]]:
+        # workers stay alive between epochs: new lists reach them through the batch sampler
         self._lists.set(epoch, lists)
         try:
             yield from self._loader

@@ -1,16 +1,15 @@
-"""Parameters that do not learn: frozen parts of a network, and what a task holds beside it."""
+"""Freezing parts of a network: parameters, and BatchNorms that then keep their statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, Self
+from typing import Self
 
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.learning.parameter_groups import matches_or_contains, resolve_pattern
-from trainer.learning.task import Task
-from trainer.messages import Refusal, format_names
+from trainer.messages import Refusal
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # that know the samples of their own process alone
 NORMS = (*BATCH_NORMS, nn.SyncBatchNorm)  # what has running statistics
@@ -44,12 +43,13 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> nn.Module:
             parameters = [f"{name}.{last}" for last, _ in module.named_parameters()]
             # also a norm whose scale and shift are both frozen by name
             if is_frozen(name) or (parameters and all(map(is_frozen, parameters))):
+                # the class is exchanged, not the module: names, hooks and references stay
                 module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type,assignment]  # no class is hashable
                 module.eval()
     return network
 
 
-@cache
+@cache  # one class for each type of norm
 def _frozen_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass with the same name that stays in evaluation mode. Not a wrapper: so all names stay."""
     return type(
@@ -72,57 +72,3 @@ def refuse_frozen(network: nn.Module, patterns: Sequence[str]) -> None:
     if not count_trainable(network):
         why = f"; model.freeze={list(patterns)} leaves none" if patterns else ""
         raise Refusal(f"{type(network).__name__} has no trainable parameter{why}")
-
-
-_WORDS = (
-    "no optimizer, checkpoint or other rank would know of them. Put them into the network: a module with your network"
-    " and these parameters inside, whose output hands them to the loss (docs/extending.md, Weights that a loss learns)"
-)
-
-
-def refuse_parameters(task: Task) -> None:
-    """Refuse parameters that a task has made for itself. A network inside it may be one that is not to learn."""
-    names = [
-        name
-        for name, value in _walk_variables(vars(task), ())
-        if isinstance(value, nn.Parameter) and value.requires_grad
-    ]
-    if names:
-        raise Refusal(f"task: {type(task).__name__} has parameters of its own, {format_names(names, 8)}: {_WORDS}")
-
-
-def task_weights_with_gradient(task: Task, network: nn.Module) -> list[str]:
-    """The weights that lie in a task, not in the network, and got a gradient from its loss."""
-    trained = {*network.parameters()}
-    every = ((name, x) for name, value in _walk_variables(vars(task), ()) for name, x in _named_weights(name, value))
-    return [name for name, x in every if x not in trained and x.is_leaf and x.grad is not None]
-
-
-def refuse_gradients(task: Task, names: list[str]) -> None:
-    """Refuse a task whose weights got gradients, for these would be all that comes of them."""
-    if names:
-        raise Refusal(
-            f"task: weights that {type(task).__name__} holds get gradients, {format_names(names, 8)}: {_WORDS}. Where"
-            " they are not to learn (a teacher, a network that measures a loss): requires_grad_(False)"
-        )
-
-
-def _walk_variables(tree: Any, above: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Every tensor and network of an object's variables, with its name; lists and dicts are looked into."""
-    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in pairs:
-        # a task may be a module itself, whose tables have no name for users
-        name = above if key in ("_parameters", "_modules", "_buffers") else (*above, str(key))
-        if isinstance(value, nn.ParameterList | nn.ParameterDict):
-            yield from ((f"{'.'.join(name)}.{key}", parameter) for key, parameter in value.named_parameters())
-        elif isinstance(value, Tensor | nn.Module):
-            yield ".".join(name), value
-        elif isinstance(value, list | tuple | dict):
-            yield from _walk_variables(value, name)
-
-
-def _named_weights(name: str, value: Tensor | nn.Module) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    else:
-        yield from ((f"{name}.{key}", parameter) for key, parameter in value.named_parameters())

@@ -26,6 +26,7 @@ def make_trial_optimizer(make: Callable[[list[nn.Parameter]], Optimizer]) -> Opt
     except (ValueError, Refusal) as error:
         if EMPTY_ERROR not in str(error):
             raise
+    # an inner optimizer for everything but matrices got no parameter: give it a vector
     return make(parameters)
 
 
@@ -39,6 +40,7 @@ def expose_inner_optimizers(optimizer: Optimizer) -> Optimizer:
     parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if not inner or len(stepped) != len(parameters) or {*stepped} != parameters:
         return optimizer  # what is wrong with it shows when it is tried (optimizer_checks)
+    # the same group objects, not copies: a rate that is set here is the one that the inner optimizer uses
     optimizer.param_groups = [group for each in inner for group in each.param_groups]
     for each in inner:
         optimizer.state.update(each.state)
@@ -49,6 +51,7 @@ def expose_inner_optimizers(optimizer: Optimizer) -> Optimizer:
 
 
 def _share_state(inner: Sequence[Optimizer], optimizer: Optimizer) -> None:
+    # in the order in which expose_inner_optimizers has collected the groups
     groups = iter(optimizer.param_groups)
     for each in inner:
         each.state = optimizer.state
@@ -173,7 +176,7 @@ def init_momentum(optimizer: torch.optim.Optimizer) -> None:
 def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float], factor: float) -> float:
     """Set the learning rate of every group to its rate times this factor; returns that of the first group."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate * factor
+        group["lr"] = rate * factor  # in place: the optimizer reads it from its groups in every step
     return rates[0] * factor
 
 
@@ -191,4 +194,5 @@ def fused_argument(kind: Any, fused: bool | None, dampening: Any = 0) -> dict[st
             f"optimizer.fused=true, optimizer.dampening={dampening}: the fused step can begin momentum wrongly where it"
             " is dampened; leave optimizer.fused out"
         )
+    # a dampened momentum is begun wrongly by a fused step, see above
     return {"fused": fused is not False and not dampening}

@@ -46,6 +46,7 @@ def refuse_step(network: nn.Module, make: Make) -> None:
 
 
 def _trial_parameter(dims: int) -> nn.Parameter:
+    # (2, 2, …): different numbers, negative ones too, so that a sign or a norm shows
     return nn.Parameter(torch.linspace(-1, 1, 2**dims).reshape((2,) * dims))
 
 
@@ -82,6 +83,7 @@ def _refuse_dimensions(make: Make, names: dict[int, str], error: Exception) -> N
 
 def _refuse_non_tensor_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     for key, value in (pair for parameter in parameters for pair in optimizer.state[parameter].items()):
+        # None is a state that has not begun (a momentum that is off)
         if value is not None and not isinstance(value, Tensor):
             raise Refusal(
                 f"optimizer: {type(optimizer).__name__} keeps {key} as {type(value).__name__}; only tensors can be"

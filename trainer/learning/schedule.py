@@ -64,13 +64,14 @@ class Schedule(StatelessSchedule, ABC):
     def __call__(self, step: int, epoch: int, horizon: int) -> float:
         """The factor of the learning rate for this step of this epoch."""
         if step < self.warmup:
-            return (step + 1) / self.warmup
+            return (step + 1) / self.warmup  # the first step has 1 / warmup, so that it learns, too
         # a run may end in its warm-up, and a longer one than planned stays at the end
         left = horizon - self.warmup
         return self.at(step, epoch, min((step - self.warmup) / left, 1.0) if left > 0 else 1.0)
 
     def scale(self, global_batch: int) -> float:
         """The factor for this global batch, the same at every step."""
+        # the linear scaling rule (Goyal et al., 2017, arXiv:1706.02677)
         return global_batch / self.reference_batch if self.reference_batch else 1.0
 
     @abstractmethod
@@ -95,6 +96,7 @@ class Cosine(Schedule):
     final: float = 0.0  # part of the full rate, 0..1
 
     def at(self, step: int, epoch: int, done: float) -> float:
+        # (1 + cos) / 2 falls from 1 to 0 while done goes from 0 to 1
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * done)) / 2
 
 
@@ -117,6 +119,7 @@ class Step(Schedule):
     needs_horizon: ClassVar[bool] = False
 
     def at(self, step: int, epoch: int, done: float) -> float:
+        # one factor for each milestone that has passed
         return self.gamma ** sum(step >= milestone for milestone in self.milestones)
 
 
@@ -133,7 +136,7 @@ class WSD(Schedule):
             raise Refusal(f"schedule.decay is {self.decay}; it is a fraction of the run, between 0 and 1")
 
     def at(self, step: int, epoch: int, done: float) -> float:
-        into = max(done - (1 - self.decay), 0.0)
+        into = max(done - (1 - self.decay), 0.0)  # how far the decay is, 0..decay
         return 1 - (1 - self.final) * into / self.decay if into else 1.0
 
 
@@ -165,6 +168,7 @@ class Plateau(Schedule):
             raise Refusal(f"schedule.{wrong} is {getattr(self, wrong)}; it counts evaluations, 0 or more")
         if not 0 <= self.min <= 1 or self.threshold < 0:
             raise Refusal(f"schedule.min is {self.min}, schedule.threshold {self.threshold}: fractions, 0 or more")
+        # the state, which every checkpoint has
         self._rate = 1.0  # part of the full rate
         self._counts: dict[str, float] = {}
         self._observed: str | None = None  # the metric that they are about
@@ -187,6 +191,7 @@ class Plateau(Schedule):
         scheduler = ReduceLROnPlateau(
             optimizer, mode, self.factor, self.patience, self.threshold, cooldown=self.cooldown, min_lr=self.min
         )
+        # counts of another metric mean nothing for this one
         vars(scheduler).update(self._counts if self._observed == name else {})
         scheduler.step(metrics[name.removeprefix("-")])
         self._rate, self._observed = optimizer.param_groups[0]["lr"], name
@@ -233,7 +238,7 @@ class TorchSchedule(Schedule):
 
     def check(self, steps: int, per_epoch: int) -> None:
         """Refuse a run that is longer than the scheduler."""
-        needed = steps if self.per == "step" else -(-steps // per_epoch)
+        needed = steps if self.per == "step" else -(-steps // per_epoch)  # an epoch that has begun counts
         total = getattr(self._scheduler, "total_steps", needed)  # OneCycleLR fails behind its end
         if needed > total:
             raise Refusal(
@@ -248,11 +253,12 @@ class TorchSchedule(Schedule):
     def at(self, step: int, epoch: int, done: float) -> float:
         """What the scheduler says, as a part of the optimizer's rate."""
         wanted = step if self.per == "step" else epoch
-        if wanted < self._stepped:
+        if wanted < self._stepped:  # the run went back: a scheduler cannot
             self._begin()
         for _ in range(self._stepped, wanted):
             self._scheduler.step()
         self._stepped = wanted
+        # a factor, because each parameter group has its own rate; a rate of 0 stays 0
         return self._optimizer.param_groups[0]["lr"] / (self.rate or 1.0)
 
     def _begin(self) -> None:

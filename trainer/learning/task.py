@@ -1,4 +1,4 @@
-"""What is learned: the loss, its weight, and the metrics."""
+"""`Task`: what is learned (the loss, its weight, the metrics); wrappers around it, and checks of what a task holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.data.nested_tensors import first_tensor, named_tensors
 from trainer.learning.parallel_plan import Plan
-from trainer.messages import Refusal
+from trainer.messages import Refusal, format_names
 
 
 class Task:
@@ -44,10 +44,11 @@ class Task:
         Weights may differ between micro-batches and ranks; the weights of a step are summed over all of them. The
         default is known on every rank and needs no communication.
         """
-        return len(target) if is_list_of_samples(target) else first_tensor(target).shape[0]  # (B, …)
+        # a list has an entry for each sample (detection); other targets are tensors (B, …)
+        return len(target) if is_list_of_samples(target) else first_tensor(target).shape[0]
 
     def tokens(self, target: Any) -> int:
-        """How many tokens a micro-batch has, for the throughput in tokens/s; default: 0, of which nothing is told."""
+        """How many tokens a micro-batch has, for the throughput in tokens/s; default: 0, no throughput is shown."""
         return 0
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
@@ -55,7 +56,7 @@ class Task:
         return {}
 
     def gathered(self, output: Any, target: Any) -> dict[str, Tensor | list[Any]]:
-        """What to keep of each sample of an evaluation, for figures that are no sums (AUC, mAP). Default: nothing.
+        """What to keep of each sample of an evaluation, for metrics that are no sums (AUC, mAP). Default: nothing.
 
         Tensors whose first dimension is the samples, or lists with an entry for each. `finish` gets those of the whole
         set, in its order, on the CPU, the same on every rank and under every strategy.
@@ -87,6 +88,7 @@ class Task:
                 f" {type(self).__name__}.predict must make tensors of it whose first dimension is the samples"
             )
         samples = first_tensor(output).shape[0]
+        # a tensor without a row for each sample belongs to the batch: it cannot be stored by sample
         return {name: tensor for name, tensor in named_tensors(output, "output") if tensor.shape[:1] == (samples,)}
 
     def probabilities(self, output: Any) -> Tensor | None:
@@ -98,7 +100,7 @@ class Task:
 
     def save_pretrained(self, network: nn.Module, folder: Path) -> None:
         """Write the network as a folder that transformers reads; default: the network's own method of this name."""
-        save = getattr(network, "save_pretrained", None)
+        save = getattr(network, "save_pretrained", None)  # networks of transformers have it
         if not callable(save):
             raise Refusal(
                 f"job.format=huggingface: {type(network).__name__} has no method save_pretrained(self, folder);"
@@ -107,7 +109,7 @@ class Task:
         save(folder)
 
     def mistakes(self, output: Any, target: Any) -> dict[str, Tensor]:
-        """The error of each prediction of a micro-batch, for the pictures of the worst predictions of an evaluation.
+        """The error of each prediction of a micro-batch, for the images of the worst predictions of an evaluation.
 
         `error`: larger is worse; `said` and `true`: one number for each sample, such as its class; (B,) each. Default:
         nothing.
@@ -135,7 +137,7 @@ class TaskWrapper(Task):
     """A task around another one, to see more of its outputs. What is not overridden is done by the inner task."""
 
     def __init__(self, inner: Task) -> None:
-        self.inner = inner
+        self.inner = inner  # may be a wrapper, too
 
     def loss(self, output: Any, target: Any) -> Tensor | dict[str, Tensor]:
         return self.inner.loss(output, target)
@@ -179,6 +181,7 @@ def refuse_metric_objects(task: Task) -> None:
     """Refuse metric objects (torchmetrics), which add up what one rank has seen."""
     for name, value in vars(task).items():
         for item in _walk_values(value):
+            # by the names of base classes: none of these packages need be installed
             bases = [base for base in type(item).__mro__ if base.__module__.partition(".")[0] in _STATEFUL]
             if any(base.__name__ in ("Metric", "MetricCollection") for base in bases):
                 package = bases[0].__module__.partition(".")[0]
@@ -191,14 +194,14 @@ def refuse_metric_objects(task: Task) -> None:
                 )
 
 
-_STATEFUL = ("torchmetrics", "torcheval", "ignite")
+_STATEFUL = ("torchmetrics", "torcheval", "ignite")  # packages whose metrics add up by themselves, on one rank
 
 
 def _walk_values(value: Any) -> Iterator[Any]:
     """A value, and what lists, dicts and modules hold."""
     yield value
     if isinstance(value, nn.Module):
-        yield from value.modules()
+        yield from value.modules()  # a metric of torchmetrics is a module, and may lie in a ModuleDict
     elif isinstance(value, (Mapping, list, tuple)):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _walk_values(each)
@@ -207,3 +210,57 @@ def _walk_values(value: Any) -> Iterator[Any]:
 def is_recurrent(task: Task) -> bool:
     """Does the task pass a state from batch to batch?"""
     return type(task).carry is not Task.carry
+
+
+_REMEDY = (
+    "no optimizer, checkpoint or other rank would know of them. Put them into the network: a module with your network"
+    " and these parameters inside, whose output hands them to the loss (docs/extending.md, Weights that a loss learns)"
+)
+
+
+def refuse_parameters(task: Task) -> None:
+    """Refuse parameters that a task has made for itself. A network inside it may be one that is not to learn."""
+    names = [
+        name
+        for name, value in _walk_variables(vars(task), ())
+        if isinstance(value, nn.Parameter) and value.requires_grad
+    ]
+    if names:
+        raise Refusal(f"task: {type(task).__name__} has parameters of its own, {format_names(names, 8)}: {_REMEDY}")
+
+
+def task_weights_with_gradient(task: Task, network: nn.Module) -> list[str]:
+    """The weights that lie in a task, not in the network, and got a gradient from its loss."""
+    trained = {*network.parameters()}  # a task may hold a reference to the network itself
+    every = ((name, x) for name, value in _walk_variables(vars(task), ()) for name, x in _named_weights(name, value))
+    return [name for name, x in every if x not in trained and x.is_leaf and x.grad is not None]
+
+
+def refuse_gradients(task: Task, names: list[str]) -> None:
+    """Refuse a task whose weights got gradients, for these would be all that comes of them."""
+    if names:
+        raise Refusal(
+            f"task: weights that {type(task).__name__} holds get gradients, {format_names(names, 8)}: {_REMEDY}. Where"
+            " they are not to learn (a teacher, a network that measures a loss): requires_grad_(False)"
+        )
+
+
+def _walk_variables(tree: Any, above: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Every tensor and network of an object's variables, with its name; lists and dicts are looked into."""
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in pairs:
+        # a task may be a module itself, whose tables have no name for users
+        name = above if key in ("_parameters", "_modules", "_buffers") else (*above, str(key))
+        if isinstance(value, nn.ParameterList | nn.ParameterDict):
+            yield from ((f"{'.'.join(name)}.{key}", parameter) for key, parameter in value.named_parameters())
+        elif isinstance(value, Tensor | nn.Module):
+            yield ".".join(name), value  # a module as a whole; `_named_weights` looks into it
+        elif isinstance(value, list | tuple | dict):
+            yield from _walk_variables(value, name)
+
+
+def _named_weights(name: str, value: Tensor | nn.Module) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    else:
+        yield from ((f"{name}.{key}", parameter) for key, parameter in value.named_parameters())

@@ -22,7 +22,7 @@ class GenerationRequest:
     """
 
     prompt: str
-    tokens: int
+    tokens: int  # to add
     temperature: float = 1.0  # above 1 bolder, below 1 safer, 0 always the likeliest token
     top_k: int | None = None  # drawn from so many likeliest tokens; None: from all
     seed: int = 0
@@ -46,7 +46,7 @@ class GenerationRequest:
     def generate(self, network: Any, data: Any, device: torch.device) -> str:
         """The prompt and what follows it; seeds all generators."""
         seed_all(self.seed)
-        seed_torch(self.seed, device)
+        seed_torch(self.seed, device)  # the device's generator, from which `generate` samples
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         prompt = data.encode(self.prompt)[None].to(device)  # (1, T)
         with torch.no_grad():

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.learning.freezing import refuse_gradients, task_weights_with_gradient
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.parallel_plan import Plan
-from trainer.learning.task import Task
+from trainer.learning.task import Task, refuse_gradients, task_weights_with_gradient
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
 from trainer.parallel.batch_gather import set_gather_ranks, set_gather_span
 from trainer.parallel.batch_norm import average_statistics, synchronise_batch_norms
