@@ -1,4 +1,4 @@
-"""`python -m trainer`: from words to a run, and from a run to an exit code."""
+"""`python -m trainer`: from the arguments of a command line to a run, and from a run to an exit code."""
 
 from __future__ import annotations
 
@@ -39,35 +39,38 @@ from trainer.messages import Refusal
 
 
 def main() -> None:
-    """Run the words of the command line; the process ends here, with an exit code that says how."""
-    launch, words = Launch(), sys.argv[1:]
+    """Do what the command line says; the process ends here, with an exit code that says how."""
+    launch, arguments = Launch(), sys.argv[1:]
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does; a lab is importable from its parent folder
     try:
+        # which of the processes of a launch this is
         refuse_overwritten()
         launch = replace(read_launch(), owns_process=True)
-        if parse_command_line(words).multirun:
+        if parse_command_line(arguments).multirun:
             from trainer.sweeps.sweep import run_sweep
 
-            code = run_sweep(words, launch)
-        elif count := processes_to_start(cfg := compose(words), launch):
+            code = run_sweep(arguments, launch)
+        # this process starts the ranks, and waits for them
+        elif count := processes_to_start(cfg := compose(arguments), launch):
             code, _, _ = run_in_processes(
-                words, cfg, count, partial(_fork_rank, cfg) if can_fork(cfg.device) else start_program
+                arguments, cfg, count, partial(_fork_rank, cfg) if can_fork(cfg.device) else start_program
             )
         elif only_reads_files(cfg):
             code = print_report(cfg, launch)
         elif examines_machines(cfg):
             code = examine_machines(cfg, launch)
+        # this process is the run, or one rank of it
         else:
             with failure.sys_exit_as_error():  # of a lab, as it is imported or its data are read
-                parts = build_run(words, launch, cfg, _program_runner(cfg, launch))
+                parts = build_run(arguments, launch, cfg, _program_runner(cfg, launch))
                 code = parts.job(parts)
     except Refusal as refusal:
         failure.exit_refused(str(refusal), launch)
-    except KeyboardInterrupt:  # before there was a run that could hear it
+    except KeyboardInterrupt:  # before there was a run that listens to it
         say("interrupted before the run began")
         failure.exit_process(failure.exit_code(False, launch))
-    except BrokenPipeError:  # of --help and its like: whoever read it has gone
+    except BrokenPipeError:  # of --help and its like: the program that read it has gone
         failure.exit_process(1)
     except failure.RunFailed as failed:
         failure.exit_failed(failed.__cause__ or failed, launch, failed.folder, failed.step, failed.remedy)
@@ -77,9 +80,9 @@ def main() -> None:
 
 
 def _fork_rank(
-    cfg: DictConfig, words: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
+    cfg: DictConfig, arguments: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
 ) -> ForkedProcess:
-    """One of several processes, forked from this one, which imports once what all of them need."""
+    """A ProcessStarter that forks this process: it imports once what all ranks need."""
     if "torch" not in sys.modules:
         os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]  # OpenMP reads it once, as torch is imported
     import_run_modules(cfg)
@@ -87,16 +90,17 @@ def _fork_rank(
     age = process_age() if environment["TORCHELASTIC_RESTART_COUNT"] == "0" else 0.0
 
     def target() -> None:
-        set_up_forked_child(words, {**environment, "TRAINER_AGE": str(age)}, stdout, stderr)
+        set_up_forked_child(arguments, {**environment, "TRAINER_AGE": str(age)}, stdout, stderr)
         main()
 
     return ForkedProcess(target)
 
 
 def _program_runner(cfg: DictConfig, launch: Launch) -> ProgramRunner:
-    """What does words in a process of its own; where a reference will be made, one that has imported all by then."""
+    """What runs arguments in another process; where a reference will be made, it forks that process now."""
     if not (launch.is_main and needs_reference(cfg) and can_fork(cfg.device)):
         return run_program
+    # later this process computes, and may not be forked any more
     import_run_modules(cfg)
     return PreforkedProcess(main)
 

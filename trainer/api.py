@@ -1,4 +1,4 @@
-"""The ways in: the words of a command line become the parts of a run, and `trainer.run` does one from Python.
+"""`trainer.run`: a run from Python; and what it shares with the command line: from arguments to the parts of a run.
 
 Typos are refused before torch is imported, which takes seconds.
 """
@@ -50,18 +50,6 @@ if TYPE_CHECKING:
     from trainer.jobs.run_parts import RunParts
 
 
-def read_verdict(cfg: DictConfig, folder: Path) -> str:
-    """What `verify` or `doctor` has found wrong, by its file in this folder; empty where that is nothing."""
-    if examines_machines(cfg):
-        path = folder / "doctor.json"
-        findings = json.loads(path.read_text())["findings"] if path.is_file() else []
-        errors = [finding["what"] for finding in findings if finding["level"] == "error"]
-        return f"{'; '.join(errors)} ({path})" if errors else ""
-    path = folder / "verify" / "verify.json"
-    found = json.loads(path.read_text()) if path.is_file() else {"same": True}
-    return "" if found["same"] else f"{found['verdict']} ({path})"
-
-
 _compose_lock = threading.Lock()  # Hydra keeps what it composes in a place that all threads share
 
 
@@ -72,7 +60,7 @@ class Result:
     state: str  # completed; preempted: stopped as requested, and saved
     metrics: dict[str, float]  # of the last evaluation; empty if there was none
     folder: Path
-    parts: Callable[[], RunParts] = field(repr=False, compare=False)  # what it was made of, once more
+    parts: Callable[[], RunParts] = field(repr=False, compare=False)  # makes once more what the run was made of
 
     @cached_property
     def network(self) -> nn.Module:
@@ -82,6 +70,9 @@ class Result:
             from trainer.jobs.trained_run import load_network, select_checkpoint
 
             return load_network(parts, select_checkpoint(parts, "last").path, average=False)
+
+
+# ---------------------------------------------------------------------------------------------------------- trainer.run
 
 
 def run(
@@ -96,62 +87,143 @@ def run(
     """
     if isinstance(words, str):
         raise Refusal(f"trainer.run takes a list of arguments, not one text: trainer.run({words.split()})")
-    # whatever is wrong with the arguments is said as on the command line
+    # whatever is wrong with the arguments is reported as on the command line
     labs = [] if config_dir is None else ["--config-dir", str(config_dir)]
     if keys:
-        raise Refusal(_suggest_overrides(keys, labs))
-    asked = [*labs, *map(str, words), *([] if processes == 1 else [f"processes={processes}"])]
+        raise Refusal(_suggest_arguments(keys, labs))
+    arguments = [*labs, *map(str, words), *([] if processes == 1 else [f"processes={processes}"])]
     try:
-        return _run_once(asked)
-    except (Refusal, KeyboardInterrupt) as short:
-        # how it came to be known in here tells nobody anything: of the traceback only the call of run stays
-        raise short.with_traceback(None) from None
+        return _run_once(arguments)
+    except (Refusal, KeyboardInterrupt) as error:
+        # the frames of this module tell nobody anything: of the traceback only the call of run stays
+        raise error.with_traceback(None) from None
 
 
-def _suggest_overrides(keys: Mapping[str, Any], labs: list[str]) -> str:
-    """What to write instead of Python's arguments: words of the list, by the names that keys have here."""
+def _suggest_arguments(keys: Mapping[str, Any], labs: list[str]) -> str:
+    """What to write instead of Python's keyword arguments: overrides in the list, by the names that keys have here."""
     with resource_paths.working_directory_importable(), _compose_lock:
-        known = flatten_unresolved(compose(labs))
-    given = {key: suggest_overrides(key, format_value(value), known) for key, value in keys.items()}
-    words = ", ".join(" or ".join(f'"{word}"' for word in near) for near in given.values() if near)
-    problems = [unknown_key_message(key, known) for key, near in given.items() if not near]
-    written = f": trainer.run([{words}, …])" if words else ""
-    said = f"trainer.run takes keys as words of its list, like the command line{written}"
-    return "\n".join([said, *problems])
+        known = flatten_unresolved(compose(labs))  # all keys that there are
+    near = {key: suggest_overrides(key, format_value(value), known) for key, value in keys.items()}
+    overrides = ", ".join(" or ".join(f'"{override}"' for override in some) for some in near.values() if some)
+    problems = [unknown_key_message(key, known) for key, some in near.items() if not some]
+    example = f": trainer.run([{overrides}, …])" if overrides else ""
+    return "\n".join([f"trainer.run takes keys as words of its list, like the command line{example}", *problems])
 
 
-def _run_once(asked: list[str]) -> Result:
-    if (what := parse_command_line(asked)).multirun or what.flags:
+def _run_once(arguments: list[str]) -> Result:
+    if (command_line := parse_command_line(arguments)).multirun or command_line.flags:
         raise Refusal("trainer.run does one run, and returns: -m, --help, --cfg and --info are for python -m trainer")
     with resource_paths.working_directory_importable():
         with _compose_lock:
-            cfg = compose(asked)
+            cfg = compose(arguments)
         launch = read_launch()
         count = processes_to_start(cfg, launch)
-        # the folder is chosen here, because what the run has left is looked for in it afterwards
+        # the folder is chosen here, because the results of the run are read from it afterwards
         if only_reads_files(cfg) or examines_machines(cfg):
             folder = report_folder(cfg) if only_reads_files(cfg) else examined_folder(cfg)
         else:
             folder = choose_run_folder(cfg, launch)
-        asked.append(f"run.dir={quote_value(str(folder))}")
+        arguments.append(f"run.dir={quote_value(str(folder))}")
         cfg.run.dir = str(folder)
+        # Python calls signal handlers in the main thread alone
         if threading.current_thread() is not threading.main_thread():
             say("note        Ctrl-C does not reach a run in a thread; run.stop_after=… ends it")
-        code = _run_in_children(asked, cfg, count) if count else _run_in_this_process(asked, launch, cfg)
-        if code == 1:  # nothing has failed, or that would have been raised
-            raise RuntimeError(read_verdict(cfg, folder))
-        return Result(*_read_result(cfg, folder, code), folder, partial(build_run, asked, Launch(), cfg))
+        code = _run_in_children(arguments, cfg, count) if count else _run_in_this_process(arguments, launch, cfg)
+        if code == 1:  # no run has failed, or its error would have been raised: a job has found something wrong
+            raise RuntimeError(_read_verdict(cfg, folder))
+        return Result(*_read_result(cfg, folder, code), folder, partial(build_run, arguments, Launch(), cfg))
+
+
+def _run_in_this_process(arguments: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
+    """The exit code. The process keeps nothing of the run: no log file, no lock, no group of processes, no mode."""
+    if only_reads_files(cfg):
+        return print_report(cfg, launch)
+    with preserve_process_state():
+        if examines_machines(cfg):
+            return examine_machines(cfg, launch)
+        return _run_as_guest(arguments, launch, cfg)
+
+
+def _run_as_guest(arguments: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
+    from torch import distributed
+
+    from trainer.launch.run_status import mark_failed
+    from trainer.records.folder_lock import unlock_all_folders
+
+    joined = distributed.is_available() and distributed.is_initialized()  # the caller's own group stays
+    # what the command line leaves to the end of its process is put back here, whatever happens
+    try:
+        with failure.sys_exit_as_error():
+            parts = build_run(arguments, launch, cfg)
+            return parts.job(parts)
+    except failure.RunFailed as failed:
+        error = failed.__cause__
+        assert error is not None
+        mark_failed(failed.folder, failure.error_summary(error), launch.rank)
+        raise error from None
+    finally:
+        # after an error or an interrupt no rank waits for the others before it leaves the group
+        if distributed.is_available() and distributed.is_initialized() and not joined:
+            distributed.destroy_process_group()
+        unlock_all_folders()
+
+
+def _run_in_children(arguments: Sequence[str], cfg: DictConfig, count: int) -> int:
+    """The exit code of the run in processes of its own; their message stands on the screen, and in the error."""
+    code, signals, message = run_in_processes(arguments, cfg, count)
+    # what the command line says by its exit code is an error here
+    if code == 2:
+        raise Refusal(message)
+    if code not in (0, failure.STOPPED):
+        if signals.count(signal.SIGINT) > 1:
+            raise KeyboardInterrupt("interrupted twice")
+        has_verdict = is_verification(cfg) or examines_machines(cfg)
+        verdict = _read_verdict(cfg, Path(str(cfg.run.dir))) if has_verdict else ""
+        killed = "a process of the run ended without a message: killed, or out of memory"
+        raise RuntimeError(message or verdict or killed)
+    return code
+
+
+def _read_verdict(cfg: DictConfig, folder: Path) -> str:
+    """What `verify` or `doctor` has found wrong, by its file in this folder; empty where that is nothing."""
+    if examines_machines(cfg):
+        path = folder / "doctor.json"
+        findings = json.loads(path.read_text())["findings"] if path.is_file() else []
+        errors = [finding["what"] for finding in findings if finding["level"] == "error"]
+        return f"{'; '.join(errors)} ({path})" if errors else ""
+    path = folder / "verify" / "verify.json"
+    verify = json.loads(path.read_text()) if path.is_file() else {"same": True}
+    return "" if verify["same"] else f"{verify['verdict']} ({path})"
+
+
+def _read_result(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[str, float]]:
+    """What the files say: the state of the run, and its last metrics."""
+    from trainer.launch.run_status import read_status
+    from trainer.records.metrics_reader import metrics_of, read_last_lines
+
+    # these jobs have a folder of their own, and leave the run's status as it was
+    job_folder = "evaluate" if opens_trained_run(cfg) else "verify" if is_verification(cfg) else ""
+    job_folder = "doctor" if examines_machines(cfg) else job_folder
+    status = read_status(folder)
+    if code == failure.STOPPED and status is None:
+        raise KeyboardInterrupt("interrupted before the run began")
+    state = "completed" if job_folder or not status else status["state"]
+    last = read_last_lines(folder / job_folder / "metrics.jsonl", ["eval"])
+    return "preempted" if code == failure.STOPPED else state, metrics_of(last.get("eval", {}))
+
+
+# ----------------------------------------------------------------------------------------- for the command line as well
 
 
 def build_run(
-    words: Sequence[str], launch: Launch, cfg: DictConfig | None = None, alone: ProgramRunner = run_program
+    arguments: Sequence[str], launch: Launch, cfg: DictConfig | None = None, run_alone: ProgramRunner = run_program
 ) -> RunParts:
-    """What a run is made of; cfg: what was composed of the words already; alone: does words in another process."""
-    cfg = compose(words) if cfg is None else cfg
+    """What a run is made of. cfg: composed of the arguments already; run_alone: runs arguments in another process."""
+    cfg = compose(arguments) if cfg is None else cfg
     resource_paths.make_recipes_importable()
     from trainer.jobs.run_parts import assemble  # from here on with torch
 
-    return assemble(cfg, words, parse_command_line(words).folders, launch, alone)
+    return assemble(cfg, arguments, parse_command_line(arguments).folders, launch, run_alone)
 
 
 def processes_to_start(cfg: DictConfig, launch: Launch) -> int:
@@ -159,12 +231,12 @@ def processes_to_start(cfg: DictConfig, launch: Launch) -> int:
 
     Refusal where a launcher has started it, or where restarts are asked for and nothing is started.
     """
-    # one that was started for this very key is not to start others
+    # a child that was started for this very key must not start others
     if launch.is_local_child or only_reads_files(cfg):
         return 0
     restarts = cfg.distributed.restarts
     if cfg.processes is None:
-        if restarts and not opens_trained_run(cfg):  # of a run that is opened it is a key like all others
+        if restarts and not opens_trained_run(cfg):  # of a trained run it is a key like all others
             raise Refusal(
                 f"distributed.restarts={restarts} starts processes again that this command has started: add processes=N"
                 " (1, 2, … or auto), or leave it out. torchrun has --max-restarts"
@@ -180,14 +252,40 @@ def processes_to_start(cfg: DictConfig, launch: Launch) -> int:
         from torch import accelerator  # only now: it takes seconds
 
         count = max(1, accelerator.device_count())
+    # one process is a child too where it may have to be started again
     return int(count) if count > 1 or restarts else 0
 
 
-def print_report(cfg: DictConfig, launch: Launch) -> int:
-    """Do the job `report`, on the main rank; the exit code. Refusal where there is no such run."""
-    from trainer.jobs.goodput_report import Report
+def run_in_processes(
+    arguments: Sequence[str], cfg: DictConfig, count: int, starter: ProcessStarter = start_program
+) -> tuple[int, list[int], str]:
+    """The run in so many processes: its exit code, the signals that asked it to stop, and its message if it failed."""
+    refuse_namesake()
+    # the restarts of a trained run are not those of the job that opens it
+    restarts, folder = 0 if opens_trained_run(cfg) else cfg.distributed.restarts, Path()
+    # they all look there again: a name that is generated must be the same for every attempt
+    if restarts:
+        folder = choose_run_folder(cfg, Launch())
+        if cfg.run.dir is None and cfg.run.name is None:
+            arguments = [*arguments, f"run.dir={quote_value(str(folder))}"]
+    with TemporaryDirectory(prefix="trainer-") as scratch:
+        return run_with_restarts(arguments, count, Path(scratch), folder, restarts, starter)
 
-    return Report()(report_folder(cfg)) if launch.is_main else 0
+
+def import_run_modules(cfg: DictConfig) -> None:
+    """Import what this run needs and takes seconds: torch, its compiler, the parts of this program that it uses."""
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+
+    importlib.import_module("trainer.jobs.run_parts")
+    resource_paths.make_recipes_importable()
+    # not only the modules: some of torch's are imported at their first use
+    torch.compiler.disable(len)  # torch.optim imports the compiler for it, at the first optimizer
+    for node in cfg.values():
+        target = str(node.get("_target_")) if isinstance(node, DictConfig) else ""
+        if target.startswith(("trainer.", "recipes.")):  # a lab may compute as it is imported, or start threads
+            with suppress(ImportError):  # each process reports it by itself
+                importlib.import_module(target.rpartition(".")[0])
 
 
 def examine_machines(cfg: DictConfig, launch: Launch) -> int:
@@ -205,107 +303,21 @@ def examine_machines(cfg: DictConfig, launch: Launch) -> int:
     return doctor(machine, examined_folder(cfg))
 
 
+def print_report(cfg: DictConfig, launch: Launch) -> int:
+    """Do the job `report`, on the main rank; the exit code. Refusal where there is no such run."""
+    from trainer.jobs.goodput_report import Report
+
+    return Report()(report_folder(cfg)) if launch.is_main else 0
+
+
 def choose_run_folder(cfg: DictConfig, launch: Launch) -> Path:
     """The folder that the configuration names, or one that is named now, on all ranks the same."""
     from trainer.launch.store_collectives import broadcast_from_main
     from trainer.records.run_folder import choose_path
 
-    label, own = str(cfg.model.get("_target_")).rsplit(".", 1)[-1].lower(), parse_settings(cfg).run
+    label, keys = str(cfg.model.get("_target_")).rsplit(".", 1)[-1].lower(), parse_settings(cfg).run
 
-    def decide() -> str:
-        return str(choose_path(expand_home(own.root), own.name, own.dir, label, launch)[0])
+    def choose() -> str:
+        return str(choose_path(expand_home(keys.root), keys.name, keys.dir, label, launch)[0])
 
-    return resolve_links(broadcast_from_main(launch, "door", decide))
-
-
-def _run_in_this_process(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
-    """The run in this process, which keeps nothing of it: no log file, no lock, no group of processes, no mode."""
-    if only_reads_files(cfg):
-        return print_report(cfg, launch)
-    with preserve_process_state():
-        if examines_machines(cfg):
-            return examine_machines(cfg, launch)
-        return _run_as_guest(words, launch, cfg)
-
-
-def _run_as_guest(words: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
-    from torch import distributed
-
-    from trainer.launch.run_status import mark_failed
-    from trainer.records.folder_lock import unlock_all_folders
-
-    joined = distributed.is_available() and distributed.is_initialized()  # the caller's own group stays
-    # what the command line leaves to the end of its process is put back here, whatever happens
-    try:
-        with failure.sys_exit_as_error():
-            parts = build_run(words, launch, cfg)
-            return parts.job(parts)
-    except failure.RunFailed as failed:
-        error = failed.__cause__
-        assert error is not None
-        mark_failed(failed.folder, failure.error_summary(error), launch.rank)
-        raise error from None
-    finally:
-        # after an error, or an interrupt, nobody has waited to leave it
-        if distributed.is_available() and distributed.is_initialized() and not joined:
-            distributed.destroy_process_group()
-        unlock_all_folders()
-
-
-def run_in_processes(
-    words: Sequence[str], cfg: DictConfig, count: int, starter: ProcessStarter = start_program
-) -> tuple[int, list[int], str]:
-    """The run in so many processes; its exit code, the signals that asked it to stop, and what it says went wrong."""
-    refuse_namesake()
-    # what a trained run was started with is no word about this job
-    run, restarts, folder = cfg.run, 0 if opens_trained_run(cfg) else cfg.distributed.restarts, Path()
-    # they all look there again: a name that is generated must be the same for every try
-    if restarts:
-        folder = choose_run_folder(cfg, Launch())
-        words = [*words, *([f"run.dir={quote_value(str(folder))}"] if run.dir is None and run.name is None else [])]
-    with TemporaryDirectory(prefix="trainer-") as scratch:
-        return run_with_restarts(words, count, Path(scratch), folder, restarts, starter)
-
-
-def import_run_modules(cfg: DictConfig) -> None:
-    """Import what this run needs and takes seconds: torch, its compiler, the product's own parts that are chosen."""
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
-
-    importlib.import_module("trainer.jobs.run_parts")
-    resource_paths.make_recipes_importable()
-    torch.compiler.disable(len)  # torch.optim imports the compiler for it, at the first optimizer
-    for node in cfg.values():
-        target = str(node.get("_target_")) if isinstance(node, DictConfig) else ""
-        if target.startswith(("trainer.", "recipes.")):  # a lab may compute as it is imported, or start threads
-            with suppress(ImportError):  # each process says so in words
-                importlib.import_module(target.rpartition(".")[0])
-
-
-def _run_in_children(words: Sequence[str], cfg: DictConfig, count: int) -> int:
-    """The run in processes of its own; what they have to say stands on the screen, and in the error."""
-    code, asked, said = run_in_processes(words, cfg, count)
-    if code == 2:
-        raise Refusal(said)
-    if code not in (0, failure.STOPPED):
-        if asked.count(signal.SIGINT) > 1:
-            raise KeyboardInterrupt("interrupted twice")
-        judges = is_verification(cfg) or examines_machines(cfg)
-        found = read_verdict(cfg, Path(str(cfg.run.dir))) if judges else ""
-        raise RuntimeError(said or found or "a process of the run ended without a message: killed, or out of memory")
-    return code
-
-
-def _read_result(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[str, float]]:
-    """What the files say: the state of the run, and its last figures."""
-    from trainer.launch.run_status import read_status
-    from trainer.records.metrics_reader import metrics_of, read_last_lines
-
-    # a job that opens a run leaves the run's own files as they were, and so does `verify`
-    own = "evaluate" if opens_trained_run(cfg) else "verify" if is_verification(cfg) else ""
-    own = "doctor" if examines_machines(cfg) else own
-    status = read_status(folder)
-    if code == failure.STOPPED and status is None:
-        raise KeyboardInterrupt("interrupted before the run began")
-    state = "preempted" if code == failure.STOPPED else "completed" if own or not status else status["state"]
-    return state, metrics_of(read_last_lines(folder / own / "metrics.jsonl", ["eval"]).get("eval", {}))
+    return resolve_links(broadcast_from_main(launch, "run-folder", choose))  # all ranks; a path

@@ -1,4 +1,4 @@
-"""What a program says to people: the exceptions that end a run with a message, and how messages are written."""
+"""Exceptions that end a run with their message alone, and the format of messages: counts, numbers, names, paths."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
 
-_LINES = 10  # of problems that are shown at once
+_MAX_PROBLEMS = 10  # that one message shows
 
 
 class Refusal(Exception):
@@ -14,7 +14,7 @@ class Refusal(Exception):
 
 
 class FatalRunError(Exception):
-    """A run cannot go on, and the message says all of it: exit code 1, without a traceback, from whoever was first."""
+    """A run cannot go on, and the message says all of it: exit code 1, without a traceback."""
 
 
 class BadData(FatalRunError):
@@ -36,18 +36,19 @@ class NotFinite(BadData, FloatingPointError):
 
 def join_problems(problems: Sequence[str]) -> str:
     """Problems as one message, a line each: the first of them, and how many more there are."""
-    more = [f"… and {len(problems) - _LINES:,} more"] if len(problems) > _LINES else []
-    return "\n".join([*problems[:_LINES], *more])
+    left_out = len(problems) - _MAX_PROBLEMS
+    return "\n".join([*problems[:_MAX_PROBLEMS], *([f"… and {left_out:,} more"] if left_out > 0 else [])])
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, as far as one line goes; of one that says nothing its kind."""
+    """The first line of an error's message; the name of its class where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """Say which of the options a mistyped word probably meant; empty where none is near."""
+    """A question that names the options nearest to a mistyped word; empty where none is near."""
     known = list(options)
+    # upper and lower case are mixed up more often than letters
     same = [option for option in known if option.lower() == word.lower()]
     close = same or get_close_matches(word, known, n=2, cutoff=0.5)
     return f"; did you mean {' or '.join(repr(name) for name in close)}?" if close else ""
@@ -61,44 +62,47 @@ def format_count(count: int, noun: str) -> str:
 
 def format_names(names: Iterable[str], most: int) -> str:
     """The first so many names, and how many more there are: `a, b and 3 more`."""
-    every = [escape_line(name) for name in names]
-    return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")
+    escaped = [escape_line(name) for name in names]
+    return ", ".join(escaped[:most]) + (f" and {len(escaped) - most:,} more" if len(escaped) > most else "")
 
 
 def format_number(value: float) -> str:
-    """Four digits after the point, or as many that matter where that would say too little or too much."""
+    """Four digits after the point; four significant ones where that would be too few or too many."""
+    # 0.1235, 12.3457, but 1.235e-05 and 1.235e+06
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.4g}"
 
 
 def format_duration(seconds: float) -> str:
     """Minutes and seconds, hours where there are some: `0:41`, `1:02:03`."""
+    # Python writes 0:00:41 and 1:02:03
     text = str(timedelta(seconds=round(seconds)))
     return text.removeprefix("0:").removeprefix("0") if text.startswith("0:") else text
 
 
 # control characters, what reverses the direction of a line, ends of lines, and halves of characters
-_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_OF_TEXTS = re.compile(_UNSEEN.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
+_INVISIBLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# the same but for tabs and ends of lines
+_INVISIBLE_IN_TEXT = re.compile(_INVISIBLE.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
 
 
 def escape_line(name: object) -> str:
-    """A name (a path, a key, a class) in one line; what is not to be seen is written as Python does: \\n, \\x1b."""
-    return _UNSEEN.sub(_escaped, str(name))
+    """A name (a path, a key, a class) in one line; invisible characters are written as Python does: \\n, \\x1b."""
+    return _INVISIBLE.sub(_escaped, str(name))
 
 
 def escape_text(text: str) -> str:
-    """A text of several lines, which may stay: the same for all else in it."""
-    return _OF_TEXTS.sub(_escaped, text)
+    """The same of a text of several lines, whose ends stay."""
+    return _INVISIBLE_IN_TEXT.sub(_escaped, text)
 
 
 def _escaped(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
 
 
-def expand_home(written: str | Path) -> Path:
-    """The path, with ~ as the home folder that it means; Refusal where this machine has no such folder."""
+def expand_home(path: str | Path) -> Path:
+    """The path, with ~ or ~user replaced by the home folder; Refusal where this machine has no such folder."""
     try:
-        return Path(written).expanduser()
+        return Path(path).expanduser()
     except RuntimeError:
-        user = Path(written).parts[0]
-        raise Refusal(f"{written}: this machine knows no home folder {user}; write the whole path") from None
+        user = Path(path).parts[0]
+        raise Refusal(f"{path}: this machine knows no home folder {user}; write the whole path") from None

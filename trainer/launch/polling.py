@@ -1,4 +1,4 @@
-"""Waiting for what nobody announces, and for what may never return."""
+"""Waiting: for something that has to be looked for again and again, and for a call that may never return."""
 
 import threading
 import time
@@ -6,23 +6,23 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-_INTERVAL = 0.1  # seconds between two looks, at most; the first follow one another faster
+_INTERVAL = 0.1  # seconds between two looks, at most; the first ones follow each other faster
 
 
 def poll(look: Callable[[], T | None], seconds: float) -> T | None:
-    """Look again and again until there is something to see; None where there is nothing after so long.
+    """Call `look` again and again until it returns something; None where it has returned nothing after so long.
 
-    Not the store's own waiting: its timeouts leave warnings, and often more than one key is watched.
+    The store of torch can wait by itself, but its timeouts leave warnings, and often more than one key is waited for.
     """
     deadline, pause = time.monotonic() + seconds, 0.001
-    while (found := look()) is None and time.monotonic() < deadline:
+    while (result := look()) is None and time.monotonic() < deadline:
         time.sleep(pause)
         pause = min(_INTERVAL, 1.5 * pause)
-    return found
+    return result
 
 
 def with_timeout(seconds: float, act: Callable[[], T]) -> T:
-    """What `act` returns or raises; TimeoutError where it takes longer: its thread, which asks what hangs, is left.
+    """What `act` returns or raises; TimeoutError where it takes longer: the thread in which it hangs is left behind.
 
     Time counts only while this process runs: a thread that had no turn was not too slow.
     """
@@ -37,11 +37,12 @@ def with_timeout(seconds: float, act: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, name="what may never return", daemon=True)
     thread.start()
-    lived = 0.0
-    while thread.is_alive() and lived < seconds:
+    waited = 0.0
+    while thread.is_alive() and waited < seconds:
         began = time.monotonic()
         thread.join(_INTERVAL)
-        lived += min(time.monotonic() - began, 2 * _INTERVAL)
+        # more than that is the sleep of the machine, or of this process
+        waited += min(time.monotonic() - began, 2 * _INTERVAL)
     for error in errors:
         raise error
     for result in results:

@@ -1,4 +1,4 @@
-"""What processes agree on before there is a process group: through the store of the launch, in words."""
+"""Collectives before there is a process group: values and messages between ranks through the store of the launch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ T = TypeVar("T")
 
 
 def broadcast_from_main(launch: Launch, what: str, decide: Callable[[], Any]) -> Any:
-    """The JSON value that the main rank decides, on every rank; where it refuses, all refuse with its sentence."""
+    """Collective: the JSON value that the main rank decides, on every rank; where it refuses, all refuse alike."""
     store = launch.store()
     if store is None:
         return decide()
+    # the main rank writes its value and then that all went well; every other rank waits for the latter
     if launch.is_main:
         with _report_outcome(store, what, launch):
             value = decide()
@@ -33,12 +34,12 @@ def broadcast_from_main(launch: Launch, what: str, decide: Callable[[], Any]) ->
 
 
 def run_on_all_ranks(launch: Launch, what: str, act: Callable[[], T]) -> T:
-    """Run `act` on every rank; where it refuses on one, all refuse with its sentence, and nobody waits for the gone."""
+    """Collective: run `act` on every rank; where it refuses on one, all refuse alike, and none waits for the others."""
     store = launch.store()
     if store is None:
         return act()
     if launch.is_main:
-        # the main rank's word is that of all: it has heard the others, unless its own problem is enough
+        # the main rank reports for all: it waits for every other rank, unless it has a problem itself
         with _report_outcome(store, f"{what}-everywhere", launch):
             value = act()
             for rank in range(1, launch.world_size):
@@ -51,10 +52,10 @@ def run_on_all_ranks(launch: Launch, what: str, act: Callable[[], T]) -> T:
 
 
 def run_one_per_node_first(launch: Launch, what: str, prepare: Callable[[], T]) -> T:
-    """Run `prepare` on one process of each machine (downloads, caches), then on the others, which find it done.
+    """Collective: run `prepare` on one rank of each machine (downloads, caches), then on the others.
 
-    The first to come does it. Ranks need not be dealt to machines in order: Slurm and MPI can be told otherwise.
-    Where it refuses on one machine, all refuse.
+    The first rank to come is that one. Ranks need not be numbered machine by machine: Slurm and MPI can be told
+    otherwise. Where it refuses on one machine, all refuse.
     """
     store, key = launch.store(), f"{what}-on-{machine_id()}"
 
@@ -66,13 +67,13 @@ def run_one_per_node_first(launch: Launch, what: str, prepare: Callable[[], T]) 
             _wait_for_outcome(store, key)
         return prepare()
 
-    # the others of a machine hear a refusal from its first, those of other machines hear it here
+    # a refusal reaches the other ranks of a machine from its first one, and those of other machines here
     return run_on_all_ranks(launch, what, in_turn)
 
 
 @contextmanager
 def _report_outcome(store: Store, key: str, launch: Launch) -> Iterator[None]:
-    """Leave word under this key that what is inside went well, or why not, so that nobody waits for the dead."""
+    """Write under this key that the code inside went well, or why not, so that no rank waits for one that has gone."""
     try:
         yield
     except BaseException as error:
@@ -82,17 +83,22 @@ def _report_outcome(store: Store, key: str, launch: Launch) -> Iterator[None]:
 
 
 def _wait_for_outcome(store: Store, key: str) -> None:
-    """Wait for another rank's word; Refusal where it went wrong there."""
+    """Wait until another rank has written how it went; Refusal where it went wrong there."""
     if problem := store.get(key).decode():
         raise Refusal(problem)
 
 
 def _describe_problem(error: BaseException, launch: Launch) -> str:
-    said = str(error) if isinstance(error, Refusal) else f"rank {launch.rank} failed: {type(error).__name__}: {error}"
-    return said if launch.rank == launch.local_rank else f"{socket.gethostname()}: {said}"
+    failed = f"rank {launch.rank} failed: {type(error).__name__}: {error}"
+    message = str(error) if isinstance(error, Refusal) else failed
+    # of a rank on another machine than the main one: the same may be right here
+    return message if launch.rank == launch.local_rank else f"{socket.gethostname()}: {message}"
 
 
 def machine_id() -> str:
-    """What processes on one machine have in common: names may repeat (containers), and so may kernels (them again)."""
+    """The same text in all processes on a machine, and in no others.
+
+    Neither alone is enough: containers on two machines may have one name, and those on one machine have one kernel.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}-{boot.read_text().strip() if boot.is_file() else ''}"
