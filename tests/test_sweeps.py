@@ -328,7 +328,7 @@ def test_the_words_of_the_page_are_taken() -> None:
     assert len(commands) == 5
     for command in commands:
         if "optuna" not in command or find_spec("optuna") is not None:
-            assert len([*parse_multirun(shlex.split(command)).space.samples()]) > 1, command
+            assert len([*parse_multirun(shlex.split(command)).space.covering_trials()]) > 1, command
 
 
 # --------------------------------------------------------------------------------------------------------------- Optuna

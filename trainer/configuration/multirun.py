@@ -5,36 +5,32 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainer.configuration.command_line import CommandLine, override_text, parse_command_line, parse_overrides
 from trainer.configuration.compose import (
     compose,
-    compose_with_hydra,
     examines_machines,
     only_reads_files,
     open_config_dirs,
     opens_trained_run,
     quote_value,
 )
-from trainer.configuration.key_types import Count, Natural, NonEmpty
+from trainer.configuration.hydra_plugins import HYDRA_KEY, Search, compose_hydra_section, parse_search, read_hydra_key
+from trainer.configuration.key_types import Count
 from trainer.configuration.suggestions import list_options
-from trainer.launch.validation import convert
 from trainer.messages import Refusal, join_problems
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
 _RUN_FOLDER_KEYS = {"run", "run.root", "run.name", "run.dir"}  # all runs share one folder
-_HYDRA_KEY = re.compile(r"hydra[./](mode|launcher|sweeper)\b")
-_EXTRAS = {"optuna": "optuna", "submitit": "submitit"}  # a word that holds this needs the package of that name
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class Choice:
         """All that it may be."""
         return self.words
 
-    extremes = listed
+    end_points = listed
 
     def distribution(self) -> BaseDistribution:
         """The same for Optuna."""
@@ -99,7 +95,7 @@ class NumberRange:
             " hydra/sweeper=optuna"
         )
 
-    def extremes(self) -> tuple[str, ...]:
+    def end_points(self) -> tuple[str, ...]:
         """The words at both ends."""
         return self.word(self.low), self.word(self.high)
 
@@ -123,50 +119,41 @@ Axis = Choice | NumberRange
 class SearchSpace:
     """All words of a sweep, each with what it may be."""
 
-    always: tuple[str, ...]  # what a run's words begin with: folders of labs, the configuration's name
+    common_arguments: tuple[str, ...]  # what a run's words begin with: folders of labs, the configuration's name
     axes: tuple[Axis, ...]
 
     @property
-    def several(self) -> list[Axis]:
+    def varying(self) -> list[Axis]:
         """The words that differ from run to run."""
-        return [axis for axis in self.axes if len(axis.extremes()) > 1]
+        return [axis for axis in self.axes if len(axis.end_points()) > 1]
 
     def grid(self) -> tuple[Trial, ...]:
         """Every combination of values, the last word's changing fastest. Refusal where they cannot be counted."""
-        every = product(*(axis.listed() for axis in self.axes))
-        return tuple(self.trial(number, picked) for number, picked in enumerate(every))
+        combinations = product(*(axis.listed() for axis in self.axes))
+        return tuple(self.trial(number, choices) for number, choices in enumerate(combinations))
 
-    def samples(self) -> Iterator[Trial]:
+    def covering_trials(self) -> Iterator[Trial]:
         """As few runs as have every value once, or both ends of what has no list."""
-        values = [axis.extremes() for axis in self.axes]
+        values = [axis.end_points() for axis in self.axes]
         for index in range(max(map(len, values), default=1)):
             yield self.trial(index, [options[index % len(options)] for options in values])
 
     def trial(self, number: int, choices: Sequence[str]) -> Trial:
         """The run of these words, one an axis."""
-        varying_keys = {axis.key for axis in self.several}
+        varying_keys = {axis.key for axis in self.varying}
         overrides = {axis.key: word for axis, word in zip(self.axes, choices, strict=True) if axis.key in varying_keys}
         # A folder is named by what differs; where nothing does, by all words but those that say where it is.
         distinguishing = list(overrides.values()) or [word for word in choices if not word.startswith("run.")]
         # Without what a path or a shell would read as something else.
         folder_name = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", ",".join(map(shorten_floats, distinguishing)))
         values = {key.lstrip("+"): word[len(key) + 1 :] for key, word in overrides.items()}
-        return Trial(number, f"{number}_{folder_name}"[:200].rstrip("_"), (*self.always, *choices), values)
+        return Trial(number, f"{number}_{folder_name}"[:200].rstrip("_"), (*self.common_arguments, *choices), values)
 
 
 def shorten_floats(text: str) -> str:
     """A text whose long fractions have four digits: what Optuna chooses has seventeen."""
     long = r"\b(?=[\d.e+-]{9})\d+\.\d+(e[+-]?\d+)?"
     return re.sub(long, lambda each: f"{float(each[0]):.4g}", text)
-
-
-@dataclass(frozen=True)
-class Search:
-    """What Optuna is asked for: `hydra/sweeper=optuna`."""
-
-    n_trials: int  # runs in all, those of earlier commands included
-    sampler: str  # a class of optuna.samplers
-    seed: int  # of what it draws
 
 
 @dataclass(frozen=True)
@@ -181,37 +168,41 @@ class Multirun:
     fresh: bool  # run.resume=fresh
     init_method: str  # where the processes meet
     plugin: str | None  # the launcher of Hydra that starts the runs; None: this very command
-    at_once: int | Literal["auto"]  # how many runs this command keeps going; auto: as many as there are GPUs for
+    concurrency: int | Literal["auto"]  # how many runs this command keeps going; auto: as many as there are GPUs for
     device: str
     processes: int | str | None  # of each run
-    composed: DictConfig  # Hydra's own part, for launchers that are its plugins
+    hydra_config: DictConfig  # Hydra's own part, for launchers that are its plugins
 
 
 def parse_multirun(argv: Sequence[str]) -> Multirun:
     """Take the command line of several runs apart. Refusal that lists what is wrong with the words of any of them."""
-    words = parse_command_line(argv)
-    overrides, problems = parse_overrides(words.overrides, sweeps=True)
+    command = parse_command_line(argv)
+    overrides, problems = parse_overrides(command.overrides, sweeps=True)
     if problems:
         raise Refusal(join_problems(problems))
-    of_hydra = [each for each in overrides if _HYDRA_KEY.match(each.key_or_group)]
-    with open_config_dirs(words.folders) as places:
+    hydra_overrides = [override for override in overrides if HYDRA_KEY.match(override.key_or_group)]
+    with open_config_dirs(command.folders) as config_dirs:
         # An experiment's yaml may list values, too. Of two words for one key the last holds, the command line's here.
-        chosen = [each for each in overrides if each.key_or_group == "experiment" and not each.is_sweep_override()]
-        composed = _compose_hydra_section(words, chosen, of_hydra, places)
-        last = {
-            each.get_key_element(): each
-            for each in [*_yaml_sweep_overrides(composed), *overrides]
-            if each not in of_hydra
+        experiments = [
+            override
+            for override in overrides
+            if override.key_or_group == "experiment" and not override.is_sweep_override()
+        ]
+        hydra_config = compose_hydra_section(command, experiments, hydra_overrides, config_dirs)
+        by_key = {
+            override.get_key_element(): override
+            for override in [*_yaml_sweep_overrides(hydra_config), *overrides]
+            if override not in hydra_overrides
         }
-        space = _build_space(words, list(last.values()), places)
-    search = _parse_search(composed)
+        space = _build_space(command, list(by_key.values()), config_dirs)
+    search = parse_search(hydra_config)
     if search is None:
         space.grid()  # what cannot be listed is refused here
-    launcher = composed.hydra.runtime.choices["hydra/launcher"]
+    launcher = hydra_config.hydra.runtime.choices["hydra/launcher"]
     plugin = None if launcher in ("local", "basic") else launcher
 
     # Every mistake of any run is told before the first one starts.
-    cfg = _compose_all(space.samples())
+    cfg = _compose_all(space.covering_trials())
     if search is not None and cfg.run.resume == "fresh":
         raise Refusal("run.resume=fresh: a search goes on with what its folder holds; give another run.name")
     return Multirun(
@@ -223,79 +214,40 @@ def parse_multirun(argv: Sequence[str]) -> Multirun:
         cfg.run.resume == "fresh",
         cfg.distributed.init_method,
         plugin,
-        1 if plugin else _read_hydra_key(composed, "hydra.launcher.n_jobs", Count | Literal["auto"], 1),
+        1 if plugin else read_hydra_key(hydra_config, "hydra.launcher.n_jobs", Count | Literal["auto"], 1),
         cfg.device,
         cfg.processes,
-        composed,
+        hydra_config,
     )
 
 
-def _compose_hydra_section(
-    words: CommandLine, chosen: list[Override], of_hydra: list[Override], places: list[Path]
-) -> DictConfig:
-    """A configuration with Hydra's own part, which says who starts the runs: that cannot differ between them.
-
-    chosen: experiments, which may list values there and nothing else: launchers can run shell commands.
-    """
-    if wrong := [override_text(each) for each in of_hydra if each.is_sweep_override()]:
-        raise Refusal(f"{wrong[0]}: one launcher starts all runs; choose one")
-    for each in of_hydra:
-        for word, package in _EXTRAS.items():
-            if word in override_text(each) and find_spec(package) is None:
-                raise Refusal(f"{each.key_or_group}: {package} comes with pip install -e '.[{package}]'")
-    composed = compose_with_hydra(words, [override_text(each) for each in [*chosen, *of_hydra]], places)
-    typed = compose_with_hydra(words, [override_text(each) for each in of_hydra], places) if chosen else composed
-    if composed.hydra.launcher != typed.hydra.launcher:
-        raise Refusal("hydra.launcher: only the command line can set its keys, but a yaml file does")
-    return composed
-
-
-def _yaml_sweep_overrides(composed: DictConfig) -> list[Override]:
+def _yaml_sweep_overrides(hydra_config: DictConfig) -> list[Override]:
     """The words that an experiment's yaml adds under hydra.sweeper.params; they may do what a yaml may."""
-    written = [f"{key}={value}" for key, value in (composed.hydra.sweeper.params or {}).items()]
+    arguments = [f"{key}={value}" for key, value in (hydra_config.hydra.sweeper.params or {}).items()]
     # What is trusted and who starts processes decides which code runs: not for a file that others may have written.
-    for word in written:
-        if re.match(r"[+~]*(trust|hydra)\b", word):
-            raise Refusal(f"hydra.sweeper.params: only the command line can set {word}, but a yaml file does")
-    added, problems = parse_overrides(written, sweeps=True)
+    for argument in arguments:
+        if re.match(r"[+~]*(trust|hydra)\b", argument):
+            raise Refusal(f"hydra.sweeper.params: only the command line can set {argument}, but a yaml file does")
+    overrides, problems = parse_overrides(arguments, sweeps=True)
     if problems:
         raise Refusal(join_problems(problems))
-    return added
+    return overrides
 
 
-def _parse_search(composed: DictConfig) -> Search | None:
-    """What Optuna is asked for; None where nobody chooses. Refusal for sweepers that are plugins of Hydra."""
-    sweeper = composed.hydra.runtime.choices["hydra/sweeper"]
-    if sweeper == "basic":
-        return None
-    if sweeper != "optuna":
-        raise Refusal(f"hydra/sweeper={sweeper}: basic runs every combination, optuna chooses; no other works here")
-    return Search(
-        _read_hydra_key(composed, "hydra.sweeper.n_trials", Count),
-        _read_hydra_key(composed, "hydra.sweeper.sampler", NonEmpty),
-        _read_hydra_key(composed, "hydra.sweeper.seed", Natural),
-    )
-
-
-def _read_hydra_key(composed: DictConfig, key: str, kind: Any, default: Any = None) -> Any:
-    value = OmegaConf.select(composed, key, default=default)
-    try:
-        return convert(value, kind)
-    except Refusal as expected:
-        raise Refusal(f"{key}={value}: expected {expected}") from None
-
-
-def _build_space(words: CommandLine, overrides: list[Override], places: list[Path]) -> SearchSpace:
+def _build_space(command: CommandLine, overrides: list[Override], config_dirs: list[Path]) -> SearchSpace:
     """What each word may be."""
-    if place := {each.key_or_group for each in overrides if each.is_sweep_override()} & _RUN_FOLDER_KEYS:
-        raise Refusal(f"{min(place)}: all runs share one folder, and each has a folder in it; give one value")
+    if (
+        folder_keys := {override.key_or_group for override in overrides if override.is_sweep_override()}
+        & _RUN_FOLDER_KEYS
+    ):
+        raise Refusal(f"{min(folder_keys)}: all runs share one folder, and each has a folder in it; give one value")
     # Each run's words are a command line of their own, folders of labs included.
-    labs = [part for lab in words.folders for part in ("--config-dir", str(lab))]
-    named = [] if words.config_name == "config" else ["--config-name", words.config_name]
-    return SearchSpace((*labs, *named), tuple(_axis(each, places) for each in overrides))
+    lab_flags = [part for lab in command.folders for part in ("--config-dir", str(lab))]
+    config_name = [] if command.config_name == "config" else ["--config-name", command.config_name]
+    return SearchSpace((*lab_flags, *config_name), tuple(_axis(override, config_dirs) for override in overrides))
 
 
-def _axis(override: Override, places: list[Path]) -> Axis:
+def _axis(override: Override, config_dirs: list[Path]) -> Axis:
     """What one word may be. Refusal where it can be nothing."""
     key, value = override.get_key_element(), override.value()
     if not override.is_sweep_override():
@@ -312,7 +264,9 @@ def _axis(override: Override, places: list[Path]) -> Axis:
     options: list[Any] = []
     try:
         options = (
-            value.filter(list_options(key, places)) if isinstance(value, Glob) else [*override.sweep_string_iterator()]
+            value.filter(list_options(key, config_dirs))
+            if isinstance(value, Glob)
+            else [*override.sweep_string_iterator()]
         )
         why = f"no option of {key} matches"
     except HydraException:
@@ -325,19 +279,19 @@ def _axis(override: Override, places: list[Path]) -> Axis:
 def _compose_all(trials: Iterable[Trial]) -> DictConfig:
     """The configuration of the first of these runs. Refusal with everything that is wrong with any of them."""
     # As each run will compose itself, but in this process: what is wrong costs no start.
-    composed, problems = [], []
+    configs, problems = [], []
     for trial in trials:
         try:
-            composed.append(compose(trial.words))
+            configs.append(compose(trial.words))
         except Refusal as refusal:
             problems += str(refusal).splitlines()
     if problems:
         raise Refusal(join_problems([*dict.fromkeys(problems)]))
-    if examines_machines(composed[0]):
+    if examines_machines(configs[0]):
         raise Refusal("-m trains several runs, and job=doctor examines the machines once: leave out -m")
-    if opens_trained_run(composed[0]) or only_reads_files(composed[0]):
+    if opens_trained_run(configs[0]) or only_reads_files(configs[0]):
         raise Refusal("-m trains several runs in one folder; a job that opens a run takes one run.dir: leave out -m")
-    return composed[0]
+    return configs[0]
 
 
 def run_arguments(trial: Trial, folder: Path) -> list[str]:

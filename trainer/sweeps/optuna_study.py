@@ -16,7 +16,8 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from trainer.configuration.multirun import Search, SearchSpace, Trial
+from trainer.configuration.hydra_plugins import Search
+from trainer.configuration.multirun import SearchSpace, Trial
 from trainer.messages import Refusal, did_you_mean
 from trainer.sweeps.results import Outcome, SweepResults
 
@@ -34,7 +35,7 @@ class OptunaStudy:
         """Begin, or go on with what lies in the folder. Refusal where that was begun with other values."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # the sweep says itself how each run ended
         self._space, self._results, self._n_trials = space, results, search.n_trials
-        self._axes = {axis.key: axis.distribution() for axis in space.several}
+        self._axes = {axis.key: axis.distribution() for axis in space.varying}
         # a journal, not a database: network file systems keep it, too
         storage = JournalStorage(JournalFileBackend(str(results.folder / JOURNAL_FILE)))
         self._study = optuna.create_study(
@@ -80,7 +81,7 @@ class OptunaStudy:
     def _trial(self, number: int, chosen: dict[str, Any]) -> Trial:
         """The run of these values; an axis that Optuna does not know has only one."""
         picked = [
-            axis.word(chosen[axis.key]) if axis.key in chosen else axis.extremes()[0] for axis in self._space.axes
+            axis.word(chosen[axis.key]) if axis.key in chosen else axis.end_points()[0] for axis in self._space.axes
         ]
         return self._space.trial(number, picked)
 

@@ -103,8 +103,8 @@ def _make_source(asked: Multirun, results: SweepResults) -> RunSource:
 
 def _run_here(asked: Multirun, source: RunSource, results: SweepResults, more: Sequence[str]) -> int:
     """Run them on this machine, as children of this process; how often was it asked to stop?"""
-    gpus = visible_gpus(asked.device) if asked.at_once != 1 else []
-    shares = divide_machine(asked.at_once, asked.processes, gpus)
+    gpus = visible_gpus(asked.device) if asked.concurrency != 1 else []
+    shares = divide_machine(asked.concurrency, asked.processes, gpus)
     if len(shares) == 1:
         return run_concurrently(source, shares, results, more, SequentialScreen(source.left()))
     return run_concurrently(source, shares, results, more, ParallelScreen(results.folder, len(shares)))
@@ -112,11 +112,11 @@ def _run_here(asked: Multirun, source: RunSource, results: SweepResults, more: S
 
 def _submit_to_plugin(asked: Multirun, results: SweepResults, more: Sequence[str]) -> int:
     """Hand all runs to a launcher that is a plugin of Hydra, and wait; never stopped here."""
-    from trainer.configuration.hydra_launchers import submit_to_launcher
+    from trainer.configuration.hydra_plugins import submit_to_launcher
 
     left = results.left(asked.space.grid())
     ended = submit_to_launcher(
-        asked.composed, [[*run_arguments(trial, results.folder), *more] for trial in left], results.folder
+        asked.hydra_config, [[*run_arguments(trial, results.folder), *more] for trial in left], results.folder
     )
     for trial, (code, seconds) in zip(left, ended, strict=True):
         results.add(trial, code, seconds, None if code in (0, STOPPED) else "see its own output")
