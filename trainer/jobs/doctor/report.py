@@ -105,9 +105,10 @@ def report_data(examination: Examination, last: Baseline, baseline: Mapping[str,
     """The content of doctor.json."""
     e = examination
     middle = {name: median_link_of_group(e.links, members) for name, members in e.groups.items()}
-    rows = []
-    for each in e.collectives:
-        rows.append({**asdict(each), "expected": expected_seconds(each, last, middle[each.group])})
+    # group by group, each collective from the smallest size to the largest
+    order = [(group, op) for group in e.groups for op in OPS]
+    times = sorted(e.collectives, key=lambda each: (order.index((each.group, each.op)), each.bytes))
+    rows = [{**asdict(each), "expected": expected_seconds(each, last, middle[each.group])} for each in times]
     return {
         "ok": not any(finding.level == "error" for finding in e.findings),
         "time": time.time(),
@@ -124,7 +125,7 @@ def report_data(examination: Examination, last: Baseline, baseline: Mapping[str,
         ],
         "groups": dict(e.groups),
         "collectives": rows,
-        "fits": [row for name, line in middle.items() for row in _fits(e.collectives, name, line)],
+        "fits": _fits(rows),
         "links": [
             {"from": link.sender, "to": link.receiver, "latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
             for link in e.links
@@ -133,17 +134,19 @@ def report_data(examination: Examination, last: Baseline, baseline: Mapping[str,
     }
 
 
-def _fits(times: Sequence[CollectiveTime], group: str, link: LinearCost | None) -> list[dict[str, Any]]:
-    """α and β of each collective over a group, beside those of the model."""
-    rows = []
-    for op in OPS:
-        mine = [each for each in times if (each.op, each.group) == (op, group)]
-        if mine:
-            measured = fit_cost([(each.bytes, each.seconds) for each in mine])
-            model = model_cost(op, mine[0].ranks, link) if link else LinearCost(inf, inf)
-            expected = {f"expected_{key}": value for key, value in asdict(model).items()}
-            rows.append({"op": op, "group": group, "ranks": mine[0].ranks, **asdict(measured), **expected})
-    return rows
+def _fits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """α and β of each collective over each group, and those of the times that are expected."""
+    sizes: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        sizes.setdefault((row["group"], row["op"], row["ranks"]), []).append(row)
+    fits = []
+    for (group, op, ranks), same in sizes.items():
+        measured = fit_cost([(row["bytes"], row["seconds"]) for row in same])
+        points = [(row["bytes"], row["expected"]) for row in same if row["expected"] is not None]
+        expected = asdict(fit_cost(points)) if points else {"alpha_s": None, "bytes_per_s": None}
+        named = {f"expected_{key}": value for key, value in expected.items()}
+        fits.append({"op": op, "group": group, "ranks": ranks, **asdict(measured), **named})
+    return fits
 
 
 def write_report(folder: Path, data: Mapping[str, Any]) -> Path:
@@ -207,18 +210,18 @@ def _table(data: Mapping[str, Any]) -> list[str]:
         return []
     widths = sorted({row["bytes"] for row in data["collectives"]})
     columns = list(dict.fromkeys(format_size(width) for width in widths))
-    head = f"{'group':<16} {'collective':<15}" + "".join(f"{column:>10}" for column in columns)
-    rows = [f"{head}{'alpha':>11}{'beta':>12}{'expected':>11}"]
+    head = f"{'group':<16} {'collective':<15}" + "".join(f"{column:>9}" for column in columns)
+    rows = [f"{head}{'alpha':>9}{'expected':>10}{'beta':>11}{'expected':>11}"]
     for row in data["fits"]:
-        mine = [each for each in data["collectives"] if (each["op"], each["group"]) == (row["op"], row["group"])]
-        cells = {format_size(each["bytes"]): format_seconds(each["seconds"]) for each in mine}
-        expected = mine[-1]["expected"]
-        name = f"{row['group']} ({row['ranks']})" if row["op"] == "reduce" else ""
+        same = [each for each in data["collectives"] if (each["op"], each["group"]) == (row["op"], row["group"])]
+        cells = {format_size(each["bytes"]): format_seconds(each["seconds"]) for each in same}
+        name = f"{row['group']} ({row['ranks']})" if row["op"] == next(iter(OPS)) else ""
+        expected = row["expected_alpha_s"], row["expected_bytes_per_s"]
         rows.append(
             f"{name:<16} {row['op']:<15}"
-            + "".join(f"{cells.get(column, ''):>10}" for column in columns)
-            + f"{format_seconds(row['alpha_s']):>11}{format_rate(row['bytes_per_s']):>12}"
-            + f"{'' if expected is None else format_seconds(expected):>11}"
+            + "".join(f"{cells.get(column, ''):>9}" for column in columns)
+            + f"{format_seconds(row['alpha_s']):>9}{'' if expected[0] is None else format_seconds(expected[0]):>10}"
+            + f"{format_rate(row['bytes_per_s']):>11}{'' if expected[1] is None else format_rate(expected[1]):>11}"
         )
     return rows
 
