@@ -156,7 +156,7 @@ def test_partners_are_read_once_where_ranks_have_as_many_samples_an_even_number(
     batch: int, ranks: int, read: list[int]
 ) -> None:
     slices = [Dealt(rank, ranks, torch.device("cpu"), 0) for rank in range(ranks)]
-    assert [len(own.pairs(batch)[0]) for own in slices] == read
+    assert [len(own.find_partners(batch)[0]) for own in slices] == read
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 5), (5, 3), (5, 1), (2, 7)])

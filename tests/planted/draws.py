@@ -32,11 +32,11 @@ def first_epoch_again(original: Any) -> Any:
 def wrong_partner(original: Any) -> Any:
     """The partner of a sample is its neighbour's."""
 
-    def pairs(self: Any, global_batch: int) -> tuple[Tensor, Tensor]:
+    def find_partners(self: Any, global_batch: int) -> tuple[Tensor, Tensor]:
         needed, partners = original(self, global_batch)
         return needed, partners.roll(1)
 
-    return pairs
+    return find_partners
 
 
 PLANTS = {
@@ -108,6 +108,6 @@ PLANTS = {
         ("strategy=tp",),
         ("at step 1, data, inputs",),
         STRATEGY,
-        {"trainer.data.sampler.RankSampler.pairs": wrong_partner},
+        {"trainer.data.sampler.RankSampler.find_partners": wrong_partner},
     ),
 }

@@ -201,7 +201,7 @@ PLANTS = {
         LAST,
         EVALUATION,
         {
-            "trainer.loop.evaluation.GatheringTask._joined": lambda original: (
+            "trainer.loop.evaluation.GatheringTask._join_rows": lambda original: (
                 lambda self, name, parts, order: original(self, name, parts, torch.arange(len(order)))
             )
         },

@@ -300,7 +300,7 @@ PLANTS = {
         ("strategy=ddp_tp",),
         ("at initial values",),
         STRATEGY,
-        {f"{TENSOR}.ShardedModel._fill": own_copy},
+        {f"{TENSOR}.ShardedModel._load_values": own_copy},
         FOUR,
     ),
     "first_ranks_samples": Plant(

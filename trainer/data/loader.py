@@ -134,7 +134,7 @@ class MixedRankBatches(RankBatches):
         assert self._data.mix is not None
         device, seed = self._sampler.device, mix_seeds(self._sampler.seed, MIX_SEED)
         # first this rank's samples, then those partners that are other ranks'
-        needed, partners = self._sampler.pairs(global_batch)
+        needed, partners = self._sampler.find_partners(global_batch)
         size, count = len(needed), len(partners)
         partners = to_device(partners, device)  # (count,) rows of what is read
         lists = self._sampler.steps(order, global_batch, needed)

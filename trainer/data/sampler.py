@@ -88,7 +88,7 @@ class RankSampler:
         columns = slice(self.rank, None, self.ranks) if positions is None else positions
         return RankSteps(order[:whole].view(-1, global_batch)[:, columns])
 
-    def pairs(self, global_batch: int) -> tuple[Tensor, Tensor]:
+    def find_partners(self, global_batch: int) -> tuple[Tensor, Tensor]:
         """The positions in a global batch that mixing needs on this rank, and which of them are the partners.
 
         First this rank's samples, then those partners that other ranks have. The partner of a sample is half a batch

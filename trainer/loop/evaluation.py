@@ -77,9 +77,9 @@ class GatheringTask(SampleTask):
         gathered = world.all_gather_values(self._pieces if sends else [])  # all ranks; what is kept, once, to all
         pieces = [piece for of_rank in gathered for piece in of_rank]
         order = torch.cat([indices for indices, _ in pieces]).argsort()  # (N,)
-        return {name: self._joined(name, [rows.get(name) for _, rows in pieces], order) for name in pieces[0][1]}
+        return {name: self._join_rows(name, [rows.get(name) for _, rows in pieces], order) for name in pieces[0][1]}
 
-    def _joined(self, name: str, parts: Sequence[Rows | None], order: Tensor) -> Rows:
+    def _join_rows(self, name: str, parts: Sequence[Rows | None], order: Tensor) -> Rows:
         """The rows of all micro-batches in the order of the data set."""
         if all(isinstance(part, list) for part in parts):
             entries = [entry for part in parts if part is not None for entry in part]

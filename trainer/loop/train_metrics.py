@@ -53,7 +53,7 @@ class TrainMeter:
         self._timed += 1
         self._tokens += tokens
 
-    def line(
+    def begin_line(
         self, batches: list[Batch], norm: Tensor | None, known: Mapping[str, float | int | str], work: NoUtilization
     ) -> PendingMetrics:
         """Collective: begin a line about the step just done. It is read a step later, when its numbers have arrived."""
@@ -140,7 +140,7 @@ class StepMonitor:
 
     def begin(self, step: int, batches: list[Batch], norm: Tensor | None, known: Mapping[str, Any]) -> None:
         """Collective: begin a line about the step just done, and the comparisons of the ranks that go with it."""
-        self._pending = self._meter.line(batches, norm, {"step": step, **known}, self._model.work)
+        self._pending = self._meter.begin_line(batches, norm, {"step": step, **known}, self._model.work)
         self._copies.start(step)
         self._pace.start(self._model.watch)
 

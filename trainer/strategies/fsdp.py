@@ -75,7 +75,7 @@ class FSDPModel(ContextParallelModel):
         self._unused = UnusedParameters(strategy.loss_group)
         self._unused.watch(self._flat_step, self.network, names, self._use)
         SameCallsCheck(self._flat_step, self.network, names, strategy.loss_group, self.machine.timeout)
-        self._fill(torch.device("cpu") if strategy.cpu_offload else strategy.device)
+        self._load_values(torch.device("cpu") if strategy.cpu_offload else strategy.device)
 
     @override
     def wrap(self) -> Forward:

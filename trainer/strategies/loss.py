@@ -29,7 +29,7 @@ class MemoryFormat:
         convolutions = (module for module in network.modules() if isinstance(module, nn.Conv2d))
         self._channels_last = channels_last and any(max(module.kernel_size) > 1 for module in convolutions)
 
-    def lay_out(self, network: nn.Module) -> None:
+    def convert_weights(self, network: nn.Module) -> None:
         """Bring the weights of convolutions into the layout of their inputs, in place."""
         for parameter in network.parameters():
             if self._channels_last and parameter.dim() == 4:  # of a convolution: (out, in, height, width)
@@ -41,9 +41,9 @@ class MemoryFormat:
     def cast(self, tree: Any) -> Any:
         """A batch in this form: images (B, C, H, W) with the channels last."""
         tree = cast_floats(tree, torch.float64) if self._double else tree
-        return map_tensors(tree, self._laid_out) if self._channels_last else tree
+        return map_tensors(tree, self._to_channels_last) if self._channels_last else tree
 
-    def _laid_out(self, x: Tensor) -> Tensor:
+    def _to_channels_last(self, x: Tensor) -> Tensor:
         return x.contiguous(memory_format=torch.channels_last) if self._channels_last and x.dim() == 4 else x
 
 

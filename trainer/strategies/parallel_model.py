@@ -100,7 +100,7 @@ class ParallelModel:
     def materialize(self, network: nn.Module) -> nn.Module:
         """Collective: the network on this rank's device, with the values of rank 0."""
         network = network.to(self.strategy.device)
-        self.memory_format.lay_out(network)
+        self.memory_format.convert_weights(network)
         for tensor in (*network.parameters(), *network.buffers()):
             self.strategy.world.broadcast_(tensor.detach())  # all ranks; each tensor, from rank 0
         return network

@@ -106,7 +106,7 @@ class PipelineModel(ShardedModel):
             apply_fully_shard(stage, stage.body, units, self.strategy.mesh, self._sharding)
             self._unused.watch(stage, stage.body, units, self._use)
             SameCallsCheck(stage, stage.body, units, ranks, self.machine.timeout)
-        self._fill(self.strategy.device)
+        self._load_values(self.strategy.device)
 
     # the methods of a step
 

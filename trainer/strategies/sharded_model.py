@@ -59,7 +59,7 @@ class ShardedModel(ParallelModel):
     def materialize(self, network: nn.Module) -> nn.Module:
         """The network without values, because no rank need hold all of it. `shard` gives it its values."""
         self._values = take_values(network)
-        self.memory_format.lay_out(network)
+        self.memory_format.convert_weights(network)
         return network
 
     @override
@@ -76,9 +76,9 @@ class ShardedModel(ParallelModel):
 
     @override
     def shard(self, names: list[str]) -> None:
-        self._fill(self.strategy.device)
+        self._load_values(self.strategy.device)
 
-    def _fill(self, shards: torch.device) -> None:
+    def _load_values(self, shards: torch.device) -> None:
         """Collective: give a split and sharded network its values. shards: the device of sharded parameters."""
         allocate_empty(self.network, self.strategy.device, shards)
         broadcast_values(self._values, self.network, self.strategy.world, self.strategy.device)
