@@ -41,10 +41,10 @@ def make_checkpoints(
     best, strategy = run.best_metric, run.strategy
     # the loop saves nothing else; those of versions before it did are looked through when they are read
     facts = {"strategy": strategy.name, "precision": run.machine.resolved_precision, FINITE_FACT: True}
-    path, world, chosen = run.folder.path / "checkpoints", strategy.world, run.settings.checkpoint
-    saver = async_saver(world, strategy.machine.timeout) if chosen.asynchronous else SyncSaver(world)
+    path, world, options = run.folder.path / "checkpoints", strategy.world, run.settings.checkpoint
+    saver = async_saver(world, strategy.machine.timeout) if options.asynchronous else SyncSaver(world)
     return CheckpointManager(
-        path, world, chosen.keep, best, facts, RESUME_KEYS, _ALLOWED_FAILURES[chosen.on_error], saver
+        path, world, options.keep, best, facts, RESUME_KEYS, _ALLOWED_FAILURES[options.on_error], saver
     )
 
 
@@ -54,8 +54,8 @@ def make_trainer(
     """Collective: build all that a loop needs, in the order in which one thing needs the other."""
     settings, strategy, loop = run.settings, run.strategy, run.settings.loop
     # the samples of this data rank, in micro-batches
-    loading, micro_batches = LoaderOptions(**vars(settings.loader)), run.batches.micro_batches
-    train_loader = TrainLoader(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, loading)
+    options, micro_batches = LoaderOptions(**vars(settings.loader)), run.batches.micro_batches
+    train_loader = TrainLoader(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, options)
     # an example of a batch: what is traced, cut or compiled must see the shapes of a micro-batch
     example = train_loader.example()
     work = make_utilization(run, example, log)  # while the network is whole, and all of one kind
@@ -127,9 +127,8 @@ def make_evaluation(run: PreparedRun) -> EvalLoader | None:
     if run.evaluation is None:
         return None
     # divided into as many micro-batches as a training batch
-    width, micro_batches = evaluation_batch_size(run.settings.loop), run.batches.micro_batches
-    loading = LoaderOptions(**vars(run.settings.loader))
-    return EvalLoader(run.data, run.evaluation, run.strategy.slice, width, micro_batches, loading)
+    batch, options = evaluation_batch_size(run.settings.loop), LoaderOptions(**vars(run.settings.loader))
+    return EvalLoader(run.data, run.evaluation, run.strategy.slice, batch, run.batches.micro_batches, options)
 
 
 def make_profile(run: PreparedRun) -> NoProfiler:

@@ -95,10 +95,8 @@ def count_step_flops(task: Task, network: nn.Module, example: tuple[Any, Any], s
         instead = {value: _without_values(value) for value in chain(network.parameters(), network.buffers())}
         return _count_flops(task, network, instead, map_tensors(example, partial(_resize_batch, size, samples)))
     except Exception:  # whatever a forward does with a batch without values: many of transformers look into masks
-        instead = fake_tensors(network, first_tensor(example[0]).device)
         # FakeTensors also have a device, which some forwards ask for
-        for value, shape in instead.items():
-            shape.requires_grad_(value.requires_grad)
+        instead = trainable_fakes(network, first_tensor(example[0]).device)
         return _count_flops(task, network, instead, map_tensors(example, torch.clone)) * samples / size
 
 
@@ -107,18 +105,36 @@ def _count_flops(task: Task, network: nn.Module, instead: Mapping[Tensor, Tensor
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode  # here: most runs have no use for it
 
-    # a copy: what the forward keeps in its modules stays in the copy
-    copy = deepcopy(network, {id(value): shape for value, shape in instead.items()}).train()
     # torch counts a grouped convolution as if it had one group
     grouped = {torch.ops.aten.convolution_backward: _convolution_backward}
     counter = FlopCounterMode(display=False, custom_mapping=grouped)
     # attention as products, whatever kernel a device has: some kernels compute a part of it twice, to keep less
-    with counter, sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng(devices=[]):
-        inputs, targets = example
+    with counter, sdpa_kernel(SDPBackend.MATH):
+        forward_backward_copy(task, network, instead, example)
+    return counter.get_total_flops()
+
+
+def forward_backward_copy(
+    task: Task, network: nn.Module, instead: Mapping[Tensor, Tensor], example: tuple[Any, Any]
+) -> None:
+    """A forward and a backward of a copy of the network, with other tensors in the place of its own.
+
+    What the forward keeps in its modules stays in the copy; gradients are those of the other tensors.
+    """
+    copy = deepcopy(network, {id(value): other for value, other in instead.items()}).train()
+    inputs, targets = example
+    with torch.random.fork_rng(devices=[]):
         loss = task.loss(task.forward(copy, inputs, targets), targets)
         total = torch.stack(list(loss.values())).sum() if isinstance(loss, dict) else loss
         total.backward()
-    return counter.get_total_flops()
+
+
+def trainable_fakes(network: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
+    """For each tensor of a network a FakeTensor, which gets a gradient if the tensor would."""
+    fakes = fake_tensors(network, device)
+    for value, fake in fakes.items():
+        fake.requires_grad_(value.requires_grad)
+    return fakes
 
 
 def _without_values(value: Tensor) -> Tensor:
@@ -134,9 +150,9 @@ def _resize_batch(size: int, samples: int, tensor: Tensor) -> Tensor:
 
 
 def _convolution_backward(
-    gradient: Sequence[int], x: Sequence[int], weight: Sequence[int], *words: Any, **_: Any
+    gradient: Sequence[int], x: Sequence[int], weight: Sequence[int], *arguments: Any, **_: Any
 ) -> int:
     """As much as the forward for each gradient that is asked for; torch's own formula knows no groups of channels."""
-    transposed, wanted = words[4], words[7]
+    transposed, wanted = arguments[4], arguments[7]
     positions = x if transposed else gradient  # (B, C, …): where the kernel is applied
     return 2 * prod(weight) * positions[0] * prod(positions[2:]) * sum(wanted[:2])

@@ -104,14 +104,14 @@ def cost_lines(costs: dict[str, Any]) -> list[str]:
     """What a run has cost, in a few lines for people."""
     # saves and starting always; the others only where the run was restarted
     lost, starts = costs["lost"], len(costs["starts"])
-    words = [f"saves {format_seconds(lost['save'])}", f"starting {format_seconds(lost['start'])}"]
+    parts = [f"saves {format_seconds(lost['save'])}", f"starting {format_seconds(lost['start'])}"]
     if costs["restarts"]:
-        words += [f"down {format_seconds(lost['down'])}"]
-        words += [f"repeating {format_count(costs['steps_repeated'], 'step')} {format_seconds(lost['repeated'])}"]
+        parts += [f"down {format_seconds(lost['down'])}"]
+        parts += [f"repeating {format_count(costs['steps_repeated'], 'step')} {format_seconds(lost['repeated'])}"]
     steps, seconds = (f"{100 * costs[name]:.1f} %" for name in ("goodput", "goodput_seconds"))
     return [
         f"goodput     {steps} of the steps, {seconds} of {format_seconds(costs['seconds'])}",
-        f"lost        {', '.join(words)}",
+        f"lost        {', '.join(parts)}",
         *(
             [
                 f"restarts    {costs['restarts']} of {format_count(starts, 'start')};"

@@ -109,8 +109,8 @@ def match_names(names: Iterable[str], wanted: Collection[str]) -> tuple[dict[str
     # what was done, in words, and the names after it
     ways = [("", reading) for reading in readings]
     for reading in readings:
-        ways += [(f", its {word}.*", _rename(reading, _strip(word))) for word in _first_parts(reading)]
-        ways += [(f", as {word}.*", _rename(reading, _prepend(word))) for word in _first_parts(wanted)]
+        ways += [(f", its {part}.*", _rename(reading, _strip(part))) for part in _first_parts(reading)]
+        ways += [(f", as {part}.*", _rename(reading, _prepend(part))) for part in _first_parts(wanted)]
     how, best = max(ways, key=lambda way: len(way[1].keys() & wanted))  # of equals the first: the least is done
     return best, how
 
@@ -122,15 +122,15 @@ def _rename(names: Mapping[str, str], new: Callable[[str], str]) -> dict[str, st
 
 
 def _strip_compiled(name: str) -> str:
-    return ".".join(word for word in name.split(".") if word != "_orig_mod")
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def _strip(word: str) -> Callable[[str], str]:
-    return lambda name: name.removeprefix(f"{word}.")
+def _strip(part: str) -> Callable[[str], str]:
+    return lambda name: name.removeprefix(f"{part}.")
 
 
-def _prepend(word: str) -> Callable[[str], str]:
-    return lambda name: f"{word}.{name}"
+def _prepend(part: str) -> Callable[[str], str]:
+    return lambda name: f"{part}.{name}"
 
 
 def _first_parts(names: Iterable[str]) -> Iterable[str]:

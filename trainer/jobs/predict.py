@@ -82,15 +82,15 @@ class ClassTable:
 
     def _write(self, file: str, named: dict[str, float], error: str | None) -> None:
         # the best class first
-        word, probability = next(iter(named.items()), (None, None))
-        self._table.add((file, "" if word is None else word, "" if probability is None else f"{probability:g}"))
-        write_json_line(self._lines, {"file": file, "class": word, "probabilities": named, "error": error})
+        class_name, probability = next(iter(named.items()), (None, None))
+        self._table.add((file, class_name or "", "" if probability is None else f"{probability:g}"))
+        write_json_line(self._lines, {"file": file, "class": class_name, "probabilities": named, "error": error})
         self._count += 1
         self._bad += error is not None
         if error and self._bad <= _SHOWN:
             self._damaged.append(f"  {escape_unprintable(file)}: {escape_unprintable(error)}")
         elif not error and len(self._shown) <= _SHOWN:
-            answers = ", ".join(f"{escape_unprintable(name)} {100 * share:.1f} %" for name, share in named.items())
+            answers = ", ".join(f"{escape_unprintable(name)} {100 * p:.1f} %" for name, p in named.items())
             self._shown.append(f"{escape_unprintable(file)}  {answers}")
 
     def _name(self, number: int) -> str:
@@ -229,8 +229,8 @@ class ClassNameTable:
         # a data set may have name(i), as those of files do
         name = getattr(samples, "name", lambda index: "")
         predicted = self._data.as_words(torch.from_numpy(output).argmax(1))
-        for index, word in enumerate(predicted, first):
-            self._table.add((index, name(index), word))
+        for index, class_name in enumerate(predicted, first):
+            self._table.add((index, name(index), class_name))
 
 
 def _predict_rows(task: Task, output: Any, target: Any) -> dict[str, Tensor]:

@@ -185,11 +185,11 @@ def refuse_missing_evaluation(run: RunParts, evaluation: Any) -> None:
 
 def refuse_sample(run: RunParts, network: nn.Module) -> None:
     """Refuse to continue a text where the data, the network or the strategy cannot."""
-    request, word = run.sample, f"sample.prompt={run.settings.sample.prompt}"
+    request, key = run.sample, f"sample.prompt={run.settings.sample.prompt}"
     if request is not None:
-        request.refuse_data(word, run.data)
-        request.refuse_network(word, network)
-        run.strategy.refuse_alone(word)
+        request.refuse_data(key, run.data)
+        request.refuse_network(key, network)
+        run.strategy.refuse_alone(key)
 
 
 def refuse_missing_sinks(run: RunParts, evaluation: Any) -> None:

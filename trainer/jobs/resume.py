@@ -185,18 +185,18 @@ def refuse_resume_from(
 
     Refuse also one that was trained on other data than `identity` tells, unless changes are accepted.
     """
-    checkpoint, word = peek_checkpoint(path), f"run.resume={path}"
+    checkpoint, key = peek_checkpoint(path), f"run.resume={path}"
     if checkpoint is None:
         return  # whoever reads it says what is wrong with it
-    what = f"{word}: the checkpoint of step {checkpoint.step:,}"
-    _refuse_network(what, checkpoint, network, run.configuration, f"leave {word} out")
+    what = f"{key}: the checkpoint of step {checkpoint.step:,}"
+    _refuse_network(what, checkpoint, network, run.configuration, f"leave {key} out")
     if checkpoint.step >= length.steps:
         # the keys that bound this run, so long that as much is trained as was asked for
         steps, loop = checkpoint.step + length.steps, run.settings.loop
         keys = [f"loop.steps={steps}"] if loop.steps is not None else []
         keys += [f"loop.epochs={-(-steps // length.per_epoch)}"] if loop.epochs is not None else []
         raise Refusal(
-            f"{word}: that checkpoint is of step {checkpoint.step:,} and this run ends at step {length.steps:,}, so"
+            f"{key}: that checkpoint is of step {checkpoint.step:,} and this run ends at step {length.steps:,}, so"
             f" nothing is left to train. The steps of the checkpoint count; {' '.join(keys)} trains {length.steps:,}"
             " more"
         )
@@ -204,7 +204,7 @@ def refuse_resume_from(
     if changed and not run.settings.run.accept_changes:
         raise Refusal(
             f"{what} was trained on other data:{_bullets(changed)}\nadd run.accept_changes=true to go on with the new "
-            f"data, take the old data back, or leave {word} out"
+            f"data, take the old data back, or leave {key} out"
         )
 
 

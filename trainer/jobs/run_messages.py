@@ -156,10 +156,10 @@ def end_lines(
     if not done:
         return [f"stopped and saved at step {step}; to go on:", f"  {resume_command(run)}"]
     # the loss stands in the table above
-    words = [f"{name} {value:.4f}" for name, value in (metrics_of or {}).items() if name not in ("loss", "ema_loss")]
+    parts = [f"{name} {value:.4f}" for name, value in (metrics_of or {}).items() if name not in ("loss", "ema_loss")]
     return [
         *([f"ended early: {early}"] if early else []),
-        f"completed   step {step}" + (f", {', '.join(words)}" if words else ""),
+        f"completed   step {step}" + (f", {', '.join(parts)}" if parts else ""),
         f"run folder  {folder}",
         *([f"curves      {curves_command(run)}"] if (run.folder.path / "tensorboard").is_dir() else []),
         f"next        {jobs_command(run)}",
@@ -179,35 +179,34 @@ def curves_command(run: PreparedRun) -> str:
 
 def jobs_command(run: PreparedRun) -> str:
     """The command for the metrics again, on one process; the jobs for predictions and the network stand behind it."""
-    spread = ["strategy=single"] if run.machine.launch.world_size > 1 else []
+    strategy = ["strategy=single"] if run.machine.launch.world_size > 1 else []
     arguments = shlex.join(
-        [*code_arguments(run.arguments), f"run.dir={quote_path(run.folder.path.absolute())}", *spread]
+        [*code_arguments(run.arguments), f"run.dir={quote_path(run.folder.path.absolute())}", *strategy]
     )
     return f"python -m trainer {arguments} job=evaluate   (or job=predict, job=export)"
 
 
 def best_lines(checkpoints: CheckpointManager) -> list[str]:
     """Which checkpoint is the best, and by which metric; nothing where no checkpoint has that metric."""
-    chosen, metric = (
-        select_best(list_complete(checkpoints.folder), checkpoints.best),
-        checkpoints.best.removeprefix("-"),
-    )
-    if chosen is None:
+    best, metric = select_best(list_complete(checkpoints.folder), checkpoints.best), checkpoints.best.removeprefix("-")
+    if best is None:
         return []
-    return [f"best        {metric} {chosen.metrics[metric]:.4f} at step {chosen.step}: {shlex.quote(str(chosen.path))}"]
+    return [f"best        {metric} {best.metrics[metric]:.4f} at step {best.step}: {shlex.quote(str(best.path))}"]
 
 
 def resume_command(run: PreparedRun) -> str:
     """The command that continues this run."""
     launch = run.machine.launch
-    arguments = [word for word in run.arguments if not word.startswith(("run.dir=", "run.name=", "run.resume="))]
+    arguments = [
+        argument for argument in run.arguments if not argument.startswith(("run.dir=", "run.name=", "run.resume="))
+    ]
     arguments = add_overrides(arguments, f"run.dir={quote_path(run.folder.path.absolute())}")
     return f"{launcher_command(launch)} -m trainer {shlex.join(arguments)}"
 
 
 def add_overrides(arguments: Sequence[str], *added: str) -> list[str]:
     """Arguments of the command line with more overrides, behind the last one: flags may not stand between overrides."""
-    overrides = [at for at, word in enumerate(arguments) if "=" in word and not word.startswith("-")]
+    overrides = [at for at, argument in enumerate(arguments) if "=" in argument and not argument.startswith("-")]
     end = overrides[-1] + 1 if overrides else len(arguments)
     return [*arguments[:end], *added, *arguments[end:]]
 
@@ -246,23 +245,22 @@ def summary_lines(run: PreparedRun, trainer: Trainer, whole: float) -> list[str]
 
 
 def metric_lines(path: Path, checkpoints: CheckpointManager) -> list[str]:
-    """The figures of the last evaluation, beside them those of the best checkpoint; and the last training loss."""
-    last, best = (
-        read_last_lines(path, ["train", "eval"]),
-        select_best(list_complete(checkpoints.folder), checkpoints.best),
-    )
-    evaluated, chosen = last.get("eval", {}), best.metrics if best else {}
+    """The metrics of the last evaluation, beside them those of the best checkpoint; and the last training loss."""
+    lines = read_last_lines(path, ["train", "eval"])
+    best = select_best(list_complete(checkpoints.folder), checkpoints.best)
+    # one column for the last evaluation, one for the best checkpoint if there is one
+    columns = [lines.get("eval", {}), *([best.metrics] if best and best.metrics else [])]
     rows: list[Sequence[str]] = []  # label, last, best
-    if evaluated:
-        rows.append(("  after step", str(evaluated["step"]), *([str(best.step)] if best else [])))
-    names = list(metrics_of(evaluated))
+    if "eval" in lines:
+        rows.append(("  after step", str(lines["eval"]["step"]), *([str(best.step)] if best else [])))
+    names = list(metrics_of(columns[0]))
     for name in names[:_METRICS]:
-        rows.append((f"  {name}", *(format_metric(name, of[name]) for of in (evaluated, chosen) if name in of)))
+        rows.append((f"  {name}", *(format_metric(name, column[name]) for column in columns if name in column)))
     if len(names) > _METRICS:
         rows.append((f"  and {len(names) - _METRICS} more in metrics.jsonl",))
-    if "train" in last:
-        rows.append(("  training loss", format_number(last["train"]["loss_mean"])))
-    return _align([("metrics", "last", *(["best"] if chosen else [])), *rows]) if rows else []
+    if "train" in lines:
+        rows.append(("  training loss", format_number(lines["train"]["loss_mean"])))
+    return _align([("metrics", "last", "best")[: 1 + len(columns)], *rows]) if rows else []
 
 
 def time_lines(watch: StepTimer, whole: float, before: int, step: int) -> list[str]:

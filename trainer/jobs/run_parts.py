@@ -130,17 +130,17 @@ def assemble(
     Refusal where a node is not of its group's kind.
     """
     # the framework's own keys, all of them, before any name in a group is looked up
-    chosen = parse_settings(cfg)
-    run, names = chosen.run, AllowedTargets(trust=chosen.trust, folders=tuple(labs))
+    settings = parse_settings(cfg)
+    run, names = settings.run, AllowedTargets(trust=settings.trust, folders=tuple(labs))
     # on what they compute and where all meet: who is refused for it has built nothing yet
-    machine = make_machine(chosen, launch)
+    machine = make_machine(settings, launch)
     machine.check()
     # before the first of them is called; what torch brings has no kind of ours, and is checked by its maker; what only
     # the data knows (a folder's classes) is any number until then
     kinds = {group: kind for group, kind in _KINDS.items() if not is_torch_scheduler(cfg[group], group, names)}
     unused_keys = check_groups(fill_data_facts(cfg, dict.fromkeys(DATA_FACTS, 1)), kinds, names)
-    make_optimizer, spare_vectors = optimizer_maker(cfg.optimizer, chosen, names)
-    strategy = make_strategy(cfg.strategy, chosen, names, machine)
+    make_optimizer, spare_vectors = optimizer_maker(cfg.optimizer, settings, names)
+    strategy = make_strategy(cfg.strategy, settings, names, machine)
     if not opens_trained_run(cfg):  # a trained run is only read, and may lie where nobody writes
         refuse_unwritable(run.root, run.name, run.dir, machine.launch)
     # the data before all that is told its facts
@@ -155,7 +155,7 @@ def assemble(
 
     return RunParts(
         job=instantiate(cfg.job, Job, "job", names),
-        settings=chosen,
+        settings=settings,
         arguments=list(arguments),
         run_alone=run_alone,
         configuration=to_yaml(cfg),
@@ -211,18 +211,18 @@ def is_torch_scheduler(node: DictConfig, group: str, names: AllowedTargets) -> b
 
 
 def optimizer_maker(
-    node: DictConfig, chosen: Settings, names: AllowedTargets
+    node: DictConfig, settings: Settings, names: AllowedTargets
 ) -> tuple[Callable[[Any], Optimizer], bool]:
     """A function from parameter groups to the optimizer, and whether its weight decay leaves out vectors."""
     # what its class can do is known before there are parameters to give it
     kind: Any = names.import_target(node.get("_target_"), "optimizer._target_")
-    fused = fused_argument(kind, chosen.optimizer.fused, node.get("dampening", 0))
+    fused = fused_argument(kind, settings.optimizer.fused, node.get("dampening", 0))
     refuse_rate(node.get("lr", 0.0))
-    refuse_rules(kind, chosen.optimizer.groups)
+    refuse_rules(kind, settings.optimizer.groups)
     make = make_factory(node, Optimizer, "optimizer", names, **fused)
-    decays = [node.get("weight_decay"), *(rule.weight_decay or 0.0 for rule in chosen.optimizer.groups)]
+    decays = [node.get("weight_decay"), *(rule.weight_decay or 0.0 for rule in settings.optimizer.groups)]
     return lambda groups: expose_inner_optimizers(make(groups)), any(
-        should_spare_vectors(kind, amount, chosen.optimizer.decay) for amount in decays
+        should_spare_vectors(kind, amount, settings.optimizer.decay) for amount in decays
     )
 
 
@@ -242,30 +242,30 @@ def make_schedule(node: DictConfig, make_optimizer: Callable[[Any], Optimizer], 
     return instantiate(OmegaConf.create(around), Schedule, "schedule", names, make=make, rate=rate)
 
 
-def make_machine(chosen: Settings, launch: Launch) -> Machine:
+def make_machine(settings: Settings, launch: Launch) -> Machine:
     """On what this process computes, and how it meets the others."""
-    timeout = timedelta(seconds=chosen.distributed.timeout)
+    timeout = timedelta(seconds=settings.distributed.timeout)
     return Machine(
-        launch=apply_init_method(launch, chosen.distributed.init_method, timeout),
-        device=chosen.device,
-        precision=chosen.precision,
-        tf32=chosen.tf32,
-        channels_last=chosen.channels_last,
-        seed=chosen.seed,
-        compile=chosen.compile,
-        dropout=chosen.loop.dropout,
-        backend=chosen.distributed.backend,
-        interface=chosen.distributed.interface,
+        launch=apply_init_method(launch, settings.distributed.init_method, timeout),
+        device=settings.device,
+        precision=settings.precision,
+        tf32=settings.tf32,
+        channels_last=settings.channels_last,
+        seed=settings.seed,
+        compile=settings.compile,
+        dropout=settings.loop.dropout,
+        backend=settings.distributed.backend,
+        interface=settings.distributed.interface,
         timeout=timeout,
-        step_timeout=min(timeout, timedelta(seconds=chosen.distributed.step_timeout)),
-        compare_copies=chosen.distributed.compare_copies,
+        step_timeout=min(timeout, timedelta(seconds=settings.distributed.step_timeout)),
+        compare_copies=settings.distributed.compare_copies,
     )
 
 
-def make_strategy(node: DictConfig, chosen: Settings, names: AllowedTargets, machine: Machine) -> Strategy:
+def make_strategy(node: DictConfig, settings: Settings, names: AllowedTargets, machine: Machine) -> Strategy:
     """The strategy; it is told on what machine it runs, and how often the run logs, evaluates and saves."""
     strategy = instantiate(node, Strategy, "strategy", names, machine=machine)
-    loop, ema = chosen.loop, chosen.ema
+    loop, ema = settings.loop, settings.ema
     average = () if ema.decay is None else (Interval(steps=ema.every),)
     strategy.cadences = Cadences(log=loop.log_every, evaluate=loop.eval_every, save=loop.save_every, average=average)
     return strategy

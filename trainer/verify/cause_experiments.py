@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +15,7 @@ from trainer.messages import Refusal
 from trainer.verify.comparison import Comparison, Tolerances, compare
 from trainer.verify.fixed_randomness import FixedRandomness
 from trainer.verify.plain_loop import Variation, run_plain_loop
-from trainer.verify.short_run import initial_progress, train_and_record
+from trainer.verify.short_run import initial_progress, train_and_record, with_fields
 from trainer.verify.training_record import Phase, TrainingRecord
 from trainer.verify.verdict import (
     DIVIDED,
@@ -192,19 +190,6 @@ class Experiments:
         """Where the first difference stands in the record's order of time; None: the record has no such thing."""
         wanted = self.first.step, self.first.phase, self.first.name
         return next((at for at, key in enumerate(plain.values) if key[:3] == wanted), None)
-
-
-@contextmanager
-def with_fields(strategy: Any, **fields: Any) -> Iterator[None]:
-    """Inside this context the strategy has these fields."""
-    before = {name: getattr(strategy, name) for name in fields}
-    try:
-        for name, value in fields.items():
-            setattr(strategy, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(strategy, name, value)
 
 
 def collect_facts(run: PreparedRun, strays: Collection[str]) -> RunFacts:

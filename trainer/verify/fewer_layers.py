@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.nested_tensors import map_tensors
+from trainer.jobs.flops import forward_backward_copy, trainable_fakes
 from trainer.jobs.preparation import prepare_network, seeded_network, small_example
 from trainer.jobs.run_parts import PreparedRun
 from trainer.learning.freezing import freeze
@@ -20,10 +21,10 @@ from trainer.learning.parameter_groups import Rule, matches_exactly
 from trainer.learning.task import Task
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import build_meta_model, named_state
-from trainer.parallel.pipeline.fake_forward import fake_tensors
 from trainer.parallel.units import ancestors, matching_modules
 
 _LIST_TYPES = (nn.Sequential, nn.ModuleList)
+_CPU = torch.device("cpu")
 _SHOWN = 4  # kinds of a list in a line
 
 
@@ -32,15 +33,9 @@ class KeptLayers:
     """What stays of a list of layers."""
 
     name: str  # of the list
-    places: tuple[int, ...]  # of the layers that stay, from 0 on; the names of the fields are those in a reference
-    kinds: tuple[tuple[str, int, int], ...]  # of each: its class, how many stay, how many there are
+    places: Sequence[int]  # of the layers that stay, from 0 on; the names of the fields are those in a reference
+    kinds: Sequence[tuple[str, int, int]]  # of each: its class, how many stay, how many there are
     of: int  # layers in the whole list
-
-    @classmethod
-    def read(cls, data: Mapping[str, Any]) -> KeptLayers:
-        """What stands in the record of a reference."""
-        kinds = tuple((kind, few, every) for kind, few, every in data["kinds"])
-        return cls(data["name"], tuple(data["places"]), kinds, data["of"])
 
     def __str__(self) -> str:
         shortened = [f"{few} of {every} {kind}" for kind, few, every in self.kinds if few < every]
@@ -50,19 +45,19 @@ class KeptLayers:
         return f"{self.name or 'the network'}: {', '.join(shortened[:_SHOWN])}{more} {which}"
 
 
-def describe_kept(fewer: Sequence[KeptLayers]) -> str:
+def describe_kept(kept: Sequence[KeptLayers]) -> str:
     """What such a network is called, in a sentence."""
-    if not fewer:
+    if not kept:
         return ", and no list of its layers can be made shorter"
-    return f" with fewer layers, either ({'; '.join(map(str, fewer))})"
+    return f" with fewer layers, either ({'; '.join(map(str, kept))})"
 
 
-def kept_lines(fewer: Sequence[KeptLayers], why: str) -> list[str]:
+def kept_lines(kept: Sequence[KeptLayers], why: str) -> list[str]:
     """What was compared instead of the whole network, and why; nothing where it was the whole."""
-    if why and not fewer:
+    if why and not kept:
         return [f"note        all layers: no list has more of a kind that can be left out ({why})"]
     lines = [f"note        fewer layers, here and in the reference: {why}"] if why else []
-    return lines + [f"            of {layers}" for layers in fewer]
+    return lines + [f"            of {of_list}" for of_list in kept]
 
 
 def select_layers(run: PreparedRun, each: int) -> list[KeptLayers]:
@@ -72,56 +67,55 @@ def select_layers(run: PreparedRun, each: int) -> list[KeptLayers]:
     learned in the whole network is learned in the shorter one.
     """
     network = run.network  # of one process: with values, as some forwards need them
-    by_name = {fewer.name: fewer for fewer in _find_lists(network, run.task.plan(network), run.rules, each)}
-    if not by_name:
+    lists = [*_find_lists(network, run.task.plan(network), run.rules, each)]
+    if not lists:
         return []
     forward = _ShortForward(run.task, network, small_example(run, run.training))
-    if forward.works_with(by_name.values()):
-        return [*by_name.values()]
-    kept: list[KeptLayers] = []  # one at a time, as each may be the one that is missed
-    for fewer in by_name.values():
-        if forward.works_with([*kept, fewer]):
-            kept.append(fewer)
+    if forward.works_with(lists):
+        return lists
+    kept: list[KeptLayers] = []  # list by list, as each may be the one that is missed
+    for layers in lists:
+        if forward.works_with([*kept, layers]):
+            kept.append(layers)
     return kept
 
 
-def shorten_network(run: PreparedRun, fewer: Iterable[KeptLayers]) -> PreparedRun:
+def shorten_network(run: PreparedRun, kept: Iterable[KeptLayers]) -> PreparedRun:
     """The same run, whose networks are made with these layers alone. What is frozen, or has its own rate, stays so.
 
     Refusal where the strategy cannot spread so short a network.
     """
-    fewer, make, settings = [*fewer], run.make_network, run.settings
-    if not fewer:
+    kept, make, settings = [*kept], run.make_network, run.settings
+    if not kept:
         return run
-    count, least = sum(len(layers.places) for layers in fewer), run.strategy.least_layers(run.machine.launch.world_size)
+    count, least = sum(len(layers.places) for layers in kept), run.strategy.least_layers(run.machine.launch.world_size)
     if count < least:  # blocks would be cut into pieces, unlike in the run itself
         raise Refusal(
-            f"job=verify: {count} layers stay ({'; '.join(map(str, fewer))}), and strategy={run.strategy.name} has"
+            f"job=verify: {count} layers stay ({'; '.join(map(str, kept))}), and strategy={run.strategy.name} has"
             f" {least} stages: a layer for each is needed; job.layers={least} works"
         )
     frozen = settings.model.freeze
 
     def make_short() -> nn.Module:
-        return remove_layers(freeze(make(), frozen), fewer)  # before the names change
+        return remove_layers(freeze(make(), frozen), kept)  # before the names change
 
-    renamed = _rename_rules(run.rules, build_meta_model(partial(seeded_network, run))[0], fewer) if run.rules else []
+    renamed = _rename_rules(run.rules, build_meta_model(partial(seeded_network, run))[0], kept) if run.rules else []
     model, optimizer = replace(settings.model, freeze=()), replace(settings.optimizer, groups=tuple(renamed))
     run = replace(run, make_network=make_short, settings=replace(settings, model=model, optimizer=optimizer))
     # once more as the run itself was prepared: may the strategy spread the shorter one?
     return replace(run, **vars(prepare_network(run, partial(small_example, run, run.training))))
 
 
-def remove_layers(network: nn.Module, fewer: Iterable[KeptLayers]) -> nn.Module:
+def remove_layers(network: nn.Module, lists: Iterable[KeptLayers]) -> nn.Module:
     """The network, in place, without the layers that do not stay; those behind them move up, and so do their names."""
-    for kept in sorted(
-        fewer, key=lambda layers: len(layers.name), reverse=True
-    ):  # lists in layers before lists of them
-        modules: Any = network.get_submodule(kept.name)
-        entry_names = [word for word, _ in _entries(modules)]
+    # lists inside of layers before the lists of these layers
+    for list_kept in sorted(lists, key=lambda layers: len(layers.name), reverse=True):
+        modules: Any = network.get_submodule(list_kept.name)
+        entry_names = [name for name, _ in _entries(modules)]
         numbered = entry_names == [str(at) for at in range(len(entry_names))]
         # from the end, so that the numbers of the others stay right
         for at in reversed(range(len(entry_names))):
-            if at not in kept.places:
+            if at not in list_kept.places:
                 if numbered:
                     del modules[at]
                 else:  # a Sequential that names its layers: they keep their names
@@ -195,18 +189,20 @@ class _ShortForward:
     def __init__(self, task: Task, network: nn.Module, example: Any) -> None:
         self._task, self._network, self._example = task, network, example
         try:
-            self._learned: set[Tensor] | None = _find_learned(task, network, example, _trainable_fakes(network))
+            self._learned: set[Tensor] | None = _find_learned(
+                task, network, example, trainable_fakes(network, torch.device("cpu"))
+            )
         except Exception:  # a forward that looks at values: then it is run with them, as short as it is to be
             self._learned = None
 
-    def works_with(self, fewer: Iterable[KeptLayers]) -> bool:
+    def works_with(self, kept: Iterable[KeptLayers]) -> bool:
         """Does the forward run, is of what stays the same learned, and does the plan find its modules?"""
-        fewer = [*fewer]
+        kept = [*kept]
         # modules of its own, with the same tensors; a layer that is called all the same is an error
         short = deepcopy(self._network, {id(x): x for _, x in named_state(self._network)})
-        for layer in _removed_layers(short, fewer):
+        for layer in _removed_layers(short, kept):
             layer.register_forward_pre_hook(_refuse_call)
-        short = remove_layers(short, fewer)
+        short = remove_layers(short, kept)
         try:
             plan = self._task.plan(short)
             patterns = [*plan.tensor, *plan.shard, *plan.cuts, *plan.context]
@@ -215,7 +211,7 @@ class _ShortForward:
             if self._learned is None:
                 _find_learned(self._task, short, self._example, {x: x for _, x in named_state(short)})
                 return True
-            learned = _find_learned(self._task, short, self._example, _trainable_fakes(short))
+            learned = _find_learned(self._task, short, self._example, trainable_fakes(short, _CPU))
             return learned == self._learned & {*short.parameters()}
         except Exception:  # whatever a forward does without a layer that it counts on
             return False
@@ -223,26 +219,15 @@ class _ShortForward:
 
 def _find_learned(task: Task, network: nn.Module, example: Any, instead: Mapping[Tensor, Tensor]) -> set[Tensor]:
     """The parameters to which a gradient comes back, with these tensors in the place of the network's own."""
-    copy = deepcopy(network, {id(value): other for value, other in instead.items()}).train()
-    inputs, targets = map_tensors(example, torch.clone)  # a forward may write into them
-    with torch.random.fork_rng(devices=[]):
-        loss = task.loss(task.forward(copy, inputs, targets), targets)
-        total = torch.stack(list(loss.values())).sum() if isinstance(loss, dict) else loss
-        total.backward()
+    # a copy of the batch, too: a forward may write into it
+    forward_backward_copy(task, network, instead, map_tensors(example, torch.clone))
     return {value for value, other in instead.items() if other.grad is not None}
 
 
-def _trainable_fakes(network: nn.Module) -> dict[Tensor, Tensor]:
-    fakes = fake_tensors(network, torch.device("cpu"))
-    for value, fake in fakes.items():
-        fake.requires_grad_(value.requires_grad)
-    return fakes
-
-
-def _removed_layers(network: nn.Module, fewer: Iterable[KeptLayers]) -> list[nn.Module]:
+def _removed_layers(network: nn.Module, lists: Iterable[KeptLayers]) -> list[nn.Module]:
     """The layers that do not stay, and are nowhere else among those that do."""
     stay, removed = set[nn.Module](), list[nn.Module]()
-    for kept in fewer:
+    for kept in lists:
         for at, (_, layer) in enumerate(_entries(network.get_submodule(kept.name))):
             if at in kept.places:
                 stay.add(layer)
@@ -256,12 +241,12 @@ def _refuse_call(module: nn.Module, given: Any) -> None:
     raise RuntimeError(f"{type(module).__name__} is called from outside of its list")
 
 
-def _rename_rules(rules: list[Rule], network: nn.Module, fewer: Iterable[KeptLayers]) -> list[Rule]:
+def _rename_rules(rules: list[Rule], network: nn.Module, kept: Iterable[KeptLayers]) -> list[Rule]:
     """The rules for the network without these layers: for the same parameters, whatever they are called there."""
     before: dict[Tensor, list[str]] = {}  # the names of each tensor; a tied weight has several
     for name, x in network.named_parameters(remove_duplicate=False):
         before.setdefault(x, []).append(name)
-    short = remove_layers(network, fewer)
+    short = remove_layers(network, kept)
     renamed: list[Rule] = []
     for rule in rules:
         learning = ((name, x) for name, x in short.named_parameters() if x.requires_grad)

@@ -95,7 +95,7 @@ class Verify(Job):
             reference = TrainingRecord.read(path)
             reference.facts["shorter"] = why or reference.facts["shorter"]
         # from here on the network and the batch are those of the reference
-        run = shorten_network(run, map(KeptLayers.read, reference.facts["fewer"]))
+        run = shorten_network(run, [KeptLayers(**layers) for layers in reference.facts["fewer"]])
         rank_output.redirect_output(launch.rank, out)
         report = partial(self._report, run, reference, out, dropped)
         with StopRequest(launch) as stop, run.strategy:
@@ -166,7 +166,7 @@ class Verify(Job):
         steps, processes = self._ends(run)[-1], run.machine.launch.world_size
         lines = verdict_lines(verdict, run, steps, dropped, reference.facts["because"])
         facts = {name: reference.facts[name] for name in ("fewer", "shorter")}
-        lines += kept_lines([*map(KeptLayers.read, facts["fewer"])], facts["shorter"])
+        lines += kept_lines([KeptLayers(**layers) for layers in facts["fewer"]], facts["shorter"])
         print("\n".join(lines))
         named = dict(zip(("one process", f"{run.strategy.name} on {processes}"), curves, strict=True))
         content = {"verdict": lines[0], "strategy": run.strategy.name, "processes": processes, "steps": steps}

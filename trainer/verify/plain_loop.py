@@ -32,7 +32,7 @@ from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.ranks import Ranks
 from trainer.verify.fixed_randomness import FixedRandomness
-from trainer.verify.recorded_model import OptimizerStepRecorder, SketchingObserver
+from trainer.verify.recorded_model import SketchingObserver, recording_optimizer_step
 from trainer.verify.short_run import compared_batches, hide_other_processes
 from trainer.verify.training_record import Key, Phase, TrainingRecord, full_tensor, sketch_rows
 
@@ -203,7 +203,7 @@ class PlainLoop:
         if run.settings.loop.max_norm is not None:
             for gradient in gradients.values():
                 gradient.mul_((run.settings.loop.max_norm / (norm + 1e-6)).clamp(max=1.0))
-        with OptimizerStepRecorder(network, self.optimizer, self.record, step + 1):
+        with recording_optimizer_step(network, self.optimizer, self.record, step + 1):
             self.optimizer.step()
         network.zero_grad()
         self._after_step(step + 1)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,48 +72,41 @@ _WITH_VALUES = (Tensor, nn.Parameter)  # what stands for a tensor of another ran
 _IMPLEMENTATION_KEYS = ("fused", "foreach", "capturable", "differentiable")  # say how it is computed, not what
 
 
-class OptimizerStepRecorder:
-    """Around a step: the rates, the gradient and the new value of each parameter that this rank's optimizer has.
+@contextmanager
+def recording_optimizer_step(
+    network: nn.Module, optimizer: Optimizer, record: TrainingRecord, step: int
+) -> Iterator[None]:
+    """Around a step: record the rates, the gradient and the new value of each parameter that this rank's optimizer has.
 
     Collective where ranks hold shards, as the step itself is. They are in the record when the context ends.
     """
+    names, sketches = {parameter: name for name, parameter in network.named_parameters()}, SketchRecorder(record)
 
-    def __init__(self, network: nn.Module, optimizer: Optimizer, record: TrainingRecord, step: int) -> None:
-        self._names = {parameter: name for name, parameter in network.named_parameters()}
-        self._optimizer, self._sketches, self._step = optimizer, SketchRecorder(record), step
+    def stepped() -> Iterator[tuple[str, nn.Parameter, Tensor, dict[str, Any]]]:
+        """What this rank's optimizer steps, with gradient and group; the last layer first, as gradients come."""
+        groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter, name in reversed(names.items()):
+            if parameter in groups and parameter.grad is not None:
+                yield name, parameter, parameter.grad, groups[parameter]
 
-    def __enter__(self) -> Self:
-        before = self._optimizer.register_step_pre_hook(self._before)
-        self._hooks = before, self._optimizer.register_step_post_hook(self._after)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        if error is None:
-            self._sketches.join()
-
-    def _before(self, *given: Any) -> None:
+    def before(*hook_arguments: Any) -> None:
         # rates first, then gradients: a wrong rate explains all that follows
-        groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
-        for name, parameter, _ in self._owned():
-            self._observe(Phase.RATE, name, torch.tensor(_group_numbers(groups[parameter]), dtype=torch.float64))
-        for name, _, gradient in self._owned():
-            self._observe(Phase.CLIPPED, name, gradient)
+        for name, _, _, group in stepped():
+            sketches.add(Key(step, Phase.RATE, name), torch.tensor(_group_numbers(group), dtype=torch.float64))
+        for name, _, gradient, _ in stepped():
+            sketches.add(Key(step, Phase.CLIPPED, name), gradient)
 
-    def _after(self, *given: Any) -> None:
-        for name, parameter, _ in self._owned():
-            self._observe(Phase.STEP, name, parameter)
+    def after(*hook_arguments: Any) -> None:
+        for name, parameter, _, _ in stepped():
+            sketches.add(Key(step, Phase.STEP, name), parameter)
 
-    def _observe(self, phase: str, name: str, tensor: Tensor) -> None:
-        self._sketches.add(Key(self._step, phase, name), tensor)
-
-    def _owned(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """What this rank's optimizer steps, with its gradient; the last layer first, as gradients come."""
-        owned = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
-        for parameter, name in reversed(self._names.items()):
-            if parameter in owned and parameter.grad is not None:
-                yield name, parameter, parameter.grad
+    hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    sketches.join()
 
 
 def _group_numbers(group: dict[str, Any]) -> list[float]:
@@ -237,7 +230,7 @@ class RecordedModel:
         if self._record.wants(Phase.NORM):  # it is known before what it clips, and told after it: its place is kept
             self._record.values.setdefault(Key(self._observer.step, Phase.NORM, "norm"), [])
         # without a limit for the norm it is infinite, so that the norm is computed
-        with OptimizerStepRecorder(self._model.network, optimizer, self._record, self._observer.step):
+        with recording_optimizer_step(self._model.network, optimizer, self._record, self._observer.step):
             norm = self._model.optimizer_step(optimizer, float("inf") if max_norm is None else max_norm)
         assert norm is not None
         sketches = SketchRecorder(self._record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -33,7 +33,6 @@ from trainer.records.checkpoint.writer import AsyncSaver, checkpoint_path
 from trainer.records.run_folder import RunFolder
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
-from trainer.strategies.machine import Machine
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.verify.batch_dim_detection import LayoutDetector
 from trainer.verify.fixed_randomness import USUAL_RANDOMNESS, UsualRandomness, disable_dropout
@@ -246,20 +245,23 @@ def set_batch_size(run: RunParts, samples: int | None) -> int:
 
 @contextmanager
 def computing_in(run: RunParts, precision: str) -> Iterator[None]:
-    """Inside all is computed in this precision, and nothing is narrower on its way."""
-    strategy, machine = run.strategy, run.machine
-    narrow = {name: getattr(strategy, name) for name in strategy.narrowing}  # for example reduce_dtype
+    """Inside this context all is computed in this precision, and nothing is narrower on its way."""
+    machine, narrow = replace(run.machine, precision=precision), dict.fromkeys(run.strategy.narrowing)
+    with with_fields(run, machine=machine), with_fields(run.strategy, machine=machine, **narrow):
+        yield
 
-    def compute(machine: Machine, narrowing: Mapping[str, Any]) -> None:
-        run.machine = strategy.machine = machine
-        for name, value in narrowing.items():
-            setattr(strategy, name, value)
 
-    compute(replace(machine, precision=precision), dict.fromkeys(narrow))
+@contextmanager
+def with_fields(holder: Any, **fields: Any) -> Iterator[None]:
+    """Inside this context an object has these fields."""
+    before = {name: getattr(holder, name) for name in fields}
     try:
+        for name, value in fields.items():
+            setattr(holder, name, value)
         yield
     finally:
-        compute(machine, narrow)
+        for name, value in before.items():
+            setattr(holder, name, value)
 
 
 def remove_dropout(run: RunParts) -> Callable[[], int]:

@@ -100,12 +100,7 @@ class SampleLayout(NamedTuple):
     outer: bool = True  # the entries of a sample stand together; else those of all samples alternate
     size: int = 0  # numbers of a sample; 0: it may have any number of them
     local: bool = False  # whole numbers that count from where a sample begins in the batch: the nodes of a graph
-    shape: tuple[int, ...] = ()  # of the tensor; 0 where the samples are
-
-    @classmethod
-    def of(cls, dim: int, each: int, outer: bool, size: int, local: bool, shape: Sequence[int]) -> SampleLayout:
-        """Back from a file, which knows lists alone."""
-        return cls(dim, each, outer, size, local, tuple(shape))
+    shape: Sequence[int] = ()  # of the tensor; 0 where the samples are
 
     def rows(self, x: Tensor, samples: int) -> Tensor | None:
         """(samples, size): a row for each sample; None where the tensor has another shape than it must have then."""
@@ -234,7 +229,7 @@ class TrainingRecord:
             tables = file.get_tensor("signatures").split(metadata["rows"])
         values: dict[Key, list[tuple[Sequence[int], Tensor]]]
         values = {key: [(range(len(table)), table)] for key, table in zip(keys, tables, strict=True)}
-        layouts = {(phase, name, call): SampleLayout.of(*fields) for phase, name, call, *fields in metadata["layouts"]}
+        layouts = {(phase, name, call): SampleLayout(*fields) for phase, name, call, *fields in metadata["layouts"]}
         return cls(values, layouts, facts=metadata["facts"], floors=dict(zip(keys, metadata["floors"], strict=True)))
 
 
