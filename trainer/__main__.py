@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -13,11 +15,11 @@ from omegaconf import DictConfig
 from trainer.api import (
     build_run,
     examine_machines,
-    import_run_modules,
     print_report,
     processes_to_start,
     run_in_processes,
 )
+from trainer.configuration import resource_paths
 from trainer.configuration.command_line import parse_command_line
 from trainer.configuration.compose import compose, examines_machines, needs_reference, only_reads_files
 from trainer.launch import failure
@@ -85,7 +87,7 @@ def _fork_rank(
     """A ProcessStarter that forks this process: it imports once what all ranks need."""
     if "torch" not in sys.modules:
         os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]  # OpenMP reads it once, as torch is imported
-    import_run_modules(cfg)
+    _import_run_modules(cfg)
     # a rank that is started again has no imports to wait for
     age = process_age() if environment["TORCHELASTIC_RESTART_COUNT"] == "0" else 0.0
 
@@ -101,8 +103,24 @@ def _program_runner(cfg: DictConfig, launch: Launch) -> ProgramRunner:
     if not (launch.is_main and needs_reference(cfg) and can_fork(cfg.device)):
         return run_program
     # later this process computes, and may not be forked any more
-    import_run_modules(cfg)
+    _import_run_modules(cfg)
     return PreforkedProcess(main)
+
+
+def _import_run_modules(cfg: DictConfig) -> None:
+    """Import what this run needs and takes seconds: torch, its compiler, the parts of this program that it uses."""
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+
+    importlib.import_module("trainer.jobs.run_parts")
+    resource_paths.make_recipes_importable()
+    # not only the modules: some of torch's are imported at their first use
+    torch.compiler.disable(len)  # torch.optim imports the compiler for it, at the first optimizer
+    for node in cfg.values():
+        target = str(node.get("_target_")) if isinstance(node, DictConfig) else ""
+        if target.startswith(("trainer.", "recipes.")):  # a lab may compute as it is imported, or start threads
+            with suppress(ImportError):  # each process reports it by itself
+                importlib.import_module(target.rpartition(".")[0])
 
 
 if __name__ == "__main__":

@@ -5,12 +5,10 @@ Typos are refused before torch is imported, which takes seconds.
 
 from __future__ import annotations
 
-import importlib
 import json
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -119,10 +117,10 @@ def _run_once(arguments: list[str]) -> Result:
         launch = read_launch()
         count = processes_to_start(cfg, launch)
         # the folder is chosen here, because the results of the run are read from it afterwards
-        if only_reads_files(cfg) or examines_machines(cfg):
-            folder = report_folder(cfg) if only_reads_files(cfg) else examined_folder(cfg)
+        if only_reads_files(cfg):
+            folder = report_folder(cfg)
         else:
-            folder = choose_run_folder(cfg, launch)
+            folder = examined_folder(cfg) if examines_machines(cfg) else choose_run_folder(cfg, launch)
         arguments.append(f"run.dir={quote_value(str(folder))}")
         cfg.run.dir = str(folder)
         # Python calls signal handlers in the main thread alone
@@ -179,8 +177,9 @@ def _run_in_children(arguments: Sequence[str], cfg: DictConfig, count: int) -> i
             raise KeyboardInterrupt("interrupted twice")
         has_verdict = is_verification(cfg) or examines_machines(cfg)
         verdict = _read_verdict(cfg, Path(str(cfg.run.dir))) if has_verdict else ""
-        killed = "a process of the run ended without a message: killed, or out of memory"
-        raise RuntimeError(message or verdict or killed)
+        raise RuntimeError(
+            message or verdict or "a process of the run ended without a message: killed, or out of memory"
+        )
     return code
 
 
@@ -270,22 +269,6 @@ def run_in_processes(
             arguments = [*arguments, f"run.dir={quote_value(str(folder))}"]
     with TemporaryDirectory(prefix="trainer-") as scratch:
         return run_with_restarts(arguments, count, Path(scratch), folder, restarts, starter)
-
-
-def import_run_modules(cfg: DictConfig) -> None:
-    """Import what this run needs and takes seconds: torch, its compiler, the parts of this program that it uses."""
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
-
-    importlib.import_module("trainer.jobs.run_parts")
-    resource_paths.make_recipes_importable()
-    # not only the modules: some of torch's are imported at their first use
-    torch.compiler.disable(len)  # torch.optim imports the compiler for it, at the first optimizer
-    for node in cfg.values():
-        target = str(node.get("_target_")) if isinstance(node, DictConfig) else ""
-        if target.startswith(("trainer.", "recipes.")):  # a lab may compute as it is imported, or start threads
-            with suppress(ImportError):  # each process reports it by itself
-                importlib.import_module(target.rpartition(".")[0])
 
 
 def examine_machines(cfg: DictConfig, launch: Launch) -> int:

@@ -1,4 +1,4 @@
-"""What the device of a run can do, asked of torch's general interface: hardly anybody else knows devices by name.
+"""What the devices of this machine can do, by torch's general interface: hardly any other file names a kind of device.
 
 A kind is what torch calls it: cpu, cuda (ROCm's GPUs too), xpu (Intel's), mps (Apple's), or that of a plug-in.
 """
@@ -17,36 +17,36 @@ import torch
 
 def accelerator_type() -> str | None:
     """The kind of accelerator that torch finds on this machine; None: there is the CPU alone."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found else None
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device.type if device else None
 
 
 def device_types() -> Iterator[str]:
     """Every kind of device that this machine computes on."""
     yield "cpu"
-    if found := accelerator_type():
-        yield found
+    if kind := accelerator_type():
+        yield kind
 
 
 def accelerator_names() -> list[str]:
-    """What their makers call the accelerators of this machine; their kind where torch knows no more (mps)."""
+    """The model name of each accelerator of this machine; its kind where torch knows no more (mps)."""
     kind = accelerator_type()
     if kind is None:
         return []
-    known = getattr(torch.get_device_module(kind), "get_device_name", lambda index: kind)
-    return [known(index) for index in range(torch.accelerator.device_count())]
+    name_of = getattr(torch.get_device_module(kind), "get_device_name", lambda index: kind)
+    return [name_of(index) for index in range(torch.accelerator.device_count())]
 
 
 def device_identity(device: torch.device) -> str:
-    """What tells a device of this machine from the others, though each process may see one alone, and call it 0."""
-    asked = getattr(torch.get_device_module(device), "get_device_properties", None)
-    return f"{device} {getattr(asked(device), 'uuid', '') if asked else ''}"
+    """A text that no other device of this machine has, though each process may see one alone, as number 0."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return f"{device} {getattr(properties(device), 'uuid', '') if properties else ''}"
 
 
 def is_bf16_supported(kind: str, emulated: bool) -> bool | None:
-    """Does the current device say that it has bfloat16, perhaps `emulated`? None: it does not say (mps)."""
-    asked = getattr(torch.get_device_module(kind), "is_bf16_supported", None)
-    return asked(including_emulation=emulated) if asked else None
+    """Does the current device report bfloat16, perhaps `emulated`? None: it reports nothing (mps)."""
+    supported = getattr(torch.get_device_module(kind), "is_bf16_supported", None)
+    return supported(including_emulation=emulated) if supported else None
 
 
 @cache
@@ -56,7 +56,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     In float32 nothing waits, either, but sums have 7 digits, and counts are exact up to 16.7 million.
     """
     try:
-        # asked by adding up: some devices can keep what they cannot compute with
+        # tried, not asked: some devices can keep what they cannot compute with
         torch.ones(2, dtype=torch.float64, device=device).sum()
     except torch.OutOfMemoryError:  # says nothing about types
         raise
@@ -75,7 +75,7 @@ def uses_pinned_memory(device: torch.device) -> bool:
 
 
 def available_host_memory() -> float:
-    """Bytes of the host's memory that programs can still have, of all its processes; infinity where it does not tell.
+    """Bytes of the host's memory that its processes can still have; infinity where the system does not tell.
 
     In a container that is what its limit leaves; under a limit of addresses (`ulimit -v`) what this process can have.
     """
@@ -89,8 +89,10 @@ def available_host_memory() -> float:
     with suppress(OSError, ValueError, StopIteration):  # Linux alone tells it so
         lines = Path("/proc/meminfo").read_text().splitlines()
         spare = min(spare, 1024.0 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
-    with suppress(OSError, ValueError):  # no limit stands there as `max`
+    # the limit of a container; no limit is written as `max`
+    with suppress(OSError, ValueError):
         limit, used = (int(Path("/sys/fs/cgroup", f"memory.{name}").read_text()) for name in ("max", "current"))
+        # files that are only cached make room for whoever asks
         cached = [
             line.split()[1]
             for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
@@ -101,24 +103,24 @@ def available_host_memory() -> float:
 
 
 def available_memory(device: torch.device) -> float:
-    """Bytes that programs can still have on a device; on the CPU, and where a device does not tell, of the host's."""
-    asked = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
-    return float(asked(device)[0]) if asked else available_host_memory()
+    """Bytes that programs can still have on a device; on the CPU, and where a device reports none, on the host."""
+    memory = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
+    return float(memory(device)[0]) if memory else available_host_memory()
 
 
 def memory_usage() -> dict[str, int]:
     """Bytes that this process has: `host` at present, `device` the most that its tensors took, if torch counts."""
-    found = {}
+    usage = {}
     with suppress(OSError):  # Linux alone tells it so
-        found["host"] = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        usage["host"] = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     kind = accelerator_type()
     if kind and (most := getattr(torch.get_device_module(kind), "max_memory_allocated", None)):
-        found["device"] = most()
-    return found
+        usage["device"] = most()
+    return usage
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that a network draws from there."""
+    """The generator of random numbers that torch's functions use on this device."""
     if device.type == "cpu":
         return torch.default_generator
     return torch.get_device_module(device).default_generators[device.index or 0]  # cuda and xpu have them

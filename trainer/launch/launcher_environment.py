@@ -1,8 +1,8 @@
-"""What this process was told about its launch: by torchrun, Open MPI, MPICH, Intel MPI or Slurm, and by init_method.
+"""Reads from the environment which process of a launch this is: of torchrun, Open MPI, MPICH, Intel MPI or Slurm.
 
-torchrun's variables are the language here; what the others leave is translated. The launcher that stands nearest to
-the process is asked first: a torchrun that srun started leaves both kinds of variables, and so does a mpirun inside an
-allocation of Slurm. Nothing here needs torch.
+Variables of the others are translated into those of torchrun. The launcher that is nearest to the process counts: a
+torchrun that srun started leaves both kinds of variables, and so does a mpirun inside an allocation of Slurm. Nothing
+here needs torch.
 """
 
 from __future__ import annotations
@@ -40,43 +40,44 @@ _INIT_METHOD = re.compile(
 
 
 def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
-    """What a launcher told this process: its rank, how many there are, where they meet. Alone it is the only one.
+    """Which process of a launch this is: its rank, how many there are, where they meet. Alone it is the only one.
 
     Refusal where the environment is incomplete or makes no sense.
     """
-    said = _to_torchrun_variables(env)
-    # Slurm may have requeued a job of one process, too
-    attempt = _read_whole_number(said, "TORCHELASTIC_RESTART_COUNT", 0)
-    missing = [key for key in ("RANK", "WORLD_SIZE") if not said.get(key)]
+    variables = _to_torchrun_variables(env)
+    # read for a single process as well: Slurm may have requeued its job
+    attempt = _read_whole_number(variables, "TORCHELASTIC_RESTART_COUNT", 0)
+    missing = [key for key in ("RANK", "WORLD_SIZE") if not variables.get(key)]
     watched = _has_waiting_parent(env)
     if len(missing) == 2:
         return Launch(attempt=attempt, has_waiting_parent=watched)
     if missing:
         raise Refusal(f"the launcher's environment is incomplete: {missing[0]} missing; start with torchrun")
-    rank, world_size = _read_whole_number(said, "RANK"), _read_whole_number(said, "WORLD_SIZE")
+    rank, world_size = _read_whole_number(variables, "RANK"), _read_whole_number(variables, "WORLD_SIZE")
     if rank >= world_size:
         raise Refusal(f"RANK={rank} WORLD_SIZE={world_size}: ranks count from 0, so the last is {world_size - 1}")
-    host, port = said.get("MASTER_ADDR"), said.get("MASTER_PORT")
+    # where rank 0 serves a store, or where torchrun serves one
+    host, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
     # of `processes=N`; one that was started from inside of such a process has another launcher
     stored = f"file://{env['TRAINER_STORE']}" if watched and env.get("TRAINER_STORE") else ""
     return Launch(
         rank,
         world_size,
         # where nothing is said about machines, all processes are on one
-        _read_whole_number(said, "LOCAL_RANK", rank),
-        _read_whole_number(said, "LOCAL_WORLD_SIZE", world_size),
+        _read_whole_number(variables, "LOCAL_RANK", rank),
+        _read_whole_number(variables, "LOCAL_WORLD_SIZE", world_size),
         attempt,
-        run_id=said.get("TORCHELASTIC_RUN_ID", ""),
+        run_id=variables.get("TORCHELASTIC_RUN_ID", ""),
         has_waiting_parent=watched,
         from_launcher=True,
         # init_method may say it instead
-        address=stored or (f"{host}:{_read_whole_number(said, 'MASTER_PORT')}" if host and port else ""),
-        launcher_serves_store=said.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        address=stored or (f"{host}:{_read_whole_number(variables, 'MASTER_PORT')}" if host and port else ""),
+        launcher_serves_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
 def without_launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what launchers have left in it: a process that is started with it is the only one."""
+    """The environment without the variables of launchers: a process that is started with it is the only one."""
     return {
         name: value for name, value in env.items() if name not in _TORCHRUN and not name.startswith(_LAUNCHER_PREFIXES)
     }
@@ -155,6 +156,7 @@ def _slurm_task_variables(env: Mapping[str, str]) -> dict[str, str]:
     if "SLURM_PROCID" not in env or "SLURM_PTY_PORT" in env or not step.isdecimal() or int(step) >= _SPECIAL_STEPS:
         return {}
     again = {"TORCHELASTIC_RESTART_COUNT": env.get("SLURM_RESTART_COUNT", "0")}
+    # a single task needs no others to meet
     tasks = env.get(_SLURM_TASKS) or env.get("SLURM_NTASKS", "1")
     if tasks == "1":
         return again

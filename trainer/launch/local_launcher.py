@@ -169,7 +169,7 @@ def _wait_for_all(children: Sequence[ChildProcess], relay: OutputRelay, signals:
 
 def read_failure(scratch: Path) -> str:
     """The message of the rank that failed first; empty where none has left one."""
-    first = _first_error_file(scratch)
+    first = _first_error_file(scratch)  # in torchrun's format
     return json.loads(first.read_text(encoding="utf-8"))["message"]["message"] if first else ""
 
 

@@ -30,6 +30,7 @@ def preserve_process_state() -> Iterator[None]:
             " their locks and their process group. Wait until it has returned, or start this one in a process of its"
             " own: python -m trainer …, or trainer.run(…, processes=2)"
         )
+    # restored in reverse order; the lock is released last
     with ExitStack() as at_the_end:
         at_the_end.callback(_one_run.release)
         for keep in (

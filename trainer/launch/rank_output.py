@@ -26,6 +26,7 @@ def redirect_output(rank: int, folder: Path) -> None:
     make_folder(path.parent)
     if rank != 0:
         _redirect_descriptors(path)
+    # records of Python's logging, of this program and of libraries
     file = _LogFile(path, encoding="utf-8", delay=True)
     file.setFormatter(_EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
     logging.getLogger().addHandler(file)
@@ -77,6 +78,7 @@ def _redirect_descriptors(path: Path) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+    # Python's own streams onto the new descriptors; a full disk must not raise in somebody's print
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(
             io.BufferedWriter(_LossyFile(number, "w", closefd=False)), encoding="utf-8", line_buffering=True

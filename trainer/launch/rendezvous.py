@@ -1,14 +1,14 @@
-"""Which process of a launch this is, of how many, and the store where all of one round meet.
+"""`Launch`: which process of a launch this is, of how many; and the store where the processes of one round meet.
 
 A round is one start of all processes. Under torchrun several rounds share a store: a restarted attempt, and with
 `--nnodes=1:2` every change of the machines, which does not even change the attempt's number; a shared file outlives
-runs. Whoever reads a dead round's keys connects to the dead (pytorch/pytorch#135712: torch's own rendezvous does so).
-So nothing is read but under a nonce that rank 0 has drawn for this round:
+runs. A rank that reads a dead round's keys connects to the dead (pytorch/pytorch#135712: torch's own rendezvous does).
+So keys are read only under a nonce, a random number of rank 0 for this round:
 
 1. rank 0 writes its nonce where all look;
 2. every other rank greets it there with a token of its own;
-3. rank 0 answers with all tokens. Who does not find its own in the answer has greeted a dead round's nonce, and looks
-   again: the living rank 0 will have replaced it by then.
+3. rank 0 answers with all tokens. A rank that does not find its own in the answer has greeted a dead round's nonce, and
+   looks again: the living rank 0 will have replaced it by then.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def serve_tcp_store(host: str, port: int, size: int, patience: timedelta) -> Sto
 
     try:
         # torch itself would listen on all interfaces, and the store asks for no password
-        door = socket.create_server((host, port)).detach() if host == LOOPBACK else None
+        listener = socket.create_server((host, port)).detach() if host == LOOPBACK else None
         return TCPStore(
-            host, port, size, True, patience, wait_for_workers=False, multi_tenant=True, master_listen_fd=door
+            host, port, size, True, patience, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
         )
     except (RuntimeError, OSError) as error:  # of torch a DistNetworkError
         taken = "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE
@@ -88,7 +88,7 @@ def _is_listening(host: str, port: int) -> bool | None:
     try:
         with socket.create_connection((host, port), timeout=5):
             return True
-    except OSError:  # nobody does yet, or the host has no name yet
+    except OSError:  # not yet, or the host has no name yet
         return None
 
 
@@ -116,17 +116,17 @@ class Launch:
 
     @property
     def is_main(self) -> bool:
-        """Is this the one process that prints and decides?"""
+        """Is this rank 0, which prints and decides?"""
         return self.rank == 0
 
     @property
     def is_local_child(self) -> bool:
-        """Is this one of the processes of `processes=N`? Their parent tells each who it is, a sweep does not."""
+        """Is this a rank of `processes=N`? The parent sets RANK for it; a sweep, a parent too, does not."""
         return self.has_waiting_parent and self.from_launcher
 
     @property
     def restarted_by_launcher(self) -> bool:
-        """Does a launcher restart whatever does not exit with 0? A stop that was asked for must exit with 0 there."""
+        """Does a launcher restart every process that does not exit with 0? Then a stop as asked must exit with 0."""
         return bool(self.run_id)
 
     @property
@@ -136,13 +136,13 @@ class Launch:
 
     @property
     def requeued(self) -> bool:
-        """Has a scheduler, or who started the ranks, run this very command before? Then that is to be continued."""
+        """Has a scheduler, or the parent of `processes=N`, run this very command before? Then its run is continued."""
         return self.attempt > 0 and not self.restarted_by_launcher
 
     def store(self, timeout: timedelta | None = None) -> Store | None:
         """The key-value store of this round's processes alone; None where there is none. Waits for all, the first time.
 
-        Refusal that names who did not come within the patience.
+        Refusal that names the ranks that did not come in time.
         """
         if not self.address:
             return None
@@ -155,22 +155,22 @@ class Launch:
         return _joined_rounds[self]
 
     def launcher_store(self) -> Store | None:
-        """The store that the launcher keeps over all its rounds, restarts included; None where it keeps none."""
+        """The store that the launcher keeps for all its rounds, restarts included; None where it keeps none."""
         return connect_store(self) if self.launcher_serves_store else None
 
 
-_joined_rounds: dict[Launch, Store] = {}  # those that this process has met in
+_joined_rounds: dict[Launch, Store] = {}  # of this process
 
 
 @lru_cache(maxsize=1)
 def connect_store(launch: Launch) -> Store:
-    """The store as it is, with all that other rounds have left in it. Refusal where it cannot be reached."""
+    """The store with all keys that other rounds have left in it. Refusal where it cannot be reached."""
     if launch.address.startswith("file://"):
         return open_file_store(launch.address.removeprefix("file://"), launch.timeout)
     host, port = launch.address.rsplit(":", 1)
-    # nobody is waited for here: of a dead round's processes too few would come, and the nonce tells who is there
-    get = serve_tcp_store if launch.is_main and not launch.launcher_serves_store else connect_tcp_store
-    return get(host, int(port), launch.world_size, launch.timeout)
+    # torch does not wait here for all workers: too few of a dead round would come, and the greetings tell who is there
+    open_store = serve_tcp_store if launch.is_main and not launch.launcher_serves_store else connect_tcp_store
+    return open_store(host, int(port), launch.world_size, launch.timeout)
 
 
 def say_goodbye() -> None:
@@ -180,7 +180,7 @@ def say_goodbye() -> None:
     """
     for launch, store in _joined_rounds.items():
         if launch.world_size > 1 and not launch.launcher_serves_store:
-            with contextlib.suppress(RuntimeError):  # it is gone already
+            with contextlib.suppress(RuntimeError):  # the store is gone already
                 _leave_store(store, launch)
     _joined_rounds.clear()
 
@@ -203,8 +203,8 @@ def _host_round(launch: Launch, seconds: float) -> Store:
     store.set(_nonce_key(launch), nonce)
     if not poll(lambda: not greetings or meeting.check(greetings) or None, seconds):
         missing = [rank for rank, key in enumerate(greetings, 1) if not meeting.check([key])]
-        shown = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
-        raise Refusal(f"rank {shown} of {launch.world_size} did not come to {launch.address} in time")
+        ranks = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
+        raise Refusal(f"rank {ranks} of {launch.world_size} did not come to {launch.address} in time")
     tokens = [token.decode() for token in meeting.multi_get(greetings)] if greetings else []
     meeting.set("go", json.dumps(tokens))
     return meeting
@@ -216,7 +216,7 @@ def _join_round(launch: Launch, seconds: float) -> Store:
 
     token, store, greeted = secrets.token_hex(8), connect_store(launch), b""
     taken = f"another run, or another program of torch, meets at {launch.address} already; {PORT_ADVICE}"
-    # who serves the store writes there at once
+    # a rank 0 that serves the store writes its nonce at once
     if (
         launch.rank0_serves_store
         and poll(lambda: store.check([_nonce_key(launch)]) or None, ANSWER_TIMEOUT.total_seconds()) is None
@@ -245,13 +245,13 @@ def _join_round(launch: Launch, seconds: float) -> Store:
 
     meeting = poll(look, seconds)
     if meeting is None:
-        said = "its call was never answered" if greeted else "it did not come"
-        raise Refusal(f"rank {launch.rank} of {launch.world_size} waited for rank 0 at {launch.address}: {said}")
+        why = "its call was never answered" if greeted else "it did not come"
+        raise Refusal(f"rank {launch.rank} of {launch.world_size} waited for rank 0 at {launch.address}: {why}")
     return meeting
 
 
 def _nonce_key(launch: Launch) -> str:
-    """Where all look. What is known to differ between rounds is in the name, so that fewer are mistaken."""
+    """The key of the nonce. What is known to differ between rounds is in it, so that few ranks read a dead one."""
     return f"trainer/{launch.run_id}/attempt-{launch.attempt}/{launch.world_size}-processes"
 
 

@@ -1,4 +1,4 @@
-"""status.json, how a run stands or ended; and starts.jsonl, a line for each start of it."""
+"""status.json: the state of a run, and how it ended; starts.jsonl: a line for each of its starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPORT_INTERVAL = (
     1.0  # seconds between two reports of a running attempt: each takes a disk longer than a small network's step
 )
 log = logging.getLogger(__name__)
-# Of a run that fails before it could say more: scripts find every key all the same.
+# Of a run that fails before it could write more: scripts find every key all the same.
 _DEFAULTS = {
     "state": None,
     "reason": None,
@@ -95,7 +95,7 @@ class StatusWriter:
         # a checkpoint may be newer than the last report, which comes once a second at most: its steps were done, too
         self._executed = before.get("executed", 0) + max(0, resume_step - before.get("step", resume_step))
         self._reported, self._step = -math.inf, resume_step  # when, by the clock; and what
-        self._again = 0  # steps of this attempt that it did once more, having gone back
+        self._repeated_steps = 0  # steps of this attempt that it did once more, having gone back
         began, self._since = time.time() - age, time.monotonic() - age
         self._inherited = earlier_seconds(before, resume_step, began)
         start = {
@@ -114,14 +114,15 @@ class StatusWriter:
 
         spent: the seconds of this start by phase, as far as they are measured; the others were its beginning.
         """
-        self._again += max(0, self._step - step)
+        # a run that goes back to a checkpoint does its steps once more
+        self._repeated_steps += max(0, self._step - step)
         self._step = step
         if state == "running" and time.monotonic() < self._reported + REPORT_INTERVAL:
             return
         self._reported = time.monotonic()
-        done, useful = step - self._facts["resume_step"] + self._again, step - self._facts["first_step"]
+        done, useful = step - self._facts["resume_step"] + self._repeated_steps, step - self._facts["first_step"]
         executed = self._executed + done
-        said = {
+        status = {
             "state": state,
             "reason": reason,
             "root_rank": None,
@@ -132,16 +133,18 @@ class StatusWriter:
             **self._seconds(spent or {}, done),
             **self._facts,
         }
-        _replace_status(self._path, said, lasting=state != "running")
+        _replace_status(self._path, status, lasting=state != "running")
 
     def _seconds(self, spent: Mapping[str, float], steps: int) -> dict[str, Any]:
         """The seconds of all starts by phase; and how long a step took in this one, with what is done between steps."""
+        # what is left of this start's time was its beginning
         in_steps = sum(seconds for name, seconds in spent.items() if name != "save")
         step_s = in_steps / steps if steps > 0 else 0.0
         start = time.monotonic() - self._since - sum(spent.values())
-        own = {"start": start, **spent, "repeated": self._again * step_s}
-        each = {name: round(self._inherited.get(name, 0.0) + own.get(name, 0.0), 3) for name in self._inherited | own}
-        return {"seconds": each, "step_s": round(step_s, 6)}
+        here = {"start": start, **spent, "repeated": self._repeated_steps * step_s}
+        names = self._inherited | here
+        total = {name: round(self._inherited.get(name, 0.0) + here.get(name, 0.0), 3) for name in names}
+        return {"seconds": total, "step_s": round(step_s, 6)}
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
@@ -154,22 +157,23 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 def mark_failed(folder: Path, reason: str, root_rank: int | None) -> None:
     """Say in status.json that the run failed. Any rank may: the main one may be stuck or dead."""
-    said = read_status(folder) or {**_DEFAULTS}
-    if (said["state"], said["reason"]) != ("failed", reason):
-        said |= {"state": "failed", "reason": reason, "root_rank": root_rank, "time": time.time()}
-        _replace_status(folder / STATUS_FILE, said)
+    status = read_status(folder) or {**_DEFAULTS}
+    if (status["state"], status["reason"]) != ("failed", reason):
+        status |= {"state": "failed", "reason": reason, "root_rank": root_rank, "time": time.time()}
+        _replace_status(folder / STATUS_FILE, status)
 
 
 def set_running_reason(folder: Path, reason: str, root_rank: int | None) -> None:
-    """Say in status.json what holds up a run that goes on: it may be killed any moment. No verdict; any rank may."""
-    said = read_status(folder)
-    if said is not None and said["state"] == "running":
-        _replace_status(folder / STATUS_FILE, said | {"reason": reason, "root_rank": root_rank, "time": time.time()})
+    """Say in status.json what holds up a run that is still running: it may be killed any moment. Any rank may."""
+    status = read_status(folder)
+    if status is not None and status["state"] == "running":
+        now = {"reason": reason, "root_rank": root_rank, "time": time.time()}
+        _replace_status(folder / STATUS_FILE, status | now)
 
 
-def _replace_status(path: Path, said: dict[str, Any], lasting: bool = True) -> None:
-    """Replace the file. On a full disk the next report of a running attempt says it; an end is said in place."""
-    data = (json.dumps(said, indent=1) + "\n").encode()
+def _replace_status(path: Path, status: dict[str, Any], lasting: bool = True) -> None:
+    """Replace the file. On a full disk a running attempt tries again at its next report; an end is written in place."""
+    data = (json.dumps(status, indent=1) + "\n").encode()
     try:
         replace_file(path, data, lasting)
     except OSError:
@@ -217,9 +221,9 @@ def append_start(folder: Path, facts: Mapping[str, Any], before: Mapping[str, An
     if before:
         left = {name: before.get(name) for name in ("state", "reason", "step", "time", "seconds")}
     line = json.dumps({**facts, "before": left}).encode() + b"\n"
-    # an account, without which the run is as good; in one call, as others may read meanwhile
+    # a run without this line is as good; written in one call, as others may read meanwhile
     with suppress(OSError), open_file(folder / STARTS_FILE, "a+b", buffering=0) as file:
-        # half a line, which a kill or a full disk has left there, must not take this one along
+        # half a line, which a kill or a full disk has left there, must not spoil this one
         if file.tell():
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else b"\n" + line
@@ -227,7 +231,7 @@ def append_start(folder: Path, facts: Mapping[str, Any], before: Mapping[str, An
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """The lines; one that a full disk or somebody else has spoilt is left out."""
+    """The lines; a line that a full disk or somebody else has spoilt is left out."""
     path, starts = folder / STARTS_FILE, []
     with open_file(path, "rb") if path.is_file() else nullcontext(()) as lines:
         for line in lines:

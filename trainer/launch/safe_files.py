@@ -1,4 +1,4 @@
-"""Files of a run: no link is followed, no device opened; what is replaced is old or new, never half.
+"""Opens and replaces files of a run safely: no link is followed, no device opened; a replaced file is never half new.
 
 A run's folder may come from a stranger. A link in it could lead what a run writes into any file of the user's, and a
 pipe would keep it waiting for ever. The folder itself may be reached through links, which the user has made: `real`
@@ -46,18 +46,18 @@ def open_descriptor(path: str | Path, flags: int) -> int:
     path = Path(path)
     folder = _open_folder(path.parent, make=False)
     try:
-        # not to wait for the other end of a pipe
-        found = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=folder)
+        # O_NONBLOCK: not to wait for the other end of a pipe
+        descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=folder)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise UnsafeFile(path, describe_entry(path)) from None
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(folder)
-    if not stat.S_ISREG(os.fstat(found).st_mode):
-        os.close(found)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise UnsafeFile(path, describe_entry(path))
-    return found
+    return descriptor
 
 
 def open_file(path: Path, mode: str, buffering: int = -1) -> BufferedRandom:
@@ -81,7 +81,7 @@ def refuse_unsafe_files(folder: Path) -> None:
 
 
 def describe_entry(path: str | Path) -> str:
-    """What stands there, in words."""
+    """What kind of thing is there, for messages."""
     if os.path.islink(path):
         return f"a link to {escape_line(os.readlink(path))}"
     return "a folder" if os.path.isdir(path) else "no regular file"
@@ -90,20 +90,21 @@ def describe_entry(path: str | Path) -> str:
 def _open_folder(path: Path, make: bool) -> int:
     """A descriptor of this folder, reached from the root by folders alone; make: those that are not there."""
     path = path.absolute()
-    at, so_far = os.open(path.anchor, _FOLDER_FLAGS), Path(path.anchor)
+    # name by name, each below the descriptor of its parent: nobody can put a link in between meanwhile
+    descriptor, so_far = os.open(path.anchor, _FOLDER_FLAGS), Path(path.anchor)
     for name in path.parts[1:]:
-        above, so_far = at, so_far / name
+        above, so_far = descriptor, so_far / name
         try:
             if make:
                 _make_one_folder(name, above)
-            at = os.open(name, _FOLDER_FLAGS, dir_fd=above)
+            descriptor = os.open(name, _FOLDER_FLAGS, dir_fd=above)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise UnsafeFile(so_far, describe_entry(so_far)) from None
             raise OSError(error.errno, error.strerror, str(so_far)) from None
         finally:
             os.close(above)
-    return at
+    return descriptor
 
 
 def _make_one_folder(name: str, above: int) -> None:
@@ -123,6 +124,7 @@ def replace_file(path: Path, data: bytes | str | Iterator[bytes], lasting: bool 
 
     No link is followed on the way there; one that stands in that place goes, and what it led to stays.
     """
+    # in the same folder, so that the replacement is one step of the file system
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.unlink(missing_ok=True)

@@ -53,11 +53,11 @@ def _requeue_reason(job: Mapping[str, str], code: int, lead: float) -> str:
 
 
 def _show_job(number: str) -> dict[str, str]:
-    """What Slurm tells of a job, moments in seconds since 1970; nothing where it does not answer."""
-    said = _run_slurm_command("scontrol", "show", "job", number, env={**os.environ, "SLURM_TIME_FORMAT": "%s"})
-    # a user's own words stand in the first line (the name) and behind all that is asked for here: the first of a field
-    # is Slurm's
-    lines = said.stdout.splitlines()[1:]
+    """The fields of a job by name, times in seconds since 1970; nothing where Slurm does not answer."""
+    answer = _run_slurm_command("scontrol", "show", "job", number, env={**os.environ, "SLURM_TIME_FORMAT": "%s"})
+    # users write the name of a job, in the first line, and its comment, behind all fields that are read here: of
+    # several fields of one name the first is Slurm's
+    lines = answer.stdout.splitlines()[1:]
     return dict(re.findall(r"(\w+)=(\S*)", "\n".join(reversed(lines))))
 
 
@@ -70,8 +70,8 @@ def _request_requeue(env: Mapping[str, str], why: str) -> bool:
     return _report(f"{why}; Slurm runs it again", True)
 
 
-def _report(words: str, answer: bool) -> bool:
-    print(f"job         {words}", flush=True)
+def _report(message: str, answer: bool) -> bool:
+    print(f"job         {message}", flush=True)
     return answer
 
 

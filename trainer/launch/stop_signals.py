@@ -1,4 +1,4 @@
-"""Requests to stop: SIGTERM, SIGINT and SIGUSR1 raise a flag that the loop reads; the rest is the loop's decision."""
+"""Requests to stop: SIGTERM, SIGINT and SIGUSR1 raise a flag, and the loop decides what follows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_SAME_SIGNAL = 0.5  # seconds; a terminal and a launcher may deliver one Ctrl-C twice
+_SAME_SIGNAL = 0.5  # seconds in which one Ctrl-C may come twice, from a terminal and from a launcher
 _STORE_INTERVAL = 0.25  # seconds between two looks at the store
 _PARENT_INTERVAL = 1.0  # seconds between two looks whether the launcher still lives
 _REQUEST_SPREAD = 2.0  # seconds in which a request that is meant for all machines reaches the last of them
@@ -75,7 +75,7 @@ class StopRequest:
         signal.set_wakeup_fd(self._woken_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        # the number of no signal: the thread's own end
+        # 0 is the number of no signal: it ends the thread
         os.write(self._writer, b"\0")
         self._thread.join()
         os.close(self._reader)
@@ -119,6 +119,7 @@ class StopRequest:
 
     def _again(self) -> bool:
         """Is this SIGINT a second one, and not the first that was delivered twice?"""
+        # within half a second it is the same Ctrl-C, delivered by a terminal and by a launcher
         now, first = time.monotonic(), self._interrupted
         self._interrupted = min(first, now)
         return now - first > _SAME_SIGNAL
@@ -163,7 +164,7 @@ def stopped_elsewhere_only(launch: Launch, request: StopRequest, share: Callable
 
 
 def ignore_stop_signals() -> None:
-    """Pass over every request to stop: launchers signal whole process groups."""
+    """Ignore every request to stop: launchers signal whole process groups."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

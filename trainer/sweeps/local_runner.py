@@ -105,6 +105,7 @@ def divide_machine(
     at_once: auto: as many as there are GPUs for. processes: of each run.
     """
     per_run = processes if isinstance(processes, int) else 1
+    # processes=auto: each run takes all GPUs, so only one fits
     most = 1 if processes == "auto" else max(1, len(gpus) // per_run)
     count = most if at_once == "auto" else at_once
     if count == 1:
@@ -206,6 +207,7 @@ def run_concurrently(
     more: overrides that each run gets beside its own. A request to stop is forwarded to all that are under way, and no
     other run is started; a second Ctrl-C as well, which ends them at once.
     """
+    # each share of the machine is free, or has one run under way
     free, under_way = list(shares), list[RunningChild]()
     processes: list[ChildProcess] = []  # all that were ever started
     with (
@@ -275,6 +277,7 @@ def _failure_reason(child: RunningChild, folder: Path) -> str:
     """Why a run failed, in one line: its own message, if it could leave one."""
     if message := read_failure(child.scratch).strip():
         return message.splitlines()[0][:500]
+    # without a message it was killed, or printed its problem before it could report anything
     if (code := child.process.wait()) < 0:
         return f"killed by {signal.Signals(-code).name}"
     status = read_status(folder) or {}

@@ -58,6 +58,7 @@ class OptunaStudy:
             return self._interrupted.pop(0)
         if len(self._study.get_trials(deepcopy=False)) >= self._n_trials:
             return None
+        # Optuna remembers the trial as running from here on, also if this process is killed
         chosen = self._study.ask(self._axes)
         return self._trial(chosen.number, chosen.params)
 

@@ -86,14 +86,14 @@ class SweepResults:
         return [trial for trial in trials if (outcome := self.of(trial)) is None or outcome.state != "completed"]
 
     def forget(self, trials: Iterable[Trial]) -> None:
-        """As if these had never been run: they begin anew."""
+        """Remove the outcomes of these runs, so that they begin anew."""
         forgotten = [self._outcomes.pop(trial.name, None) for trial in trials]
         if any(forgotten):
             self._write()
 
     def add(self, trial: Trial, code: int, seconds: float, reason: str | None) -> Outcome:
         """Write down how a run ended, with the metrics that it has left in its folder."""
-        before = self.of(trial)
+        before = self.of(trial)  # its seconds count too: the run has gone on from there
         metric, best, last = _read_metrics(self.folder / trial.name)
         outcome = Outcome(
             folder=trial.name,
@@ -148,6 +148,7 @@ def format_table(outcomes: Sequence[Outcome]) -> str:
     # the best first; those without a metric last
     ranked = sorted(outcomes, key=lambda outcome: (outcome.figure or "~", *(-value for value in outcome.rank)))
     console = Console(highlight=False, emoji=False, markup=False)
+    # rich lays the table out for the width of this terminal; the caller prints it
     with console.capture() as captured:
         metrics = {outcome.figure for outcome in ranked if outcome.figure}
         console.print(_make_table(ranked[:_MAX_ROWS], one_metric=len(metrics) == 1))
@@ -195,6 +196,7 @@ def format_best(outcomes: Sequence[Outcome], folder: Path) -> list[str]:
 
 def short_headings(keys: Sequence[str]) -> list[str]:
     """The last part of each key where no other ends so: `lr` for optimizer.lr."""
+    # optimizer.lr and schedule.lr keep their whole names beside each other
     names = [key.rpartition(".")[2] for key in keys]
     times = Counter(names)
     return [name if times[name] == 1 else key for name, key in zip(names, keys, strict=True)]

@@ -34,12 +34,14 @@ def run_sweep(arguments: Sequence[str], launch: Launch) -> int:
 
     Refusal, before anything starts, where the overrides of one run cannot work.
     """
+    # whatever is wrong with the launch, the overrides or the folder is refused before the first run
     _refuse_launched(arguments, launch)
     asked = parse_multirun(arguments)
     _refuse_launched(arguments, apply_init_method(launch, asked.init_method))
     refuse_namesake()
     if asked.plugin and asked.search is not None:
         raise Refusal(f"hydra/launcher={asked.plugin} starts all runs at once, and Optuna chooses one after the other")
+    # which runs are left of an earlier command in this folder
     results, more = _open_folder(asked, launch)
     source = _make_source(asked, results)
     before = sum(outcome is not None and outcome.state == "completed" for outcome in source.outcomes())
@@ -140,8 +142,9 @@ def _summary_lines(outcomes: Sequence[Outcome | None], results: SweepResults) ->
 
 def _exit_code(codes: Sequence[int], stop_requests: int, launch: Launch) -> int:
     """The exit code of the sweep, from those of all runs; a run that was not started has 75."""
-    if stop_requests > 1:  # nothing was saved the second time
+    if stop_requests > 1:  # the second one ended the runs at once, and nothing was saved
         return 1
+    # a failure counts, unless it may come from the request to stop itself
     failed, unfinished = [code for code in codes if code not in (0, STOPPED)], STOPPED in codes
     if failed and not (stop_requests and unfinished):
         return failed[0] or 1
