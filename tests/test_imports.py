@@ -136,7 +136,7 @@ def test_nobody_but_the_strategies_names_one() -> None:
             name,
             *(
                 f"trainer.strategies.{open}"
-                for open in ("base", "multi_process", "parallel_model", "machine", "step_timing")
+                for open in ("base", "candidates", "multi_process", "parallel_model", "machine", "step_timing")
             ),
         )
     ]

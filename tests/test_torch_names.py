@@ -42,6 +42,10 @@ PRIVATE = {
     "torch.zeros(1)._version": "trainer/parallel/pipeline/fake_forward.py",
     # The process group that sends nothing, and its options; there is no other way to name a rank of many without them.
     "torch.testing._internal": "trainer/parallel/fake_group.py",
+    # Where DTensor runs an operator to learn the shape of a whole result, which no rank computes; in 2.15.
+    "torch.distributed.tensor._sharding_prop": "trainer/jobs/plan/fake_mode.py",
+    # Where DDP orders its buckets anew, by numbers that tensors without values do not have; in 2.11 to 2.15.
+    "torch.distributed.Reducer._rebuild_buckets": "trainer/jobs/plan/fake_mode.py",
     # Does autograd's engine call? What is recomputed in a backward is no call of its own; torch's checkpoint asks so.
     "torch._C": "trainer/parallel/activation_checkpointing.py",
     "torch._C._current_graph_task_id": "trainer/parallel/activation_checkpointing.py",

@@ -4,8 +4,6 @@ Every other rank is taken to hold what this one does. Where ranks differ, as the
 one after the other, and what one of them has sent is kept for the others.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -115,7 +113,10 @@ def join_fake_group(launch: Launch) -> Group:
     from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 
     options = FakeProcessGroup.Options()
-    options.simulate_uniform_ranks = True  # collectives give what ranks with the same numbers would get
+    if hasattr(
+        options, "simulate_uniform_ranks"
+    ):  # torch 2.15: collectives give what ranks with the same numbers would
+        options.simulate_uniform_ranks = True
     dist.init_process_group(
         "fake", store=FakeStore(), rank=launch.rank, world_size=launch.world_size, pg_options=options
     )

@@ -1,0 +1,130 @@
+"""A mode in which a run's tensors have shapes and no values, so that a step of any size costs no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import _sharding_prop
+
+from trainer.data.nested_tensors import tensors
+from trainer.parallel.meta_model import allocate_empty, build_meta_model, named_state
+from trainer.parallel.pipeline.fake_forward import FakeTensor, FakeTensorMode
+
+SMALL = 2**16  # numbers: tensors up to this size have values while a network is built, for constructors that read them
+
+
+class FakeMode(FakeTensorMode):
+    """Inside it what is made has no values. What is computed from tensors that have values alone keeps them.
+
+    So process groups, meshes and the order of the samples stay what they are. After torch's FakeTensorMode.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        # torch would remember each tensor that it makes, by a weak reference, and what has one cannot be swapped
+        self.fake_tensor_converter.set_tensor_memo = lambda t, v: None  # type: ignore[method-assign]
+        self._is_building = False
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """While a network is built: small tensors have values, because constructors may read them."""
+        self._is_building = True
+        try:
+            yield
+        finally:
+            self._is_building = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if any(not issubclass(kind, (FakeTensor, nn.Parameter)) for kind in types):
+            return NotImplemented  # DTensors come again as the tensors that they are made of
+        known = list(tensors((list(args), given)))
+        if any(isinstance(tensor, FakeTensor) for tensor in known):
+            return super().__torch_dispatch__(func, types, args, given)
+        device = torch.device(given.get("device") or (known[0].device if known else "cpu"))
+        if known and device.type != "meta" and all(tensor.is_meta for tensor in known):
+            # an outline gets memory, by its shape alone
+            shape, dtype = known[0], given.get("dtype") or known[0].dtype
+            with self:
+                return torch.empty_strided(shape.shape, shape.stride(), dtype=dtype, device=device)
+        if known or device.type == "meta" or (self._is_building and _numbers(args) <= SMALL):
+            return func(*args, **given)  # outside of this mode: here it is off
+        return super().__torch_dispatch__(func, types, args, given)
+
+
+def _numbers(args: Any) -> int:
+    """About how many numbers a factory of torch (empty, arange, linspace) would make with these arguments."""
+    sizes = args[0] if args and isinstance(args[0], (list, tuple, torch.Size)) else args
+    return int(torch.Size(max(1, int(size)) for size in sizes if isinstance(size, (int, float))).numel())
+
+
+def make_network(make: Callable[[], nn.Module], mode: FakeMode) -> nn.Module:
+    """The network without values: on the meta device for who asks for an outline, else with memory as it seems."""
+    is_outline = torch.get_default_device().type == "meta"
+    network, because = build_meta_model(make)
+    if because:  # its constructor reads what it makes
+        with mode.building():
+            return _without_values(network, mode)
+    if not is_outline:
+        allocate_empty(network, torch.device("cpu"), torch.device("cpu"))
+    return network
+
+
+def _without_values(network: nn.Module, mode: FakeMode) -> nn.Module:
+    """Take the values that small tensors of a network have had while it was built, in place."""
+    for tensor in {tensor for _, tensor in named_state(network) if not isinstance(tensor, FakeTensor)}:
+        if tensor.is_meta:
+            continue
+        with mode:
+            other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        shape = nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+        torch.utils.swap_tensors(tensor, shape)
+    return network
+
+
+def is_counted(tensor: Tensor, mode: FakeMode) -> bool:
+    """Does this tensor stand for memory of the device in a trial of this mode?"""
+    return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode and tensor.device.type != "meta"
+
+
+_propagating = [0]  # how many of DTensor's questions about shapes are under way
+
+
+def is_propagating() -> bool:
+    """Does DTensor ask for the shape of a whole result? It runs an operator for that, which no rank runs in a step."""
+    return _propagating[0] > 0
+
+
+@contextmanager
+def torch_without_values() -> Iterator[None]:
+    """Inside, torch does what it could not without values, and `is_propagating` knows of DTensor's questions."""
+    propagator: Any = _sharding_prop.ShardingPropagator
+    changed: list[tuple[Any, str, Any]] = []
+
+    def noticed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def propagate(*args: Any, **kwargs: Any) -> Any:
+            _propagating[0] += 1
+            try:
+                return method(*args, **kwargs)
+            finally:
+                _propagating[0] -= 1
+
+        return propagate
+
+    for name, method in list(vars(propagator).items()):
+        if "propagate_tensor_meta" in name:
+            changed.append((propagator, name, method))
+            setattr(propagator, name, noticed(method))
+    # DDP orders its buckets anew once, by numbers that ranks exchange; their sizes stay nearly the same
+    changed.append((dist.Reducer, "_rebuild_buckets", dist.Reducer._rebuild_buckets))
+    dist.Reducer._rebuild_buckets = lambda self: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for holder, name, before in changed:
+            setattr(holder, name, before)

@@ -1,0 +1,64 @@
+"""Functions that run in copies of this process, some at a time: what torch remembers stays in each."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import connection, get_context
+from typing import Any, TypeVar
+
+import torch
+
+from trainer.messages import FatalRunError
+
+Key = TypeVar("Key")
+
+
+def run_forked(
+    functions: Mapping[Key, Callable[[], Any]], at_once: int, is_late: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[Key, Any]]:
+    """What each function returns, or the exception that it raised, as they come; so many run at a time.
+
+    Once it is late no more are started. A process that was killed gives a FatalRunError.
+    """
+    waiting = list(functions.items())[::-1]
+    running: dict[Any, tuple[Key, Any]] = {}  # the end of a pipe → whose it is, the process
+    try:
+        while running or (waiting and not is_late()):
+            while waiting and len(running) < at_once and not is_late():
+                key, function = waiting.pop()
+                pipe, process = _start(function)
+                running[pipe] = key, process
+            for pipe in connection.wait(list(running)):
+                key, process = running.pop(pipe)
+                yield key, _result(pipe)
+                process.join()
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join()
+
+
+def _start(function: Callable[[], Any]) -> tuple[Any, Any]:
+    context = get_context("fork")  # what a function holds need not be sent
+    pipe, other = context.Pipe(duplex=False)
+
+    def run() -> None:
+        torch.set_num_threads(1)  # threads of torch's are not copied with a process
+        try:
+            other.send(function())
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)
+            other.send(error.with_traceback(None))
+
+    process = context.Process(target=run)
+    process.start()
+    other.close()
+    return pipe, process
+
+
+def _result(pipe: Any) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return FatalRunError("the process that tried it was killed; is there enough memory?")

@@ -1,0 +1,180 @@
+"""A ledger of the memory that a step takes: every storage that is made, when it goes, and what it was for.
+
+torch has `FSDPMemTracker` and `MemTracker` for this. On tensors without values they count optimizer state several times
+(pytorch/pytorch#166989, #183970), hence this.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from trainer.data.nested_tensors import tensors
+from trainer.jobs.plan.fake_mode import FakeMode, is_counted, is_propagating
+from trainer.jobs.plan.traffic import Traffic
+from trainer.jobs.plan.work import Work
+from trainer.parallel.activation_checkpointing import in_backward
+from trainer.parallel.device_mesh import to_local
+from trainer.parallel.rng.dispatch_mode import TorchDispatchMode
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "gathered", "buffers")
+_CERTAIN = ("weights", "gradients", "optimizer", "buffers")  # what is known of a storage for good
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which a rank holds most."""
+
+    bytes: int
+    by_kind: Mapping[str, int]  # of KINDS
+    moment: str  # the phase, and the module that computes
+    modules: list[tuple[str, int]]  # whose activations are alive then: name, bytes; the largest first
+
+
+class Ledger(TorchDispatchMode):
+    """Sees every operator inside it: the storages it makes, the bytes it sends, what it computes."""
+
+    def __init__(self, mode: FakeMode, traffic: Traffic, work: Work) -> None:
+        super().__init__()
+        self.phase, self.traffic, self.work = "build", traffic, work
+        self._mode = mode
+        self._number: dict[int, int] = {}  # of storages that are alive: identity → number in order of their making
+        self._bytes: dict[int, int] = {}  # of those, by number
+        self._kind: dict[int, str] = {}  # what a storage is for; activations where nothing is said
+        self._maker: dict[int, str] = {}  # the module in whose forward it was made
+        self._events: list[tuple[int, int, str]] = []  # bytes more or less, number of the storage, moment
+        self._names: dict[nn.Module, str] = {}
+        self._running = [""]  # modules whose forward is under way, the innermost last
+
+    def follow(self, network: nn.Module) -> None:
+        """Know the modules of a network by their names, and its tensors by what they are."""
+        self._names = {module: name for name, module in network.named_modules()}
+        self.label(network.parameters(), "weights")
+        self.label(network.buffers(), "buffers")
+
+    def label(self, tensors: Iterable[Any], kind: str) -> None:
+        """Say what the storages of these tensors are for."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and is_counted(local := to_local(tensor), self._mode):
+                number = self._note(local)
+                if kind in _CERTAIN or self._kind.get(number) not in _CERTAIN:
+                    self._kind[number] = kind
+
+    def label_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have gradients and optimizer state labelled in each step of this optimizer."""
+
+        def before(*_: Any) -> None:
+            self.label((p.grad for group in optimizer.param_groups for p in group["params"]), "gradients")
+
+        def after(*_: Any) -> None:
+            self.label(tensors(list(optimizer.state.values())), "optimizer")
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def peak(self) -> Peak:
+        """The moment at which most was alive, by what is known in the end of what each storage was for."""
+        totals: Counter[str] = Counter()
+        now, most, at = 0, 0, 0
+        for index, (change, _, _) in enumerate(self._events):
+            now += change
+            if now > most:
+                most, at = now, index
+        alive: Counter[int] = Counter()
+        for change, number, _ in self._events[: at + 1]:
+            alive[number] += change
+        makers: Counter[str] = Counter()
+        for number, size in alive.items():
+            kind = self._kind.get(number, "activations")
+            totals[kind] += size
+            if kind == "activations" and size:
+                makers[self._maker[number]] += size
+        moment = self._events[at][2] if self._events else ""
+        return Peak(most, {kind: totals[kind] for kind in KINDS}, moment, makers.most_common(3))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # they come again as the tensors that they are made of
+        out = func(*args, **(kwargs or {}))
+        if not is_propagating():
+            made = list(tensors(out))
+            collective = self.traffic.note(func, args, out, self.phase)
+            if collective is not None:
+                self.label(collective, "gathered")
+            else:
+                self.work.note(func, args, kwargs or {}, out, self.phase)
+            for tensor in made:
+                if is_counted(tensor, self._mode):
+                    self._note(tensor)
+        return out
+
+    def __enter__(self) -> Ledger:
+        self._resize = torch.UntypedStorage.resize_
+        resize, ledger = self._resize, self
+
+        def resized(storage: Any, size: int) -> Any:
+            done = resize(storage, size)
+            ledger.enter_size(storage)
+            return done
+
+        # FSDP gives memory back and takes it again by this method of a storage, which no operator shows
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        self._hooks = [
+            register_module_forward_pre_hook(self._begin),
+            register_module_forward_hook(self._end, always_call=True),
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*error)
+
+    def _begin(self, module: nn.Module, *_: Any) -> None:
+        self._running.append(self._names.get(module, self._running[-1]))
+
+    def _end(self, *_: Any) -> None:
+        if len(self._running) > 1:
+            self._running.pop()
+
+    def _note(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage; a new one is entered."""
+        storage = tensor.untyped_storage()
+        key = id(storage)  # torch keeps the object as long as the storage lives
+        if key not in self._number:
+            number = self._number[key] = len(self._maker)
+            self._maker[number], self._bytes[number] = self._running[-1], 0
+            weakref.finalize(storage, self._dropped, key)
+            self._enter(number, storage.nbytes())
+        return self._number[key]
+
+    def enter_size(self, storage: Any) -> None:
+        """A storage that is known has been given memory, or has given it back."""
+        number = self._number.get(id(storage))
+        if number is not None:
+            if self._kind.get(number) not in _CERTAIN:
+                self._kind[number] = "gathered"  # weights that a unit of FSDP computes with
+            self._enter(number, storage.nbytes())
+
+    def _dropped(self, key: int) -> None:
+        self._enter(self._number.pop(key), 0)
+
+    def _enter(self, number: int, size: int) -> None:
+        """A storage has this size from now on."""
+        if change := size - self._bytes[number]:
+            self._bytes[number] = size
+            self._events.append((change, number, self._moment()))
+
+    def _moment(self) -> str:
+        if self.phase != "forward and backward":
+            return self.phase
+        return "backward" if in_backward() else f"forward of {self._running[-1] or 'the network'}"

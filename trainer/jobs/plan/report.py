@@ -1,0 +1,131 @@
+"""What is said of a plan: a row for each strategy, as a table and as plan.json, and what to choose or to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer.jobs.batch_sizes import BatchSizes
+from trainer.jobs.plan.devices import Device
+from trainer.jobs.plan.ledger import KINDS, Peak
+from trainer.jobs.plan.traffic import Collective
+from trainer.jobs.plan.trial import Usage
+from trainer.messages import format_count
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one strategy takes on so many processes: the rank that holds most, and the time of a step."""
+
+    strategy: str
+    words: str  # the arguments that choose it
+    processes: int
+    batches: BatchSizes
+    rank: int  # that holds most
+    at_peak: Peak
+    collectives: list[Collective]  # of that rank
+    compute_s: float
+    waiting_s: float  # for others: what does not travel while something is computed, and a pipeline's idle time
+    fits: bool
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return self.at_peak.bytes
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.compute_s + self.waiting_s
+
+    def wire(self, between: bool) -> int:
+        """Bytes that a rank sends in a step, between machines or inside one."""
+        return round(sum(each.wire for each in self.collectives if each.between == between))
+
+
+def make_row(
+    strategy: str, words: str, processes: int, usages: Sequence[Usage], batches: BatchSizes, device: Device
+) -> Row:
+    """The row of a strategy, from what its ranks use."""
+    largest = max(usages, key=lambda usage: usage.peak.bytes)
+    compute, waiting = max((_seconds(usage, batches, device) for usage in usages), key=sum)
+    return Row(
+        strategy,
+        words,
+        processes,
+        batches,
+        largest.rank,
+        largest.peak,
+        largest.collectives,
+        compute,
+        waiting,
+        fits=largest.peak.bytes <= device.free,
+    )
+
+
+def _seconds(usage: Usage, batches: BatchSizes, device: Device) -> tuple[float, float]:
+    """How long a rank computes in a step, and how long it waits."""
+    compute = sum(usage.seconds.values())
+    took = {each: device.send_seconds(each.wire, each.calls, each.between) for each in usage.collectives}
+    waiting = sum(seconds for each, seconds in took.items() if each.waits)
+    # what travels beside forward and backward is waited for only as far as it takes longer than they do
+    beside = sum(seconds for each, seconds in took.items() if not each.waits)
+    waiting += max(0.0, beside - usage.seconds.get("forward and backward", 0.0))
+    # of a pipeline of P ranks each is idle for P - 1 micro-batches
+    stages = max((each.ranks for each in usage.collectives if each.op in ("send", "receive")), default=1)
+    waiting += usage.seconds.get("forward and backward", 0.0) * (stages - 1) / batches.micro_batches
+    return compute, waiting
+
+
+def row_facts(row: Row) -> dict[str, Any]:
+    """A row as it stands in plan.json."""
+    return {
+        "strategy": row.strategy,
+        "words": row.words,
+        "processes": row.processes,
+        "batches": str(row.batches),
+        "peak": row.peak,
+        "by_kind": dict(row.at_peak.by_kind),
+        "rank": row.rank,
+        "when": row.at_peak.moment,
+        "modules": [{"name": name, "bytes": size} for name, size in row.at_peak.modules],
+        "wire": {"inside": row.wire(between=False), "between": row.wire(between=True)},
+        "collectives": [asdict(each) for each in row.collectives],
+        "step_s": row.step_s,
+        "compute_s": row.compute_s,
+        "waiting_s": row.waiting_s,
+        "fits": row.fits,
+        "how": "simulated",
+        "advice": "",
+    }
+
+
+def table(rows: Sequence[Row], refused: Sequence[str], device: Device) -> list[str]:
+    """The rows of one number of processes, as lines for people."""
+    if not rows:
+        return [*refused]
+    width = max(len(row.words) for row in rows)
+    columns = ["peak", *KINDS, "inside", "between", "step ms"]
+    place = f"{format_count(rows[0].processes, 'process')} on {device.name}, of {device.memory:g} GiB each"
+    lines = [
+        "",
+        f"{place}: MiB of the rank that holds most, and that it sends in a step",
+        f"{'':<{width}} " + " ".join(f"{column:>11}" for column in columns) + "  fits",
+    ]
+    for row in rows:
+        sizes = [row.peak, *(row.at_peak.by_kind[kind] for kind in KINDS), row.wire(False), row.wire(True)]
+        cells = [f"{size / MIB:>11,.1f}" for size in sizes] + [f"{row.step_s * 1e3:>11,.1f}"]
+        short = "yes" if row.fits else f"no: {(row.peak - device.free) / MIB:,.0f} MiB too many"
+        lines.append(f"{row.words:<{width}} {' '.join(cells)}  {short}")
+    return [*lines, *(f"not planned {line}" for line in refused)]
+
+
+def advise(rows: Sequence[Row], chosen: Row | None, device: Device) -> list[str]:
+    """What to use, or what to change."""
+    if chosen is not None:
+        moment = f"most at: {chosen.at_peak.moment}"
+        return [f"chosen      {chosen.words} on {format_count(chosen.processes, 'process')}; {moment}"]
+    return [f"chosen      none fits into {device.memory:g} GiB"]

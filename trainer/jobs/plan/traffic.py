@@ -1,0 +1,109 @@
+"""What a rank sends in a step, read from the collectives that its operators call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from trainer.data.nested_tensors import tensors
+
+# Which operator is which collective.
+_COLLECTIVES = {
+    "c10d::allreduce_": "all-reduce",
+    "c10d::broadcast_": "broadcast",
+    "c10d::reduce_": "reduce",
+    "c10d::send": "send",
+    "c10d::recv_": "receive",
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::allgather_": "all-gather",
+    "c10d::allgather_into_tensor_coalesced_": "all-gather",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::reduce_scatter_": "reduce-scatter",
+    "c10d::alltoall_base_": "all-to-all",
+    "c10d::alltoall_": "all-to-all",
+}
+# The functional ones, which DTensor calls and waits for.
+_FUNCTIONAL = {
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Calls of one kind over one group of ranks in a step."""
+
+    op: str
+    ranks: int  # of the group
+    between: bool  # do they stand in several machines?
+    waits: bool  # does the step stand still meanwhile?
+    calls: int
+    bytes: int  # of the whole tensor: what is reduced, what all hold of it together, what one sends to another
+
+    @property
+    def wire(self) -> float:
+        """Bytes that this rank sends, by the rings that NCCL and gloo use: each rank passes on what it has to."""
+        share = (self.ranks - 1) / self.ranks
+        return self.bytes * {"all-reduce": 2 * share, "send": 1.0, "receive": 0.0, "broadcast": 1.0, "reduce": 1.0}.get(
+            self.op, share
+        )
+
+
+class Traffic:
+    """The collectives of a step, added up by kind and group."""
+
+    def __init__(self, per_machine: int) -> None:
+        self._per_machine = per_machine  # ranks of one machine, which are neighbours
+        self._groups: dict[str, ProcessGroup] = {}  # by the name that functional collectives say
+        self._sums: dict[tuple[str, int, bool, bool], list[int]] = {}
+        self.is_counting = False  # not what is sent before the first step
+
+    def know(self, groups: Iterable[ProcessGroup]) -> None:
+        """The groups of the strategy: functional collectives say a name."""
+        self._groups = {group.group_name: group for group in groups}
+
+    def note(self, func: Any, args: Any, out: Any, phase: str) -> list[Tensor] | None:
+        """Add a collective up; the tensors that it reads and fills, or None where the operator is none."""
+        name = func.name().partition(".")[0]
+        if op := _COLLECTIVES.get(name):
+            group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+            sides = [list(tensors(list(arg) if isinstance(arg, list | tuple) else [arg])) for arg in args[:2]]
+            waits = phase != "forward and backward"  # beside a backward it travels while others compute
+        elif op := _FUNCTIONAL.get(name.partition("::")[2]) if "c10d_functional" in name else None:
+            group = next(self._group(arg) for arg in reversed(args) if isinstance(arg, (str, torch.ScriptObject)))
+            sides, waits = [[args[0]], list(tensors(out))], True
+        else:
+            return None
+        self._add(op, group, max(_bytes(side) for side in sides), waits)
+        return [tensor for side in sides for tensor in side]
+
+    def _group(self, said: Any) -> ProcessGroup:
+        return self._groups[said] if isinstance(said, str) else ProcessGroup.unbox(said)
+
+    def collectives(self) -> list[Collective]:
+        """All of them, the largest first."""
+        found = [Collective(*key, calls, size) for key, (calls, size) in self._sums.items()]
+        return sorted(found, key=lambda each: -each.wire)
+
+    def _add(self, op: str, group: ProcessGroup, size: int, waits: bool) -> None:
+        if not self.is_counting or group.size() == 1:
+            return
+        machines = {rank // self._per_machine for rank in dist.get_process_group_ranks(group)}
+        sums = self._sums.setdefault((op, group.size(), len(machines) > 1, waits), [0, 0])
+        sums[0] += 1
+        sums[1] += size
+
+
+def _bytes(pieces: Iterable[Tensor]) -> int:
+    return sum(piece.nbytes for piece in pieces)

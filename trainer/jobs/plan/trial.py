@@ -1,0 +1,149 @@
+"""A step of one rank, tried without values: what it holds, sends and computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from trainer.data.dataset_reader import LoaderOptions
+from trainer.data.loader import Batch, TrainLoader
+from trainer.data.nested_tensors import map_tensors, slice_rows
+from trainer.data.sampler import RankSampler
+from trainer.jobs.batch_sizes import BatchSizes
+from trainer.jobs.plan.devices import Device
+from trainer.jobs.plan.fake_mode import FakeMode, make_network, torch_without_values
+from trainer.jobs.plan.forks import run_forked
+from trainer.jobs.plan.ledger import Ledger, Peak
+from trainer.jobs.plan.traffic import Collective, Traffic
+from trainer.jobs.plan.work import Work
+from trainer.jobs.preparation import prepare_network
+from trainer.jobs.run_parts import RunParts
+from trainer.learning.optimizer import parameter_groups
+from trainer.parallel.fake_group import FakeGroup, NotYetSent
+from trainer.strategies.base import Strategy
+from trainer.strategies.parallel_model import ParallelModel
+
+STEPS = 2  # the optimizer makes its state in the first one
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one rank uses in a step."""
+
+    rank: int
+    peak: Peak
+    collectives: list[Collective]  # of one step
+    seconds: Mapping[str, float]  # of computing, by phase
+    flops: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A strategy on so many ranks, to be tried: each rank in a process of its own, because torch keeps meshes."""
+
+    run: RunParts
+    training: Any  # the training set
+    strategy: Strategy
+    batches: BatchSizes
+    device: Device
+
+    def __call__(self, rank: int) -> tuple[Usage | NotYetSent, dict[Any, Any]]:
+        """What this rank uses, or which rank is to be tried before; and what it has sent to others."""
+        machine = self.strategy.machine
+        launch = replace(machine.launch, rank=rank, local_rank=rank % self.device.per_machine)
+        strategy = replace(self.strategy, machine=replace(machine, launch=launch))
+        try:
+            with strategy:
+                return self._usage(strategy, rank), FakeGroup.mail
+        except NotYetSent as needed:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            return needed, FakeGroup.mail
+
+    def _usage(self, strategy: Strategy, rank: int) -> Usage:
+        mode, traffic, work = FakeMode(), Traffic(self.device.per_machine), Work(self.device)
+        traffic.know(strategy.groups())
+        ledger = Ledger(mode, traffic, work)
+        batches = self._read()
+        with mode, torch_without_values(), ledger:
+            batches = [_without_values(batch, mode) for batch in batches]
+            run = replace(self.run, strategy=strategy, machine=strategy.machine)
+            run.make_network = partial(make_network, self.run.make_network, mode)
+            prepared = prepare_network(run, partial(_example, batches[0]))
+            parallel = strategy.build(run.task, prepared.network, _example(batches[0]))
+            rules = prepared.rules
+            del prepared  # whose network some strategies have taken apart
+            parallel.keep_average(run.settings.ema.decay, run.settings.ema.every)
+            groups = parameter_groups(parallel.network, run.spare_vectors, rules)
+            optimizer = parallel.optimizer(run.make_optimizer, groups)
+            ledger.follow(parallel.network)
+            ledger.label(parallel.average.state().values(), "optimizer")
+            ledger.label_step(optimizer)
+            for step in range(STEPS):
+                traffic.is_counting = work.is_counting = step == STEPS - 1
+                self._step(parallel, optimizer, batches, step, ledger)
+        return Usage(rank, ledger.peak(), traffic.collectives(), dict(work.seconds), work.flops)
+
+    def _step(
+        self, parallel: ParallelModel, optimizer: Optimizer, batches: list[Batch], step: int, ledger: Ledger
+    ) -> None:
+        """One optimizer step, as the loop does it."""
+        ledger.phase = "forward and backward"
+        parallel.forward_backward(batches, step)
+        ledger.phase = "optimizer"
+        parallel.optimizer_step(optimizer, self.run.settings.loop.max_norm)
+        parallel.after_step(step)
+
+    def _read(self) -> list[Batch]:
+        """The micro-batches of one rank's first step, with values; of the samples only the shapes matter."""
+        share = self.batches.total // self.batches.ranks
+        sampler = RankSampler(0, 1, self.strategy.machine.torch_device, self.run.settings.seed)
+        loader = TrainLoader(
+            self.run.data, self.training, sampler, share, self.batches.micro_batches, LoaderOptions(workers=0)
+        )
+        ranks, total = self.batches.ranks, self.batches.total
+        return [
+            batch._replace(span=range(batch.span.start * ranks, batch.span.stop * ranks), total=total)
+            for batch in next(loader.epoch(0))
+        ]
+
+
+def _without_values(batch: Batch, mode: FakeMode) -> Batch:
+    """A micro-batch of the same shapes."""
+    inputs, targets, indices = map_tensors((batch.inputs, batch.targets, batch.indices), mode.from_tensor)
+    return batch._replace(inputs=inputs, targets=targets, indices=indices)
+
+
+def _example(batch: Batch) -> tuple[Any, Any]:
+    """Two samples of it, as (inputs, targets): enough to see what a step touches."""
+    rows = len(batch.indices)
+    return slice_rows((batch.inputs, batch.targets), 0, min(2, rows), rows)
+
+
+def try_ranks(trial: Trial) -> list[Usage]:
+    """What each rank uses that differs from the first: those that it exchanges values with one by one.
+
+    A rank that needs what another one has not sent yet is tried again after it.
+    """
+    usages: list[Usage] = []
+    waiting = [0]
+    while waiting:
+        rank = waiting[-1]
+        ((_, result),) = run_forked({rank: partial(trial, rank)}, at_once=1)
+        if isinstance(result, Exception):
+            raise result
+        outcome, mail = result
+        FakeGroup.mail.update(mail)
+        if isinstance(outcome, Usage):
+            usages.append(outcome)
+            waiting.pop()
+        elif outcome.rank in waiting:  # both wait for each other: who has sent something by now may go on
+            waiting.insert(0, waiting.pop())
+        else:
+            waiting.append(outcome.rank)
+    return usages

@@ -1,0 +1,33 @@
+"""What a rank computes in a step, and how long a device needs for it at least: the roofline."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from trainer.data.nested_tensors import tensors
+from trainer.jobs.plan.devices import Device
+
+
+class Work:
+    """The operations, the bytes that pass through a device's memory, and the seconds of a step."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.flops = 0.0
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # by phase
+        self.is_counting = False  # not what is computed before the step that is planned
+
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any, phase: str) -> None:
+        """Add an operator up."""
+        if not self.is_counting or func.is_view:
+            return
+        touched = [*tensors((list(args), kwargs)), *tensors(out)]
+        formula = flop_registry.get(func.overloadpacket)
+        flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
+        dtype = touched[0].dtype if touched else torch.float32
+        self.flops += flops
+        self.seconds[phase] += self._device.seconds(flops, sum(tensor.nbytes for tensor in touched), dtype)
