@@ -119,6 +119,7 @@ def _module_location(name: str) -> Path | None:
 def _is_installed(place: Path) -> bool:
     """Does it belong to Python or to an installed package, although its folder contains the lab's?"""
     library = Path(sysconfig.get_path("stdlib")).resolve()
+    # a lab in a home folder may hold the virtual environment, too
     return place.is_relative_to(library) or not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
 
 
@@ -127,9 +128,11 @@ def _import_target(name: str, where: str) -> Any:
     first, *parts = name.split(".")
     target, path = _import_module(first, name, where), first
     for part in parts:
+        # a class inside a class, or a name that the package imports already
         if hasattr(target, part):
             target = getattr(target, part)
         elif isinstance(target, ModuleType):
+            # a submodule that nobody has imported yet
             target = _import_module(f"{path}.{part}", name, where)
         else:
             raise Refusal(f"{where}: {name}: {path} has no {part}{did_you_mean(part, dir(target))}")
@@ -167,6 +170,7 @@ def bind_arguments(
     annotations, target_name = parameter_types(target), getattr(target, "__qualname__", repr(target))
     named = {name: parameter for name, parameter in parameters.items() if parameter.kind not in _VARIADIC}
     takes_any = _takes_kwargs(inspect.signature(target))
+    # functools.wraps hides what the wrapper itself takes
     function = _constructor(target) if isinstance(target, type) else target
     wrapper_takes_any = hasattr(function, "__wrapped__") and _takes_kwargs(
         inspect.signature(function, follow_wrapped=False)

@@ -55,6 +55,7 @@ def compose(argv: Sequence[str]) -> DictConfig:
         chosen, changes = split_overrides(overrides, config_dirs, problems)
         cfg = compose_with_hydra(command, chosen, config_dirs)
     with open_dict(cfg):
+        # Hydra's own part has done its work; the rest of the program never sees it
         choices = cfg.pop("hydra").runtime.choices
         _refuse_shadowed_options(choices, config_dirs)
         if opens_trained_run(cfg):
@@ -120,6 +121,7 @@ def compose_with_hydra(command: CommandLine, chosen: Sequence[str], config_dirs:
 
 def _searchpath(labs: Sequence[Path]) -> list[str]:
     """The word that lets Hydra look into these folders too."""
+    # paths may hold commas and spaces, so each is quoted in Hydra's grammar
     entries = ",".join(quote_value(f"file://{lab}") for lab in labs)
     return [f"hydra.searchpath=[{entries}]"] if entries else []
 
@@ -142,6 +144,7 @@ def _hydra_error_message(error: BaseException) -> str:
 def _comment_of_open_value(path: str, choices: Mapping[str, str], config_dirs: list[Path]) -> str:
     """What stands behind a key in its group's yaml where that leaves the value open (???); empty elsewhere."""
     group, _, key = path.partition(".")
+    # the comment behind ??? says what is to be given there
     for file in (config_dir / group / f"{choices.get(group)}.yaml" for config_dir in config_dirs):
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
         if match := re.search(rf"^{re.escape(key)}: *\?\?\? +# *(.+)$", text, re.MULTILINE):
@@ -182,6 +185,7 @@ def _apply_override(change: Override, cfg: DictConfig) -> None:
     key, value = change.key_or_group, change.value()
     try:
         if change.is_delete():
+            # OmegaConf has no delete: the key is taken out of the section above it
             above, _, last = key.rpartition(".")
             with open_dict(cfg):
                 del (OmegaConf.select(cfg, above) if above else cfg)[last]
@@ -199,6 +203,7 @@ def _answer_with_hydra(command: CommandLine, overrides: Sequence[str]) -> NoRetu
     if "--version" in command.flags:
         from trainer import __version__
 
+        # without Hydra, which would print its own version
         print(f"trainer {__version__}")
         raise SystemExit(0)
     if "COMP_LINE" in os.environ:  # shell completion; Hydra knows `program words`, not `python -m program words`
@@ -268,6 +273,7 @@ def apply_trained_run(cfg: DictConfig, chosen: Sequence[str], changes: Sequence[
     chosen, changes: the words that choose options, and those that change keys. Refusal where there is no such run.
     """
     changed = {str(change.key_or_group): change.value() for change in changes}
+    # strategy=fsdp → strategy: a group that the command line chooses anew
     groups = {word.split("=")[0].lstrip("+~") for word in chosen}
     job = str(cfg.job.get("_target_")).rpartition(".")[2].lower()
     folder = _trained_run_folder(cfg, changed, job)
@@ -287,6 +293,7 @@ def apply_trained_run(cfg: DictConfig, chosen: Sequence[str], changes: Sequence[
 
 def _trained_run_folder(cfg: DictConfig, changed: dict[str, Any], job: str) -> Path:
     """The run's folder, as run.dir or run.name says it."""
+    # only what was typed counts: the configuration has a run.name of its own perhaps, for training
     root, name, path = changed.get("run.root", cfg.run.root), changed.get("run.name"), changed.get("run.dir")
     if path is None and name is None:
         raise Refusal(f"job={job} opens a run that was trained: add run.dir=FOLDER, the folder of that run")
@@ -302,6 +309,7 @@ def _read_trained_config(folder: Path) -> dict[str, Any]:
     environment = folder / "environment.json"
     try:
         config = read_yaml(folder / "config.yaml", ConfigFields)
+        # this machine might choose another type, and the weights would be computed with otherwise
         if config.get("precision") == "auto" and environment.is_file():
             config["precision"] = read_json(environment, EnvironmentFields)[0].get("precision", "auto")
     except DamagedFile as error:

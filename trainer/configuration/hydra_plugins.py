@@ -122,6 +122,7 @@ class FixedConfigLoader:
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         """Hydra's own part, with the words of this job in it."""
+        # each job its own copy: launchers keep all of them until they submit
         config = deepcopy(master_config)
         with read_write(config), open_dict(config):
             config.hydra.overrides.task = list(sweep_overrides)

@@ -98,6 +98,7 @@ def _unresolved_reason(written: Any, error: OmegaConfBaseException) -> str:
     # OmegaConf puts the cause last, behind what it was doing; the lines after it are its own names of things.
     reason = str(error).splitlines()[0].split("raised while resolving interpolation: ")[-1].strip("\"'")
     # An interpolation may be put together from the environment: only names that stand in it literally are repeated.
+    # a name that came out of an environment variable may be a secret
     known = all(name in str(written) for name in re.findall(r"'([^']*)'", reason))
     if not known:
         return "this interpolation cannot be resolved"

@@ -22,6 +22,7 @@ def at_least(least: int) -> Validator:
     """Whole numbers from this one on; torch keeps them in 64 bits."""
 
     def read(value: Any) -> int:
+        # torch, numpy and JSON readers keep whole numbers in 64 bits
         return int(
             require(value, is_valid(value, int) and least <= value < 2**63, f"a whole number of at least {least}")
         )
@@ -57,8 +58,10 @@ def parse_seconds(value: Any) -> float:
 
 
 def _span(written: str) -> float | None:
+    # HH:MM:SS, as Slurm writes a time limit
     if clock := re.fullmatch(r"(\d+):([0-5]?\d):([0-5]?\d)", written):
         return 3600.0 * int(clock[1]) + 60.0 * int(clock[2]) + int(clock[3])
+    # 90s, 15min, 2h, 1d; also 1.5h
     counted = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h|d)", written)
     return float(counted[1]) * _UNITS[counted[2]] if counted else None
 
@@ -78,11 +81,11 @@ def parse_step_intervals(value: Any) -> tuple[Interval, ...]:
 
 
 def _every(value: Any) -> Interval:
-    if epochs := re.fullmatch(r"0*([1-9]\d*)ep", str(value)):
+    if epochs := re.fullmatch(r"0*([1-9]\d*)ep", str(value)):  # 3ep
         return Interval(epochs=int(epochs[1]))
-    if isinstance(value, str) and (span := _span(value)):
+    if isinstance(value, str) and (span := _span(value)):  # 15min
         return Interval(seconds=span)
-    counted = is_valid(value, int) and value >= 1
+    counted = is_valid(value, int) and value >= 1  # 500: steps
     expected = "steps (500), epochs (1ep), time (15min), a list of them, or null for never"
     return Interval(steps=int(require(value, counted, expected)))
 
@@ -90,7 +93,7 @@ def _every(value: Any) -> Interval:
 def parse_window(value: Any) -> tuple[int, int] | None:
     """Steps to trace: the first and the last of them; true: 10 to 12; false: none."""
     if isinstance(value, bool):
-        return (10, 12) if value else None
+        return (10, 12) if value else None  # late enough for warm caches, early enough to wait for
     in_order = is_valid(value, tuple[int, int]) and 2 <= value[0] <= value[1]
     expected = "true, false or [first,last]; the first is 2 or more: the step before it warms the profiler up"
     first, last = require(value, in_order, expected)
@@ -109,6 +112,7 @@ def parse_rules(value: Any) -> tuple[Rule, ...]:
 def _is_rule(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("pattern"), str):
         return False
+    # what is not the pattern must be a rate, a decay, or both
     numbers = {key: number for key, number in value.items() if key != "pattern"}
     known = bool(numbers) and numbers.keys() <= {"lr", "weight_decay"}
     return known and all(is_valid(number, float) and 0 <= number < math.inf for number in numbers.values())
@@ -116,12 +120,14 @@ def _is_rule(value: Any) -> bool:
 
 def parse_init_method(value: Any) -> str:
     """Where processes meet: env://, tcp://host:port or file:///path."""
+    # only checked here; the launch reads it again, with what the launcher says
     read_init_method(str(value))
     return str(value)
 
 
 def parse_packages(value: Any) -> tuple[str, ...]:
     """A list of names of Python packages."""
+    # the first part of a dotted name: whole packages are trusted, not modules of them
     names = isinstance(value, list) and all(isinstance(name, str) and name.isidentifier() for name in value)
     return tuple(require(value, names, "a list of packages, like [monai]"))
 

@@ -129,6 +129,7 @@ class SearchSpace:
 
     def grid(self) -> tuple[Trial, ...]:
         """Every combination of values, the last word's changing fastest. Refusal where they cannot be counted."""
+        # itertools: the last axis changes fastest
         combinations = product(*(axis.listed() for axis in self.axes))
         return tuple(self.trial(number, choices) for number, choices in enumerate(combinations))
 
@@ -146,6 +147,7 @@ class SearchSpace:
         distinguishing = list(overrides.values()) or [word for word in choices if not word.startswith("run.")]
         # Without what a path or a shell would read as something else.
         folder_name = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", ",".join(map(shorten_floats, distinguishing)))
+        # for the table of results: the value alone, without the key
         values = {key.lstrip("+"): word[len(key) + 1 :] for key, word in overrides.items()}
         return Trial(number, f"{number}_{folder_name}"[:200].rstrip("_"), (*self.common_arguments, *choices), values)
 

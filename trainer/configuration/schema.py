@@ -186,6 +186,7 @@ def parse_settings(cfg: DictConfig) -> Settings:
 
 def validate_settings(values: Mapping[str, Any], written: Mapping[str, Any], wrong: dict[str, str]) -> Settings | None:
     """The framework keys out of resolved values; None where one is wrong, for which `wrong` then has a line."""
+    # every key by itself
     parsed = _parse_section(Settings, values, written, wrong)
     if wrong:
         return None

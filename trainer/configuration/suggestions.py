@@ -79,8 +79,10 @@ _ALTERNATIVES = {
 
 def _suggest_alternative(group: str, option: str, known: Iterable[str]) -> str:
     """What else there is, where no option has nearly this name."""
+    # Lightning's name of this strategy
     if group == "strategy" and option.startswith("ddp_find_unused"):
         return "; write strategy=ddp strategy.find_unused_parameters=true."
+    # the sentences fit only what looks like DeepSpeed's options, or like a path
     plain = group != "strategy" or "deepspeed" in option or "zero" in option
     paths = group != "data" or re.search(r"^[.~]|/", option)
     near = did_you_mean(option, known)
@@ -165,6 +167,7 @@ def _check_option(override: Override, known: list[str], places: list[Path]) -> s
 
 def _find_unlisted_config_dir(file: str) -> str:
     """The folder here that has this yaml file, and was not named."""
+    # where labs have it, as a rule: beside us, or one folder below
     for folder in (Path("conf"), *sorted(Path().glob("*/conf"))):
         if (folder / file).is_file():
             return f", but there is {folder / file}; add --config-dir {folder}"
@@ -237,6 +240,7 @@ def unknown_key_message(path: str, known: Iterable[str], value: Any = None) -> s
 def nearest_keys(path: str, known: Iterable[str]) -> list[str]:
     """What other programs call so; else up to three paths of nearly this name, or last part, the nearest first."""
     above, _, last = path.rpartition(".")
+    # first whoever comes from another program: its name says more than likeness of letters
     elsewhere = [ours for ours, theirs in _OTHER_NAMES.items() if last in theirs.split()]
     if known_elsewhere := [ours for ours in elsewhere if ours in known or re.search("[= ]", ours)]:
         return known_elsewhere
@@ -255,6 +259,7 @@ def nearest_keys(path: str, known: Iterable[str]) -> list[str]:
 
 
 def _similarity(word: str, other: str) -> float:
+    # the quick bound first: there are hundreds of keys
     matcher = SequenceMatcher(None, word, other, autojunk=False)
     return matcher.ratio() if matcher.real_quick_ratio() > 0.6 else 0.0
 

@@ -34,6 +34,7 @@ class Console(Sink):
     def train(self, line: Line) -> None:
         """Print where training is, or redraw it on a terminal."""
         words = format_training_line(line, self._steps, self._epochs, self._left(line))
+        # a log file of Slurm or Kubernetes: a line each, nothing is redrawn
         if not _is_terminal():
             self.say(words)
         # more often than the eye can follow is waste; but what an evaluation took away comes back with the next line
@@ -105,6 +106,7 @@ def format_training_line(
 ) -> str:
     """A training line in words: `epoch  3/30  step  360/4200  loss 0.2134  12,345 samples/s  0:41 left`."""
     words = [f"epoch {_format_progress(line['epoch'] + 1, epochs)}", f"step {_format_progress(line['step'], steps)}"]
+    # always there
     words += [f"loss {format_number(line['loss'])}", f"{line['samples_per_s']:>9,.0f} samples/s"]
     # of what only some runs have
     words += [f"{line['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in line else []

@@ -1,7 +1,4 @@
-"""Experiment trackers, Weights & Biases and MLflow: sinks whose service may be slow or gone, in a thread of their own.
-
-For each run one is made there, with its metrics, its configuration and how it ended.
-"""
+"""Experiment trackers, Weights & Biases and MLflow: sinks whose service may be slow or gone, so a thread calls it."""
 
 from __future__ import annotations
 
@@ -58,10 +55,6 @@ class ServiceSink(Sink):
         if self._thread is None:
             self._thread = Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
-
-    def is_idle(self) -> bool:
-        """Does no further call wait behind the present one?"""
-        return self._calls.empty()
 
     def call_guarded(self, call: Callable[[], object]) -> bool:
         """Make this call now; False where it failed."""
@@ -207,7 +200,7 @@ class MLflow(ServiceSink):
         # here, in the main thread: a process that is forked while another one imports may wait for ever
         import mlflow
 
-        self._remote = _RemoteRun(mlflow.MlflowClient(), self._experiment, folder, self.is_idle)
+        self._remote = _RemoteRun(mlflow.MlflowClient(), self._experiment, folder, self._calls.empty)
 
     def text(self, tag: str, text: str) -> None:
         """Keep the configuration, as parameters."""
@@ -234,6 +227,7 @@ class _RemoteRun:
     """The run at the server, and what that does not have yet. Only the service's own thread works with it."""
 
     def __init__(self, client: MlflowClient, experiment: str | None, folder: Path, idle: Callable[[], bool]) -> None:
+        """idle: does no further call wait behind the present one?"""
         self._client, self._experiment, self._folder, self._idle = client, experiment, folder, idle
         self._id = ""  # once the server has answered
         self._parameters: dict[str, str] = {}
@@ -263,7 +257,6 @@ class _RemoteRun:
 
         if not self._id:
             self._id = self._find_run() or self._create_run()
-        parameters = [Param(key, value) for key, value in self._parameters.items()]
         # steps that run again after a crash, or after going back, are there already, and a point that was sent stays
         metrics = [
             Metric(f"{kind}/{name}", float(value), when, line["step"])
@@ -271,7 +264,7 @@ class _RemoteRun:
             if line["step"] > self._last[kind]
             for name, value in measured_values(line)
         ]
-        self._client.log_batch(self._id, metrics, parameters)
+        self._client.log_batch(self._id, metrics, [Param(key, value) for key, value in self._parameters.items()])
         for kind, _, line in self._lines:
             self._last[kind] = max(self._last[kind], line["step"])
         self._parameters, self._lines = {}, []
@@ -288,6 +281,7 @@ class _RemoteRun:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return ""
             raise
+        # the steps that the server has already, so that nothing is sent twice
         for kind in self._last:
             points = self._client.get_metric_history(id, f"{kind}/loss")
             self._last[kind] = max((point.step for point in points), default=0)

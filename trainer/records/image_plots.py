@@ -68,6 +68,7 @@ def _scale_images(pictures: Tensor) -> Any:
         shown = functional.interpolate(shown, size, mode="bilinear", antialias=True)
     else:
         shown = shown.repeat_interleave(_SIDE // largest, 2).repeat_interleave(_SIDE // largest, 3)
+    # (B, 3, height, width) from 0 to 1; a NaN would become any colour
     shown = shown.nan_to_num(0).clamp(0, 1)
     return (shown * 255).round().byte().permute(0, 2, 3, 1).contiguous().numpy()
 

@@ -41,6 +41,7 @@ class MetricsFile(Sink):
 
     def train(self, line: Line) -> None:
         """Append the figures of a training step."""
+        # at once, so that a kill loses nothing
         self._append("train", line)
 
     def eval(self, line: Line) -> None:
@@ -53,6 +54,7 @@ class MetricsFile(Sink):
     def rewind(self, step: int) -> None:
         """Take back the lines of steps after this one, also those that wait."""
         last = {"train": step, "eval": step}
+        # lines still in memory are lines of the file to come
         self._waiting = deque((line for line in self._waiting if _is_kept(parse_line(line), last)), maxlen=_MAX_WAITING)
         self._wanted = {kind: min(step, self._wanted.get(kind, step)) for kind in last}
         self.flush()
@@ -75,6 +77,7 @@ class MetricsFile(Sink):
         """Write what waits; OSError that says how many lines found no room to the end."""
         with contextlib.suppress(OSError):
             self.flush()
+        # nobody comes after this that could write them
         if lost := len(self._waiting) + self._dropped:
             raise OSError(f"{self._path}: {format_count(lost, 'line')} found no room on the disk")
 
@@ -217,6 +220,7 @@ class CSV(Sink):
         """The table's rows, the last first; the header is none, nor what a full disk has left of one."""
         for start, row in read_lines_backwards(self._path):
             with suppress(ValueError, csv.Error):
+                # half a row, which a full disk has left, has too few cells
                 (cells,) = csv.reader([row.decode()])
                 fields = dict(zip(self._columns, cells, strict=True))
                 yield _Row(_row_order({**fields, "step": int(fields["step"])}), row, start + len(row))
@@ -226,6 +230,7 @@ class CSV(Sink):
         for start, line in read_lines_backwards(self._source):
             fields = parse_line(line)
             if fields is not None:
+                # as bytes, since these are compared with what stands in the table
                 (row,) = _format_rows(self._columns, [fields])
                 yield _Row(_row_order(fields), row, start + len(line))
 

@@ -28,6 +28,7 @@ def read_lines(path: Path, start: int = 0, needle: bytes = b"") -> Iterator[dict
     """What the whole lines say that have this word in them, in their order, from this byte on; of no file nothing."""
     if path.is_file():
         with open_file(path, "rb") as file:
+            # from here on only: a run may log for weeks
             file.seek(start)
             yield from (fields for line in file if needle in line and (fields := parse_line(line)) is not None)
 
@@ -40,20 +41,24 @@ def read_lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
             size = min(block, start)
             start -= size
             file.seek(start)
+            # a block of bytes, and behind it the part of a line that the block after it began with
             data = file.read(size) + rest
             end, at = len(data), data.rfind(b"\n", 0, -1)
             while at >= 0:
                 yield start + at + 1, data[at + 1 : end]
                 end, at = at + 1, data.rfind(b"\n", 0, at)
+            # the line that this block cuts: its beginning lies in the block before
             rest = data[:end]
             block = _BLOCK if len(rest) < block else 2 * block  # a line that is longer than that
         if rest:
+            # the first line of the file has no newline before it
             yield 0, rest
 
 
 def read_last_lines(path: Path, kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
     """The last line of each of these kinds in a metrics.jsonl; of some, or of a file, there may be none."""
     last: dict[str, dict[str, Any]] = {}
+    # "eval", with its quotes, as it stands in a line
     wanted = {kind: json.dumps(kind).encode() for kind in kinds}
     for _, line in read_lines_backwards(path) if path.is_file() else ():
         # a look at the bytes first: a kind that there is not is looked for in the whole file
@@ -89,5 +94,6 @@ def tie_break_loss(best: str) -> str:
 
 def metric_rank(metrics: Mapping[str, Any] | None, best: str) -> tuple[float, float]:
     """What decides which of two evaluations is better, larger first: the figure, and where that is equal the loss."""
+    # what has no such metric is worse than everything that has one
     first = metric_score(metrics, best)
     return first, metric_score(metrics, f"-{tie_break_loss(best)}") if first > -math.inf else first

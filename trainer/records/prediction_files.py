@@ -38,13 +38,16 @@ def open_drafts(*paths: Path) -> Iterator[list[IO[bytes]]]:
     make_folder(paths[0].parent)
     for place in places:
         place.unlink(missing_ok=True)
+    # exclusive: a link that somebody put there meanwhile is not followed
     files: list[IO[bytes]] = [open_file(place, "xb") for place in places]
     try:
         yield files
+        # bytes first, then names: a crash leaves all files or none
         for file in files:
             file.flush()
             os.fsync(file.fileno())
         for place, path in zip(places, paths, strict=True):
+            # an empty table, such as that of a network without classes, is no file
             if place.stat().st_size:
                 os.replace(place, path)
         fsync_path(paths[0].parent)
@@ -64,6 +67,7 @@ class SafetensorsWriter:
 
     def add(self, first: int, piece: Rows) -> None:
         """The rows of the samples from this one on. BadData where they are not like those before."""
+        # of all tensors the first dimension counts the samples
         count = len(next(iter(piece.values())))
         piece = {"index": numpy.arange(first, first + count, dtype=numpy.int64), **piece}
         rows = {name: (str(values.dtype), values.shape[1:]) for name, values in piece.items()}
@@ -78,6 +82,7 @@ class SafetensorsWriter:
                     " in one file they must be alike. Give a fixed shape"
                 )
         for name, values in piece.items():
+            # each tensor has its own region (N, …) of the file, so that pieces need not be held
             self._file.seek(self._starts[name] + first * values[:1].nbytes)
             self._file.write(numpy.ascontiguousarray(values).data)
 
@@ -93,6 +98,7 @@ class SafetensorsWriter:
             header[name] = {"dtype": _TYPES[kind], "shape": [self._samples, *shape], "data_offsets": [at, end]}
             at = end
         text = json.dumps(header).encode()
+        # the header ends at a multiple of 8 bytes, as the format asks
         text = text.ljust(-(-len(text) // 8) * 8)
         self._file.write(len(text).to_bytes(8, "little") + text)
         self._starts = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in names}

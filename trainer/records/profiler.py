@@ -35,6 +35,7 @@ class StepProfiler(NoProfiler):
         # the profiler's first step is slow and full of its own work: the one before the window takes that
         window = schedule(wait=first - 2, warmup=1, active=last - first + 1, repeat=1)
         self._profiler = profile(activities=activities, schedule=window, on_trace_ready=self._write)
+        # from here on each step costs a little, also those that only count towards the window
         self._profiler.start()
 
     def step(self) -> None:
@@ -44,6 +45,7 @@ class StepProfiler(NoProfiler):
     def close(self) -> list[str]:
         """The run is over, perhaps in the middle of the window; lines that say where the traces are."""
         self._profiler.stop()
+        # the window of steps was never completed
         if not self._written:
             return [f"profile     nothing traced: this start ended before its step {self._first}"]
         return [f"profile     {self._path.parent}: a trace of each rank, for https://ui.perfetto.dev"]

@@ -32,6 +32,7 @@ def resolve_resume_path(resume: str) -> Path | None:
         return None
     path = resolve_links(expand_home(resume))
     if not has_checkpoint(path) and not is_checkpoint(path):
+        # what stands there instead, so that the message can say it
         kind = "holds no checkpoint" if path.exists() else "does not exist"
         if path.is_file() and is_checkpoint(path.parent):
             kind = f"is a file of the checkpoint {path.parent}: name that folder"
@@ -80,6 +81,7 @@ def find_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
         old_target, new_target = _target_class(old[group]), _target_class(new[group])
         if old_target and new_target and old_target != new_target:
             old, new = {**old, group: old_target}, {**new, group: new_target}
+    # key by key, as text: 1 and 1.0 are equal there
     before, now = _flatten(old), _flatten(new)
     keys = sorted(before.keys() | now.keys())
     differences = (Change(key, before.get(key, ABSENT), now.get(key, ABSENT)) for key in keys)
@@ -112,6 +114,7 @@ def select_learning_changes(
         if f"{change.key}.".startswith(groups) and not (change.key == "precision" and precision)
     ]
     if precision and precision[0] != precision[1]:
+        # `auto` may have come to another type on another machine
         selected.append(Change("precision", *precision))
     # a shorter run ends earlier on the way it was on; a longer one would have had other rates from the start
     if horizon and needs_horizon and horizon[1] > horizon[0]:

@@ -204,6 +204,7 @@ def refuse_unwritable(root: str, name: str | None, dir: str | None, launch: Laun
             # a real one: by the mode bits root may write into /proc and on read-only disks. What is there is probed
             # when it is locked
             if there != path or not there.is_dir():
+                # a folder that is made and removed again
                 os.rmdir(mkdtemp(prefix=".probe-", dir=there))
         except OSError as error:
             reason = error.strerror if there.is_dir() else "it is no folder"
@@ -266,6 +267,7 @@ def _lock_emptied(path: Path) -> int:
     held = lock_folder(path)
     for entry in path.iterdir():
         if entry.is_dir() and not entry.is_symlink():
+            # never through a link: what it leads to belongs to somebody else
             shutil.rmtree(entry)
         elif entry.name != ".lock":
             entry.unlink()

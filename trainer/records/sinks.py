@@ -59,6 +59,7 @@ def _jump_size(values: Sequence[float]) -> float:
     """How far the last step from value to value is above the others, in robust standard deviations."""
     *steps, last = [after - before for before, after in pairwise(values)]
     middle = median(steps)
+    # robust: a few jumps among the last lines do not widen it
     spread = _SIGMA * median(abs(each - middle) for each in steps)
     return (last - middle) / spread if spread > 0 else 0.0
 
@@ -174,6 +175,7 @@ class Log(Sink):
         """Call all sinks, whichever cannot write; what it says the first time is shown, and that it writes again."""
         for sink in self.sinks:
             try:
+                # in the order of conf: metrics.jsonl is first, CSV is made of it
                 getattr(sink, verb)(*values, **named)
             except OSError as error:
                 if id(sink) not in self._lost:

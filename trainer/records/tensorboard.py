@@ -116,6 +116,7 @@ class TensorBoard(Sink):
         """Show how numbers are distributed, by parameter."""
         refuse_full_disk(self._folder)
         for name, histogram in histograms.items():
+            # the bins are equally wide; a histogram of one number has width 0
             width = (histogram.high - histogram.low) / len(histogram.counts) or 1e-12
             self._train.add_histogram_raw(
                 _chart_name(kind, name),
@@ -195,8 +196,10 @@ class _ImageQueue:
 
     def _draw(self, tag: str) -> None:
         began, (draw, step) = monotonic(), self._waiting.pop(tag)
+        # (height, width, 3) of uint8
         self._writer.add_image(tag, draw(), step, dataformats="HWC")
         self._writer.flush()
+        # drawing took some time: the next images wait until that is a small part of all time
         self._ready = max(self._ready, began) + (monotonic() - began) / _MAX_SHARE
 
 

@@ -107,6 +107,7 @@ def open_checkpoint_weights(path: Path, why: str = "", average: bool = False) ->
     """The network's own tensors of one checkpoint; with `average` the moving averages of those that have one."""
     checkpoint = open_checkpoint(path, Ranks())  # this process alone: every byte is compared with its sha256
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith(OTHER_PREFIXES)}
+    # the average lies beside the weights, under the same names with a prefix
     averaged = [name for name in tensors if EMA_PREFIX + name in checkpoint.tensors]
     if averaged:
         why += "; of the moving average" if average else "; the moving average beside them is left out"
@@ -121,6 +122,7 @@ def _load_folder(path: Path) -> dict[str, Tensor]:
         return _load_file(path / name)
     # the index says which file each tensor lies in; the files say themselves what they hold
     try:
+        # {"weight_map": {tensor name: file name}}
         files = sorted(set(json.loads((path / name).read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refusal(f"{path / name} is no index of weights: {type(error).__name__}: {error}") from error
@@ -148,6 +150,7 @@ def _load_file(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
+        # (name → tensor) mapped from the file: nothing is copied before it is used
         return load_file(path)
     except SafetensorError as error:
         raise Refusal(f"{path}: {error}") from error
@@ -171,6 +174,7 @@ def _load_torch_file(path: Path) -> dict[str, Tensor]:
 
 def _named_tensors(state: Any) -> dict[str, Tensor]:
     while isinstance(state, Mapping):
+        # model inside state_dict inside model …: what scripts save is nested in many ways
         inner = next((state[key] for key in NESTED_KEYS if isinstance(state.get(key), Mapping)), None)
         if inner is None:
             return {str(name): value for name, value in state.items() if isinstance(value, Tensor)}

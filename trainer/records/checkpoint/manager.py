@@ -123,6 +123,7 @@ class CheckpointManager:
         current = fingerprints({name: tensor for name, tensor in tensors.items() if name in frozen})
         self._next_frozen_source = FrozenSource(checkpoint_path(self.folder, step), current)  # once it is written
         links = link_frozen_files(self.folder, self._frozen_source) if self.ranks.is_main else NO_LINKS
+        # all ranks: hashes of what each holds; layouts only where those differ from the last save
         plan, reused = self._planner.plan(tensors, frozen, current == self._frozen_source.fingerprints, links.tensors)
         if not reused:
             links.remove()

@@ -82,6 +82,7 @@ def open_newest(
     an error, not a fresh start.
     """
     # the main rank's list is everybody's: others may not see yet what was just renamed
+    # all ranks; the main one sends the names of the candidates
     names = ranks.all_gather_values([path.name for path in list_candidates(folder)] if ranks.is_main else [])[0]
     problems: dict[Path, str] = {}
     # all ranks try the same one, and give it up together

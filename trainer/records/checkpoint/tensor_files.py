@@ -54,6 +54,7 @@ def write_tensors(
     for number in (0, 1, 2):
         names = [name for name in tensors if _file_number(name, frozen) == number]
         if names:
+            # shard-00003-model-00001-of-00002: rank 2, the network; 00002 has optimizer and all else
             shard, last = f"{rank + 1:05}", 2 if plan.has_other_state else 1
             file = f"shard-{shard}-model-{number:05}-of-{last:05}" if number else f"{FROZEN_PREFIX}{shard}"
             path = folder / f"{file}{TENSOR_SUFFIX}"
@@ -84,6 +85,7 @@ def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[tuple[torch.device, int]] = set()  # where memory begins that another name has brought already
     rows = {}
     for name, tensor in tensors.items():
+        # tied weights have one memory under two names, which safetensors refuses
         address = (tensor.device, tensor.data_ptr())
         shared = tensor.numel() > 0 and address in seen
         seen.add(address)
@@ -103,6 +105,7 @@ def check_finite(folder: Path, names: Iterable[str]) -> None:
             tensor_names = opened.keys()
             for name in tensor_names:  # one tensor at a time: a file may be larger than the memory
                 is_network = not name.startswith(OTHER_PREFIXES)
+                # what this file holds of the tensor, on the CPU
                 x = opened.get_tensor(name)
                 if x.is_floating_point() and (x.isnan().any() if is_network else x.ndim and not x.isfinite().all()):
                     raise CorruptCheckpoint(f"{folder / file}: {name} is not finite, training from it would be in vain")
@@ -149,6 +152,7 @@ def _read_header(path: Path) -> dict[str, TensorShard]:
         names = opened.keys()
         for name in names:
             slice = opened.get_slice(name)
+            # of the shard in this file, not of the whole tensor
             shape = tuple(slice.get_shape())
             # the type from a tensor of no rows: safetensors' names of types are its own
             dtype = (slice[:0] if shape else opened.get_tensor(name)).dtype
@@ -165,6 +169,7 @@ def unsharded_tensors(folder: Path, headers: Headers) -> dict[str, Tensor]:
     dtypes: dict[str, torch.dtype] = {}
     counts: dict[str, int] = {}
     for name, shard in _iterate_shards(headers):
+        # where this shard ends in the whole tensor, along each dimension
         ends = tuple(first + size for first, size in zip(shard.offset, shard.shape, strict=True))
         known_shape = shapes.get(name, ends)
         if len(known_shape) != len(ends):
