@@ -350,7 +350,7 @@ def test_drawing_holds_up_nobody_and_the_last_pictures_are_always_there(
 
     monkeypatch.setattr(tensorboard, "monotonic", lambda: now[0])
     monkeypatch.setattr(tensorboard, "plot_confusion_matrix", slowly)
-    monkeypatch.setattr(tensorboard, "grid", slowly)
+    monkeypatch.setattr(tensorboard, "plot_image_grid", slowly)
     sink = tensorboard.TensorBoard()
     sink.open(tmp_path, 0, None, None)
     for step in range(1, 30):
