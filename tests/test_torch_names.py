@@ -145,6 +145,15 @@ def test_a_backward_looks_for_modes_by_this_name() -> None:
         assert "has_torch_function" in function.__code__.co_names
 
 
+def test_a_module_calls_the_forward_of_the_class_that_it_was_given() -> None:
+    """parallel/activation_checkpointing.py, batch_norm.py, context_parallel.py: they give modules a derived class."""
+    module = torch.nn.Linear(2, 2)
+    names = [name for name, _ in module.named_parameters()]
+    module.__class__ = type("Linear", (torch.nn.Linear,), {"forward": lambda self, x: 0 * x})
+    assert module(torch.ones(1, 2)).tolist() == [[0, 0]]
+    assert [name for name, _ in module.named_parameters()] == names
+
+
 def test_a_style_of_ones_own_says_one_thing() -> None:
     """trainer/parallel/context_parallel.py: parallelize_module calls this of every style, and asks nothing else."""
     from torch.distributed.tensor.parallel import ParallelStyle

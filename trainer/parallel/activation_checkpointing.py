@@ -38,12 +38,7 @@ EXPENSIVE = {
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_fused_attention_overrideable",
     ),
-    "_c10d_functional": (
-        "all_reduce",
-        "all_gather_into_tensor",
-        "reduce_scatter_tensor",
-        "all_to_all_single",
-    ),
+    "_c10d_functional": ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
     "_dtensor": ("shard_dim_alltoall",),
 }
 

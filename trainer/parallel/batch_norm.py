@@ -37,11 +37,10 @@ def all_batch_norms(network: nn.Module) -> list[_BatchNorm]:
 
 def running_statistics(network: nn.Module) -> dict[str, Tensor]:
     """BatchNorm's running means and variances, by their names."""
-    layers = {id(layer) for layer in all_batch_norms(network)}
     return {
         f"{name}.{key}".removeprefix("."): buffer
         for name, layer in network.named_modules()
-        if id(layer) in layers
+        if isinstance(layer, _BatchNorm)
         for key, buffer in layer.named_buffers(recurse=False)
         if buffer.is_floating_point()
     }

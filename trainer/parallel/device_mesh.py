@@ -69,15 +69,15 @@ def format_degrees(degrees: dict[str, int]) -> str:
 
 def make_mesh(device_type: str, degrees: dict[str, int], always: str) -> DeviceMesh:
     """Collective: the ranks as a device mesh. An axis of degree 1 is left out, unless it is `always`."""
-    axes = [axis for axis in AXES if degrees.get(axis, 1) > 1 or axis == always]
-    return init_device_mesh(device_type, tuple(degrees[axis] for axis in axes), mesh_dim_names=tuple(axes))
+    axes = {axis: degrees[axis] for axis in AXES if degrees.get(axis, 1) > 1 or axis == always}
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def make_sequence_mesh(device_type: str, world_size: int, context: int, tensor: int) -> DeviceMesh:
     """Collective: the same ranks by what they read: other samples, other parts of their sequences, or the same."""
     degrees = {"samples": world_size // context // tensor, "context": context, "alike": tensor}
-    axes = [axis for axis, degree in degrees.items() if degree > 1]
-    return init_device_mesh(device_type, tuple(degrees[axis] for axis in axes), mesh_dim_names=tuple(axes))
+    axes = {axis: degree for axis, degree in degrees.items() if degree > 1}
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def ranks_along(mesh: DeviceMesh, *axes: str) -> Ranks:

@@ -178,14 +178,7 @@ class UnusedParameters:
             module.register_forward_hook(partial(self._end, begins, places), prepend=True)  # before it releases them
 
     @torch.compiler.disable
-    def _end(
-        self,
-        begins: list[set[Any]],
-        places: Places,
-        module: nn.Module,
-        _: Any,
-        output: Any,
-    ) -> Any:
+    def _end(self, begins: list[set[Any]], places: Places, module: nn.Module, _: Any, output: Any) -> Any:
         """A call has ended: parameters that its output does not depend on will get zeros in its backward."""
         differentiable = [tensor for tensor in tensors(output) if tensor.requires_grad]
         if not torch.is_grad_enabled() or not differentiable:
