@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -56,16 +57,7 @@ def make_trainer(
     # the samples of this data rank, in micro-batches
     options, micro_batches = LoaderOptions(**vars(settings.loader)), run.batches.micro_batches
     train_loader = TrainLoader(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, options)
-    # an example of a batch: what is traced, cut or compiled must see the shapes of a micro-batch
-    example = train_loader.example()
-    work = make_utilization(run, example, log)  # while the network is whole, and all of one kind
-    model = strategy.build(run.task, run.network, example)
-    model.work = work
-    # the optimizer comes after the network is in its place: it steps what this rank owns by now
-    optimizer = make_optimizer(run, model, log)
-    model.keep_average(settings.ema.decay, settings.ema.every)
-    if loop.on_nonfinite == "skip":  # a scaler around the scaler
-        model.skip_broken_steps()
+    model, optimizer = build_model(run, train_loader.example(), log)
     evaluation = make_evaluation(run)
     return Trainer(
         strategy=strategy,
@@ -97,6 +89,22 @@ def make_trainer(
         media=make_media_logger(run, evaluation, log),
         on_nonfinite=NONFINITE_POLICIES[loop.on_nonfinite](),
     )
+
+
+def build_model(run: PreparedRun, example: tuple[Any, Any], log: Log) -> tuple[ParallelModel, Optimizer]:
+    """Collective: the parallel model and its optimizer.
+
+    example: a micro-batch (inputs, targets): what is traced, cut or compiled must see its shapes.
+    """
+    utilization = make_utilization(run, example, log)  # while the network is whole, and all of one kind
+    model = run.strategy.build(run.task, run.network, example)
+    model.work = utilization
+    # the optimizer comes after the strategy: it steps what this rank owns by now
+    optimizer = make_optimizer(run, model, log)
+    model.keep_average(run.settings.ema.decay, run.settings.ema.every)
+    if run.settings.loop.on_nonfinite == "skip":  # a scaler around the scaler
+        model.skip_broken_steps()
+    return model, optimizer
 
 
 def make_optimizer(run: PreparedRun, model: ParallelModel, log: Log) -> Optimizer:

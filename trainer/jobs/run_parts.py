@@ -118,15 +118,11 @@ _KINDS = {"job": Job, "strategy": Strategy, "model": nn.Module, "task": Task, "s
 
 
 def assemble(
-    cfg: DictConfig,
-    arguments: Sequence[str],
-    labs: Sequence[Path],
-    launch: Launch,
-    run_alone: ProgramRunner = run_program,
+    cfg: DictConfig, arguments: Sequence[str], labs: Sequence[Path], launch: Launch, runner: ProgramRunner = run_program
 ) -> RunParts:
     """Turn every node into an object; what is not one yet (a network, an optimizer) into what makes it.
 
-    labs: the folders of yaml files that the command line adds. run_alone: runs a command in another process.
+    labs: the folders of yaml files that the command line adds. runner: runs a command in another process.
     Refusal where a node is not of its group's kind.
     """
     # the framework's own keys, all of them, before any name in a group is looked up
@@ -149,6 +145,8 @@ def assemble(
     machine.refuse_shared_devices()
     cfg = with_model_settings(cfg, arguments, names, run.dir or (f"{run.root}/{run.name}" if run.name else None))
 
+    label = name_label(cfg, strategy)
+
     def make_learning() -> dict[str, Any]:
         schedule = make_schedule(cfg.schedule, make_optimizer, names)
         return {"task": instantiate(cfg.task, Task, "task", names), "schedule": schedule}
@@ -157,7 +155,7 @@ def assemble(
         job=instantiate(cfg.job, Job, "job", names),
         settings=settings,
         arguments=list(arguments),
-        run_alone=run_alone,
+        run_alone=runner,
         configuration=to_yaml(cfg),
         unused_keys=unused_keys,
         machine=machine,
@@ -167,9 +165,7 @@ def assemble(
         make_optimizer=make_optimizer,
         spare_vectors=spare_vectors,
         sinks=[instantiate(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
-        open_folder=partial(
-            RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, name_label(cfg, strategy)
-        ),
+        open_folder=partial(RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, label),
         data=data,
         make_network=lambda: instantiate(cfg.model, nn.Module, "model", names),
     )
