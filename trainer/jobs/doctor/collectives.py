@@ -15,11 +15,12 @@ from torch import Tensor
 from trainer.jobs.doctor.findings import Site
 from trainer.parallel.ranks import Group
 
-SIZES = (2**12, 2**16, 2**20, 2**24)  # bytes of the whole tensor
-_LARGEST_ON_DEVICE = 2**28  # where no processor has to copy it
+_STEP = 16  # from one size to the next
+SIZES = tuple(2**12 * _STEP**power for power in range(4))  # bytes of the whole tensor: 4 KiB to 16 MiB
+_LARGEST_ON_DEVICE = SIZES[-1] * _STEP  # where no processor has to copy it
 _FEWEST, _MOST = 1, 20  # repetitions, beside a first one that makes connections and a second one that says how many
 _GROUPS = 128  # of one name, at most: each is made by all ranks together
-_GROWTH = 4.0  # a size is left out if the one before took so many times its share of the time
+_GROWTH = 4.0  # a size is left out that would take so many times its share of the time
 
 
 @dataclass(frozen=True)
@@ -135,12 +136,15 @@ def time_collectives(
     for index, (name, op) in enumerate(cells):
         # what earlier ones have not used is shared among those that are left; if they took too much, a little is left
         share = max(seconds / len(cells) / 4, (seconds - spent) / (len(cells) - index)) / len(sizes)
+        fastest = 0.0
         for size in sizes:
             repetitions, took = _repeat(site, groups[name], OPS[op], size, share)
             bytes = 4 * _elements(size, groups[name].size)
             times.append(CollectiveTime(op, bytes, name, groups[name].size, median(repetitions)))
             spent += took
-            if min(repetitions) > _GROWTH * share:
+            # the next size is 16 times as large, and so is what this one took more than the one before
+            before, fastest = fastest, min(repetitions)
+            if fastest + _STEP * max(0.0, fastest - before) * (before > 0) > _GROWTH * share:
                 break
     return times
 
