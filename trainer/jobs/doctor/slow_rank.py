@@ -95,10 +95,10 @@ def judge_speed(site: Site, work: LocalWork, crowded: bool) -> list[Finding]:
             lateness.append(late[rank] / usual)
         arrives = f"it arrives {median(lateness):+.0%} of that time after the middle rank"
         if sorted(ratios)[1] > _SLOW:
+            times = f"{sum(ratio > _SLOW for ratio in ratios)} of {len(ratios)} times"
             sentence = (
-                f"computes {median(ratios):.2f} times as long as the others for the same work, at"
-                f" {sum(ratio > _SLOW for ratio in ratios)} of {len(ratios)} times; {arrives}. Look at its clock rate, temperature and power limit, and at other"
-                " programs on that device"
+                f"computes {median(ratios):.2f} times as long as the others for the same work, at {times}; {arrives}."
+                " Look at its clock rate, temperature and power limit, and at other programs on that device"
             )
             findings.append(site.finding("error", sentence, rank))
         elif min(lateness) > _LATE and not crowded:
