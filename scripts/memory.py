@@ -4,6 +4,7 @@
     python scripts/memory.py --depth 4 fsdp tp    a smaller one, two strategies
     python scripts/memory.py --frozen ddp fsdp    all but the head is frozen: the table in docs/language.md
     python scripts/memory.py --sequences          a decoder of 7 million parameters, one sequence of 2,048 tokens
+    python scripts/memory.py --planned --depth 4  what job=plan says beside what was measured: the table in docs/plan.md
 
 Every row is two runs of `python -m trainer` on CPUs: with this network, and with a tiny one. What stands in the table
 is by how much more a process grew (VmHWM in /proc/self/status) in the first of them: *built* until its first step
@@ -168,10 +169,14 @@ def main() -> None:
     parser.add_argument("strategies", nargs="*", help="only these")
     parser.add_argument("--depth", type=int, default=14, help="blocks of 7.1 million parameters")
     parser.add_argument("--frozen", action="store_true", help="train the head alone")
+    parser.add_argument("--planned", action="store_true", help="compare with job=plan")
     parser.add_argument("--sequences", action="store_true", help="what is left of a long sequence's activations")
     words = parser.parse_args()
     if words.sequences:
         sequences()
+        return
+    if words.planned:
+        compare(words.strategies, RUN.format(width=768, depth=words.depth), RUN.format(width=48, depth=4))
         return
     everything, cut = sizes(words.depth)
     print(f"P = {everything / 1e6:.1f} million parameters, C = {cut / 1e6:.1f} million in cut layers; MiB a rank\n")
@@ -185,6 +190,30 @@ def main() -> None:
             figures = measured(row.strategy, row.processes, wide, tiny)
             cells = [row.strategy, str(row.processes), arithmetic, f"{held / MIB:.0f}", *figures]
             print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def planned(strategy: str, processes: int, run_words: str) -> tuple[str, float]:
+    """The arguments that job=plan gives this strategy on so many processes, and the MiB that it says a rank holds."""
+    with TemporaryDirectory() as folder:
+        job = f"job=plan job.processes=[{processes}] job.strategies=[{strategy}] run.dir={folder}/run"
+        command = [sys.executable, "-m", "trainer", *run_words.split(), *job.split()]
+        own = {"MEMORY_FIGURES": folder, "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}"}
+        subprocess.run(command, env={**os.environ, **own}, check=True, capture_output=True)
+        rows_ = json.loads((Path(folder) / "run/plan/plan.json").read_text())["rows"]
+        row = next(row for row in rows_ if "reshard_after_forward" not in row["words"])
+        return row["words"].removeprefix("strategy="), row["peak"] / MIB
+
+
+def compare(strategies: list[str], large: str, tiny: str) -> None:
+    """Print what is planned and what is measured, of the rank that grew most."""
+    print("| strategy | processes | planned | measured | error |")
+    print("|" + 5 * " --- |", flush=True)
+    for row in rows():
+        if row.strategy in (strategies or [row.strategy]):
+            (words, more), (_, less) = (planned(row.strategy, row.processes, run_words) for run_words in (large, tiny))
+            real = max(float(cell) for cell in measured(words, row.processes, large, tiny)[2:] if cell)
+            error = 100 * (more - less - real) / real
+            print(f"| {words} | {row.processes} | {more - less:.0f} | {real:.0f} | {error:+.1f} % |", flush=True)
 
 
 def sequences() -> None:

@@ -1,13 +1,20 @@
 """The job `plan`: memory, bytes on the wire and time of every strategy, without the devices."""
 
 import json
+from collections import Counter
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from torch.profiler import profile
 
 from tests.commands import TRANSFORMER, finish, single
-from tests.inside import here
+from tests.inside import here, product
+from tests.processes import Processes
+from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 
 PLAN = (*TRANSFORMER, "job=plan", "run.dir=run", "log=[]", "device=cpu")
@@ -54,6 +61,48 @@ def test_memory_and_bytes_of_every_strategy(tmp_path: Path) -> None:
     assert "strategy=cp: VisionTransformer cannot be trained on stretches" in screen
 
 
+GLOO = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+FEW = 100  # numbers: votes, flags and losses, which the loop sends beside a step
+
+
+def traced(launch: Launch, place: Path, arguments: list[str]) -> dict[str, int]:
+    """The bytes that this rank's collectives carry in one step of a run, by kind, as torch's profiler has them."""
+    words = [*TRANSFORMER, *arguments, "loop.steps=4", "profile=[3,3]", "loop.eval_every=null"]
+    with patch("trainer.records.profiler.profile", partial(profile, record_shapes=True)):
+        assert product(launch, place, words) == 0
+    root = next(word.removeprefix("run.dir=") for word in words if word.startswith("run.dir="))
+    events = json.loads((place / root / f"profile/rank-{launch.rank}.json").read_text())["traceEvents"]
+    sent: Counter[str] = Counter()
+    for event in events:
+        if event["name"].startswith("gloo:"):
+            numbers = sum(prod(shape) for shape in event["args"]["Input Dims"] if shape)
+            width = 1 if "unsigned char" in event["args"]["Input type"] else 4
+            op = event["name"].removeprefix("gloo:")
+            sent[GLOO.get(op, op)] += numbers * width if numbers > FEW else 0
+    return {op: size for op, size in sent.items() if size}
+
+
+@pytest.mark.slow
+def test_bytes_on_the_wire_are_those_that_the_profiler_sees(processes: Processes, tmp_path: Path) -> None:
+    batch = "loop.global_batch=8"
+    facts, _ = plan(tmp_path, batch, "job.processes=[2]", "job.strategies=[ddp,zero1,fsdp,tp,pp]")
+    seen: dict[str, dict[str, int]] = {}
+    for row in facts["rows"]:
+        arguments = [*row["words"].split(), batch, f"run.dir=run-{len(seen)}"]
+        seen[row["words"]] = processes.run(2, traced, tmp_path, arguments)[row["rank"]]
+    assert seen == {row["words"]: as_gloo_sends(row) for row in facts["rows"]}
+
+
+def as_gloo_sends(row: dict[str, Any]) -> dict[str, int]:
+    """The collectives of a row as gloo makes them of one another; the profiler has what a rank gives."""
+    sent: Counter[str] = Counter()
+    for each in row["collectives"]:
+        op = {"reduce-scatter": "all-reduce", "receive": "recv"}.get(each["op"], each["op"])
+        given = each["bytes"] // each["ranks"] if op == "all-gather" else each["bytes"]
+        sent[op] += given if given > 4 * FEW * each["calls"] else 0
+    return {op: size for op, size in sent.items() if size}
+
+
 def test_a_thousand_ranks_of_which_none_is_there(tmp_path: Path) -> None:
     wide = ("model.width=1024", "model.depth=1", "loop.global_batch=128")
     facts, screen = plan(tmp_path, *wide, "job.processes=[1024]", "job.device=h100", "job.strategies=[ddp,fsdp,hsdp]")
@@ -73,7 +122,9 @@ def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
     facts, screen = plan(tmp_path, "job.processes=[1]", "job.memory=0.501")
     assert not facts["rows"][0]["fits"]
     assert facts["chosen"] is None
-    assert "MiB too many" in screen
+    assert "MiB too many; most of it is" in screen
+    assert "loop.micro_batches=2" in facts["rows"][0]["advice"]
+    assert "fits        nothing, into 0.501 GiB" in screen
 
 
 @pytest.mark.parametrize(

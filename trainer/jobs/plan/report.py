@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainer.jobs.batch_sizes import BatchSizes
+from trainer.jobs.batch_sizes import BatchSizes, more_micro_batches
 from trainer.jobs.plan.devices import Device
 from trainer.jobs.plan.ledger import KINDS, Peak
 from trainer.jobs.plan.traffic import Collective
@@ -40,6 +40,18 @@ class Row:
     def step_s(self) -> float:
         """Seconds of a step."""
         return self.compute_s + self.waiting_s
+
+    @property
+    def advice(self) -> str:
+        """What to change where it does not fit, by what most of the memory is for; empty where it fits."""
+        if self.fits:
+            return ""
+        kind = max(self.at_peak.by_kind, key=lambda kind: self.at_peak.by_kind[kind])
+        if kind != "activations":
+            return f"most of it is {kind}: more processes, with a strategy that divides them (fsdp, or fsdp_tp)"
+        more = more_micro_batches(self.batches)
+        smaller = f"loop.micro_batches={more}, " if more else ""
+        return f"most of it is activations: {smaller}strategy.activation_checkpointing=units, or precision=bf16"
 
     def wire(self, between: bool) -> int:
         """Bytes that a rank sends in a step, between machines or inside one."""
@@ -99,7 +111,7 @@ def row_facts(row: Row) -> dict[str, Any]:
         "waiting_s": row.waiting_s,
         "fits": row.fits,
         "how": "simulated",
-        "advice": "",
+        "advice": row.advice,
     }
 
 
@@ -118,14 +130,22 @@ def table(rows: Sequence[Row], refused: Sequence[str], device: Device) -> list[s
     for row in rows:
         sizes = [row.peak, *(row.at_peak.by_kind[kind] for kind in KINDS), row.wire(False), row.wire(True)]
         cells = [f"{size / MIB:>11,.1f}" for size in sizes] + [f"{row.step_s * 1e3:>11,.1f}"]
-        short = "yes" if row.fits else f"no: {(row.peak - device.free) / MIB:,.0f} MiB too many"
+        short = "yes" if row.fits else f"no: {(row.peak - device.free) / MIB:,.0f} MiB too many; {row.advice}"
         lines.append(f"{row.words:<{width}} {' '.join(cells)}  {short}")
     return [*lines, *(f"not planned {line}" for line in refused)]
 
 
 def advise(rows: Sequence[Row], chosen: Row | None, device: Device) -> list[str]:
-    """What to use, or what to change."""
+    """What to use, and of how many processes it fits at least."""
+    least = min((row.processes for row in rows if row.fits), default=None)
+    if least is None:
+        nearest = min(rows, key=lambda row: row.peak, default=None)
+        return [
+            f"fits        nothing, into {device.memory:g} GiB",
+            *([f"nearest     {nearest.words}"] if nearest else []),
+        ]
+    lines = [f"fits        on {format_count(least, 'process')} or more, of those that were planned"]
     if chosen is not None:
-        moment = f"most at: {chosen.at_peak.moment}"
-        return [f"chosen      {chosen.words} on {format_count(chosen.processes, 'process')}; {moment}"]
-    return [f"chosen      none fits into {device.memory:g} GiB"]
+        processes = format_count(chosen.processes, "process")
+        lines.append(f"chosen      {chosen.words} on {processes}; it holds most in: {chosen.at_peak.moment}")
+    return lines
