@@ -41,11 +41,15 @@ RIGHT = {
     "in_place, recomputed": (["+model.kind=in_place"], ["ddp", UNITS]),
     "listed": ([*LISTS, "data=listed"], ["fsdp"]),
     "in_dict": ([*LISTS, "data=in_dict"], ["ddp", "loop.micro_batches=2"]),
+    "packed": (["+model.kind=packed"], ["fsdp"]),
+    "empty": (["+model.kind=empty"], ["fsdp"]),
     "triples": (["model=of_nodes", "data=triples"], ["ddp"]),
 }
 
 
-@pytest.mark.parametrize("name", quickly(RIGHT, "versioned", "masked", "listed", "triples", "complex"))
+@pytest.mark.parametrize(
+    "name", quickly(RIGHT, "versioned", "masked", "listed", "triples", "complex", "packed", "empty")
+)
 def test_nothing_is_found(processes: Processes, home: Path, name: str) -> None:
     words, (strategy, *own) = RIGHT[name]
     said = verdict(processes, home, 2, [*NET, *words], [f"strategy={strategy}", *own])

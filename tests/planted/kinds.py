@@ -43,6 +43,31 @@ class Recurrent(nn.Module):
         return self.cells(x[:, :, None])[1][0]
 
 
+class Packed(nn.Module):
+    """An LSTM over packed sequences of three or all numbers of a sample."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(1, outside, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.where(x[:, 0] > 0, 3, x.shape[1])
+        packed = nn.utils.rnn.pack_padded_sequence(x[:, :, None], lengths, batch_first=True, enforce_sorted=False)
+        return self.cells(packed)[1][0][0]
+
+
+class Empty(nn.Linear):
+    """A parameter and a buffer without numbers."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.nothing = nn.Parameter(torch.zeros(0, inside))
+        self.register_buffer("none", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.nothing.sum()
+
+
 class Attending(nn.Module):
     """Attention among the numbers of a sample, with a mask and a padded place."""
 
@@ -137,6 +162,8 @@ RIGHT: dict[str, Callable[[int, int], nn.Module]] = {
     "complex": Complex,
     "twice": Twice,
     "gru": Recurrent,
+    "packed": Packed,
+    "empty": Empty,
     "attending": Attending,
     "top_one": Chosen,
     "steps": Steps,

@@ -218,6 +218,14 @@ _PLANTS = {
         ("at step 1, optimizer step, ",),
         ("the optimizer", "the strategy, or the optimizer"),
     ),
+    "noisy": Plant(
+        "an optimizer adds noise to what it steps, and each rank steps other parameters",
+        (*NET, "optimizer=noisy"),
+        ("strategy=zero1",),
+        ("at step 1, optimizer step, ",),
+        ("random numbers: the optimizer",),
+        why="the optimizer draws them",
+    ),
     "scaled_rate": of(
         "an optimizer multiplies its rate by the number of processes",
         "optimizer=scaled_rate",

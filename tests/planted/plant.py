@@ -65,7 +65,11 @@ _LAB = {
         "tokens": "users.Tokens",
     },
     "schedule": {"remembering": "users.Remembering", "hearing": "hearing.Hearing", "even": "users.Even"},
-    "optimizer": {"scaled_rate": "users.ScaledRate\nlr: 0.1", "by_shard": "hearing.ByShard\nlr: 0.1"},
+    "optimizer": {
+        "scaled_rate": "users.ScaledRate\nlr: 0.1",
+        "by_shard": "hearing.ByShard\nlr: 0.1",
+        "noisy": "hearing.Noisy\nlr: 0.1",
+    },
     "model": {"net": "networks.net", "of_rows": "users.OfRows", "of_nodes": "users.OfNodes"},
 }
 

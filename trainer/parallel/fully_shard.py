@@ -169,7 +169,7 @@ def _shard_dim(parameter: nn.Parameter, ranks: int) -> int | None:
     its size on 1,024 ranks; the other dimensions it takes where they divide.
     """
     shape = to_local(parameter).shape  # tensor ranks split first
-    if not shape:
+    if not shape or 0 in shape:  # of no numbers there is nothing to gather, and torch's reduction refuses them
         return None
     gathered = -(-shape[0] // ranks) * ranks / max(shape[0], 1)  # what a rank sees of it, padding too, in its own size
     if gathered <= 1 + PADDING:

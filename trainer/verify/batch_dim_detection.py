@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
 from trainer.data.loader import Batch
 from trainer.data.nested_tensors import map_tensors, named_lists, named_tensors
@@ -147,7 +148,7 @@ class ModuleObserver:
             return
         call = self._calls[name, span]
         self._calls[name, span] += 1
-        self._observe(Phase.FORWARD, name, call, output, self._rows(span))
+        self._observe(Phase.FORWARD, name, call, _unpacked(output), self._rows(span))
 
     def _rows(self, span: range) -> Sequence[int]:
         """Which samples of the global batch this rank has of a span: rank r has every size-th one."""
@@ -156,6 +157,13 @@ class ModuleObserver:
     def _observe(self, phase: str, name: str, call: int, tree: Any, rows: Sequence[int]) -> None:
         """Take what was observed of these rows of the global batch: tensors, in whatever they are."""
         raise NotImplementedError
+
+
+def _unpacked(output: Any) -> Any:
+    """An output with a list of the samples' sequences in place of packed ones, which lie in each other by length."""
+    if isinstance(output, PackedSequence):
+        return unpack_sequence(output)
+    return tuple(map(_unpacked, output)) if type(output) is tuple else output
 
 
 Place = tuple[str, str, int]  # phase, name, call

@@ -203,7 +203,7 @@ class PlainLoop:
         if run.settings.loop.max_norm is not None:
             for gradient in gradients.values():
                 gradient.mul_((run.settings.loop.max_norm / (norm + 1e-6)).clamp(max=1.0))
-        with recording_optimizer_step(network, self.optimizer, self.record, step + 1):
+        with self.randomness, recording_optimizer_step(network, self.optimizer, self.record, step + 1):
             self.optimizer.step()
         network.zero_grad()
         self._after_step(step + 1)

@@ -229,8 +229,9 @@ class RecordedModel:
         self._optimizer = optimizer
         if self._record.wants(Phase.NORM):  # it is known before what it clips, and told after it: its place is kept
             self._record.values.setdefault(Key(self._observer.step, Phase.NORM, "norm"), [])
-        # without a limit for the norm it is infinite, so that the norm is computed
-        with recording_optimizer_step(self._model.network, optimizer, self._record, self._observer.step):
+        stepping = recording_optimizer_step(self._model.network, optimizer, self._record, self._observer.step)
+        with self._randomness, stepping:  # an optimizer may draw, too
+            # without a limit for the norm it is infinite, so that the norm is computed
             norm = self._model.optimizer_step(optimizer, float("inf") if max_norm is None else max_norm)
         assert norm is not None
         sketches = SketchRecorder(self._record)

@@ -131,7 +131,7 @@ def explain_cause(first: FirstDifference, facts: RunFacts, results: ExperimentRe
             " is no buffer keeps what it has left. Strategies do such forwards, to see what a step uses"
         )
     if mended.get(FIXED_RANDOMNESS) and results.drawn:
-        return _randomness_cause(facts, results.drawn)
+        return _randomness_cause(first, facts, results.drawn)
     if results.failed:
         return f"not known: the same steps cannot be done without the strategy ({results.failed})"
     if mended.get(FIXED_RANDOMNESS):
@@ -187,8 +187,10 @@ def _division_cause(
     )
 
 
-def _randomness_cause(facts: RunFacts, generators: Collection[str]) -> str:
+def _randomness_cause(first: FirstDifference, facts: RunFacts, generators: Collection[str]) -> str:
     """Without random numbers it is right."""
+    if first.phase == Phase.STEP:
+        return "random numbers: the optimizer draws them, and ranks that step other parameters draw others"
     others = sorted(name for name in generators if name != "torch's")
     if others:
         return (
