@@ -19,7 +19,7 @@ class Hearing(Schedule):
     def at(self, step: int, epoch: int, progress: float) -> float:
         return 0.5**self.heard
 
-    def hear(self, figures: Mapping[str, float], best: str) -> None:
+    def observe(self, metrics: Mapping[str, float], best: str) -> None:
         self.heard += 1
 
 
