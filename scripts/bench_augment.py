@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recipes.vision.augment import Augment, Random
 from recipes.vision.images import Images
-from trainer.jobs.memory import keep_freed_memory
+from trainer.jobs.out_of_memory import keep_freed_memory
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 

@@ -25,7 +25,7 @@ from trainer.parallel.activation_checkpointing import (
     _policy,
     apply_activation_checkpointing,
 )
-from trainer.parallel.units import find_units
+from trainer.parallel.module_units import find_units
 
 modes = pytest.mark.parametrize("mode", ["units", "operators"])
 

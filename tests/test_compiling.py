@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
-from trainer.parallel.units import compile_units, without_compile
+from trainer.parallel.module_units import compile_units, without_compile
 
 # torch silences it by replacing the function that shows warnings, which an error passes by
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

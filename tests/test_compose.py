@@ -13,9 +13,9 @@ import trainer
 from trainer.configuration.command_line import parse_command_line
 from trainer.configuration.compose import compose
 from trainer.configuration.interpolation import flatten, to_yaml
+from trainer.configuration.key_checks import _OTHER_NAMES
 from trainer.configuration.resource_paths import resource_root
 from trainer.configuration.schema import parse_settings
-from trainer.configuration.suggestions import _OTHER_NAMES
 from trainer.messages import Refusal
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from tests.commands import SMALL, curve, finish, single, status
 from tests.inside import here
 from trainer.data.data import Data
-from trainer.jobs.resume import compare_sets, identify_data
+from trainer.jobs.resume_decision import compare_sets, identify_data
 from trainer.messages import Refusal
 from trainer.records.checkpoint.manifest import CheckpointInfo
 

@@ -19,7 +19,7 @@ from tests.quick import quickly
 from tests.test_initial_weights import IMAGES, saved
 from trainer.learning.freezing import count_trainable, freeze
 from trainer.learning.optimizer import parameter_groups
-from trainer.learning.parameter_groups import Rule, matches_exactly, resolve_rules
+from trainer.learning.parameter_patterns import Rule, matches_exactly, resolve_rules
 from trainer.messages import Refusal
 from trainer.parallel.batch_norm import local_batch_norms, synchronise_batch_norms
 from trainer.parallel.meta_model import build_meta_model

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from tests.commands import SMALL, Command, curve, finish, single, status, torchrun
-from trainer.launch import watchdog
+from trainer.launch import main_thread_watchdog
 from trainer.launch.hang_detection import RollCallAnswer, describe_blocking_rank
+from trainer.launch.main_thread_watchdog import IdleTimer, RankProgress, Watchdog, current_line, is_in_debugger
 from trainer.launch.rendezvous import Launch
 from trainer.launch.stop_signals import StopRequest
-from trainer.launch.watchdog import IdleTimer, RankProgress, Watchdog, current_line, is_in_debugger
 
 RUN = ("strategy=ddp", "device=cpu", "log=[]", "loop.log_every=1", "loop.eval_every=null", "loop.save_every=4")
 WORDS = (*RUN, *SMALL[:-1], "loop.steps=9999")
@@ -187,9 +187,9 @@ def test_a_rank_that_is_busy_with_itself_is_named_with_its_line(tmp_path, limit)
 def test_who_was_paused_once_and_later_stops_slowly_still_saves(tmp_path) -> None:
     lab(tmp_path)
     with (tmp_path / "lab" / "own.py").open("a") as file:
-        file.write("\nfrom trainer.launch import hang_detection, watchdog\n")
-        file.write("hang_detection.INTERVAL = watchdog.INTERVAL = 0.1\n")
-        file.write("hang_detection._ASLEEP_AFTER = watchdog.STOP_TIMEOUT = 0.5\n")
+        file.write("\nfrom trainer.launch import hang_detection, main_thread_watchdog\n")
+        file.write("hang_detection.INTERVAL = main_thread_watchdog.INTERVAL = 0.1\n")
+        file.write("hang_detection._ASLEEP_AFTER = main_thread_watchdog.STOP_TIMEOUT = 0.5\n")
     ranks = by_hand(tmp_path, *RUN, *LAB_WORDS, "loop.steps=999999")
     ranks[0].wait_for_step(tmp_path / "run", 9)
     os.kill(ranks[1].pid, signal.SIGSTOP)
@@ -329,15 +329,15 @@ def watched(folder: Path, pulse: RankProgress, reason: str, until: Callable[[], 
 
 
 def test_one_process_is_told_where_it_stands_and_left_alone(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(watchdog, "INTERVAL", 0.01)
+    monkeypatch.setattr(main_thread_watchdog, "INTERVAL", 0.01)
     watched(tmp_path, RankProgress(3, 7, 0.05, 0.05), "", lambda: caplog.records)
     assert "nothing has gone on for 0 s; the run waits on, at " in caplog.text
     assert "thread MainThread:\n" in (tmp_path / "logs" / "rank-0.log").read_text()
 
 
 def test_one_process_that_was_asked_to_stop_in_vain_says_so(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(watchdog, "INTERVAL", 0.01)
-    monkeypatch.setattr(watchdog, "STOP_TIMEOUT", 0.05)
+    monkeypatch.setattr(main_thread_watchdog, "INTERVAL", 0.01)
+    monkeypatch.setattr(main_thread_watchdog, "STOP_TIMEOUT", 0.05)
     (tmp_path / "status.json").write_text('{"state": "running", "step": 3}')
     watched(tmp_path, RankProgress(3, 7, 600, 600), "SIGTERM", lambda: "reason" in status(tmp_path))
     assert status(tmp_path)["reason"].startswith("SIGTERM, and nothing has gone on since: ")
@@ -345,7 +345,7 @@ def test_one_process_that_was_asked_to_stop_in_vain_says_so(tmp_path, monkeypatc
 
 
 def test_who_stands_in_a_debugger_is_not_late(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(watchdog, "INTERVAL", 0.01)
+    monkeypatch.setattr(main_thread_watchdog, "INTERVAL", 0.01)
     seen: list[bool] = []
 
     class Person(bdb.Bdb):
@@ -356,7 +356,7 @@ def test_who_stands_in_a_debugger_is_not_late(tmp_path, monkeypatch, caplog) -> 
         seen.append(is_in_debugger(thread))
         return seen[-1]
 
-    monkeypatch.setattr(watchdog, "is_in_debugger", noted)
+    monkeypatch.setattr(main_thread_watchdog, "is_in_debugger", noted)
     Person().run("pass")
     assert all(seen)
     assert not caplog.records
@@ -364,7 +364,7 @@ def test_who_stands_in_a_debugger_is_not_late(tmp_path, monkeypatch, caplog) -> 
 
 def test_time_in_which_the_process_did_not_run_does_not_count(monkeypatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(watchdog, "monotonic", lambda: now[0])
+    monkeypatch.setattr(main_thread_watchdog, "monotonic", lambda: now[0])
     idle, seconds = IdleTimer(), []
     for passed, laps in ((1, 5), (1, 5), (1, 5), (3600, 5), (1, 6), (1, 6)):
         now[0] += passed

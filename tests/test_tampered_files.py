@@ -14,9 +14,9 @@ import pytest
 
 from tests.commands import SMALL, curve, finish, single, status
 from tests.inside import here
-from trainer.jobs.resume import peek_checkpoint
+from trainer.jobs.resume_decision import peek_checkpoint
 from trainer.launch.run_status import read_status
-from trainer.launch.validation import refuse_unreadable
+from trainer.launch.typed_values import refuse_unreadable
 from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manifest import RESUME_KEYS, CorruptCheckpoint, encode_manifest, read_manifest

@@ -30,8 +30,8 @@ from trainer.configuration.compose import (
     report_folder,
 )
 from trainer.configuration.interpolation import flatten_unresolved, format_value
+from trainer.configuration.key_checks import suggest_overrides, unknown_key_message
 from trainer.configuration.schema import parse_settings
-from trainer.configuration.suggestions import suggest_overrides, unknown_key_message
 from trainer.launch import failure
 from trainer.launch.child_processes import ProcessStarter, ProgramRunner, refuse_namesake, run_program, start_program
 from trainer.launch.launcher_environment import read_launch

@@ -15,8 +15,8 @@ from tests.planted.copies import GRADIENT, TIMES
 from tests.planted.networks import rank
 from tests.planted.plant import NET, STRATEGY, VIT, Change, Plant
 from trainer.parallel.device_mesh import split_axes, to_local
+from trainer.parallel.module_units import matching_modules
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.units import matching_modules
 
 
 def without_replicas(original: Any) -> Any:

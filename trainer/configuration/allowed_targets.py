@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from trainer.configuration.interpolation import format_override, format_value
 from trainer.configuration.key_types import epochs_hint
 from trainer.data.data import Data
-from trainer.launch.validation import convert
+from trainer.launch.typed_values import convert
 from trainer.learning.task import Task
 from trainer.messages import Refusal, did_you_mean
 

@@ -22,17 +22,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.configuration.command_line import CommandLine, override_text, parse_command_line, parse_overrides
 from trainer.configuration.interpolation import flatten, flatten_unresolved, refuse_alias_bombs, resolve_interpolations
-from trainer.configuration.resource_paths import resource_root
-from trainer.configuration.schema import GROUPS, RESERVED_KEYS, parse_settings, validate_settings
-from trainer.configuration.suggestions import (
+from trainer.configuration.key_checks import (
     check_override_key,
     find_type_errors,
     find_unread_keys,
     split_overrides,
     suggest_for_flag,
 )
+from trainer.configuration.resource_paths import resource_root
+from trainer.configuration.schema import GROUPS, RESERVED_KEYS, parse_settings, validate_settings
 from trainer.launch.safe_files import resolve_links
-from trainer.launch.validation import DamagedFile, read_json, read_yaml
+from trainer.launch.typed_values import DamagedFile, read_json, read_yaml
 from trainer.messages import Refusal, did_you_mean, expand_home, first_line, join_problems
 from trainer.records.run_folder import ConfigFields, EnvironmentFields
 

@@ -30,7 +30,7 @@ from trainer.configuration.compose import compose_with_hydra
 from trainer.configuration.key_types import Count, Natural, NonEmpty
 from trainer.launch.child_processes import start_job_program
 from trainer.launch.slurm_requeue import requeue_if_unfinished
-from trainer.launch.validation import convert
+from trainer.launch.typed_values import convert
 from trainer.messages import Refusal, first_line
 
 HYDRA_KEY = re.compile(r"hydra[./](mode|launcher|sweeper)\b")

@@ -11,9 +11,9 @@ import re
 from typing import Annotated, Any
 
 from trainer.launch.launcher_environment import read_init_method
-from trainer.launch.validation import Validator, convert, is_valid, require
+from trainer.launch.typed_values import Validator, convert, is_valid, require
 from trainer.learning.intervals import Interval
-from trainer.learning.parameter_groups import Rule
+from trainer.learning.parameter_patterns import Rule
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
 

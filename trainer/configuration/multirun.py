@@ -23,8 +23,8 @@ from trainer.configuration.compose import (
     quote_value,
 )
 from trainer.configuration.hydra_plugins import HYDRA_KEY, Search, compose_hydra_section, parse_search, read_hydra_key
+from trainer.configuration.key_checks import list_options
 from trainer.configuration.key_types import Count
-from trainer.configuration.suggestions import list_options
 from trainer.messages import Refusal, join_problems
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from trainer.configuration.key_types import (
     Seconds,
     StepIntervals,
 )
-from trainer.launch.validation import convert
+from trainer.launch.typed_values import convert
 from trainer.messages import Refusal, join_problems
 
 # Groups whose keys belong to what their `_target_` names; `experiment` is a group too, but leaves no key of its own.

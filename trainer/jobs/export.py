@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainer.data.class_names import renumber_classes
+from trainer.data.class_renumbering import renumber_classes
 from trainer.data.data import Data, Preparation
 from trainer.data.nested_tensors import cast_floats, map_tensors, tensors
 from trainer.jobs.run_parts import Job, RunParts

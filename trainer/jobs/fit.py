@@ -12,12 +12,12 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from trainer.data.class_names import read_class_names
+from trainer.data.class_renumbering import read_class_names
 from trainer.jobs.build_trainer import make_checkpoints, make_trainer
 from trainer.jobs.doctor.host_facts import software_versions
-from trainer.jobs.memory import give_back_freed_memory, keep_freed_memory, memory_advice
+from trainer.jobs.out_of_memory import give_back_freed_memory, keep_freed_memory, memory_advice
 from trainer.jobs.preparation import build_values, determinism_advice, prepare
-from trainer.jobs.resume import ResumeDecision, decide_resume, open_start
+from trainer.jobs.resume_decision import ResumeDecision, decide_resume, open_start
 from trainer.jobs.run_messages import (
     best_lines,
     end_lines,

@@ -13,7 +13,7 @@ from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import Which, load_network, run_folder, select_checkpoint, wants_average
 from trainer.launch.devices import accelerator_type
 from trainer.launch.safe_files import make_folder, open_file
-from trainer.learning.text_generation import GenerationRequest
+from trainer.learning.generation_request import GenerationRequest
 from trainer.messages import Refusal
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from trainer.launch.safe_files import resolve_links
 from trainer.messages import Refusal, expand_home, format_count, format_names
 from trainer.parallel.meta_model import named_state
-from trainer.records.weight_files import WeightSource, open_weights
+from trainer.records.weight_sources import WeightSource, open_weights
 
 _SHOWN = 4  # names of a kind in a line
 

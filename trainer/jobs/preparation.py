@@ -21,13 +21,13 @@ from trainer.data.rng import seed_all
 from trainer.data.sampler import EpochOrder, RankSampler, dataset_size
 from trainer.jobs.batch_sizes import compute_length, divide_batch
 from trainer.jobs.initial_weights import InitialWeights
-from trainer.jobs.resume import identify_data, refuse_resume_from
+from trainer.jobs.resume_decision import identify_data, refuse_resume_from
 from trainer.jobs.run_parts import PreparedRun, RunParts
 from trainer.launch.failure import error_chain
 from trainer.launch.store_collectives import run_one_per_node_first
 from trainer.learning.freezing import freeze, refuse_frozen
 from trainer.learning.optimizer_checks import refuse_step
-from trainer.learning.parameter_groups import Rule, resolve_rules
+from trainer.learning.parameter_patterns import Rule, resolve_rules
 from trainer.learning.task import Task, gathers_samples, is_recurrent, refuse_metric_objects, refuse_parameters
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_in_state_dict, allocate_empty, is_meta_model

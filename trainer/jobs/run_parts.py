@@ -25,7 +25,8 @@ from trainer.jobs.initial_weights import InitialWeights
 from trainer.launch.child_processes import ProgramRunner, run_program
 from trainer.launch.launcher_environment import apply_init_method
 from trainer.launch.rendezvous import Launch
-from trainer.launch.validation import read_yaml
+from trainer.launch.typed_values import read_yaml
+from trainer.learning.generation_request import GenerationRequest
 from trainer.learning.intervals import Cadences, Interval
 from trainer.learning.optimizer import (
     Make,
@@ -36,10 +37,9 @@ from trainer.learning.optimizer import (
     refuse_rules,
     should_spare_vectors,
 )
-from trainer.learning.parameter_groups import Rule
+from trainer.learning.parameter_patterns import Rule
 from trainer.learning.schedule import Schedule, TorchSchedule
 from trainer.learning.task import Task
-from trainer.learning.text_generation import GenerationRequest
 from trainer.messages import Refusal, expand_home
 from trainer.parallel.meta_model import is_meta_model
 from trainer.records.run_folder import ConfigFields, RunFolder, refuse_unwritable

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainer.data.class_names import read_class_names, renumber_classes
+from trainer.data.class_renumbering import read_class_names, renumber_classes
 from trainer.data.data import Data
 from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import EvalLoader
@@ -23,7 +23,7 @@ from trainer.data.rng import seed_all
 from trainer.data.sampler import RankSampler, dataset_size
 from trainer.jobs.batch_sizes import evaluation_batch_size
 from trainer.jobs.preparation import prepare_network, prepare_process, read_data_sets, seeded_network
-from trainer.jobs.resume import trained_classes
+from trainer.jobs.resume_decision import trained_classes
 from trainer.jobs.run_parts import RunParts
 from trainer.launch import rank_output
 from trainer.launch.hang_detection import make_watchdog
@@ -38,7 +38,7 @@ from trainer.parallel.optimizer_state import refuse_checkpoint_shapes
 from trainer.parallel.ranks import all_or_none
 from trainer.records.checkpoint.manifest import RESUME_KEYS, CheckpointInfo, CorruptCheckpoint, Manifest, read_state
 from trainer.records.checkpoint.store import describe_damage, list_complete, open_checkpoint, select_best
-from trainer.records.weight_files import open_checkpoint_weights
+from trainer.records.weight_sources import open_checkpoint_weights
 from trainer.strategies.parallel_model import ParallelModel
 
 Split = Literal["evaluation", "train"]

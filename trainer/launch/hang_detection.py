@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from trainer.launch import failure
 from trainer.launch.failure import Failure
+from trainer.launch.main_thread_watchdog import INTERVAL, RankProgress, Watchdog, current_line
 from trainer.launch.polling import poll, with_timeout
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_status import mark_failed, read_status
 from trainer.launch.stop_signals import StopRequest
 from trainer.launch.store_collectives import machine_id
-from trainer.launch.watchdog import INTERVAL, RankProgress, Watchdog, current_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store

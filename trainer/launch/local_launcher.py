@@ -26,7 +26,7 @@ from trainer.launch.failure import STOPPED
 from trainer.launch.rank_output import say
 from trainer.launch.run_status import read_status
 from trainer.launch.stop_signals import STOP_SIGNALS
-from trainer.launch.validation import DamagedFile, Whole, read_json
+from trainer.launch.typed_values import DamagedFile, Whole, read_json
 from trainer.messages import format_count
 
 _POLL_INTERVAL = 0.1  # seconds

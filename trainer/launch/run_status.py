@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from trainer.launch.safe_files import open_file, overwrite_in_place, replace_file
-from trainer.launch.validation import DamagedFile, Finite, Text, Whole, check_fields, form, mapping_of, read_json
+from trainer.launch.typed_values import DamagedFile, Finite, Text, Whole, check_fields, form, mapping_of, read_json
 from trainer.messages import Refusal
 
 STATUS_FILE = "status.json"

@@ -8,7 +8,7 @@ from typing import Self
 
 from torch import nn
 
-from trainer.learning.parameter_groups import matches_or_contains, resolve_pattern
+from trainer.learning.parameter_patterns import matches_or_contains, resolve_pattern
 from trainer.messages import Refusal
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # that know the samples of their own process alone

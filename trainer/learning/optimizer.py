@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.learning.parameter_groups import Rule
+from trainer.learning.parameter_patterns import Rule
 from trainer.messages import Refusal
 
 EMPTY_ERROR = "empty parameter list"  # what torch says of an optimizer that gets nothing

@@ -14,13 +14,13 @@ from trainer.data.data import Data
 from trainer.data.loader import Batch, EvalLoader
 from trainer.data.nested_tensors import slice_rows
 from trainer.data.rng import preserve_rng_state
+from trainer.learning.generation_request import GenerationRequest
 from trainer.learning.intervals import Trigger
 from trainer.learning.task import Task, TaskWrapper, unwrap_task
-from trainer.learning.text_generation import GenerationRequest
 from trainer.parallel.device_mesh import to_local
+from trainer.parallel.module_units import without_compile
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_statistics import compute_histograms
-from trainer.parallel.units import without_compile
 from trainer.records.sinks import Log
 from trainer.strategies.parallel_model import ParallelModel
 

@@ -25,8 +25,8 @@ from torch.nn.functional import pad
 from trainer.data.nested_tensors import first_tensor, map_tensors, named_tensors, replace_tensors, tensors
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal
+from trainer.parallel.module_units import require_modules
 from trainer.parallel.ranks import Group, Ranks
-from trainer.parallel.units import require_modules
 
 
 class Pieces(NamedTuple):

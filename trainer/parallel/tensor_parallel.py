@@ -21,8 +21,8 @@ from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal
 from trainer.parallel.buckets import make_buckets, pack, to_accumulator, unpack
 from trainer.parallel.device_mesh import split_axes, to_local
+from trainer.parallel.module_units import require_modules
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.units import require_modules
 
 PARAMETER_DRIFT = 1e-3  # of a parameter: more than a run's rounding adds up to
 GRADIENT_DRIFT = 0.25  # of a gradient: further than rounding moves it, in bf16 too, unless it is made of nothing else

@@ -29,7 +29,7 @@ from trainer.launch.safe_files import (
     resolve_links,
 )
 from trainer.launch.store_collectives import broadcast_from_main, run_on_all_ranks
-from trainer.launch.validation import DamagedFile, Text, Whole, read_yaml
+from trainer.launch.typed_values import DamagedFile, Text, Whole, read_yaml
 from trainer.messages import Refusal, expand_home
 from trainer.records.folder_lock import lock_folder, lock_holder, unlock_folder
 from trainer.records.resume_rules import has_checkpoint, resolve_resume_path

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from trainer.learning.task import Task
 from trainer.parallel.fully_shard import SameCallsCheck, Sharding, apply_fully_shard, reshard
-from trainer.parallel.units import find_units
+from trainer.parallel.module_units import find_units
 from trainer.parallel.unused_parameters import UnusedParameters, always_called_units, find_always_used
 from trainer.strategies.loss import FlatOutput, Forward, TaskNetwork, unflatten_output
 from trainer.strategies.multi_process import Meshed

@@ -18,6 +18,7 @@ from trainer.parallel.batch_gather import set_gather_ranks, set_gather_span
 from trainer.parallel.batch_norm import average_statistics, synchronise_batch_norms
 from trainer.parallel.context_parallel import Pieces
 from trainer.parallel.gradient_clipping import clip_gradients_, global_norm
+from trainer.parallel.module_units import compile_units, find_units, present_units, without_compile
 from trainer.parallel.optimizer_state import (
     empty_optimizer_state,
     optimizer_tensors,
@@ -26,7 +27,6 @@ from trainer.parallel.optimizer_state import (
 )
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.rng.sample_rng import RNG_CLASSES, TorchRNG
-from trainer.parallel.units import compile_units, find_units, present_units, without_compile
 from trainer.strategies.ema import MovingAverage, NoMovingAverage
 from trainer.strategies.loss import (
     Forward,

@@ -16,6 +16,7 @@ from trainer.learning.task import Task
 from trainer.parallel.batch_gather import set_gather_span
 from trainer.parallel.buckets import Sums
 from trainer.parallel.fully_shard import SameCallsCheck, Sharding, apply_fully_shard, reshard
+from trainer.parallel.module_units import find_units, matching_modules, present_units
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.schedule import (
     ContiguousGradient,
@@ -27,7 +28,6 @@ from trainer.parallel.pipeline.schedule import (
 )
 from trainer.parallel.pipeline.stages import RankStages, preserve_buffers
 from trainer.parallel.process_group import as_group
-from trainer.parallel.units import find_units, matching_modules, present_units
 from trainer.parallel.unused_parameters import UnusedParameters, always_called_units, find_always_used
 from trainer.strategies.loss import TaskNetwork, evaluation_sums
 from trainer.strategies.multi_process import Meshed

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from trainer.data.sampler import RankSampler
-from trainer.launch.watchdog import RankProgress
+from trainer.launch.main_thread_watchdog import RankProgress
 from trainer.learning.intervals import Cadences
 from trainer.parallel.buckets import PendingSums, Sums
 from trainer.parallel.process_group import set_timeouts

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.configuration.multirun import Trial, shorten_floats
 from trainer.launch.failure import STOPPED
 from trainer.launch.safe_files import replace_file
-from trainer.launch.validation import DamagedFile, read_json
+from trainer.launch.typed_values import DamagedFile, read_json
 from trainer.messages import format_count, format_duration, format_number
 from trainer.records.metrics_reader import metric_rank, metric_score, metrics_of, read_lines, tie_break_loss
 from trainer.records.run_folder import EnvironmentFields

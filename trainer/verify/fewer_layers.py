@@ -17,11 +17,11 @@ from trainer.jobs.preparation import prepare_network, seeded_network, small_exam
 from trainer.jobs.run_parts import PreparedRun
 from trainer.learning.freezing import freeze
 from trainer.learning.parallel_plan import Plan
-from trainer.learning.parameter_groups import Rule, matches_exactly
+from trainer.learning.parameter_patterns import Rule, matches_exactly
 from trainer.learning.task import Task
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import build_meta_model, named_state
-from trainer.parallel.units import ancestors, matching_modules
+from trainer.parallel.module_units import ancestors, matching_modules
 
 _LIST_TYPES = (nn.Sequential, nn.ModuleList)
 _CPU = torch.device("cpu")

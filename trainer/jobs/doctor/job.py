@@ -31,11 +31,11 @@ from trainer.jobs.doctor.report import (
 from trainer.jobs.doctor.shared_folder import examine_folder
 from trainer.jobs.doctor.slow_rank import BLOCKS, judge_rates, judge_speed, measure_rates, prepare_work, run_block
 from trainer.launch.hang_detection import RankWatchdog
+from trainer.launch.main_thread_watchdog import RankProgress
 from trainer.launch.rendezvous import Launch
 from trainer.launch.safe_files import make_folder
 from trainer.launch.stop_signals import StopRequest
 from trainer.launch.store_collectives import broadcast_from_main
-from trainer.launch.watchdog import RankProgress
 from trainer.messages import Refusal
 from trainer.parallel.process_group import join_group, leave_group
 from trainer.parallel.ranks import Ranks

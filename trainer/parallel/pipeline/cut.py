@@ -21,11 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer.data.nested_tensors import map_tensors
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import named_state
+from trainer.parallel.module_units import has_children, repeated_blocks, require_modules
 from trainer.parallel.pipeline.fake_forward import CannotCut, copy_step
 from trainer.parallel.pipeline.fx_trace import NETWORK, GraphFlow, Untraceable, trace
 from trainer.parallel.pipeline.stages import WITHOUT_STAGES, make_traced_stages
 from trainer.parallel.pipeline.untraced_stage import make_untraced_stages
-from trainer.parallel.units import has_children, repeated_blocks, require_modules
 
 # The heaviest stage may be so many times as heavy as need be, where only one value travels instead of several.
 UNEVEN = 1.5

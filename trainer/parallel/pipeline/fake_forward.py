@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from trainer.data.nested_tensors import map_tensors, tensors
 from trainer.messages import first_line
 from trainer.parallel.meta_model import named_state
+from trainer.parallel.module_units import ancestors
 from trainer.parallel.pipeline.fx_trace import NETWORK
-from trainer.parallel.units import ancestors
 
 _AT = torch.ops.aten
 # operators that make a tensor in the shape of another one

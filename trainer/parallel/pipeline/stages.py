@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 
 from trainer.messages import Refusal, did_you_mean
 from trainer.parallel.meta_model import named_state
+from trainer.parallel.module_units import ancestors
 from trainer.parallel.pipeline.fx_trace import NETWORK, GraphFlow, get_tensor, is_in_place, trace
 from trainer.parallel.rng.random_draw import with_call_site
-from trainer.parallel.units import ancestors
 
 WITHOUT_STAGES = "strategy=fsdp and strategy=ddp need no cutting"
 BATCH = 2  # arguments of every stage before what is handed on: inputs, targets

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.nested_tensors import first_tensor, tensors
+from trainer.parallel.module_units import ancestors
 from trainer.parallel.pipeline.fake_forward import (
     ArgumentKey,
     FakeForward,
@@ -21,7 +22,6 @@ from trainer.parallel.pipeline.fake_forward import (
     siblings,
 )
 from trainer.parallel.pipeline.fx_trace import NETWORK
-from trainer.parallel.units import ancestors
 
 # What a module is for a stage. "local": it lies in this stage. "remote": it lies in another one. "opened": its code
 # runs in this stage, and each child has a kind of its own: a cut is inside it, or it has no parameters, or those of

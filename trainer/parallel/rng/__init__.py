@@ -1,4 +1,4 @@
-"""Whose random numbers a forward uses: torch's generators (`torch_rng`), or each sample's own (`sample_rng`).
+"""Whose random numbers a forward uses: torch's generators (`native_rng`), or each sample's own (`sample_rng`).
 
 `loop.dropout` chooses. `native`: `TorchRNG` seeds torch's generators when a forward begins, and torch draws. `sample`:
 `SampleRNG` stands between the network and torch. `function_mode` sees each call of a random function of torch, and

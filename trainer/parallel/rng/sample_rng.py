@@ -17,12 +17,12 @@ from trainer.data.nested_tensors import first_tensor, to_device
 from trainer.data.rng import Random, mix_seeds, seed_torch, to_int64
 from trainer.learning.parallel_plan import Plan
 from trainer.parallel.context_parallel import Pieces, current_piece, rank_pieces
+from trainer.parallel.module_units import matching_modules
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.rng.function_mode import RandomFunctionMode
+from trainer.parallel.rng.native_rng import TorchRNG
 from trainer.parallel.rng.random_draw import ActivationShard, RandomDraw, RowCheck, SequenceShard, call_site
-from trainer.parallel.rng.torch_rng import TorchRNG
 from trainer.parallel.tensor_parallel import activation_layouts
-from trainer.parallel.units import matching_modules
 
 OUTSIDE = "the task"  # draws when no module of the network runs; no module has such a name
 _CALL, _DRAW = 0xD6E8FEB86659FD93, 0xA0761D6478BD642F  # calls of a module are so far apart, and draws of a call

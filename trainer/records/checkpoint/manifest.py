@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trainer.launch.safe_files import describe_entry, open_file
-from trainer.launch.validation import (
+from trainer.launch.typed_values import (
     DamagedFile,
     InvalidField,
     Number,

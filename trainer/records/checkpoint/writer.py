@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainer.launch.devices import available_host_memory, uses_pinned_memory
 from trainer.launch.safe_files import fsync_path, make_folder
-from trainer.launch.validation import refuse_unreadable
+from trainer.launch.typed_values import refuse_unreadable
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.tensor_statistics import find_not_finite

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.launch.validation import DamagedFile, read_yaml
+from trainer.launch.typed_values import DamagedFile, read_yaml
 from trainer.messages import Refusal
 from trainer.parallel.optimizer_state import EMA_PREFIX, OTHER_PREFIXES
 from trainer.parallel.ranks import Ranks

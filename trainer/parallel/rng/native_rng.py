@@ -13,9 +13,9 @@ from torch.distributed.tensor import Shard
 from trainer.data.rng import mix_seeds, seed_torch
 from trainer.launch.devices import default_generator
 from trainer.learning.parallel_plan import Plan
+from trainer.parallel.module_units import matching_modules
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_parallel import activation_layouts
-from trainer.parallel.units import matching_modules
 
 
 class TorchRNG:

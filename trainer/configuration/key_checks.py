@@ -16,7 +16,7 @@ from trainer.configuration.command_line import override_text
 from trainer.configuration.interpolation import flatten, format_override, format_value
 from trainer.configuration.key_types import epochs_hint
 from trainer.configuration.schema import GROUPS, SECTIONS, Settings
-from trainer.launch.validation import convert, is_valid
+from trainer.launch.typed_values import convert, is_valid
 from trainer.messages import Refusal, did_you_mean
 
 DEFAULT_GROUPS = (*GROUPS, "experiment")  # in config.yaml's defaults: +experiment=x can only mean experiment=x

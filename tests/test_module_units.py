@@ -15,7 +15,7 @@ from recipes.vision.vit import VisionTransformer
 from tests.strategies.toys import BatchNormNet, Net, SequenceNet
 from trainer import Plan
 from trainer.messages import Refusal
-from trainer.parallel.units import find_units
+from trainer.parallel.module_units import find_units
 
 
 class Block(nn.Module):

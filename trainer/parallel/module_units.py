@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from trainer.learning.parallel_plan import Plan
-from trainer.learning.parameter_groups import matches_exactly
+from trainer.learning.parameter_patterns import matches_exactly
 from trainer.messages import Refusal, did_you_mean
 
 # fractions of the network's parameters

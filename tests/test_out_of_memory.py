@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import resource, torch
-from trainer.jobs.memory import keep_freed_memory
+from trainer.jobs.out_of_memory import keep_freed_memory
 kept = keep_freed_memory()
 def step():
     return [torch.ones(1_000_000) for _ in range(4)]
