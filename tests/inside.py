@@ -12,9 +12,9 @@ from unittest.mock import patch
 import torch
 
 from tests.commands import ROOT
-from trainer.api import build_run, examine_machines, print_report
+from trainer.api import build_run, run_doctor_job, run_report_job
 from trainer.configuration.command_line import parse_command_line
-from trainer.configuration.compose import compose, examines_machines, only_reads_files
+from trainer.configuration.compose import compose, is_doctor_job, is_report_job
 from trainer.launch import failure
 from trainer.launch.rendezvous import Launch
 from trainer.records import folder_lock
@@ -29,10 +29,10 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
         words = ["device=cpu", "log=[]", *words]
         if parse_command_line(words).multirun:
             return run_sweep(words, launch)
-        if only_reads_files(cfg := compose(words)):
-            return print_report(cfg, launch)
-        if examines_machines(cfg):
-            return examine_machines(cfg, launch)
+        if is_report_job(cfg := compose(words)):
+            return run_report_job(cfg, launch)
+        if is_doctor_job(cfg):
+            return run_doctor_job(cfg, launch)
         run = build_run(words, launch, cfg)
         with patch("trainer.jobs.fit.keep_freed_memory"):  # or all tests would keep what the largest network has freed
             return run.job(run)

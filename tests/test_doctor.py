@@ -26,8 +26,8 @@ from tests.inside import here, product
 from trainer.jobs.doctor import host_facts, job, shared_folder, slow_rank
 from trainer.jobs.doctor.collectives import OPS, CollectiveTime, plan_groups
 from trainer.jobs.doctor.cost_model import LinearCost, fit_cost, model_cost
-from trainer.jobs.doctor.findings import Site
-from trainer.jobs.doctor.links import Expectations, Link, judge_links, locate, pair_rounds
+from trainer.jobs.doctor.findings import ExaminedRanks
+from trainer.jobs.doctor.links import Expectations, Link, attribute_bad_links, judge_links, pair_rounds
 from trainer.jobs.doctor.report import Baseline, judge_collectives, parse_baseline, read_baseline
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
@@ -157,18 +157,18 @@ def test_every_pair_meets_once_and_nobody_twice_in_a_round() -> None:
 
 def test_a_bad_link_is_told_from_a_bad_rank() -> None:
     pairs = [(a, b) for b in range(4) for a in range(b)]
-    assert locate([(0, 2)], pairs) == ([], [(0, 2)])
-    assert locate([pair for pair in pairs if 2 in pair], pairs) == ([2], [])
-    assert locate([pair for pair in pairs if 2 in pair or pair == (0, 1)], pairs) == ([2], [(0, 1)])
-    assert locate([(0, 1)], [(0, 1)]) == ([], [(0, 1)])
+    assert attribute_bad_links([(0, 2)], pairs) == ([], [(0, 2)])
+    assert attribute_bad_links([pair for pair in pairs if 2 in pair], pairs) == ([2], [])
+    assert attribute_bad_links([pair for pair in pairs if 2 in pair or pair == (0, 1)], pairs) == ([2], [(0, 1)])
+    assert attribute_bad_links([(0, 1)], [(0, 1)]) == ([], [(0, 1)])
     two_pairings = [(0, 1), (2, 3), (1, 2), (0, 3)]  # of four ranks, in two rounds
-    assert locate([(0, 1), (1, 2)], two_pairings) == ([1], [])
-    assert locate([(0, 1)], two_pairings) == ([], [(0, 1)])
+    assert attribute_bad_links([(0, 1), (1, 2)], two_pairings) == ([1], [])
+    assert attribute_bad_links([(0, 1)], two_pairings) == ([], [(0, 1)])
 
 
 def said_of(bad: dict[tuple[int, int], float], machines: list[str], network_rate: float = inf) -> list[str]:
     """What is found where all links pass 1 GB/s but these."""
-    site = Site(Ranks(), torch.device("cpu"), [f"host-{machine}" for machine in machines], machines)
+    site = ExaminedRanks(Ranks(), torch.device("cpu"), [f"host-{machine}" for machine in machines], machines)
     ranks = range(len(machines))
     links = [Link(a, b, 1e-4, bad.get((min(a, b), max(a, b)), 1e9)) for a in ranks for b in ranks if a != b]
     return [finding.what for finding in judge_links(site, links, Expectations(site, links, {}, network_rate))]
@@ -196,7 +196,7 @@ def test_a_single_link_is_compared_with_its_adapter_and_with_last_time() -> None
     assert said_of({(0, 1): 2.5e7}, ["a", "b"]) == []
     (said,) = said_of({(0, 1): 2.5e7}, ["a", "b"], network_rate=1.25e9)
     assert said.endswith("passes 25 MB/s; an adapter of its rate passes 125 MB/s at least")
-    site = Site(Ranks(), torch.device("cpu"), ["x", "x"], ["a", "a"])
+    site = ExaminedRanks(Ranks(), torch.device("cpu"), ["x", "x"], ["a", "a"])
     links = [Link(0, 1, 1e-4, 2.5e7), Link(1, 0, 1e-4, 2.5e7)]
     expectations = Expectations(site, links, {(0, 1): LinearCost(1e-4, 1e9)}, inf)
     assert expectations.complaint(links[0]) == "passes 25 MB/s; last time it passed 1 GB/s"
@@ -229,7 +229,7 @@ def test_groups_are_those_that_strategies_use() -> None:
     def planned(machines: str) -> dict[str, list[list[int]]]:
         ranks = Ranks()
         ranks.size = len(machines)
-        return plan_groups(Site(ranks, torch.device("cpu"), list(machines), list(machines)))
+        return plan_groups(ExaminedRanks(ranks, torch.device("cpu"), list(machines), list(machines)))
 
     assert planned("aa") == {"all": [[0, 1]]}
     assert planned("aaaaaaaa") == {
@@ -267,7 +267,7 @@ def test_what_differs_is_named_with_its_rank(processes: Any, tmp_path: Path) -> 
 
 
 def test_a_device_that_does_much_less_than_its_data_sheet_is_named() -> None:
-    site = Site(Ranks(), torch.device("cpu"), ["x", "x"], ["a", "a"])
+    site = ExaminedRanks(Ranks(), torch.device("cpu"), ["x", "x"], ["a", "a"])
     rates = [{"dtype": "bfloat16", "flops": flops} for flops in (700e12, 300e12)]
     (finding,) = slow_rank.judge_rates(site, ["NVIDIA H100 80GB HBM3"] * 2, rates)
     assert finding.what.endswith("computes 300 TFLOP/s, and the data sheet of NVIDIA H100 80GB HBM3 says 989")
@@ -288,7 +288,7 @@ def elsewhere(launch: Launch, place: Path) -> int:
     """The job on ranks of which the second one has another disk under the same name."""
     examine_folder = shared_folder.examine_folder
 
-    def look(site: Site, folder: Path) -> Any:
+    def look(site: ExaminedRanks, folder: Path) -> Any:
         mine = folder if launch.is_main else place / "elsewhere"
         mine.mkdir(exist_ok=True)
         return examine_folder(site, mine)
@@ -336,7 +336,7 @@ def test_it_is_compared_with_the_last_time_that_all_was_well(tmp_path: Path, mon
 
     def baseline(*hosts: str) -> Baseline:
         facts: Any = [SimpleNamespace(device="cpu") for _ in hosts]
-        return parse_baseline(before, Site(Ranks(), torch.device("cpu"), list(hosts), list(hosts)), facts)
+        return parse_baseline(before, ExaminedRanks(Ranks(), torch.device("cpu"), list(hosts), list(hosts)), facts)
 
     assert baseline("x", "y").links == {(0, 1): LinearCost(1e-4, 1e9)}
     assert baseline("x", "z") == Baseline({}, {})

@@ -24,7 +24,7 @@ from tests.quick import quickly
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
-from trainer.verify.reference import make_in_process
+from trainer.verify.reference import make_reference_in_child
 from trainer.verify.training_record import Phase, TrainingRecord
 
 pytestmark = pytest.mark.slow
@@ -194,10 +194,10 @@ def test_a_reference_whose_memory_ran_out_is_made_again_with_fewer_layers(home: 
 
     def made(run: PreparedRun, samples: int, path: Path, layers: int | None) -> str:
         asked.append(layers)
-        return make_in_process(run, samples, path, layers) if layers else "can't allocate memory"
+        return make_reference_in_child(run, samples, path, layers) if layers else "can't allocate memory"
 
     words = [*NET, EXACT, "device=cpu", "model=deep", "model.kind=plain", f"run.dir={home / 'again'}", "job=verify"]
-    with patch("trainer.verify.reference.make_in_process", made):
+    with patch("trainer.verify.reference.make_reference_in_child", made):
         assert product(Launch(), home, words) == 0
         assert asked == [None, 2]
         said = json.loads((home / "again/verify/verify.json").read_text())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.commands import curve, lines
 from tests.inside import here
-from trainer.learning.optimizer_checks import refuse_step
+from trainer.learning.optimizer_checks import refuse_unusable_optimizer
 from trainer.messages import Refusal
 
 
@@ -130,4 +130,4 @@ KNOWN = [
 def test_those_of_torch_pass(words: list[str], name: str) -> None:
     network = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Linear(2, 2))
     kind = getattr(torch.optim, name)
-    refuse_step(network, lambda groups: kind(groups, lr=0.01))
+    refuse_unusable_optimizer(network, lambda groups: kind(groups, lr=0.01))

@@ -14,14 +14,14 @@ from omegaconf import DictConfig
 
 from trainer.api import (
     build_run,
-    examine_machines,
-    print_report,
     processes_to_start,
+    run_doctor_job,
     run_in_processes,
+    run_report_job,
 )
 from trainer.configuration import resource_paths
 from trainer.configuration.command_line import parse_command_line
-from trainer.configuration.compose import compose, examines_machines, needs_reference, only_reads_files
+from trainer.configuration.compose import compose, is_doctor_job, is_report_job, needs_reference
 from trainer.launch import failure
 from trainer.launch.child_processes import (
     ForkedProcess,
@@ -58,10 +58,10 @@ def main() -> None:
             code, _, _ = run_in_processes(
                 arguments, cfg, count, partial(_fork_rank, cfg) if can_fork(cfg.device) else start_program
             )
-        elif only_reads_files(cfg):
-            code = print_report(cfg, launch)
-        elif examines_machines(cfg):
-            code = examine_machines(cfg, launch)
+        elif is_report_job(cfg):
+            code = run_report_job(cfg, launch)
+        elif is_doctor_job(cfg):
+            code = run_doctor_job(cfg, launch)
         # this process is the run, or one rank of it
         else:
             with failure.sys_exit_as_error():  # of a lab, as it is imported or its data are read

@@ -22,9 +22,9 @@ from trainer.configuration.command_line import parse_command_line
 from trainer.configuration.compose import (
     compose,
     examined_folder,
-    examines_machines,
+    is_doctor_job,
+    is_report_job,
     is_verification,
-    only_reads_files,
     opens_trained_run,
     quote_value,
     report_folder,
@@ -117,10 +117,10 @@ def _run_once(arguments: list[str]) -> Result:
         launch = read_launch()
         count = processes_to_start(cfg, launch)
         # the folder is chosen here, because the results of the run are read from it afterwards
-        if only_reads_files(cfg):
+        if is_report_job(cfg):
             folder = report_folder(cfg)
         else:
-            folder = examined_folder(cfg) if examines_machines(cfg) else choose_run_folder(cfg, launch)
+            folder = examined_folder(cfg) if is_doctor_job(cfg) else choose_run_folder(cfg, launch)
         arguments.append(f"run.dir={quote_value(str(folder))}")
         cfg.run.dir = str(folder)
         # Python calls signal handlers in the main thread alone
@@ -134,11 +134,11 @@ def _run_once(arguments: list[str]) -> Result:
 
 def _run_in_this_process(arguments: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
     """The exit code. The process keeps nothing of the run: no log file, no lock, no group of processes, no mode."""
-    if only_reads_files(cfg):
-        return print_report(cfg, launch)
+    if is_report_job(cfg):
+        return run_report_job(cfg, launch)
     with preserve_process_state():
-        if examines_machines(cfg):
-            return examine_machines(cfg, launch)
+        if is_doctor_job(cfg):
+            return run_doctor_job(cfg, launch)
         return _run_as_guest(arguments, launch, cfg)
 
 
@@ -175,7 +175,7 @@ def _run_in_children(arguments: Sequence[str], cfg: DictConfig, count: int) -> i
     if code not in (0, failure.STOPPED):
         if signals.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt("interrupted twice")
-        has_verdict = is_verification(cfg) or examines_machines(cfg)
+        has_verdict = is_verification(cfg) or is_doctor_job(cfg)
         verdict = _read_verdict(cfg, Path(str(cfg.run.dir))) if has_verdict else ""
         raise RuntimeError(
             message or verdict or "a process of the run ended without a message: killed, or out of memory"
@@ -185,7 +185,7 @@ def _run_in_children(arguments: Sequence[str], cfg: DictConfig, count: int) -> i
 
 def _read_verdict(cfg: DictConfig, folder: Path) -> str:
     """What `verify` or `doctor` has found wrong, by its file in this folder; empty where that is nothing."""
-    if examines_machines(cfg):
+    if is_doctor_job(cfg):
         path = folder / "doctor.json"
         findings = json.loads(path.read_text())["findings"] if path.is_file() else []
         errors = [finding["what"] for finding in findings if finding["level"] == "error"]
@@ -202,7 +202,7 @@ def _read_result(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[st
 
     # these jobs have a folder of their own, and leave the run's status as it was
     job_folder = "evaluate" if opens_trained_run(cfg) else "verify" if is_verification(cfg) else ""
-    job_folder = "doctor" if examines_machines(cfg) else job_folder
+    job_folder = "doctor" if is_doctor_job(cfg) else job_folder
     status = read_status(folder)
     if code == failure.STOPPED and status is None:
         raise KeyboardInterrupt("interrupted before the run began")
@@ -231,7 +231,7 @@ def processes_to_start(cfg: DictConfig, launch: Launch) -> int:
     Refusal where a launcher has started it, or where restarts are asked for and nothing is started.
     """
     # a child that was started for this very key must not start others
-    if launch.is_local_child or only_reads_files(cfg):
+    if launch.is_local_child or is_report_job(cfg):
         return 0
     restarts = cfg.distributed.restarts
     if cfg.processes is None:
@@ -271,7 +271,7 @@ def run_in_processes(
         return run_with_restarts(arguments, count, Path(scratch), folder, restarts, starter)
 
 
-def examine_machines(cfg: DictConfig, launch: Launch) -> int:
+def run_doctor_job(cfg: DictConfig, launch: Launch) -> int:
     """Do the job `doctor`, on every rank; the exit code. Refusal where it cannot be done."""
     from trainer.configuration.allowed_targets import AllowedTargets
     from trainer.configuration.instantiate import instantiate
@@ -286,7 +286,7 @@ def examine_machines(cfg: DictConfig, launch: Launch) -> int:
     return doctor(machine, examined_folder(cfg))
 
 
-def print_report(cfg: DictConfig, launch: Launch) -> int:
+def run_report_job(cfg: DictConfig, launch: Launch) -> int:
     """Do the job `report`, on the main rank; the exit code. Refusal where there is no such run."""
     from trainer.jobs.goodput_report import Report
 

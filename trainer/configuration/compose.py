@@ -112,7 +112,7 @@ def open_config_dirs(lab_dirs: tuple[Path, ...]) -> Iterator[list[Path]]:
 
 
 def compose_with_hydra(command: CommandLine, chosen: Sequence[str], config_dirs: list[Path]) -> DictConfig:
-    """What Hydra composes of these words, its own part included, inside `composing`. Refusal in one line."""
+    """What Hydra composes of these words, its own part included, inside `open_config_dirs`. Refusal in one line."""
     try:
         return hydra.compose(command.config_name, [*chosen, *_searchpath(config_dirs[1:])], return_hydra_config=True)
     except Exception as error:  # Hydra answers what is wrong in a yaml with ten types of exception, and with asserts
@@ -232,7 +232,7 @@ def opens_trained_run(cfg: DictConfig) -> bool:
     return OmegaConf.select(cfg, "job.checkpoint") is not None
 
 
-def only_reads_files(cfg: DictConfig) -> bool:
+def is_report_job(cfg: DictConfig) -> bool:
     """Does the job only read the files of a run? Then nothing is built for it, and torch is not imported."""
     return cfg.job.get("_target_") == "trainer.jobs.goodput_report.Report"
 
@@ -245,7 +245,7 @@ def report_folder(cfg: DictConfig) -> Path:
     return resolve_links(expand_home(run.dir if run.dir is not None else f"{run.root}/{run.name}"))
 
 
-def examines_machines(cfg: DictConfig) -> bool:
+def is_doctor_job(cfg: DictConfig) -> bool:
     """Does the job examine where a run would be? Then no part of a run is built for it."""
     return bool(cfg.job.get("_target_") == "trainer.jobs.doctor.job.Doctor")
 

@@ -68,7 +68,7 @@ def instantiate(node: DictConfig | None, kind: type, where: str, allowed: Allowe
 
 
 def check_groups(cfg: DictConfig, kinds: Mapping[str, type], allowed: AllowedTargets) -> set[str]:
-    """Refuse with everything that `build` would refuse in these groups, without calling anything.
+    """Refuse with everything that `instantiate` would refuse in these groups, without calling anything.
 
     Returns the keys that change nothing: what they say, the target says by itself. One that a later version of it
     brings is no other configuration.
@@ -91,7 +91,7 @@ def check_groups(cfg: DictConfig, kinds: Mapping[str, type], allowed: AllowedTar
 def make_factory(
     node: DictConfig, kind: type, where: str, allowed: AllowedTargets, **extra: Any
 ) -> Callable[[Any], Any]:
-    """What makes the object from its first argument alone: `maker(...)(groups)` is an optimizer over these groups."""
+    """Makes the object from its first argument alone: `make_factory(...)(groups)` is an optimizer over these groups."""
     # The first argument is not there yet; everything else is checked now, before any process group.
     first = next(iter(inspect.signature(_group_target(node, kind, where, allowed)).parameters), "")
     call = _plan_group(node, kind, where, allowed, [first, *extra])

@@ -1,7 +1,7 @@
 """The types of the framework's keys: ranges, and the few kinds of value that have a grammar of their own.
 
-`Annotated[float, Validator(seconds)]` in schema.py is a key whose value `seconds` reads. Who cannot take a value raises
-a Refusal that says what is expected, as a sentence without its subject.
+`Annotated[float, Validator(parse_seconds)]` in schema.py is a key whose value `parse_seconds` reads. Who cannot take a
+value raises a Refusal that says what is expected, as a sentence without its subject.
 """
 
 from __future__ import annotations

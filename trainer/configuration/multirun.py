@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 from trainer.configuration.command_line import CommandLine, override_text, parse_command_line, parse_overrides
 from trainer.configuration.compose import (
     compose,
-    examines_machines,
-    only_reads_files,
+    is_doctor_job,
+    is_report_job,
     open_config_dirs,
     opens_trained_run,
     quote_value,
@@ -289,9 +289,9 @@ def _compose_all(trials: Iterable[Trial]) -> DictConfig:
             problems += str(refusal).splitlines()
     if problems:
         raise Refusal(join_problems([*dict.fromkeys(problems)]))
-    if examines_machines(configs[0]):
+    if is_doctor_job(configs[0]):
         raise Refusal("-m trains several runs, and job=doctor examines the machines once: leave out -m")
-    if opens_trained_run(configs[0]) or only_reads_files(configs[0]):
+    if opens_trained_run(configs[0]) or is_report_job(configs[0]):
         raise Refusal("-m trains several runs in one folder; a job that opens a run takes one run.dir: leave out -m")
     return configs[0]
 

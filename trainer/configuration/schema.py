@@ -82,7 +82,7 @@ class Ema:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TextSample:
     """A text that a language model continues after each evaluation."""
 
     prompt: NonEmpty | None
@@ -147,7 +147,7 @@ class Settings:
     run: Run
     loop: Loop
     ema: Ema
-    sample: Sample
+    sample: TextSample
     loader: Loader
     checkpoint: Checkpoint
     distributed: Distributed

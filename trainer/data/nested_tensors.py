@@ -33,7 +33,7 @@ def named_tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_lists(tree: Any, name: str) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Every list and tuple of a tree with its place there, as `named` has it; outer ones before inner ones."""
+    """Every list and tuple of a tree with its place there, as `named_tensors` has it; outer ones before inner ones."""
     children: Iterable[tuple[Any, Any]] = _named_children(tree)
     if isinstance(tree, (list, tuple)):
         yield name, tree
@@ -82,7 +82,7 @@ def slice_rows(tree: Any, start: int, stop: int, size: int) -> Any:
 
 
 def has_rows(tree: Any, size: int) -> bool:
-    """Is it certain that row i of every tensor is sample i of a batch of `size`? Then `rows` cuts samples.
+    """Is it certain that row i of every tensor is sample i of a batch of `size`? Then `slice_rows` cuts samples.
 
     Not certain is a list of tensors as long as the batch: they may be views of all samples, or one of each. Nor is what
     stands in the batch but for the samples: a number, a tensor of another length, an object that nobody knows here.

@@ -19,8 +19,8 @@ from trainer.data.nested_tensors import cast_floats, map_tensors, tensors
 from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import (
     Which,
-    checkpoint_classes,
-    data_classes,
+    checkpoint_class_names,
+    data_class_names,
     evaluation_example,
     load_network,
     read_samples,
@@ -251,7 +251,7 @@ def class_names(run: RunParts, which: Which) -> list[str]:
     None where there are no classes. Refusal where the data has a class that the checkpoint does not know.
     """
     # a checkpoint counts more: its numbers are those that the network gives
-    names, names_of_data = checkpoint_classes(run, which), data_classes(run.data)
+    names, names_of_data = checkpoint_class_names(run, which), data_class_names(run.data)
     if names_of_data:
         renumber_classes(run.data, names)
     names = names or names_of_data

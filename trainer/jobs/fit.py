@@ -16,7 +16,7 @@ from trainer.data.class_renumbering import read_class_names
 from trainer.jobs.build_trainer import make_checkpoints, make_trainer
 from trainer.jobs.doctor.host_facts import software_versions
 from trainer.jobs.out_of_memory import give_back_freed_memory, keep_freed_memory, memory_advice
-from trainer.jobs.preparation import build_values, determinism_advice, prepare
+from trainer.jobs.preparation import build_weights_on_main, determinism_advice, prepare
 from trainer.jobs.resume_decision import ResumeDecision, decide_resume, open_start
 from trainer.jobs.run_messages import (
     best_lines,
@@ -78,17 +78,17 @@ class Fit(Job):
         ):
             start = checkpoints.newest() or open_start(run)
             # the folder's own files change only now, when it is sure that there is something to go on from
-            begin(run, start, decision.changed, log)
+            record_start(run, start, decision.changed, log)
             # values after the checkpoint was found: a network that is read back is not built first
-            build_values(run, resuming=start is not None)
+            build_weights_on_main(run, resuming=start is not None)
             trainer = make_trainer(run, checkpoints, log, stop, progress)
             done = trainer.fit(start)
-            return end(run, trainer, stop, done, began)  # inside: who was left behind is asked of the others
+            return record_end(run, trainer, stop, done, began)  # inside: who was left behind is asked of the others
 
 
 @contextmanager
 def failures_reported(run: PreparedRun, progress: Progress, log: Log) -> Iterator[None]:
-    """If something fails inside, the run's files say so; then raises Failed with advice about it."""
+    """If something fails inside, the run's files say so; then raises RunFailed with advice about it."""
     folder = run.folder
     try:
         with failure.sys_exit_as_error():
@@ -133,7 +133,7 @@ def git_revision() -> str | None:
         return None
 
 
-def begin(run: PreparedRun, start: CheckpointInfo | None, changed: Sequence[str], log: Log) -> None:
+def record_start(run: PreparedRun, start: CheckpointInfo | None, changed: Sequence[str], log: Log) -> None:
     """Collective: write what this start is, and take back what an earlier one logged after the step to go on from."""
     strategy, folder, length = run.strategy, run.folder, run.length
     step = start.step if start else 0
@@ -147,7 +147,7 @@ def begin(run: PreparedRun, start: CheckpointInfo | None, changed: Sequence[str]
         log.say(line)
 
 
-def end(run: PreparedRun, trainer: Trainer, stop: StopRequest, done: bool, began: float) -> int:
+def record_end(run: PreparedRun, trainer: Trainer, stop: StopRequest, done: bool, began: float) -> int:
     """Collective: say how it ended, in status.json first, which a launcher's end may cut off; the exit code."""
     launch, step, log = run.machine.launch, trainer.progress.step, trainer.log
     lost = not done and stopped_elsewhere_only(launch, stop, run.strategy.world.all_gather_values)

@@ -19,7 +19,7 @@ from trainer.jobs.trained_run import (
     LoadedRun,
     Split,
     Which,
-    data_classes,
+    data_class_names,
     load_run,
     run_folder,
     wants_average,
@@ -56,7 +56,7 @@ def top_classes(task: Task, output: Any, damaged: Tensor) -> dict[str, Tensor]:
     return {"probability": top.values, "class": top.indices, "damaged": damaged}
 
 
-class ClassTable:
+class InputClassWriter:
     """Writes `file,class,probability`, and JSON with the best five classes; remembers what is for the screen.
 
     samples: has `name(i)`, and `error(i)` for one that could not be read.
@@ -178,7 +178,7 @@ class Predict(Job):
         table = path.with_suffix(".csv")  # only if the data names its classes
         with open_drafts(path, table) as (file, rows):
             tensors = SafetensorsWriter(file, loaded.loader.size)
-            names = ClassNameTable(CSVWriter(rows, ("index", "name", "class")), run.data)
+            names = SetClassWriter(CSVWriter(rows, ("index", "name", "class")), run.data)
             for first, piece in pieces:
                 tensors.add(first, piece)
                 names.add(first, piece, loaded.samples)
@@ -197,7 +197,7 @@ class Predict(Job):
             return _take_part(pieces)
         lines = path.with_suffix(".jsonl")  # a row of JSON beside each row of the table
         with open_drafts(path, lines) as (table, rows):
-            classified = ClassTable(table, rows, loaded.samples, loaded.classes or data_classes(run.data))
+            classified = InputClassWriter(table, rows, loaded.samples, loaded.classes or data_class_names(run.data))
             for first, piece in pieces:
                 classified.add(first, piece)
             self._remove_others(path, lines)
@@ -213,7 +213,7 @@ class Predict(Job):
                 old.unlink(missing_ok=True)
 
 
-class ClassNameTable:
+class SetClassWriter:
     """The class of each sample, where the data names its classes and each answer has one number for each of them."""
 
     def __init__(self, table: CSVWriter, data: Data) -> None:

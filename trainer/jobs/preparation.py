@@ -26,9 +26,9 @@ from trainer.jobs.run_parts import PreparedRun, RunParts
 from trainer.launch.failure import error_chain
 from trainer.launch.store_collectives import run_one_per_node_first
 from trainer.learning.freezing import freeze, refuse_frozen
-from trainer.learning.optimizer_checks import refuse_step
+from trainer.learning.optimizer_checks import refuse_unusable_optimizer
 from trainer.learning.parameter_patterns import Rule, resolve_rules
-from trainer.learning.task import Task, gathers_samples, is_recurrent, refuse_metric_objects, refuse_parameters
+from trainer.learning.task import Task, gathers_samples, is_recurrent, refuse_metric_objects, refuse_task_parameters
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_in_state_dict, allocate_empty, is_meta_model
 from trainer.records.profiler import refuse_profile_window
@@ -65,13 +65,13 @@ def prepare(run: RunParts) -> PreparedRun:
     refuse_missing_evaluation(run, evaluation)
     refuse_missing_sinks(run, evaluation)
     refuse_shuffled_carry(run.task, run.data)
-    refuse_parameters(run.task)
+    refuse_task_parameters(run.task)
     # the network last of what is made, for it may be large
     prepared = prepare_network(run, partial(small_example, run, training))
     network = prepared.network
     # two steps over a few numbers: does the optimizer compute at all?
-    refuse_step(network, run.make_optimizer)
-    refuse_sample(run, network)
+    refuse_unusable_optimizer(network, run.make_optimizer)
+    refuse_text_sample(run, network)
     # a run that cannot work leaves no folder behind: what it would begin with is looked at before
     identity = identify_data(run.data, training, order.length, evaluation) if launch.is_main else {}
     initial = InitialWeights(settings.init_from, run.best_metric)
@@ -142,7 +142,7 @@ def seeded_network(run: RunParts) -> nn.Module:
     return freeze(run.make_network(), run.settings.model.freeze)
 
 
-def build_values(run: PreparedRun, resuming: bool) -> None:
+def build_weights_on_main(run: PreparedRun, resuming: bool) -> None:
     """Where the network has no values the main rank builds them, to send them to all; some come from `init_from`.
 
     Not where a checkpoint or a file will give them all: nobody builds what is overwritten.
@@ -183,7 +183,7 @@ def refuse_missing_evaluation(run: RunParts, evaluation: Any) -> None:
         raise Refusal(f"{what} counts evaluations, and loop.eval_every=null leaves one, at the end; use 1ep, or steps")
 
 
-def refuse_sample(run: RunParts, network: nn.Module) -> None:
+def refuse_text_sample(run: RunParts, network: nn.Module) -> None:
     """Refuse to continue a text where the data, the network or the strategy cannot."""
     request, key = run.sample, f"sample.prompt={run.settings.sample.prompt}"
     if request is not None:

@@ -166,11 +166,11 @@ def compare_sets(checkpoint: CheckpointInfo | None, identity: Mapping[str, Any],
 
 def compare_classes(checkpoint: CheckpointInfo | None, identity: Mapping[str, Any]) -> list[Change]:
     """How the names of the classes differ from those of a checkpoint; none where one of the two has no names."""
-    old, new = trained_classes(checkpoint.state if checkpoint else {}), identity["classes"]
+    old, new = trained_class_names(checkpoint.state if checkpoint else {}), identity["classes"]
     return [Change("classes", format_class_names(old), format_class_names(new))] if old and new and old != new else []
 
 
-def trained_classes(state: Mapping[str, Any]) -> list[str]:
+def trained_class_names(state: Mapping[str, Any]) -> list[str]:
     """The names of the classes that a checkpoint was trained with, by its state.json; none where it has none."""
     return list(state.get("data", {}).get("classes", []))
 

@@ -23,7 +23,7 @@ from trainer.data.rng import seed_all
 from trainer.data.sampler import RankSampler, dataset_size
 from trainer.jobs.batch_sizes import evaluation_batch_size
 from trainer.jobs.preparation import prepare_network, prepare_process, read_data_sets, seeded_network
-from trainer.jobs.resume_decision import trained_classes
+from trainer.jobs.resume_decision import trained_class_names
 from trainer.jobs.run_parts import RunParts
 from trainer.launch import rank_output
 from trainer.launch.hang_detection import make_watchdog
@@ -79,7 +79,7 @@ def load_run(
     launch, strategy = run.machine.launch, run.strategy
     prepare_process(run)
     # is there a checkpoint? its classes count: the data may have others, or others' numbers
-    classes = broadcast_from_main(launch, "checkpoint", lambda: checkpoint_classes(run, which))
+    classes = broadcast_from_main(launch, "checkpoint", lambda: checkpoint_class_names(run, which))
     samples = read_samples(run, split, launch, classes) if inputs is None else read_inputs(run, inputs)
     network = prepare_network(run, partial(evaluation_example, run, samples)).network
 
@@ -177,19 +177,19 @@ def select_checkpoint(run: RunParts, which: Which) -> Manifest:
     return manifests[0] if which == "last" else steps[which]
 
 
-def checkpoint_classes(run: RunParts, which: Which) -> list[str]:
+def checkpoint_class_names(run: RunParts, which: Which) -> list[str]:
     """The names of the classes that this checkpoint was trained with; none where it does not say them."""
     for left in reversed(range(_TRIES)):
         manifest = select_checkpoint(run, which)
         try:
-            return trained_classes(read_state(manifest))
+            return trained_class_names(read_state(manifest))
         except CorruptCheckpoint as error:
             if manifest.path.exists() or not left:
                 raise Refusal(str(error)) from None
     raise AssertionError  # not reached
 
 
-def data_classes(data: Data) -> list[str]:
+def data_class_names(data: Data) -> list[str]:
     """The names of the data's classes; none where it has none, or where the data itself is not there any more."""
     try:
         return read_class_names(data)

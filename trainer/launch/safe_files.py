@@ -42,7 +42,7 @@ def resolve_links(path: str | Path) -> Path:
 
 
 def open_descriptor(path: str | Path, flags: int) -> int:
-    """A descriptor of a regular file, for `open`. Strange where it is none, or where a part of its path is a link."""
+    """A descriptor of a regular file, for `open`. UnsafeFile where it is none, or a part of its path is a link."""
     path = Path(path)
     folder = _open_folder(path.parent, make=False)
     try:
@@ -61,18 +61,18 @@ def open_descriptor(path: str | Path, flags: int) -> int:
 
 
 def open_file(path: Path, mode: str, buffering: int = -1) -> BufferedRandom:
-    """A regular file, as `open` opens it for bytes (mode: rb, ab, r+b, xb …). Strange, or OSError."""
+    """A regular file, as `open` opens it for bytes (mode: rb, ab, r+b, xb …). UnsafeFile, or OSError."""
     return cast(BufferedRandom, open(path, mode, buffering, opener=open_descriptor))
 
 
 def make_folder(path: Path) -> Path:
-    """The folder, made with those above it where there are none. Strange where one of them is a link, or a file."""
+    """The folder, made with those above it where there are none. UnsafeFile where one of them is a link, or a file."""
     os.close(_open_folder(path, make=True))
     return path
 
 
 def refuse_unsafe_files(folder: Path) -> None:
-    """Strange for the first link, pipe or device that a run would meet in its folder, or in that of a job."""
+    """UnsafeFile for the first link, pipe or device that a run would meet in its folder, or in that of a job."""
     for place in (folder, folder / "logs", folder / "tensorboard"):
         if place.is_dir() and not place.is_symlink():
             for entry in sorted(os.scandir(place), key=lambda entry: entry.name):

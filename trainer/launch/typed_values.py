@@ -39,7 +39,7 @@ _OBJECTS = {"torch.Tensor", "torch.nn.modules.module.Module"}
 
 
 class Validator(NamedTuple):
-    """Stands in an annotation: of `Annotated[float, Validator(seconds)]` the function alone decides, not the type."""
+    """Stands in an annotation: of `Annotated[float, Validator(parse_seconds)]` the function decides, not the type."""
 
     convert: Callable[[Any], Any]  # value → value as it is used; Refusal with what is expected
 

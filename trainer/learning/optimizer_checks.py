@@ -16,7 +16,7 @@ from trainer.messages import Refusal, first_line, format_count
 _ERRORS = (RuntimeError, ValueError, Refusal)
 
 
-def refuse_step(network: nn.Module, make: Make) -> None:
+def refuse_unusable_optimizer(network: nn.Module, make: Make) -> None:
     """Refuse parameters that the optimizer cannot step, and memory that no checkpoint can keep.
 
     Tried over a few numbers for each number of dimensions: Muon takes only matrices, SparseAdam nothing dense.

@@ -218,7 +218,7 @@ _REMEDY = (
 )
 
 
-def refuse_parameters(task: Task) -> None:
+def refuse_task_parameters(task: Task) -> None:
     """Refuse parameters that a task has made for itself. A network inside it may be one that is not to learn."""
     names = [
         name
@@ -236,7 +236,7 @@ def task_weights_with_gradient(task: Task, network: nn.Module) -> list[str]:
     return [name for name, x in every if x not in trained and x.is_leaf and x.grad is not None]
 
 
-def refuse_gradients(task: Task, names: list[str]) -> None:
+def refuse_task_gradients(task: Task, names: list[str]) -> None:
     """Refuse a task whose weights got gradients, for these would be all that comes of them."""
     if names:
         raise Refusal(

@@ -159,7 +159,7 @@ class ShapeCheckingTask(TaskWrapper):
         return {name: torch.zeros(pairs[name][0]) if name in self.mismatches else sums[name] for name in pairs}
 
 
-def refuse_metrics(model: ParallelModel, loader: EvalLoader, ranks: Ranks) -> None:
+def refuse_varying_metric_shapes(model: ParallelModel, loader: EvalLoader, ranks: Ranks) -> None:
     """Collective: Refusal if the metrics of one sample have other shapes than those of a micro-batch."""
     first_batch, _ = next(iter(loader.batches(range(1))))
     task, model.task = model.task, (checking := ShapeCheckingTask(model.task))
@@ -204,7 +204,7 @@ def trial_evaluation(
     Refusal if the task has no metric that is wanted (key of the configuration → name, such as checkpoint.best), or if
     its metrics are no sums.
     """
-    refuse_metrics(model, loader, strategy.world)
+    refuse_varying_metric_shapes(model, loader, strategy.world)
     metrics = evaluate_batches(strategy, model, task, loader, range(1), media)
     for key, name in wanted.items():
         if (bare := name.removeprefix("-")) not in metrics:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from trainer.launch.rendezvous import Launch
-from trainer.parallel.ranks import COMPLETED, BucketHook, Group, Ranks, Vote, Waitable
+from trainer.parallel.ranks import COMPLETED, BucketHook, Group, PendingMaximum, Ranks, Waitable
 
 Letter = tuple[tuple[int, ...], str, int, int, int]  # the ranks of a group, kind, sender, receiver, the how many-th
 
@@ -42,9 +42,9 @@ class FakeGroup(Group):
         """The numbers of this rank."""
         return list(numbers)
 
-    def vote(self, numbers: Sequence[float], patience: timedelta) -> Vote:
+    def vote(self, numbers: Sequence[float], patience: timedelta) -> PendingMaximum:
         """The numbers of this rank."""
-        return Vote(numbers)
+        return PendingMaximum(numbers)
 
     def all_gather_values(self, value: Any) -> list[Any]:
         """The value of this rank, as often as there are ranks."""

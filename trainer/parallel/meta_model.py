@@ -49,7 +49,7 @@ def all_in_state_dict(network: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def take_values(network: nn.Module) -> Values:
+def move_to_meta(network: nn.Module) -> Values:
     """Move a network to the meta device, in place; returns the values that it had."""
     for module in network.modules():
         # It keeps weak references, to see whether its weights are still the same: what has one cannot be swapped. It

@@ -30,8 +30,8 @@ COMPLETED = CompletedWork()
 Waitable = CompletedWork | dist.Work
 
 
-class Vote:
-    """Numbers that ranks were asked for, flags among them; those of a process alone are the answer."""
+class PendingMaximum:
+    """The largest of each number over the ranks, which `read` waits for; one process alone has it at once."""
 
     def __init__(
         self, numbers: Sequence[float] | Tensor, under_way: Waitable = COMPLETED, patience: timedelta = GROUP_TIMEOUT
@@ -74,9 +74,9 @@ class Ranks:
         """
         return number
 
-    def vote(self, numbers: Sequence[float], patience: timedelta) -> Vote:
+    def vote(self, numbers: Sequence[float], patience: timedelta) -> PendingMaximum:
         """Collective: start asking for the largest of each number; a rank may be so late with its answer."""
-        return Vote(numbers)
+        return PendingMaximum(numbers)
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Collective: every rank's tensor becomes the first rank's."""
@@ -135,10 +135,10 @@ class Group(Ranks):
         dist.all_gather_into_tensor(each, number.reshape(1), group=self.group)  # these ranks; one number of each
         return each.sum()
 
-    def vote(self, numbers: Sequence[float], patience: timedelta) -> Vote:
+    def vote(self, numbers: Sequence[float], patience: timedelta) -> PendingMaximum:
         """Collective: start asking for the largest of each number; a rank may be so late with its answer."""
         largest = torch.tensor(numbers, dtype=torch.float64)
-        return Vote(largest, self.all_reduce_max_(largest), patience)  # these ranks; 8 bytes a number
+        return PendingMaximum(largest, self.all_reduce_max_(largest), patience)  # these ranks; 8 bytes a number
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Collective: every rank's tensor becomes the first rank's."""

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def lock_folder(folder: Path) -> int:
-    """Make a folder and take it for this process; what is returned goes to `unlock`. Refusal names who has it."""
+    """Make a folder and take it for this process; what it returns goes to `unlock_folder`. Refusal names who has it."""
     descriptor = _open_lock_file(folder)
     _wait_for_lock(descriptor, folder)
     # whoever had it may have moved it aside, or removed it, and the lock that was waited for with it

@@ -55,7 +55,7 @@ def to_float64(network: nn.Module) -> nn.Module:
     return network.to(torch.float64)
 
 
-def check_gradients(network: nn.Module) -> None:
+def check_gradient_layouts(network: nn.Module) -> None:
     """RuntimeError if a gradient has another memory layout than its parameter, as one made by hand may have.
 
     Fused optimizers read memory, not indices: they would learn something else without a word.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.parallel_plan import Plan
-from trainer.learning.task import Task, refuse_gradients, task_weights_with_gradient
+from trainer.learning.task import Task, refuse_task_gradients, task_weights_with_gradient
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
 from trainer.parallel.batch_gather import set_gather_ranks, set_gather_span
 from trainer.parallel.batch_norm import average_statistics, synchronise_batch_norms
@@ -32,7 +32,7 @@ from trainer.strategies.loss import (
     Forward,
     MemoryFormat,
     accumulate_losses,
-    check_gradients,
+    check_gradient_layouts,
     evaluation_sums,
     loss_shares,
     name_losses,
@@ -205,10 +205,10 @@ class ParallelModel:
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.before_first_step:
-            check_gradients(self.network)
+            check_gradient_layouts(self.network)
             names = task_weights_with_gradient(self.task, self.network)
             of_ranks = self.strategy.world.all_gather_values(names)  # all ranks, once; as a rule nothing
-            refuse_gradients(self.task, next(filter(None, of_ranks), []))
+            refuse_task_gradients(self.task, next(filter(None, of_ranks), []))
         norm = None
         if max_norm is not None or self.scaler.needs_norm:
             # first, so that the norm is that of the true gradients; an overflow shows in it on every rank

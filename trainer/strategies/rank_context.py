@@ -22,7 +22,7 @@ from trainer.launch.main_thread_watchdog import RankProgress
 from trainer.learning.intervals import Cadences
 from trainer.parallel.buckets import PendingSums, Sums
 from trainer.parallel.process_group import set_timeouts
-from trainer.parallel.ranks import Ranks, Vote
+from trainer.parallel.ranks import PendingMaximum, Ranks
 from trainer.strategies.machine import Machine
 from trainer.strategies.step_timing import NoStallClock, StepTimer
 
@@ -152,6 +152,6 @@ class StopVotes:
         """Collective: the flags that some rank has raised, beside those of the steps; waits for the answer."""
         return [bool(flag) for flag in self._begin(*flags).read()]
 
-    def _begin(self, *numbers: float) -> Vote:
+    def _begin(self, *numbers: float) -> PendingMaximum:
         # all ranks; 8 bytes a number, as a CPU tensor while the step computes: no GPU waits
         return self._place.world.vote(numbers, self._place.time_limit + WATCHDOG_MARGIN)

@@ -31,7 +31,7 @@ from trainer.parallel.context_parallel import (
 )
 from trainer.parallel.device_mesh import ranks_along
 from trainer.parallel.fully_shard import unsharded_parameters
-from trainer.parallel.meta_model import allocate_empty, broadcast_values, take_values
+from trainer.parallel.meta_model import allocate_empty, broadcast_values, move_to_meta
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_parallel import (
     ReplicatedParameters,
@@ -58,7 +58,7 @@ class ShardedModel(ParallelModel):
     @override
     def materialize(self, network: nn.Module) -> nn.Module:
         """The network without values, because no rank need hold all of it. `shard` gives it its values."""
-        self._values = take_values(network)
+        self._values = move_to_meta(network)
         self.memory_format.convert_weights(network)
         return network
 

@@ -15,7 +15,7 @@ from trainer.messages import Refusal
 from trainer.verify.comparison import Comparison, Tolerances, compare
 from trainer.verify.fixed_randomness import FixedRandomness
 from trainer.verify.plain_loop import Variation, run_plain_loop
-from trainer.verify.short_run import initial_progress, train_and_record, with_fields
+from trainer.verify.short_run import initial_progress, temporary_attributes, train_and_record
 from trainer.verify.training_record import Phase, TrainingRecord
 from trainer.verify.verdict import (
     DIVIDED,
@@ -135,14 +135,14 @@ class Experiments:
             undivided = replace(run, settings=replace(run.settings, loop=loop), batches=batches)
             mended[ONE_MICRO_BATCH] = self._is_mended(plain, ONE_MICRO_BATCH, undivided)
         if strategy.activation_checkpointing != "none":
-            with with_fields(strategy, activation_checkpointing="none"):
+            with temporary_attributes(strategy, activation_checkpointing="none"):
                 mended[NO_RECOMPUTING] = self._is_mended(plain, NO_RECOMPUTING, run)
         if machine.compile:
             eager = replace(machine, compile=False)
-            with with_fields(strategy, machine=eager):
+            with temporary_attributes(strategy, machine=eager):
                 mended[UNCOMPILED] = self._is_mended(plain, UNCOMPILED, replace(run, machine=eager))
         if "BatchNorm" in self._module_class and not strategy.sync_bn and strategy.data_group.size > 1:
-            with with_fields(strategy, sync_bn=True):
+            with temporary_attributes(strategy, sync_bn=True):
                 mended[SYNC_BN] = self._is_mended(plain, SYNC_BN, run)
         return mended
 
@@ -165,7 +165,7 @@ class Experiments:
         """Collective: is the strategy, changed so, the same as the plain loop up to the place of interest?"""
         record = TrainingRecord(layouts=self.reference.layouts)
         machine = replace(run.strategy.machine, dropout="native")  # torch's own draws: FixedRandomness replaces them
-        with with_fields(run.strategy, machine=machine):
+        with temporary_attributes(run.strategy, machine=machine):
             run, ends, fixed = replace(run, machine=machine), ends or self.ends, FixedRandomness()
             train_and_record(
                 run, record, ends, self.stop, self.ends[0], randomness=fixed, name=name, evaluates=evaluates

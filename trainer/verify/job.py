@@ -44,10 +44,10 @@ from trainer.verify.reference import (
 )
 from trainer.verify.short_run import (
     computing_in,
-    make_plain,
     remove_dropout,
     set_batch_size,
     train_and_record,
+    use_single_process,
 )
 from trainer.verify.training_record import Key, Phase, TrainingRecord
 from trainer.verify.verdict import Verdict, explain_cause, judge
@@ -181,7 +181,7 @@ class Verify(Job):
             raise Refusal("job.record: the reference is what one process does; leave out processes and torchrun")
         make_folder(path.parent)
         # the run, on one process
-        make_plain(parts)
+        use_single_process(parts)
         set_batch_size(parts, self.batch or parts.settings.loop.global_batch)
         run, _ = self._prepare(parts, path.parent / f"{path.stem}.trial")
         # as many layers as the memory of one process allows

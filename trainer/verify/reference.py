@@ -122,7 +122,7 @@ _LAST = 2000  # characters of what a process that failed said last
 _NO_MEMORY = re.compile(r"out of memory|can.t allocate memory|cannot allocate memory|bad_alloc|MemoryError", re.I)
 
 
-def make_in_process(run: RunParts, samples: int, path: Path, layers: int | None) -> str:
+def make_reference_in_child(run: RunParts, samples: int, path: Path, layers: int | None) -> str:
     """Have the reference of a run with so many samples in a step written to a file.
 
     layers: so many of each kind; None: all. What is given back is how its memory ran out; empty where it did not.
@@ -158,7 +158,7 @@ def read_reference(path: Path) -> TrainingRecord:
 def make_reference(run: PreparedRun, samples: int, path: Path, wanted: Layers) -> str:
     """Collective: the reference in a file, with fewer layers where one process cannot hold all; why it has fewer.
 
-    samples: in a step. asked: `job.layers`.
+    samples: in a step. wanted: `job.layers`.
     """
     launch = run.machine.launch
     least = max(2, run.strategy.least_layers(launch.world_size))
@@ -166,10 +166,10 @@ def make_reference(run: PreparedRun, samples: int, path: Path, wanted: Layers) -
     def make() -> str:
         """The main rank's."""
         layers, reason = choose_layers(run, wanted, least)
-        lack = make_in_process(run, samples, path, layers)
+        lack = make_reference_in_child(run, samples, path, layers)
         if lack and wanted is None and layers is None:
             reason = f"the reference with all of them ran out of memory ({lack})"
-            lack = make_in_process(run, samples, path, least)
+            lack = make_reference_in_child(run, samples, path, least)
         if lack:
             raise Refusal(out_of_memory_message(run, reason, lack, wanted))
         return reason

@@ -21,7 +21,7 @@ from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.jobs.batch_sizes import divide_batch, evaluation_batch_size
 from trainer.jobs.build_trainer import make_checkpoints, make_evaluation, make_trainer
-from trainer.jobs.preparation import build_values, read_data_sets, seeded_network
+from trainer.jobs.preparation import build_weights_on_main, read_data_sets, seeded_network
 from trainer.jobs.run_parts import PreparedRun, RunParts
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.intervals import Interval, Trigger
@@ -111,10 +111,10 @@ def train_and_record(
         # saves when they are due alone: after better figures, what a save changes would look like the evaluation's
         vars(checkpoints)["is_best"] = lambda figures: False
         for part, end in enumerate(ends, 1):
-            run, follows = restart(run), part < len(ends)
+            run, follows = fresh_run(run), part < len(ends)
             # everything as a start of a run makes it; the second part resumes from the first one's checkpoint
             start, evaluation = checkpoints.newest(), make_evaluation(run)
-            build_values(run, resuming=start is not None)
+            build_weights_on_main(run, resuming=start is not None)
             trainer = make_trainer(run, checkpoints, Log([]), stop, initial_progress(run, ends[-1]))
             if shake and start is None:
                 perturb_weights(trainer.model.network, shake)
@@ -177,8 +177,8 @@ def compared_batches(count: int) -> list[int]:
 
 def detect_sample_layouts(run: PreparedRun) -> Any:
     """Where the samples of a batch lie in what each module gives: of a whole step, and of every other sample of it."""
-    run = restart(run)
-    build_values(run, resuming=False)
+    run = fresh_run(run)
+    build_weights_on_main(run, resuming=False)
     sampler, batch_size = run.strategy.slice, run.settings.loop.global_batch
     # every other one, as the first of two ranks has them: there a sample stands at another place than in the whole
     samplers = sampler, replace(sampler, ranks=2)
@@ -211,7 +211,7 @@ def initial_progress(run: PreparedRun, last: int) -> Progress:
     return Progress(position=passed, left_out=passed)
 
 
-def restart(run: PreparedRun) -> PreparedRun:
+def fresh_run(run: PreparedRun) -> PreparedRun:
     """The same run as another start of it would be: what objects remember of an earlier trial is in no checkpoint."""
     run = replace(run, **run.make_anew())
     run.training, run.evaluation = read_data_sets(run)
@@ -222,7 +222,7 @@ def restart(run: PreparedRun) -> PreparedRun:
     return run
 
 
-def make_plain(run: RunParts) -> None:
+def use_single_process(run: RunParts) -> None:
     """From now on one process does all of it as it is: one micro-batch, nothing recomputed, nothing compiled."""
     run.machine = replace(run.machine, compile=False)
     run.strategy = Strategy(machine=run.machine)
@@ -247,13 +247,13 @@ def set_batch_size(run: RunParts, samples: int | None) -> int:
 def computing_in(run: RunParts, precision: str) -> Iterator[None]:
     """Inside this context all is computed in this precision, and nothing is narrower on its way."""
     machine, narrow = replace(run.machine, precision=precision), dict.fromkeys(run.strategy.narrowing)
-    with with_fields(run, machine=machine), with_fields(run.strategy, machine=machine, **narrow):
+    with temporary_attributes(run, machine=machine), temporary_attributes(run.strategy, machine=machine, **narrow):
         yield
 
 
 @contextmanager
-def with_fields(holder: Any, **fields: Any) -> Iterator[None]:
-    """Inside this context an object has these fields."""
+def temporary_attributes(holder: Any, **fields: Any) -> Iterator[None]:
+    """Inside this context an object has these attributes; afterwards those it had before."""
     before = {name: getattr(holder, name) for name in fields}
     try:
         for name, value in fields.items():

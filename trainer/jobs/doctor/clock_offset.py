@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from trainer.jobs.doctor.findings import Finding, Site
+from trainer.jobs.doctor.findings import ExaminedRanks, Finding
 
 _PINGS, _PINGS_OF_ALL, _FEWEST = 20, 4000, 3  # round trips with each rank; of all together; at least
 _LARGE = 0.1  # seconds
@@ -18,7 +18,7 @@ def clock() -> float:
     return time.time()
 
 
-def measure_offsets(site: Site) -> list[float]:
+def measure_offsets(site: ExaminedRanks) -> list[float]:
     """Collective: by how many seconds the clock of each rank is ahead of rank 0's."""
     size = site.world.size
     pings = max(_FEWEST, min(_PINGS, _PINGS_OF_ALL // size))
@@ -48,7 +48,7 @@ def _ask(rank: int, message: torch.Tensor) -> tuple[float, float]:
     return answered - asked, message.item() - (asked + answered) / 2
 
 
-def judge_offsets(site: Site, offsets: list[float]) -> list[Finding]:
+def judge_offsets(site: ExaminedRanks, offsets: list[float]) -> list[Finding]:
     """A finding for the first rank of each clock that is far from rank 0's."""
     clocks: dict[tuple[str, float], int] = {}  # ranks of one machine have one clock, unless a container changes it
     for rank, offset in enumerate(offsets):

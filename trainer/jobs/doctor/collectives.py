@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.jobs.doctor.findings import Site
+from trainer.jobs.doctor.findings import ExaminedRanks
 from trainer.parallel.ranks import Group
 
 _STEP = 16  # from one size to the next
@@ -92,7 +92,7 @@ OPS: Mapping[str, Op] = {
 }
 
 
-def plan_groups(site: Site) -> dict[str, list[list[int]]]:
+def plan_groups(site: ExaminedRanks) -> dict[str, list[list[int]]]:
     """The groups that are measured, by name: all ranks; those of a machine and fewer neighbours; one of each machine.
 
     Groups of one name do not overlap. Ranks of several machines must be dealt to them evenly and in order, as launchers
@@ -115,7 +115,7 @@ def plan_groups(site: Site) -> dict[str, list[list[int]]]:
     return groups
 
 
-def make_groups(site: Site, planned: Mapping[str, list[list[int]]]) -> dict[str, Group]:
+def make_groups(site: ExaminedRanks, planned: Mapping[str, list[list[int]]]) -> dict[str, Group]:
     """Collective: this rank's group of each name."""
     groups = {}
     for name, members in planned.items():
@@ -128,7 +128,7 @@ def make_groups(site: Site, planned: Mapping[str, list[list[int]]]) -> dict[str,
 
 
 def time_collectives(
-    site: Site, groups: Mapping[str, Group], cells: Sequence[tuple[str, str]], seconds: float
+    site: ExaminedRanks, groups: Mapping[str, Group], cells: Sequence[tuple[str, str]], seconds: float
 ) -> list[CollectiveTime]:
     """Collective: time these pairs of group and collective; a size that would take too long is left out."""
     sizes = SIZES if site.device.type == "cpu" else (*SIZES, _LARGEST_ON_DEVICE)
@@ -154,7 +154,7 @@ def _elements(size: int, ranks: int) -> int:
     return ceil(size / 4 / ranks) * ranks
 
 
-def _repeat(site: Site, group: Group, op: Op, size: int, share: float) -> tuple[list[float], float]:
+def _repeat(site: ExaminedRanks, group: Group, op: Op, size: int, share: float) -> tuple[list[float], float]:
     """Collective: the seconds of the slowest rank at each repetition, and of all together, on all ranks alike."""
     elements = _elements(size, group.size)
     whole, other = (torch.zeros(elements, device=site.device) for _ in range(2))  # float32, (elements,)

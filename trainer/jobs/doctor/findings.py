@@ -27,7 +27,7 @@ class Finding:
 
 
 @dataclass
-class Site:
+class ExaminedRanks:
     """The ranks that are examined, and the device of this one. Every method is called by all ranks alike."""
 
     world: Ranks
@@ -67,7 +67,7 @@ class Site:
 
 
 def find_unusual(
-    site: Site, values: Sequence[object], sentence: Callable[[object, object], str], level: Level
+    site: ExaminedRanks, values: Sequence[object], sentence: Callable[[object, object], str], level: Level
 ) -> list[Finding]:
     """A finding for each value that is not the most common one, about the first rank that has it.
 

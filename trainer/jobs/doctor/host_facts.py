@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer import __version__
-from trainer.jobs.doctor.findings import Finding, Level, Site, find_unusual
+from trainer.jobs.doctor.findings import ExaminedRanks, Finding, Level, find_unusual
 from trainer.launch.devices import accelerator_names, available_host_memory, available_memory
 from trainer.launch.store_collectives import machine_id
 from trainer.messages import format_count
@@ -118,7 +118,7 @@ def _network_rate(device: torch.device, interface: str | None) -> float:
     return max(speeds) if max(speeds) > 0 else inf
 
 
-def judge_facts(site: Site, facts: list[HostFacts]) -> list[Finding]:
+def judge_facts(site: ExaminedRanks, facts: list[HostFacts]) -> list[Finding]:
     """What differs between ranks and must not, and limits that are too low."""
     findings = find_unusual(site, [each.device for each in facts], "computes on {}, the others on {}".format, "warning")
     versions = [{**each.versions, **each.versions["packages"]} for each in facts]
@@ -140,12 +140,12 @@ def judge_facts(site: Site, facts: list[HostFacts]) -> list[Finding]:
     return findings
 
 
-def is_crowded(site: Site, facts: list[HostFacts]) -> bool:
+def is_crowded(site: ExaminedRanks, facts: list[HostFacts]) -> bool:
     """Do the ranks of some machine have fewer processors than they are?"""
     return any(facts[rank].processors < site.machines.count(site.machines[rank]) for rank in site.first_ranks())
 
 
-def _judge_limits(site: Site, rank: int, facts: HostFacts) -> list[Finding]:
+def _judge_limits(site: ExaminedRanks, rank: int, facts: HostFacts) -> list[Finding]:
     """Limits of one machine that a run would meet."""
     findings = []
     needed = _DESCRIPTORS + _PER_RANK * site.world.size

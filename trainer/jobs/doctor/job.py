@@ -14,9 +14,9 @@ from typing import Any
 
 from trainer.jobs.doctor.clock_offset import judge_offsets, measure_offsets
 from trainer.jobs.doctor.collectives import OPS, make_groups, plan_groups, time_collectives
-from trainer.jobs.doctor.findings import Site
+from trainer.jobs.doctor.findings import ExaminedRanks
 from trainer.jobs.doctor.host_facts import collect_facts, is_crowded, judge_facts, machine_and_network
-from trainer.jobs.doctor.links import Expectations, confirm, judge_links, pair_rounds, time_links
+from trainer.jobs.doctor.links import Expectations, judge_links, pair_rounds, remeasure_slow_links, time_links
 from trainer.jobs.doctor.report import (
     FILE,
     Baseline,
@@ -60,8 +60,8 @@ class Doctor:
         # rank 0 decides, for others may stand in another folder
         before, at = broadcast_from_main(launch, "doctor", lambda: (read_baseline(folder), make_scratch(folder)))
         scratch = Path(at)
-        site = join(machine)
-        with watched(launch, scratch, site):
+        site = join_examined_ranks(machine)
+        with hang_watchdog(launch, scratch, site):
             examination, last = self._examine(site, machine, scratch, before)
         if launch.is_main:
             data = report_data(examination, last, before)
@@ -73,7 +73,7 @@ class Doctor:
         return int(any(finding.level == "error" for finding in examination.findings))
 
     def _examine(
-        self, site: Site, machine: Machine, scratch: Path, baseline: Mapping[str, Any]
+        self, site: ExaminedRanks, machine: Machine, scratch: Path, baseline: Mapping[str, Any]
     ) -> tuple[Examination, Baseline]:
         """Collective: everything, one thing after the other; the same on all ranks."""
         began = monotonic()
@@ -92,7 +92,7 @@ class Doctor:
             links = time_links(site, pair_rounds(site.world.size))
             run_block(site, work, offsets[site.world.rank])
             expectations = Expectations(site, links, last.links, min(each.network_rate for each in facts))
-            links = confirm(site, links, expectations)
+            links = remeasure_slow_links(site, links, expectations)
             findings += judge_links(site, links, expectations)
             mine = make_groups(site, groups)
             cells = [(name, op) for name in mine for op in OPS]
@@ -119,15 +119,15 @@ def make_scratch(folder: Path) -> str:
         ) from None
 
 
-def join(machine: Machine) -> Site:
+def join_examined_ranks(machine: Machine) -> ExaminedRanks:
     """Collective: all ranks in one group, and what they know of each other."""
     device, launch = machine.claim_device(), machine.launch
     world = join_group(launch, device, machine.backend, _JOIN) if launch.world_size > 1 else Ranks()
     names = world.all_gather_values((socket.gethostname(), machine_and_network()))  # all ranks; two names each
-    return Site(world, device, [host for host, _ in names], [name for _, name in names])
+    return ExaminedRanks(world, device, [host for host, _ in names], [name for _, name in names])
 
 
-def watched(launch: Launch, folder: Path, site: Site) -> AbstractContextManager[Any]:
+def hang_watchdog(launch: Launch, folder: Path, site: ExaminedRanks) -> AbstractContextManager[Any]:
     """Inside, a rank that hangs is named, and all end. folder: for the stacks of all threads, which stay there then."""
     if launch.world_size == 1:
         return nullcontext()

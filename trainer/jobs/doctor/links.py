@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.jobs.doctor.cost_model import LinearCost
-from trainer.jobs.doctor.findings import Finding, Level, Site
+from trainer.jobs.doctor.findings import ExaminedRanks, Finding, Level
 from trainer.jobs.goodput_report import format_seconds
 
 _ROUNDS = 15  # at most: all pairs of 16 ranks
@@ -63,7 +63,7 @@ def pair_rounds(ranks: int, most: int = _ROUNDS) -> list[list[Pair]]:
     return [every[index * len(every) // count] for index in range(count)]
 
 
-def time_links(site: Site, plan: Sequence[Sequence[Pair]]) -> list[Link]:
+def time_links(site: ExaminedRanks, plan: Sequence[Sequence[Pair]]) -> list[Link]:
     """Collective: the links of these rounds, in both directions, on all ranks."""
     links = []
     for pairs in plan:
@@ -77,7 +77,7 @@ def time_links(site: Site, plan: Sequence[Sequence[Pair]]) -> list[Link]:
     return [link for answer in answers for link in answer]
 
 
-def _time_link(site: Site, sender: int, receiver: int) -> Link:
+def _time_link(site: ExaminedRanks, sender: int, receiver: int) -> Link:
     """The two ranks: one direction of their link. Only the sender's times count."""
     sends, peer = site.world.rank == sender, receiver if site.world.rank == sender else sender
     small = torch.zeros(2, device=site.device)  # float32, (2,): 8 bytes
@@ -92,7 +92,7 @@ def _time_link(site: Site, sender: int, receiver: int) -> Link:
     return Link(sender, receiver, latency, int(size) / max(best - latency, 1e-9))
 
 
-def _ping(site: Site, sends: bool, peer: int, message: Tensor) -> float:
+def _ping(site: ExaminedRanks, sends: bool, peer: int, message: Tensor) -> float:
     """Seconds of a small message there and back."""
     began = perf_counter()
     for outward in (sends, not sends):
@@ -101,7 +101,7 @@ def _ping(site: Site, sends: bool, peer: int, message: Tensor) -> float:
     return perf_counter() - began
 
 
-def _send(site: Site, sends: bool, peer: int, size: int) -> float:
+def _send(site: ExaminedRanks, sends: bool, peer: int, size: int) -> float:
     """Seconds until so many bytes are there, and a word of it is back."""
     load = torch.ones(size // 4, device=site.device)  # float32, (bytes / 4,): zeros need not be in memory yet
     site.synchronize()
@@ -137,7 +137,7 @@ class Expectations:
     """What each link should do: as the others of its kind, as last time, and as the network says of itself."""
 
     def __init__(
-        self, site: Site, links: Sequence[Link], before: Mapping[Pair, LinearCost], network_rate: float
+        self, site: ExaminedRanks, links: Sequence[Link], before: Mapping[Pair, LinearCost], network_rate: float
     ) -> None:
         """before: by (sender, receiver). network_rate: bytes a second, of the slowest machine's adapter."""
         self._site, self._before = site, before
@@ -181,7 +181,7 @@ def format_rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
 
 
-def confirm(site: Site, links: Sequence[Link], expectations: Expectations) -> list[Link]:
+def remeasure_slow_links(site: ExaminedRanks, links: Sequence[Link], expectations: Expectations) -> list[Link]:
     """Collective: the same links; those that looked slow are measured again alone, and the best result counts."""
     best = {(link.sender, link.receiver): link for link in links}
     for _ in range(_TIMES_AGAIN):
@@ -193,7 +193,7 @@ def confirm(site: Site, links: Sequence[Link], expectations: Expectations) -> li
     return list(best.values())
 
 
-def locate(bad: Collection[Pair], measured: Collection[Pair]) -> tuple[list[int], list[Pair]]:
+def attribute_bad_links(bad: Collection[Pair], measured: Collection[Pair]) -> tuple[list[int], list[Pair]]:
     """Whose fault bad links are: nodes all of whose links (two or more) are bad; and the other bad links by themselves.
 
     Two nodes with one link between them and others to nobody else are told apart by nothing: then it is the link.
@@ -207,7 +207,7 @@ def locate(bad: Collection[Pair], measured: Collection[Pair]) -> tuple[list[int]
     return nodes, sorted(left)
 
 
-def judge_links(site: Site, links: Sequence[Link], expectations: Expectations) -> list[Finding]:
+def judge_links(site: ExaminedRanks, links: Sequence[Link], expectations: Expectations) -> list[Finding]:
     """A finding for each bad link, or for the rank or the machine at one end of all of them."""
     complaints: dict[Pair, str] = {}
     for link in links:
@@ -223,7 +223,7 @@ def judge_links(site: Site, links: Sequence[Link], expectations: Expectations) -
         if near != far:
             between.setdefault((near, far), []).append(pair)
     bad = [ends for ends, those in between.items() if all(pair in complaints for pair in those)]
-    machines, cables = locate(bad, between)
+    machines, cables = attribute_bad_links(bad, between)
     findings, explained = [], set()
     for machine in machines:
         rank = machine_of.index(machine)
@@ -236,7 +236,7 @@ def judge_links(site: Site, links: Sequence[Link], expectations: Expectations) -
         findings.append(_about_link(site, between[ends][0], complaints, "error", len(between[ends])))
 
     # then the ranks, by what is left
-    ranks, single = locate(complaints.keys() - explained, pairs - explained)
+    ranks, single = attribute_bad_links(complaints.keys() - explained, pairs - explained)
     for rank in ranks:
         first = next(pair for pair in sorted(complaints) if rank in pair)
         sentence = f"is slow on all of its links: the first one {complaints[first]}"
@@ -244,7 +244,9 @@ def judge_links(site: Site, links: Sequence[Link], expectations: Expectations) -
     return findings + [_about_link(site, pair, complaints, expectations.level(pair)) for pair in single]
 
 
-def _about_link(site: Site, pair: Pair, complaints: Mapping[Pair, str], level: Level, count: int = 1) -> Finding:
+def _about_link(
+    site: ExaminedRanks, pair: Pair, complaints: Mapping[Pair, str], level: Level, count: int = 1
+) -> Finding:
     """A finding about one link; count: how many like it join the same two machines."""
     first, second = pair
     others = f" (and the {count - 1} others between these machines)" if count > 1 else ""

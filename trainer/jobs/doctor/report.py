@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.jobs.doctor.collectives import OPS, CollectiveTime
 from trainer.jobs.doctor.cost_model import LinearCost, fit_cost, model_cost
-from trainer.jobs.doctor.findings import Finding, Site
+from trainer.jobs.doctor.findings import ExaminedRanks, Finding
 from trainer.jobs.doctor.host_facts import HostFacts
 from trainer.jobs.doctor.links import Link, Pair, format_rate, median_link
 from trainer.jobs.doctor.shared_folder import FolderReport
@@ -29,7 +29,7 @@ _SLOWER = 3.0  # times as slow as last time
 class Examination:
     """All that was measured, on all ranks."""
 
-    site: Site
+    site: ExaminedRanks
     facts: list[HostFacts]
     folder: list[FolderReport]
     offsets: list[float]  # seconds, of each rank's clock
@@ -64,7 +64,7 @@ def _baseline(data: Mapping[str, Any]) -> dict[str, Any]:
     return {"ranks": ranks, "links": data["links"], "collectives": data["collectives"]}
 
 
-def parse_baseline(baseline: Mapping[str, Any], site: Site, facts: Sequence[HostFacts]) -> Baseline:
+def parse_baseline(baseline: Mapping[str, Any], site: ExaminedRanks, facts: Sequence[HostFacts]) -> Baseline:
     """The same as numbers; nothing where it was on other machines or devices."""
     same = baseline.get("ranks") == [[host, each.device] for host, each in zip(site.hosts, facts, strict=True)]
     links, collectives = (baseline[key] if same else [] for key in ("links", "collectives"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 
-from trainer.jobs.doctor.findings import Finding, Level, Site
+from trainer.jobs.doctor.findings import ExaminedRanks, Finding, Level
 from trainer.launch.polling import poll
 from trainer.launch.safe_files import replace_file
 
@@ -129,7 +129,7 @@ _STEPS: tuple[Callable[[_Examination], None], ...] = (
 )
 
 
-def examine_folder(site: Site, folder: Path) -> tuple[list[FolderReport], list[Finding]]:
+def examine_folder(site: ExaminedRanks, folder: Path) -> tuple[list[FolderReport], list[Finding]]:
     """Collective: what each rank has seen of this folder, which rank 0 has made, and what is wrong with it."""
     first = site.first_ranks()
     # one rank of each machine is enough; of one machine alone also its second one, for there must be two
@@ -148,7 +148,7 @@ def examine_folder(site: Site, folder: Path) -> tuple[list[FolderReport], list[F
     return reports, findings
 
 
-def _judge(site: Site, rank: int, report: FolderReport) -> list[Finding]:
+def _judge(site: ExaminedRanks, rank: int, report: FolderReport) -> list[Finding]:
     """What one rank has seen, as findings."""
     problems = list(report.problems)
     if report.delay_s is None and not problems:

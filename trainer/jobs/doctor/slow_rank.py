@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.jobs.doctor.clock_offset import clock
-from trainer.jobs.doctor.findings import Finding, Site
+from trainer.jobs.doctor.findings import ExaminedRanks, Finding
 from trainer.jobs.flops import peak_flops
 
 BLOCKS, ROUNDS = 5, 16  # blocks of rounds, far apart in time; what lasts for one block only is chance
@@ -44,7 +44,7 @@ def multiply(work: LocalWork) -> None:
         torch.mm(work.left, work.right, out=work.product)
 
 
-def prepare_work(site: Site) -> LocalWork:
+def prepare_work(site: ExaminedRanks) -> LocalWork:
     """Collective: matrices, and how many products make a piece; the same on all ranks, so that times compare."""
     size, dtype = (256, torch.float32) if site.device.type == "cpu" else (4096, torch.bfloat16)
     left, right = (torch.ones(size, size, dtype=dtype, device=site.device) for _ in range(2))  # (n, n)
@@ -55,7 +55,7 @@ def prepare_work(site: Site) -> LocalWork:
     return work
 
 
-def _timed(site: Site, work: LocalWork) -> float:
+def _timed(site: ExaminedRanks, work: LocalWork) -> float:
     """Seconds of one piece. On a CPU those of the processor: on a busy machine others have it in between."""
     now = thread_time if site.device.type == "cpu" else perf_counter
     began = now()
@@ -64,7 +64,7 @@ def _timed(site: Site, work: LocalWork) -> float:
     return now() - began
 
 
-def run_block(site: Site, work: LocalWork, offset: float) -> None:
+def run_block(site: ExaminedRanks, work: LocalWork, offset: float) -> None:
     """Collective: some rounds of work and waiting for each other. offset: of this rank's clock, in seconds."""
     seconds, arrivals = [], []
     for _ in range(ROUNDS):
@@ -79,7 +79,7 @@ def run_block(site: Site, work: LocalWork, offset: float) -> None:
     work.lateness.append(late.quantile(0.5, dim=1).tolist())
 
 
-def judge_speed(site: Site, work: LocalWork, crowded: bool) -> list[Finding]:
+def judge_speed(site: ExaminedRanks, work: LocalWork, crowded: bool) -> list[Finding]:
     """A finding for each rank that was slower than the others in every block but one at most.
 
     crowded: more ranks than processors, where who waits for a processor arrives late by chance.
@@ -110,7 +110,7 @@ def judge_speed(site: Site, work: LocalWork, crowded: bool) -> list[Finding]:
     return findings
 
 
-def measure_rates(site: Site, work: LocalWork) -> dict[str, Any]:
+def measure_rates(site: ExaminedRanks, work: LocalWork) -> dict[str, Any]:
     """What this rank has computed and can copy: operations and bytes a second, from its best pieces."""
     mine = [block[site.world.rank] for block in work.fastest]
     source = torch.ones(_COPY // 4, device=site.device)  # float32, (bytes / 4,)
@@ -131,7 +131,7 @@ def measure_rates(site: Site, work: LocalWork) -> dict[str, Any]:
     }
 
 
-def judge_rates(site: Site, devices: Sequence[str], rates: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def judge_rates(site: ExaminedRanks, devices: Sequence[str], rates: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """A finding for each rank whose device does much less than its data sheet says. devices, rates: of each rank."""
     findings = []
     for rank, (device, each) in enumerate(zip(devices, rates, strict=True)):

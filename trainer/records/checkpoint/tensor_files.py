@@ -68,7 +68,7 @@ def write_tensors(
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write one file from the tensors' own memory; `told`: texts for its header."""
+    """Write one file from the tensors' own memory; `metadata`: texts for its header."""
     path.touch()
     mode = path.stat().st_mode
     save_file(_contiguous(tensors), path, metadata)
