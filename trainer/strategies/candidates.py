@@ -48,8 +48,8 @@ def candidates(like: Strategy, machine: Machine, per_machine: int) -> Iterator[C
         return
     yield Candidate("strategy=ddp", DDP(**common))
     yield Candidate("strategy=zero1", Zero1(**common))
-    yield Candidate("strategy=fsdp strategy.reshard_after_forward=false", FSDP(**common, reshard_after_forward=False))
     yield Candidate("strategy=fsdp", FSDP(**common))
+    yield Candidate("strategy=fsdp strategy.reshard_after_forward=false", FSDP(**common, reshard_after_forward=False))
     # weights are gathered inside a machine, or inside a half of one
     copies = size // per_machine if size > per_machine else 2
     if size % copies == 0 and copies < size:
