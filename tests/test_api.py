@@ -105,6 +105,14 @@ def test_who_was_started_by_a_launcher_starts_nobody(place: Path, monkeypatch: p
         trainer.run(WORDS, processes=2)
 
 
+def test_more_processes_than_the_memory_bears_are_refused() -> None:
+    message = (
+        r"processes=10000000: a process takes 0\.1 GB at least, 1,000,000\.0 GB in all, .*; at most processes=\d+$"
+    )
+    with pytest.raises(trainer.Refusal, match=message):
+        trainer.run(WORDS, processes=10_000_000)
+
+
 ASKING = """
 import os
 import signal
